@@ -128,7 +128,7 @@ class Checkpointer:
             RendezvousTimeout: some ranks did not call ``save``; names them.
             SafeCheckpointError: the error of an earlier save that was not reported yet; this one was not started.
         """
-        with self._engine.together():
+        with self._engine.together("save"):
             return self._save(step, state, metrics or {})
 
     def _save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> SaveHandle:

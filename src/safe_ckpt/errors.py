@@ -44,8 +44,7 @@ from typing import Any, ClassVar
 
 _ONE_DIRECTORY = "All ranks write one directory together, with a file for what differs: give all of them the same path"
 _DESYNC_ADVICE = {
-    "settings": "Give all ranks the same settings: look at the arguments, SAFE_CKPT_CONFIG and SAFE_CKPT__* of each "
-    "(safe-ckpt config show)",
+    "settings": "Give all ranks the same settings: see arguments, SAFE_CKPT_CONFIG, SAFE_CKPT__* (safe-ckpt config show)",
     "output_dir": _ONE_DIRECTORY,
     "save_directory": _ONE_DIRECTORY,
 }
@@ -114,7 +113,7 @@ class RestoreError(SafeCheckpointError, ValueError):
 class DirectoryError(SafeCheckpointError, OSError):
     """A directory or file could not be set up, read or written: ``rank`` met this at ``path`` during ``phase``.
 
-    ``code`` is the ``errno``, 0 where there is none; also available as ``errno``.
+    ``code`` is the ``errno``, 0 where there is none; also available as ``errno``. ``path`` is "" where it is not known.
     """
 
     message: str
@@ -125,7 +124,7 @@ class DirectoryError(SafeCheckpointError, OSError):
 
     def __post_init__(self) -> None:
         self.errno = self.code or None
-        self.filename = self.path
+        self.filename = self.path or None
 
     @classmethod
     def of(cls, error: OSError, *, path: str | os.PathLike[str], rank: int, phase: str) -> DirectoryError:
@@ -136,7 +135,8 @@ class DirectoryError(SafeCheckpointError, OSError):
     def __str__(self) -> str:
         phase = f" while {self.phase}" if self.phase else ""
         code = f" [{_errno.errorcode.get(self.code, self.code)}]" if self.code else ""
-        return f"{self.path}: {self.message}{code}{phase} (rank {self.rank})"
+        where = f"{self.path}: " if self.path else ""
+        return f"{where}{self.message}{code}{phase} (rank {self.rank})"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -185,16 +185,18 @@ class CoordinationError(SafeCheckpointError, RuntimeError):
 
 @dataclass(eq=False, kw_only=True)
 class RendezvousTimeout(CoordinationError, TimeoutError):
-    """Some ranks did not arrive in time: the ranks ``missing`` at ``phase``, after ``seconds``."""
+    """The ranks ``missing`` did not come to ``phase`` in time. If they are alive, ``call`` is what they did not call."""
 
     phase: str
     seconds: float
     missing: tuple[int, ...] = ()
+    call: str = ""
 
     def __str__(self) -> str:
         if not self.missing:
             return f"{self.phase}: not over after {self.seconds:.1f} s"
-        return f"{self.phase}: waited {self.seconds:.1f} s, missing ranks: {_listed(self.missing)}"
+        alive = f". They are alive and somewhere else: all processes must call {self.call}" if self.call else ""
+        return f"{self.phase}: waited {self.seconds:.1f} s, missing ranks: {_listed(self.missing)}{alive}"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -339,8 +341,7 @@ class NoValidCheckpointError(SafeCheckpointError, FileNotFoundError):
     rank: int = 0
 
     def __str__(self) -> str:
-        reasons = "".join(f"\n  {path}: {why}" for path, why in self.rejected.items())
-        return f"{self.path}: {self.message}{reasons}"
+        return "".join([f"{self.path}: {self.message}", *(f"\n  {path}: {why}" for path, why in self.rejected.items())])
 
 
 @dataclass(eq=False, kw_only=True)
@@ -400,7 +401,7 @@ def _listed(ranks: Sequence[int]) -> str:
 class naming(contextlib.AbstractContextManager["naming"]):  # noqa: N801 - called as contextlib's own are
     """Raise a foreign exception as ``named`` has it. As a generator it would let a ``StopIteration`` go on as it is."""
 
-    def __init__(self, *, rank: int, phase: str, path: object = "?") -> None:
+    def __init__(self, *, rank: int, phase: str, path: object = "") -> None:
         self._rank, self._phase, self._path = rank, phase, path
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -408,10 +409,11 @@ class naming(contextlib.AbstractContextManager["naming"]):  # noqa: N801 - calle
             raise named(error, rank=self._rank, phase=self._phase, path=self._path) from error
 
 
-def named(error: BaseException, *, rank: int, phase: str, path: object = "?") -> SafeCheckpointError:
+def named(error: BaseException, *, rank: int, phase: str, path: object = "") -> SafeCheckpointError:
     """An error of ours that says the same; ``path`` is where an ``OSError`` happened that does not say so itself."""
     if isinstance(error, SafeCheckpointError):
         return error
-    if isinstance(error, OSError):
-        return DirectoryError.of(error, path=str(error.filename or path), rank=rank, phase=phase)
+    where = str(getattr(error, "filename", None) or path)
+    if isinstance(error, OSError) and (where or error.errno):  # else nothing says that it is one of the file system
+        return DirectoryError.of(error, path=where, rank=rank, phase=phase)
     return UnexpectedError(phase=phase, rank=rank, cause=f"{type(error).__name__}: {error}")

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from accelerate_runs import CONFIG, Training, checkpoints, forget, fresh, make, names, registered
-from safe_ckpt import CheckpointConfig, Retention
+from safe_ckpt import CheckpointConfig, Retention, WriterConfig
 from safe_ckpt.accelerate import register
 from safe_ckpt.cli.app import app
 from safe_ckpt.core.directory.lease import own_lease
@@ -25,7 +25,7 @@ from safe_ckpt.errors import (
     DirectoryError,
     NoValidCheckpointError,
 )
-from support import run_script
+from support import run_script, writers_of
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +109,23 @@ def test_what_is_saved_after_the_weights_is_the_newest(tmp_path, monkeypatch):
         accelerator.save_model(torch.nn.Linear(2, 2), tmp_path / "weights")
         accelerator.save_state(tmp_path / "step_4")
     assert [read_manifest(tmp_path / f"step_{number}").sequence for number in (1, 2, 3, 4)] == [1, 2, 3, 4]
+
+
+def test_a_name_waits_for_no_save_under_another_one(tmp_path):
+    """As many saves are in flight as the settings allow, each under a name of its own."""
+    config = replace(CONFIG, max_in_flight=3, writer=WriterConfig(inline_bytes=0))
+    paths = [tmp_path / f"step_{number}" for number in range(4)]
+    with registered(None, config) as (accelerator, handle):
+        accelerator.prepare(torch.nn.Linear(2, 2))
+        accelerator.save_state(paths[0], async_save=False)
+        (writer,) = writers_of(os.getpid())
+        os.kill(writer, signal.SIGSTOP)
+        for path in paths[1:]:
+            accelerator.save_state(path)
+        assert not any(path.exists() for path in paths[1:])
+        os.kill(writer, signal.SIGCONT)
+        handle.wait()
+    assert all((path / "manifest.json").exists() for path in paths)
 
 
 @pytest.mark.parametrize("automatic", [False, True])

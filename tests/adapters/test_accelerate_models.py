@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from accelerate_runs import CONFIG, fresh, make
 from safe_ckpt.accelerate import register
+from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import LazyTensor
 from safe_ckpt.core.formats.manifest import read_manifest
@@ -354,18 +355,34 @@ def test_beside_checkpoints_the_old_weights_stay_until_the_new_ones_are_durable(
     assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
-def test_an_index_beside_checkpoints_names_one_save_only(tmp_path, handle, monkeypatch):
-    """Shards of equal names: the old index is gone before the first is replaced, the new one comes behind the last."""
+def test_beside_checkpoints_a_reader_finds_the_old_weights_or_the_new_ones(tmp_path, handle, monkeypatch):
+    """Wherever the job is killed between two renames: in shards of equal names, of other ones, or as one file."""
     (tmp_path / "checkpoint-1").mkdir()
-    index, publish_file, seen = tmp_path / "model.safetensors.index.json", durable.publish_file, []
-    handle.save_model(Model(), tmp_path, max_shard_size=100)
+    publish_file, discard, seen = durable.publish_file, Workspace.discard, []
+
+    def found():
+        model = Broken()
+        load_checkpoint_in_model(model, str(tmp_path))
+        (value,) = {value.item() for tensor in model.state_dict().values() for value in tensor.unique()}
+        return int(value)
 
     def publish(staged, final):
         publish_file(staged, final)
-        seen.append((final.name, index.exists()))
+        seen.extend([found()] if final.parent == tmp_path else [])
+
+    def deleting(self, paths):
+        seen.append(found())
+        return discard(self, paths)
 
     monkeypatch.setattr(durable, "publish_file", publish)
-    handle.save_model(Model(), tmp_path, max_shard_size=100)
-    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
-    assert seen == [*((name, False) for name in shards), (index.name, True)]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", *shards, index.name]
+    monkeypatch.setattr(Workspace, "discard", deleting)
+    for number, limit in enumerate((64, 64, 4096, 64, 40)):
+        model = Broken()
+        for parameter in model.parameters():
+            parameter.data.fill_(number)
+        handle.save_model(model, tmp_path, max_shard_size=limit)
+        assert set(seen) <= {number - 1, number}, (number, seen)
+        assert seen == sorted(seen)
+        seen.clear()
+        assert found() == number
+    assert not list((tmp_path / ".safe_ckpt").rglob("*.safetensors"))

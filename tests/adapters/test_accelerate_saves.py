@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.tracking import GeneralTracker
-from safetensors.torch import load_file
 
 from accelerate_runs import (
     CONFIG,
@@ -473,19 +472,59 @@ def test_what_does_not_fit_is_named(tmp_path):
         assert checkpoints(tmp_path) == ["checkpoint_0"]
 
 
-def test_views_of_one_memory_are_all_saved(tmp_path):
-    """Upstream drops every name but the first of tensors that share memory, also where they are different parts of it."""
-    whole = torch.arange(8.0)
-    with registered(tmp_path) as (accelerator, handle):
-        model = torch.nn.Module()
-        model.register_buffer("first", whole[:4])
-        model.register_buffer("second", whole[4:])
-        model.register_buffer("same", whole[:4])
-        accelerator.prepare(model)
-        path = accelerator.save_state(async_save=False)
-    found = load_file(path / "model.safetensors")  # load_model refuses such a model, whoever wrote the file
-    assert found["second"].tolist() == [4, 5, 6, 7]
-    assert found["first"].tolist() == [0, 1, 2, 3]
+ROWS = {
+    "a row, and the whole": lambda whole: (whole[1], whole),  # stock keeps the first name, whatever it covers
+    "the whole, and a row": lambda whole: (whole, whole[1]),
+    "another shape": lambda whole: (whole, whole.view(4, 3)),
+    "another dtype": lambda whole: (whole, whole.view(torch.int32)),
+    "one and the same": lambda whole: (whole, whole),
+    "turned, alone": lambda whole: (whole.t(), torch.ones(2)),
+}
+NEVER = {
+    "two halves": lambda whole: (whole.view(-1)[:6], whole.view(-1)[6:]),
+    "overlapping": lambda whole: (whole.view(-1)[:8], whole.view(-1)[4:]),
+    "the whole, and turned": lambda whole: (whole, whole.t()),
+    "two names of a part": lambda whole: (whole[1:], whole[1:]),
+    "two rows apart": lambda whole: (whole[0], whole[2]),
+}
+
+
+def views(of):
+    model = torch.nn.Module()
+    model.far = torch.nn.Linear(2, 2)
+    first, second = of(torch.arange(12.0).view(3, 4))
+    model.register_buffer("first", first)
+    model.register_buffer("second", second)
+    return model
+
+
+def test_memory_that_several_tensors_share_is_loaded_again_or_refused(tmp_path):
+    """Of tensors in one memory the one that covers it is saved, as load_state wants it; where none does, they are named."""
+    for number, (what, of) in enumerate([*ROWS.items(), *NEVER.items()]):
+        accelerator = make(tmp_path / str(number))
+        with register(accelerator, CONFIG) as handle:
+            model = accelerator.prepare(views(of))
+            expected = {name: value.clone() for name, value in model.state_dict().items()}
+            if what in NEVER:
+                with pytest.raises(StateError, match=r"first, second: .*clone\(\).*safe_serialization=False"):
+                    accelerator.save_state()
+            else:
+                accelerator.save_state()
+                handle.wait()
+                for value in model.state_dict().values():
+                    value.zero_()
+                accelerator.load_state()
+                assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items()), what
+            accelerator.save_state(safe_serialization=False, async_save=False)
+
+
+def test_one_tensor_that_is_a_part_of_memory_is_refused(tmp_path):
+    """A slice alone loads as little, as safetensors has it: it is named at the save."""
+    with registered(tmp_path) as (accelerator, _):
+        accelerator.prepare(views(lambda whole: (torch.ones(2), whole[1])))
+        with pytest.raises(StateError, match=r"model 0: second: .*clone\(\)"):
+            accelerator.save_state()
+        assert checkpoints(tmp_path) == []
 
 
 def test_overlapped_with_training(tmp_path):

@@ -93,6 +93,8 @@ ACCELERATE = [
     Part(Accelerator, "get_state_dict", "accelerate/save.py", "the models as they are saved", ("self", "model", "unwrap")),
     Part(modeling_utils, "safe_save_file", "transformers/contents.py", "is stood in for while a Trainer saves",
          ("tensors", "filename", "metadata")),
+    Part(safetensors.torch, "_remove_duplicate_names", "accelerate/contents.py", "what load_state would refuse",
+         ("state_dict", "preferred_names")),
     Part(safetensors.torch, "save_file", "transformers/contents.py", "is stood in for while a Trainer saves",
          ("tensors", "filename", "metadata")),
 ]  # fmt: skip

@@ -8,7 +8,7 @@ pytest.importorskip("deepspeed")
 import deepspeed.runtime.engine as upstream
 from contracts import Part, private_names
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
@@ -26,8 +26,6 @@ PARTS = [
     Part(ENGINE, "save_16bit_model", "deepspeed/handle.py", "is stood in for",
          ("self", "save_dir", "save_filename", "exclude_frozen_parameters")),
     Part(ENGINE, "load_universal_checkpoint", "deepspeed/handle.py", "whether what is loaded was converted", SELF),
-    Part(ENGINE, "_save_checkpoint", "deepspeed/checkpoint_engine.py", "hands files over", ("self", "save_dir", "tag")),
-    Part(ENGINE, "_save_zero_checkpoint", "deepspeed/checkpoint_engine.py", "the same", ("self", "save_path", "tag")),
     Part(ENGINE, "_checkpoint_tag_validation", "deepspeed/save.py", "is a collective: we agree on the tag", ("self", "tag")),
     Part(ENGINE, "_copy_recovery_script", "deepspeed/save.py", "what lies beside the tags", ("self", "save_path")),
     Part(ENGINE, "_zero3_consolidated_16bit_state_dict", "deepspeed/nested.py", "a gather that the Trainer calls itself"),
@@ -45,14 +43,11 @@ PARTS = [
          ("checkpoint_dir", "tag")),
     Part(upstream.dist, "barrier", "deepspeed/save.py", "nothing is on the disk yet that one could wait for"),
     Part(ds_to_universal, "dp_index_to_str", "deepspeed/nvme.py", "the folder of a rank's swap files", ("dp_index",)),
-    Part(CheckpointEngine, "create", "deepspeed/checkpoint_engine.py", "a save begins", ("self", "info")),
-    Part(CheckpointEngine, "makedirs", "deepspeed/checkpoint_engine.py", "is overridden", ("self", "path", "exist_ok")),
-    Part(CheckpointEngine, "save", "deepspeed/checkpoint_engine.py", "one file", ("self", "state_dict", "path")),
-    Part(CheckpointEngine, "load", "deepspeed/checkpoint_engine.py", "one file", ("self", "path", "map_location")),
-    Part(CheckpointEngine, "commit", "deepspeed/checkpoint_engine.py", "the save is complete", ("self", "info")),
-    Part(CheckpointEngine, "get_commit_info", "deepspeed/checkpoint_engine.py", "what is to be committed", SELF),
-    Part(CheckpointEngine, "is_decoupled", "deepspeed/checkpoint_engine.py", "is asked after the last file", SELF),
-    Part(CheckpointEngine, "cleanup", "deepspeed/checkpoint_engine.py", "the end", SELF),
+    Part(CheckpointEngine, "create", "deepspeed/save.py", "is overridden", ("self", "info")),
+    Part(CheckpointEngine, "makedirs", "deepspeed/save.py", "is overridden", ("self", "path", "exist_ok")),
+    Part(CheckpointEngine, "save", "deepspeed/save.py", "is overridden: one file", ("self", "state_dict", "path")),
+    Part(CheckpointEngine, "load", "deepspeed/save.py", "is overridden: one file", ("self", "path", "map_location")),
+    Part(CheckpointEngine, "commit", "deepspeed/save.py", "is overridden", ("self", "info")),
     Part(Stage3, "_set_fp32_optimizer_param_groups", "deepspeed/nvme.py", "the order of the states", SELF),
     Part(Stage3, "_clear_fp32_optimizer_param_groups", "deepspeed/nvme.py", "the order of the states", SELF),
     Part(Stage3, "_reassign_or_swap_out_partitioned_parameters", "deepspeed/nvme.py", "small parameters come back"),
@@ -75,14 +70,6 @@ def test_no_private_part_is_used_without_a_contract():
     """Every private part of DeepSpeed that we use is listed with the reason."""
     known = {part.name for part in PARTS}
     assert {name: where for name, where in private_names("deepspeed").items() if name not in known} == {}
-
-
-def test_a_save_goes_as_the_engines_expect():
-    """deepspeed/checkpoint_engine.py: a save is created, handed over file by file, then asked whether it is decoupled."""
-    assert list(inspect.signature(CheckpointCommitInfo).parameters) == ["tag", "save_dir", "save_latest"]
-    source = inspect.getsource(ENGINE.save_checkpoint)
-    order = [source.index(call) for call in ("checkpoint_engine.create", "_save_checkpoint(", "is_decoupled")]
-    assert order == sorted(order)
 
 
 def test_the_fields_of_the_optimizer_exist():

@@ -12,7 +12,8 @@ pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
 import torch
 
-from safe_ckpt.errors import ConfigError
+from safe_ckpt import CheckpointConfig, Telemetry
+from safe_ckpt.errors import ConfigError, SafeCheckpointError
 from safe_ckpt.testing import spawn_ranks
 from safe_ckpt.testing.ranks import values
 
@@ -96,6 +97,30 @@ def refused(rank, folder):
     from safe_ckpt.deepspeed import install
 
     engine = runs.engine(0, width=64)
-    with pytest.raises(ConfigError, match="training_data"):
-        install(engine, resume_data=True)
+    with install(engine) as handle:
+        before = dict(vars(engine))
+        with pytest.raises(ConfigError, match="training_data"):
+            install(engine, resume_data=True)
+        assert vars(engine) == before
+        assert not handle.closed
     return Path(folder).is_dir() and rank == 0
+
+
+def test_an_install_that_fails_leaves_engine_and_loader_as_they_were(tmp_path):
+    """Settings that need what is not there, found behind all checks: also the loader makes its own again."""
+    assert values(spawn_ranks(failing, 1, str(tmp_path), timeout_s=60)) == [True]
+
+
+def failing(rank, folder):
+    from safe_ckpt.deepspeed import install
+
+    net = torch.nn.Linear(64, 16)
+    engine, _, _, _ = runs._deepspeed().initialize(
+        model=net, training_data=Noisy(), config={"train_micro_batch_size_per_gpu": 4, "steps_per_print": 10**9}
+    )
+    before = dict(vars(engine)), dict(vars(engine.training_dataloader))
+    unmet = CheckpointConfig(telemetry=Telemetry(prometheus_textfile=f"{folder}/none/x.prom"))
+    with pytest.raises(SafeCheckpointError):
+        install(engine, unmet, resume_data=True)
+    assert (dict(vars(engine)), dict(vars(engine.training_dataloader))) == before
+    return rank == 0

@@ -452,6 +452,59 @@ def lose_a_rank(rank, folder, stage, moment):
     os._exit(0 if time.monotonic() - begun < 30 and latest(folder) == "good" and tags(folder) == ["good"] else 1)
 
 
+def test_directories_in_turn_are_held_together(tmp_path):
+    """Saves to three of them go on beside training: none waits for the one before it, and none is taken again in each round."""
+    assert values(spawn_ranks(in_turn, 1, str(tmp_path), timeout_s=120)) == [True]
+
+
+def in_turn(rank, folder):
+    run = runs.engine(0, width=64)
+    outs = [Path(folder) / name for name in "abc"]
+    with installed(run, max_in_flight=3, writer=WriterConfig(inline_bytes=0)) as handle:
+        for out in outs:
+            run.save_checkpoint(out)
+        handle.wait()
+        held = dict(handle._context.directories._held)
+        writer = handle._core._save_queue.writer
+        os.kill(writer.pid, signal.SIGSTOP)
+        for out in outs:
+            run.save_checkpoint(out, tag="again")
+        assert not any((out / "again").exists() for out in outs)
+        os.kill(writer.pid, signal.SIGCONT)
+        handle.wait()
+        assert handle._context.directories._held == held
+    return [latest(out) for out in outs] == ["again"] * 3
+
+
+def test_the_tag_before_a_damaged_one_is_loaded(tmp_path):
+    """Whatever is damaged in the newest one, its manifest too; and where ``latest`` was moved to one that it would not name."""
+    assert values(spawn_ranks(falling_back, 1, str(tmp_path), timeout_s=120)) == [["b", "b", "b", "a"]]
+
+
+def falling_back(rank, folder):
+    out = Path(folder) / "out"
+    run = runs.engine(0, width=64)
+    found = []
+    with installed(run) as handle:
+        for tag in "abc":
+            run.save_checkpoint(out, tag=tag, client_state={"tag": tag})
+        run.save_checkpoint(out, tag="aside", save_latest=False)
+        run.save_checkpoint(out, tag="d", client_state={"tag": "d"}, save_latest=False)
+        handle.wait()
+        manifest = out / "c" / "manifest.json"
+        whole = manifest.read_bytes()
+        for content in (b"", whole[:-20], whole.replace(b"deepspeed", b"deepspeee")):
+            manifest.write_bytes(content)
+            found.append(run.load_checkpoint(out)[1]["tag"])
+        manifest.write_bytes(whole)
+        flip_bit(out / "b" / "mp_rank_00_model_states.pt", 5000)
+        flip_bit(out / "aside" / "mp_rank_00_model_states.pt", 5000)
+        flip_bit(out / "c" / "mp_rank_00_model_states.pt", 5000)
+        (out / "latest").write_text("aside")
+        found.append(run.load_checkpoint(out)[1]["tag"])
+    return found
+
+
 @pytest.mark.parametrize("moment", ["while it is late", "while its files are written"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3] if THOROUGH else [1, 3])
 def test_latest_never_names_what_lacks_a_rank(tmp_path, stage, moment):

@@ -1,6 +1,5 @@
 """btrfs and XFS: files whose layout is another tool's share the blocks of what did not change, and each is complete."""
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -14,11 +13,8 @@ from accelerate_runs import CONFIG as USUAL
 from accelerate_runs import fresh, make
 from safe_ckpt import CheckpointConfig, Checkpointer, Unchanged, WriterConfig, events
 from safe_ckpt.accelerate import register
-from safe_ckpt.adapters.extras import FileByFile, FileStream
-from safe_ckpt.adapters.planning import Destination, Facts, SaveRequest, torch_file
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.lightning import SafeCheckpointCallback
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore")]
@@ -116,27 +112,6 @@ def test_accelerates_files_share_what_is_frozen(disk):
     assert max(heard.written[1:]) < 2 << 20
     for path in sorted((disk / "checkpoints").iterdir()):
         verify(path, read_manifest(path))
-
-
-def test_files_that_come_one_by_one_share_what_is_frozen(disk):
-    """As DeepSpeed hands them over to ``SafeCheckpointEngine``."""
-    heard, frozen, pool = Heard(), torch.randn(SIZE, SIZE), []
-    with contextlib.closing(Engine(CheckpointConfig(), hooks=[heard])) as engine:
-        workspace = engine.hold(disk / "run")
-        for number in range(1, 4):
-            stream = FileStream(pool)
-            where = Destination(workspace=workspace, path=workspace.path / f"tag{number}", kind="directory")
-            content, facts = FileByFile(stream=stream), Facts(step=number)
-            handle = engine.save(SaveRequest(destination=where, content=content, facts=facts))
-            stream.add(torch_file("states.pt", {"frozen": frozen, "number": number}))
-            stream.seal()
-            handle.result(timeout_s=60)
-    assert heard.written[0] > WHOLE
-    assert max(heard.written[1:]) < 2 << 20
-    for number in range(1, 4):
-        path = disk / f"run/tag{number}"
-        verify(path, read_manifest(path))
-        assert torch.equal(torch.load(path / "states.pt")["frozen"], frozen)
 
 
 def _save(folder, state, count, change=lambda number: None, **more):

@@ -96,7 +96,6 @@ def deepspeed(engine: Any) -> None:
         assert_type(handle, safe_ckpt.deepspeed.Handle)
         assert_type(handle.save_checkpoint("runs", tag="a", client_state={"epoch": 1}), bool)
         assert_type(handle.load_checkpoint("runs"), tuple[str | None, Any])
-    engine.checkpoint_engine = safe_ckpt.deepspeed.SafeCheckpointEngine(CheckpointConfig())
 
 
 class SafeTrainer(SafeCheckpointMixin, HuggingFaceTrainer):

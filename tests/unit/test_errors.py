@@ -116,3 +116,16 @@ def test_words_promise_no_more_than_is_known():
     assert not issubclass(errors.CommitOutcomeUnknown, errors.SaveError)
     assert str(errors.RendezvousTimeout(phase="saving step-1", seconds=1.0)) == "saving step-1: not over after 1.0 s"
     assert "missing ranks: [1]" in str(errors.RendezvousTimeout(phase="hold", seconds=1.0, missing=(1,)))
+
+
+def test_an_error_without_a_file_says_what_it_was():
+    """What the system refused keeps its number; a text alone is not taken for a directory's. Neither has a place made up."""
+    full = errors.named(OSError(28, "No space left on device"), rank=1, phase="writing")
+    assert (str(full), full.errno, full.filename) == (
+        "No space left on device [ENOSPC] while writing (rank 1)",
+        28,
+        None,
+    )
+    text = errors.named(OSError("no such model"), rank=1, phase="load_checkpoint")
+    assert str(text) == "rank 1 failed in load_checkpoint: OSError: no such model"
+    assert isinstance(text, errors.UnexpectedError)

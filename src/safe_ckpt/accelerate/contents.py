@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import safetensors.torch as safetensors_torch
 import torch
 from accelerate import utils
 from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard, SeedableRandomSampler
@@ -148,21 +149,59 @@ def _model(index: int, state: Mapping[str, Any], *, safe_serialization: bool) ->
             kind = f"{value.dtype} {value.layout} tensor" if is_tensor else type(value).__name__
             message = f"a {kind} does not fit safetensors: use save_state(safe_serialization=False)"
             raise StateError(key=f"model {index}: {name}", message=message)
-    return safetensors.safetensors_image(path, _apart(state))
+    return safetensors.safetensors_image(path, _loadable(index, state))
 
 
-def _apart(state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
-    """Copy tensors that share memory only in part: safetensors stores only identical tensors once."""
-    views: dict[tuple[torch.device, int], tuple[Any, ...]] = {}
-    apart: Any = OrderedDict(state)
+def _loadable(index: int, state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+    """What safetensors' ``load_model``, which Accelerate loads with, takes: of those that share memory one that covers it.
+
+    Raises:
+        StateError: it would take no file of these tensors; names those that are why.
+    """
+    try:
+        covered = _covered(state)
+    except Exception as error:
+        homes: dict[tuple[torch.device, int], dict[str, torch.Tensor]] = {}
+        for name, tensor in state.items():
+            homes.setdefault(_home(tensor), {})[name] = tensor
+        culprits = next((list(group) for group in homes.values() if _is_refused(group)), list(state))
+        message = (
+            "load_state could not load it from safetensors, for its memory is not its own or not the whole of one: "
+            "clone() it, or use save_state(safe_serialization=False)"
+        )
+        raise StateError(key=f"model {index}: {', '.join(culprits)}", message=message) from error
+    kept: Any = OrderedDict((name, tensor) for name, tensor in state.items() if name not in covered)
     if hasattr(state, "_metadata"):
-        apart._metadata = state._metadata
+        kept._metadata = state._metadata
+    return kept  # type: ignore[no-any-return]
+
+
+def _covered(state: Mapping[str, torch.Tensor]) -> set[str]:
+    """The names whose memory is a part of that of another one, ties left out. Raises where ``load_model`` will."""
+    rule = getattr(safetensors_torch, "_remove_duplicate_names", None)
+    if rule is None:  # another release of safetensors
+        return set()
+    first: dict[tuple[torch.device, int], str] = {}
     for name, tensor in state.items():
-        view = (tensor.storage_offset(), tensor.dtype, tuple(tensor.size()), tensor.stride())
-        home = (tensor.device, tensor.untyped_storage().data_ptr())
-        if tensor.numel() and views.setdefault(home, view) != view:
-            apart[name] = tensor.detach().clone()
-    return apart  # type: ignore[no-any-return]
+        first.setdefault(_home(tensor), name)
+    kept = rule(dict(state), preferred_names=list(first.values()))
+    return {name for whole, names in kept.items() for name in names if _view(state[name]) != _view(state[whole])}
+
+
+def _is_refused(group: Mapping[str, torch.Tensor]) -> bool:
+    try:
+        _covered(group)
+    except Exception:
+        return True
+    return False
+
+
+def _home(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tensor.dtype, tuple(tensor.size()), tensor.stride()
 
 
 def _fingerprint(value: Any) -> str:

@@ -161,7 +161,7 @@ class CheckpointDirectory:
 
         values = {"save_directory": path, **must_match}
         whole = self._engine.agree(
-            "weights", must_match=values, local=check, decide=decide, phase="planning the weights"
+            "save_model", must_match=values, local=check, decide=decide, phase="planning the weights"
         )
         self._take_over(path)
         return bool(whole)
@@ -193,7 +193,7 @@ class CheckpointDirectory:
             number = iteration if directory is None else max(iteration, next_number(directory.workspace.path))
             return {"number": number, "hooks": any(answers.values())}
 
-        agreed = self._engine.agree("name", must_match=values, local=check, decide=decide)
+        agreed = self._engine.agree("save_state", must_match=values, local=check, decide=decide)
         number = agreed["number"]
         if directory is not None:
             path, step = directory.workspace.path / f"checkpoint_{number}", number

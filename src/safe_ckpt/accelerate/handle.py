@@ -15,7 +15,7 @@ from safe_ckpt.accelerate import load, save, strategies
 from safe_ckpt.accelerate import save_model as models
 from safe_ckpt.accelerate.dataloaders import Loaders
 from safe_ckpt.accelerate.directories import CheckpointDirectory
-from safe_ckpt.adapters import AttachedHandle, Engine, Tracking
+from safe_ckpt.adapters import AttachedHandle, Engine, Patch, Tracking
 from safe_ckpt.adapters.handle import MARK
 from safe_ckpt.adapters.planning import prepare_memory
 from safe_ckpt.config import CheckpointConfig, Retention
@@ -39,6 +39,15 @@ class Handle(AttachedHandle):
     """What ``register`` returns. As a context manager it finishes what is in flight and takes the registration back.
 
     Every method is called on every rank, on the thread that trains.
+
+    Args:
+        accelerator: what it is put on.
+        config: the settings.
+        hooks: called with what happens.
+        project: name -> what takes its place in the Accelerator's project configuration until the handle is removed.
+
+    Attributes:
+        project: the project directory that is held for automatically named checkpoints; None where these are named by hand.
     """
 
     endings: Mapping[str, str] = {
@@ -52,16 +61,28 @@ class Handle(AttachedHandle):
         "copy": "this is a copy of the handle: use the one that register returned, in the process that trains",
     }
 
-    def __init__(self, accelerator: Any, config: CheckpointConfig, *, hooks: Iterable[Hook] = ()) -> None:
+    def __init__(
+        self,
+        accelerator: Any,
+        config: CheckpointConfig,
+        *,
+        hooks: Iterable[Hook] = (),
+        project: Mapping[str, str] | None = None,
+    ) -> None:
         engine = Engine(config, hooks=hooks, owner=_OWNER)
         super().__init__(accelerator, engine)
         self._accelerator, self._engine = accelerator, engine
-        try:
-            directories = CheckpointDirectory(engine, accelerator, retention(accelerator, config))
-            directories.hold_automatic()
-        except BaseException:
-            engine.close(quiet=True)
-            raise
+        with self.whole_or_nothing():
+            self._put_on(project or {})
+
+    def _put_on(self, project: Mapping[str, str]) -> None:
+        accelerator, engine = self._accelerator, self._engine
+        self._project = Patch(accelerator.project_configuration, project)
+        self.undo.callback(self._project.give_back)
+        naming = accelerator.project_configuration.automatic_checkpoint_naming
+        self.project: str | None = accelerator.project_dir if naming else None
+        directories = CheckpointDirectory(engine, accelerator, retention(accelerator, self.config))
+        directories.hold_automatic()
         self._trackers = Tracking(
             engine, lambda: [("a tracker", accelerator.log)] if accelerator.is_main_process else [], facts=True
         )
@@ -72,6 +93,7 @@ class Handle(AttachedHandle):
             loaders=Loaders(),
             shards=strategies.ShardedStates(engine, accelerator) if strategies.is_sharding(accelerator) else None,
         )
+        self.undo.callback(self._context.loaders.forget)
         for loader in accelerator._dataloaders:
             self._context.loaders.watch(loader)
         self._prepare_data_loader: Callable[..., Any] = accelerator.prepare_data_loader
@@ -284,11 +306,10 @@ class Handle(AttachedHandle):
         """Finish what is in flight and give the directory back. The Accelerator stays registered: its saves raise."""
         self._end("end")
 
-    @property
-    def project(self) -> str | None:
-        """The project directory that is held for automatically named checkpoints; None where these are named by hand."""
-        project = self._accelerator.project_configuration
-        return self._accelerator.project_dir if project.automatic_checkpoint_naming else None
+    def leave(self, project: Any) -> None:
+        """Another Accelerator with this very project configuration is about to be registered: leave it as it was."""
+        if self._accelerator.project_configuration is project:
+            self._project.give_back()
 
     def _land(self) -> None:
         """Wait until nothing is in flight, whatever came of it, and report it."""
@@ -308,12 +329,6 @@ class Handle(AttachedHandle):
     def _refuse_copy(self, call: str) -> None:
         if self.ended == "copy":
             self.refuse_ended(call)
-
-    def _detach(self) -> bool:
-        attached = super()._detach()
-        if attached:
-            self._context.loaders.forget()
-        return attached
 
     def _state_of_a_copy(self) -> Any:
         """Stands in for the Accelerator's ``__getstate__``: a copy, also one in a worker, is as if it were not registered."""
@@ -351,6 +366,7 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
     if project.automatic_checkpoint_naming and accelerator.project_dir is None:
         message = "is missing: automatic_checkpoint_naming puts the checkpoints there. Give one"
         raise ConfigError(key="ProjectConfiguration.project_dir", message=message)
+    retention(accelerator, config)
 
 
 def retention(accelerator: Any, config: CheckpointConfig) -> Retention:

@@ -33,7 +33,9 @@ def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks:
         accelerator.load_state()                        # the newest valid checkpoint
 
     An earlier registration in this process is ended first, as when a notebook's cell is run again: that of the same
-    Accelerator, and that of another one for the same project directory, whose ``save_state`` raises from then on.
+    Accelerator, and that of another one for the same project directory, whose ``save_state`` raises from then on. Settings or
+    an Accelerator that are refused change nothing. Where another error ends this, the Accelerator is not registered, and as it
+    was. An address as ``project_dir`` stands there again when the registration is removed.
 
     Args:
         accelerator: an ``accelerate.Accelerator``.
@@ -52,13 +54,17 @@ def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks:
     """
     settings = begin(accelerator, config, check)
     project = accelerator.project_configuration
+    for other in list(_registered):
+        other.leave(project)
+    local: dict[str, str] = {}
     if project.project_dir is not None and is_url(project.project_dir, "project_dir"):
-        local, settings = spooled(str(project.project_dir), settings, key="ProjectConfiguration.project_dir")
+        folder, settings = spooled(str(project.project_dir), settings, key="ProjectConfiguration.project_dir")
+        local["project_dir"] = str(folder)
         if project.logging_dir == project.project_dir:
-            project.logging_dir = _logs_beside(local, accelerator)
-        project.project_dir = str(local)
-    _end_earlier(accelerator)
-    handle = Handle(accelerator, settings, hooks=hooks)
+            local["logging_dir"] = _logs_beside(folder, accelerator)
+    if project.automatic_checkpoint_naming:
+        _end_earlier(local.get("project_dir", accelerator.project_dir))
+    handle = Handle(accelerator, settings, hooks=hooks, project=local)
     _registered.add(handle)
     return handle
 
@@ -71,14 +77,13 @@ def _logs_beside(local: Path, accelerator: Any) -> str:
     return str(logs)
 
 
-def _end_earlier(accelerator: Any) -> None:
+def _end_earlier(project_dir: str) -> None:
     """End the registration of another Accelerator for the same project, as when a notebook's cell is run again."""
-    project = accelerator.project_configuration
     for handle in list(_registered):
         other = handle.project
-        if not project.automatic_checkpoint_naming or other is None or handle.closed:
+        if other is None or handle.closed:
             continue
-        if os.path.realpath(other) == os.path.realpath(accelerator.project_dir):
+        if os.path.realpath(other) == os.path.realpath(project_dir):
             logger.warning("the registration of an earlier Accelerator for %s ends: this one takes its place", other)
             handle.end()
 

@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from safe_ckpt.errors import ConfigError, DirectoryError, StateError
 
 logger = logging.getLogger(__name__)
 _WEIGHTS = ".weights"  # in the place of a name
+_READY = "ready"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,13 +175,14 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
 def _replace_each(context: Context, path: Path, planned: Planned) -> None:
     """Replace file by file: other directories in there, such as checkpoints, must not be moved.
 
-    No file is replaced before all new files are durable in the hidden folder.
+    All new files are first committed together, as a folder in the hidden one.
     """
     engine = context.engine
     workspace = engine.hold(path, hidden=path / HIDDEN / NAMES / _WEIGHTS, recorded=False)
-    ready = workspace.hidden / "weights"
     names = [file.path for file in planned.files]
     try:
+        key = engine.agree("save_model", must_match={"path": path}, decide=lambda _: uuid.uuid4().hex)
+        ready = workspace.hidden / _READY / key  # of its own: what an earlier index refers to stays
         engine.save(export.request_of(workspace, ready, planned.content(streamed=True))).result()
         engine.coordinator.agree(
             "weights replaced",
@@ -193,18 +196,34 @@ def _replace_each(context: Context, path: Path, planned: Planned) -> None:
 
 
 def _put_in_place(workspace: Workspace, ready: Path, names: Sequence[str]) -> None:
-    """No index or manifest ever describes a mixture of old and new files: it is deleted first and replaced last."""
+    """At every moment the directory has weights that are complete: those of before, or those in ``ready``."""
     path = workspace.path
     try:
         workspace.confirm()
-        for name in (*(name for name in names if name.endswith(".json")), MANIFEST_NAME):
-            (path / name).unlink(missing_ok=True)
+        (path / MANIFEST_NAME).unlink(missing_ok=True)  # it describes the old files
         durable.sync_directory(str(path))
+        for name in names:
+            if name.endswith(".json"):  # until the files have their names it refers to them where they lie
+                _publish(workspace, path / name, ready, functools.partial(_write_index, ready / name, path))
         for name in names:  # the index is the last of them
-            workspace.confirm()
-            durable.publish_file(ready / name, path / name)
+            _publish(workspace, path / name, ready, functools.partial(durable.link_or_copy, ready / name))
         stale = [name for name in os.listdir(path) if hugging_face.is_weight_file(name) and name not in names]
     except OSError as error:
         raise DirectoryError.of(error, path=error.filename or path, rank=0, phase="replacing the weights") from error
     stale.sort(key=lambda name: not name.endswith(".json"))
-    workspace.discard([*(path / name for name in stale if not (path / name).is_dir()), ready])
+    workspace.discard([*(path / name for name in stale if not (path / name).is_dir()), ready.parent])
+
+
+def _publish(workspace: Workspace, final: Path, ready: Path, make: Callable[[Path], None]) -> None:
+    staged = ready / "staged"
+    make(staged)
+    workspace.confirm()
+    durable.publish_file(staged, final)
+
+
+def _write_index(index: Path, path: Path, staged: Path) -> None:
+    """An index for the folder ``path`` that refers to the files beside ``index``."""
+    described = json.loads(index.read_bytes())
+    folder = index.parent.relative_to(path).as_posix()
+    described["weight_map"] = {name: f"{folder}/{file}" for name, file in described["weight_map"].items()}
+    durable.write_durably(staged, json.dumps(described).encode())

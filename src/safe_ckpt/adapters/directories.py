@@ -20,7 +20,7 @@ from safe_ckpt.core.directory.retention import DeleteListed, KeepNewest, policy_
 from safe_ckpt.core.directory.shared import listed
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, is_marked, read_manifest
-from safe_ckpt.core.formats.verify import verify_entry, verify_if_ours, verify_share
+from safe_ckpt.core.formats.verify import verify_if_ours, verify_share
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.held_directories import NAMES, HeldDirectories, refuse
 from safe_ckpt.core.saving.mirror_resume import Mirrored
@@ -61,7 +61,6 @@ __all__ = [
     "refuse",
     "resume",
     "verify",
-    "verify_entry",
     "verify_if_ours",
     "verify_share",
     "warn_if_foreign",
@@ -138,7 +137,6 @@ class OpenDirectory:
         metrics: Mapping[str, float] | None = None,
         must_match: Mapping[str, str] | None = None,
         on_commit: OnCommit,
-        patient: bool = False,
     ) -> SaveHandle:
         """Save a checkpoint that is a directory. Returns when the copy is taken; every rank calls this.
 
@@ -151,7 +149,6 @@ class OpenDirectory:
             metrics: numbers that retention may look at.
             must_match: what must be equal on all ranks besides step and path.
             on_commit: what is done at the commit; the catalog is added here.
-            patient: wait for saves that are in flight, also where ``on_busy`` says to skip.
 
         Raises:
             SafeCheckpointError: see ``Engine.save``.
@@ -163,7 +160,6 @@ class OpenDirectory:
                 facts=Facts(step=step, metrics=metrics or {}, notes=notes),
                 must_match=must_match or {},
                 on_commit=dataclasses.replace(on_commit, catalog=self.catalog),
-                patient=patient,
             )
         )
 

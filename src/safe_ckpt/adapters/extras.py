@@ -1,4 +1,4 @@
-"""For one or two adapters: weights alone, folders of swap files, files that come one by one, random generators."""
+"""For one or two adapters: weights alone, folders of swap files, random generators."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ from safe_ckpt.core.offload.consolidate import agree_parts, own_part
 from safe_ckpt.core.offload.restore import Part, give_back, parts_of
 from safe_ckpt.core.saving import export
 from safe_ckpt.core.saving.export import Exporter
-from safe_ckpt.core.saving.request import FileByFile
 from safe_ckpt.core.sharding import dtensor
-from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.staging.streamed_files import FileStream
 from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
 from safe_ckpt.core.writer import one_shot
 
 __all__ = [
     "Exporter",
-    "FileByFile",
-    "FileStream",
     "Part",
-    "SharedBuffer",
     "agree_parts",
     "dtensor",
     "export",

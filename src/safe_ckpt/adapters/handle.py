@@ -1,4 +1,7 @@
-"""One handle of ours on one object of a framework. An earlier handle is removed before a new one is attached."""
+"""One handle of ours on one object of a framework. An earlier handle is removed before a new one is attached.
+
+What is done to the object is undone as a whole: when the handle is removed, and where its constructor fails.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ MARK = "_safe_ckpt"
 def begin(
     owner: Any, config: CheckpointConfig | None, check: Callable[[Any, CheckpointConfig], None]
 ) -> CheckpointConfig:
-    """Remove an earlier handle from ``owner``, and agree on the settings. Every rank calls this.
+    """Agree on the settings, check them, and remove an earlier handle from ``owner``. Every rank calls this.
+
+    What is refused changes nothing: the earlier handle stays in use.
 
     Args:
         owner: the framework's object.
@@ -32,12 +37,13 @@ def begin(
     Raises:
         ConfigError: a setting is not allowed; on every rank.
         DesyncError: the ranks were given different settings.
+        SafeCheckpointError: a save of the earlier handle failed, and its error was not raised yet. That handle is removed.
     """
+    settings = config_of_all(config)
+    check(owner, settings)
     earlier = getattr(owner, MARK, None)
     if earlier is not None:
         earlier.remove()
-    settings = config_of_all(config)
-    check(owner, settings)
     return settings
 
 
@@ -53,6 +59,7 @@ class AttachedHandle:
     Attributes:
         config: the settings.
         ended: how this handle ended, one of ``endings``; "" while it is in use.
+        undo: leaves the object as it was, the last change first; what a subclass changes besides ``attach`` goes in here.
         endings: how a handle can end -> the message of ``ClosedError``: what happened and what to do.
     """
 
@@ -63,11 +70,26 @@ class AttachedHandle:
         self._owner = owner
         self._core = engine
         self.ended = ""
+        self.undo = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def whole_or_nothing(self) -> Iterator[None]:
+        """The rest of a subclass's constructor: if it fails, the engine is closed and the object is as it was."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self._core.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
+            finally:
+                self.undo.close()
+            raise
 
     def attach(self, replacements: Mapping[str, Any]) -> Patch:
         """Replace attributes of the object; name -> what takes its place."""
         self._patch = Patch(self._owner, replacements)
+        self.undo.callback(self._patch.give_back)
         setattr(self._owner, MARK, self)
+        self.undo.callback(delattr, self._owner, MARK)
         return self._patch
 
     def wait(self) -> None:
@@ -113,7 +135,7 @@ class AttachedHandle:
             ClosedError: the handle has ended.
         """
         self.refuse_ended(name)
-        with self._core.together():
+        with self._core.together(name):
             yield
 
     def refuse_ended(self, call: str) -> None:
@@ -128,10 +150,7 @@ class AttachedHandle:
         self.ended = by
         self._core.close(quiet=quiet, within_s=self.config.timeouts.shutdown_s if quiet else None)
 
-    def _detach(self) -> bool:
-        """Leave the object as it was. Returns whether this handle was on it."""
-        if vars(self._owner).get(MARK) is not self:
-            return False
-        delattr(self._owner, MARK)
-        self._patch.give_back()
-        return True
+    def _detach(self) -> None:
+        """Leave the object as it was, if this handle is on it."""
+        if vars(self._owner).get(MARK) is self:
+            self.undo.close()

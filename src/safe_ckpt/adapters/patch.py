@@ -37,8 +37,13 @@ class Patch:
         self._owner = owner
         self._replacements = dict(replacements)
         self._before = {name: vars(owner).get(name, _ABSENT) for name in replacements}
-        for name, replacement in self._replacements.items():
-            setattr(owner, name, replacement)
+        try:
+            for name, replacement in self._replacements.items():
+                setattr(owner, name, replacement)
+        except BaseException:
+            for name, before in self._before.items():
+                _put_back(owner, name, before)
+            raise
 
     def __enter__(self) -> Self:
         return self

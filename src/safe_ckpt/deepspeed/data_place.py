@@ -26,22 +26,11 @@ class DataPlace:
     """The loader of one engine, on this rank.
 
     Args:
-        engine: a ``DeepSpeedEngine``.
-
-    Raises:
-        ConfigError: it has no loader whose place could be saved.
+        engine: a ``DeepSpeedEngine`` that ``refuse_without_place`` admits.
     """
 
     def __init__(self, engine: Any) -> None:
         loader = engine.training_dataloader
-        if not isinstance(loader, upstream.DeepSpeedDataLoader):
-            message = (
-                "the engine has no loader of its own: give deepspeed.initialize training_data, or leave resume_data out"
-            )
-            raise ConfigError(key="install: resume_data", message=message)
-        if loader.curriculum_learning_enabled:
-            message = "DeepSpeed saves the place itself with curriculum learning: leave resume_data out"
-            raise ConfigError(key="install: resume_data", message=message)
         self._rank = engine.global_rank
         self._loader = loader
         self._counted: Any = None
@@ -84,3 +73,20 @@ class DataPlace:
             if self._pending is not None:
                 self._counted.load_state_dict(self._pending)
         return self._counted
+
+
+def refuse_without_place(engine: Any) -> None:
+    """Refuse an engine without a loader whose place could be saved.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    loader = engine.training_dataloader
+    if not isinstance(loader, upstream.DeepSpeedDataLoader):
+        message = (
+            "the engine has no loader of its own: give deepspeed.initialize training_data, or leave resume_data out"
+        )
+        raise ConfigError(key="install: resume_data", message=message)
+    if loader.curriculum_learning_enabled:
+        message = "DeepSpeed saves the place itself with curriculum learning: leave resume_data out"
+        raise ConfigError(key="install: resume_data", message=message)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 ADAPTER = "deepspeed"
 OFFLOADED = "offloaded_tensors"
-_HELD = 2
+_HELD = 8
 _living: weakref.WeakSet[CheckpointDirectory] = weakref.WeakSet()
 
 
@@ -53,22 +51,19 @@ class SaveTarget(OpenDirectory):
 
 
 class CheckpointDirectory:
-    """The directories of one engine, each taken at its first save; the last two are kept. Every rank calls every method.
+    """The directories of one engine, each taken at its first save; the last ones are kept. Every rank calls every method.
 
     Args:
         engine: where the ranks meet.
         policy: what to keep.
-        settle: waits until no save of the engine is in flight, except one that is still open. With a directory, it also fails
-            an open save. None where no save stays open when a call returns.
 
     Attributes:
         retention: decides which tags are deleted after a commit, never one that a ``latest`` names; None deletes none.
     """
 
-    def __init__(self, engine: Engine, policy: Retention, settle: Callable[[Path | None], None] | None = None) -> None:
+    def __init__(self, engine: Engine, policy: Retention) -> None:
         self._engine = engine
         self.retention = policy_of(policy)
-        self._settle = settle if settle is not None else lambda _: engine.settle()
         self._held: dict[Path, SaveTarget] = {}
         _living.add(self)
 
@@ -81,14 +76,13 @@ class CheckpointDirectory:
         """
         folder = (top / tag).parent
         if folder in self._held:
-            target = self._held[folder]
+            target = self._held[folder] = self._held.pop(folder)  # the one used last is the last one
             if top not in target.tops:
                 target.tops = (*target.tops, top)
                 target.catalog.pointers.append(top / LATEST)
             return target
-        if len(self._held) >= _HELD:
-            for earlier in list(self._held):
-                self._let_go(earlier)
+        while len(self._held) >= max(_HELD, self._engine.config.max_in_flight + 1):
+            self._let_go(next(iter(self._held)))  # what is in flight goes to those used last
         for other in list(_living):
             other._let_go(folder)
         target = SaveTarget.take(self._engine, folder, lambda: candidates(folder))
@@ -136,19 +130,20 @@ class CheckpointDirectory:
     def settle() -> None:
         """Wait until no save is in flight in this process: saves of other engines here must be visible."""
         for one in list(_living):
-            one._settle(None)
+            one._engine.settle()
 
     @staticmethod
     def settle_above(path: Path) -> None:
         """Wait for saves in this process that may become a folder above ``path``: they must be visible there."""
         for one in list(_living):
             if any(folder != path.parent and folder in path.parents for folder in one._held):
-                one._settle(None)
+                one._engine.settle()
 
     def _let_go(self, folder: Path) -> None:
         if folder in self._held:
-            self._settle(folder)
-            self._engine.let_go(self._held.pop(folder).workspace)
+            workspace = self._held.pop(folder).workspace
+            self._engine.settle(workspace)
+            self._engine.let_go(workspace)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,15 +166,9 @@ class Context:
 
 
 def candidates(folder: Path) -> list[Candidate]:
-    """The tags in ``folder`` that this package wrote, in no order."""
+    """The tags in ``folder`` that this package wrote, in no order; those whose manifest is damaged are left out."""
     listed = candidates_in(folder, ADAPTER) if presence.is_directory(folder) else []
     return [c for c in listed if c.manifest is not None]
-
-
-def step_of(tag: str) -> int:
-    """The number that a tag ends with, such as that of ``global_step10``; -1 when there is none."""
-    match = re.search(r"[0-9]+$", tag)
-    return int(match.group()) if match else -1
 
 
 def latest_tag(folder: Path) -> str | None:
@@ -250,9 +239,19 @@ def order(folder: Path, tag: str | None) -> list[Path]:
             logger.warning("%s names %s, which is not there: the newest tag is taken", folder / LATEST, named)
         return paths
     wanted = folder / named
-    # A tag of another tool has no number in the order of commits: the tags before it are unknown.
-    before = paths[paths.index(wanted) + 1 :] if wanted in paths else []
-    return [wanted, *before]
+    return [wanted, *(path for path in paths if path in _before(wanted))]
+
+
+def _before(wanted: Path) -> set[Path]:
+    """The tags beside ``wanted`` that were committed before it. Where its manifest is damaged that is not known: all of them.
+
+    A tag of another tool has no number in the order of commits: none.
+    """
+    if not presence.is_there(wanted / MANIFEST_NAME):
+        return set()
+    beside = {c.file_path: c.manifest.sequence for c in candidates(wanted.parent) if c.manifest is not None}
+    own = beside.pop(wanted, None)
+    return {path for path, sequence in beside.items() if own is None or sequence < own}
 
 
 def _groups_below(top: Path) -> list[list[Candidate]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,7 @@ from safe_ckpt.adapters.handle import begin
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.deepspeed import load, save
 from safe_ckpt.deepspeed.arguments import check_engine, check_settings, default_tag
-from safe_ckpt.deepspeed.data_place import DataPlace
+from safe_ckpt.deepspeed.data_place import DataPlace, refuse_without_place
 from safe_ckpt.deepspeed.directories import CheckpointDirectory, Context
 from safe_ckpt.events import Hook
 
@@ -59,7 +60,7 @@ def install(
         DesyncError: the ranks were given different settings.
         RendezvousTimeout: some ranks did not call this.
     """
-    checked = begin(engine, config, check)
+    checked = begin(engine, config, functools.partial(check, resume_data=resume_data))
     return Handle(engine, checked, async_save=async_save, resume_data=resume_data, hooks=hooks)
 
 
@@ -80,25 +81,22 @@ class Handle(AttachedHandle):
         resume_data: bool = False,
         hooks: Iterable[Hook] = (),
     ) -> None:
-        place = DataPlace(engine) if resume_data else None
-        if place is None and engine.training_dataloader is not None and engine.global_rank == 0:
-            logger.warning(
-                "the place of engine.training_dataloader in its data is not saved: after a resume the epoch begins anew, "
-                "unless your script leaves out batches. Say install(engine, resume_data=True)"
-            )
-        self._engine, self._core = engine, Engine(config, hooks=hooks, owner=_OWNER)
-        super().__init__(engine, self._core)
+        core = Engine(config, hooks=hooks, owner=_OWNER)
+        super().__init__(engine, core)
+        self._engine, self._core = engine, core
         self._async_save = async_save
-        self._context = Context(
-            core=self._core,
-            engine=engine,
-            directories=CheckpointDirectory(self._core, config.retention),
-            weights=HeldDirectories(self._core),
-            data_place=place,
-        )
-        self._load_checkpoint = engine.load_checkpoint
-        self._destroy: Callable[[], None] = engine.destroy
-        self.attach({name: getattr(self, name) for name in _REPLACED})
+        with self.whole_or_nothing():
+            self._context = Context(
+                core=self._core,
+                engine=engine,
+                directories=CheckpointDirectory(self._core, config.retention),
+                weights=HeldDirectories(self._core),
+                data_place=DataPlace(engine) if resume_data else None,
+            )
+            self.undo.callback(self._forget)
+            self._load_checkpoint = engine.load_checkpoint
+            self._destroy: Callable[[], None] = engine.destroy
+            self.attach({name: getattr(self, name) for name in _REPLACED})
 
     def save_checkpoint(
         self,
@@ -254,12 +252,15 @@ class Handle(AttachedHandle):
         try:
             super()._end(by, quiet=quiet)
         finally:
-            if self._context.data_place is not None:
-                self._context.data_place.forget()
-            self._context.directories.close()
+            self._forget()
+
+    def _forget(self) -> None:
+        if self._context.data_place is not None:
+            self._context.data_place.forget()
+        self._context.directories.close()
 
 
-def check(engine: Any, config: CheckpointConfig) -> None:
+def check(engine: Any, config: CheckpointConfig, *, resume_data: bool = False) -> None:
     """Refuse what is not covered.
 
     Raises:
@@ -267,6 +268,13 @@ def check(engine: Any, config: CheckpointConfig) -> None:
     """
     check_engine(engine)
     check_settings(config)
+    if resume_data:
+        refuse_without_place(engine)
+    elif engine.training_dataloader is not None and engine.global_rank == 0:
+        logger.warning(
+            "the place of engine.training_dataloader in its data is not saved: after a resume the epoch begins anew, "
+            "unless your script leaves out batches. Say install(engine, resume_data=True)"
+        )
     if engine.use_node_local_storage() and engine.global_rank == 0:
         logger.warning(
             "use_node_local_storage: checkpoints go to a directory that all nodes share all the same; one of each node's own "

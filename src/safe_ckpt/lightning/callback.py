@@ -164,9 +164,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             resuming.arrange(trainer, saver, self._directory, self.FILE_EXTENSION)
 
     def _open(self, trainer: Any) -> TrainerSaver:
-        self._saver = install(trainer, self.config)
-        self._saver.add_hooks(self.hooks)
-        self._saver.directories.hold(self._directory, self.FILE_EXTENSION)
+        self._saver = install(trainer, self.config, self.hooks, self._directory, self.FILE_EXTENSION)
         return self._saver
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from safe_ckpt.adapters.extras import refused_retention
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.errors import ConfigError
+from safe_ckpt.events import Hook
 from safe_ckpt.lightning import signals, strategies
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.saver import TrainerSaver
@@ -17,10 +20,20 @@ from safe_ckpt.lightning.saver import TrainerSaver
 _MARK = "_safe_ckpt"
 
 
-def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
+def install(
+    trainer: Any, config: CheckpointConfig, hooks: Sequence[Hook], directory: Path, suffix: str
+) -> TrainerSaver:
     """Make ``trainer`` save through safe_ckpt; the same saver for all callbacks of a Trainer.
 
+    Args:
+        trainer: as it was, where this fails for its first callback.
+        config: settings.
+        hooks: called with what happens.
+        directory: is taken.
+        suffix: of the checkpoints in it.
+
     Raises:
+        DirectoryError: the directory cannot be used; ``DirectoryInUseError`` where a live job holds it.
         ConfigError: the strategy is not covered, another CheckpointIO is in use, or the callbacks disagree.
     """
     config = signals.with_requeue_signal(trainer, config)
@@ -30,10 +43,16 @@ def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
         if present.saver.config != config:
             message = "all SafeCheckpointCallbacks of a Trainer must have the same one: give each the same config"
             raise ConfigError(key="config", message=message)
+        present.saver.take(hooks, directory, suffix)
         return present.saver
-    io = _install_io(trainer)
-    saver = TrainerSaver(trainer, config, io)
-    io.saver = saver
+    with contextlib.ExitStack() as undo:
+        undo.callback(setattr, strategy, "checkpoint_io", present)
+        io = _install_io(trainer)
+        undo.callback(setattr, io, "saver", io.saver)
+        saver = io.saver = TrainerSaver(trainer, config, io)
+        undo.callback(saver.give_up)
+        saver.take(hooks, directory, suffix)
+        undo.pop_all()
     if strategies.form_of(strategy) is not None:
         strategies.guard(trainer, saver.engine, saver.land, saver.end)
     _let_savers_save(_home(trainer))

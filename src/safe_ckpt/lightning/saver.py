@@ -92,6 +92,20 @@ class TrainerSaver:
                 self._hooks.append(hook)
                 self.engine.emit.add(hook)
 
+    def take(self, hooks: Iterable[Hook], directory: Path, suffix: str) -> None:
+        """One more callback: its hooks, and its directory with the ``suffix`` of what is in it.
+
+        Raises:
+            DirectoryError: it cannot be used.
+        """
+        self.add_hooks(hooks)
+        self.directories.hold(directory, suffix)
+
+    def give_up(self) -> None:
+        """Close what was made before an error; nothing here raises."""
+        self.closed = True
+        self.engine.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
+
     def holds(self, directory: Path) -> bool:
         """Whether this directory is taken already."""
         return directory in self.directories and not self.closed
@@ -141,7 +155,7 @@ class TrainerSaver:
         """
         self.settle()
         try:
-            with self._within():
+            with self._within("save_checkpoint"):
                 handle = self.engine.save(
                     self._request(pending, weights_only=weights_only, overlap=self.training and not wait)
                 )
@@ -258,11 +272,11 @@ class TrainerSaver:
             coordinator.release(keep=True)
 
     @contextlib.contextmanager
-    def _within(self) -> Iterator[None]:
+    def _within(self, call: str = "") -> Iterator[None]:
         """All agreements within are one call, and a signal handler that saves must not start another one."""
         self._busy = True
         try:
-            with self.engine.together():
+            with self.engine.together(call):
                 yield
         finally:
             self._busy = False

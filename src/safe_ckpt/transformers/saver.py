@@ -83,7 +83,7 @@ class TrainerSaver:
         Raises:
             SafeCheckpointError: it could not be started, or an earlier one failed; the same on every process.
         """
-        with self._engine.together():
+        with self._engine.together("Trainer._save_checkpoint"):
             directory = self._hold(path.parent)
             with folder_for_others(self._engine, directory.workspace, path) as folder:
                 self._save(trainer, path, directory, folder)

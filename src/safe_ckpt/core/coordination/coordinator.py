@@ -139,7 +139,7 @@ class Coordinator:
         self._meeting = weakref.ref(group.meeting_store) if group.meeting_store is not None else None
         self._pid = os.getpid()
         self.call, self._part = -1, 0
-        self._depth, self._goes_on = 0, False
+        self._depth, self._goes_on, self._named = 0, False, ""
         self._ended: list[str] = []
         self.unsure = False
         self._closed = False
@@ -199,6 +199,8 @@ class Coordinator:
         if self.size == 1:
             return _agree_alone(kind, local, decide)
         failure: Exception | None = None
+        if self._heartbeat is not None and not self._goes_on:
+            self._heartbeat.at = self.call + 1  # it has come, and ``local`` may take a while
         try:
             own: dict[str, object] = {"answer": local() if local is not None else None}
         except Exception as error:  # the other ranks wait for this one
@@ -230,20 +232,36 @@ class Coordinator:
                 raise RendezvousTimeout(phase=kind, seconds=timeout_s, missing=gone)
             self.check(needed)
 
-        return LogEntry(self._calls, self.rank, self.size, f"log/{number}.{self._part}", kind, timeout_s, check)
+        return LogEntry(
+            self._calls,
+            self.rank,
+            self.size,
+            f"log/{number}.{self._part}",
+            kind,
+            timeout_s,
+            check,
+            call=self._named,
+            elsewhere=lambda: self._are_before(number),
+            say_s=self._answer_s / 2,
+        )
 
     def start_at(self, call: int) -> None:
         """Count calls from here on. All ranks do this at the same place."""
         self.call, self._goes_on = call, False
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """All agreements within are parts of one call: a rank that fails on the way begins the next call with the others."""
-        self._depth += 1
+    def together(self, call: str = "") -> Iterator[None]:
+        """All agreements within are parts of one call: a rank that fails on the way begins the next call with the others.
+
+        Args:
+            call: as the user knows it, for messages; the outermost one that has a name counts.
+        """
+        outer = self._named
+        self._depth, self._named = self._depth + 1, outer or call
         try:
             yield
         finally:
-            self._depth -= 1
+            self._depth, self._named = self._depth - 1, outer
             if not self._depth:
                 self._goes_on = False
 
@@ -258,6 +276,9 @@ class Coordinator:
 
     def _are_past(self, call: int) -> tuple[int, ...]:
         return self._heartbeat.are_past(call) if self._heartbeat is not None and self.rank == 0 else ()
+
+    def _are_before(self, call: int) -> tuple[int, ...]:
+        return self._heartbeat.are_before(call) if self._heartbeat is not None else ()
 
     def refuse_fork(self, what: str) -> None:
         """Raise ``ForkedError`` in a forked child: nothing that answers is there."""
@@ -371,7 +392,7 @@ class Coordinator:
             self.unsure = answered
             self.leave(self.call)
             if isinstance(error, KeyTimeout):
-                raise RendezvousTimeout(phase=entry.kind, seconds=entry.timeout_s, missing=(0,)) from None
+                raise entry.too_late((0,)) from None
             raise
         self._calls.acknowledge(entry.read, phase=entry.kind)
         if "error" in verdict:

@@ -123,6 +123,10 @@ class Heartbeat:
         """On rank 0: the ranks for which the call of that number is over."""
         return tuple(rank for rank, beat in self._beats().items() if beat.at > call or call in beat.left)
 
+    def are_before(self, call: int) -> tuple[int, ...]:
+        """The watched ranks that are alive and have not begun the call of that number."""
+        return tuple(rank for rank, beat in self._beats().items() if beat.at < call and rank not in self._lost)
+
     def progress(self) -> int:
         """The sum of what the watched ranks sent along."""
         return sum(beat.progress for beat in self._beats().values())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +15,7 @@ from safe_ckpt.core.coordination.store import Check, KeyTimeout, KeyValues, Stor
 from safe_ckpt.core.coordination.wire import from_wire
 from safe_ckpt.errors import DesyncError, RendezvousTimeout
 
+logger = logging.getLogger(__name__)
 Decide = Callable[[Mapping[int, Any]], Any]
 """Runs on rank 0 with every rank's answer; what it returns (JSON-able, or ``Scatter``) or raises is what every rank gets."""
 
@@ -71,15 +75,42 @@ def refuse_differences(views: Mapping[int, Mapping[str, object]]) -> None:
 
 
 class LogEntry:
-    """The keys of one entry of the log."""
+    """The keys of one entry of the log.
+
+    Args:
+        store_client: the connection of the thread that this is used on.
+        rank: this rank.
+        size: number of ranks.
+        name: what the keys begin with.
+        kind: the name of the step.
+        timeout_s: how long to wait for the others.
+        check: called while waiting; raises when waiting has become pointless.
+        call: the call of the user's that the step is a part of.
+        elsewhere: the ranks that are alive and have not come to that call.
+        say_s: when to say so.
+    """
 
     def __init__(
-        self, store_client: StoreClient, rank: int, size: int, name: str, kind: str, timeout_s: float, check: Check
+        self,
+        store_client: StoreClient,
+        rank: int,
+        size: int,
+        name: str,
+        kind: str,
+        timeout_s: float,
+        check: Check,
+        *,
+        call: str = "",
+        elsewhere: Callable[[], Sequence[int]] = tuple,
+        say_s: float = math.inf,
     ) -> None:
         self._store_client = store_client
         self._rank = rank
         self._others = range(1, size)
-        self._check = check
+        self._check_others = check
+        self._call = call or kind
+        self._elsewhere = elsewhere
+        self._begun, self._say_s = time.monotonic(), say_s
         self._answers = Mailbox(store_client, name, self._others)
         self.name = name
         self.kind = kind
@@ -113,9 +144,30 @@ class LogEntry:
             self._answers.wait(phase=self.kind, wait_s=self.timeout_s, check=self._check)
         except KeyTimeout:
             answered = self._answers.messages(phase=self.kind)
-            missing = tuple(rank for rank in self._others if rank not in answered)
-            raise RendezvousTimeout(phase=self.kind, seconds=self.timeout_s, missing=missing) from None
+            raise self.too_late([rank for rank in self._others if rank not in answered]) from None
         return self._answers.messages(phase=self.kind)
+
+    def too_late(self, missing: Sequence[int]) -> RendezvousTimeout:
+        """The error for ranks that did not come. It names the user's call if they are alive and elsewhere."""
+        phase = self.kind if self.kind == self._call else f"{self._call} ({self.kind})"
+        call = self._call if set(missing) <= set(self._elsewhere()) else ""
+        return RendezvousTimeout(phase=phase, seconds=self.timeout_s, missing=tuple(missing), call=call)
+
+    def _check(self) -> None:
+        """Called while waiting. Long before the time is over it says who is elsewhere: that may be a mistake in the script."""
+        self._check_others()
+        waited_s = time.monotonic() - self._begun
+        missing = self._elsewhere() if waited_s >= self._say_s else ()
+        if missing:
+            self._say_s = math.inf
+            logger.warning(
+                "%s: waiting for ranks %s, which are alive and somewhere else. All processes must call %s, not one of them "
+                "alone. Waiting for %.0f s more",
+                self._call,
+                sorted(missing),
+                self._call,
+                self.timeout_s - waited_s,
+            )
 
     def conclude(self, result: Any) -> Any:
         """Rank 0: publish what was decided; of ``Scatter`` to every rank its own. Returns what is rank 0's."""

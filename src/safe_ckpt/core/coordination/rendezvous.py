@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import secrets
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -104,6 +105,23 @@ def rendezvous(
     return int(welcome["again"]) if "again" in welcome else _join(group, timeouts, welcome)
 
 
+class _Reminder:
+    """Says once, after a while, which ranks have not come: that may be a mistake in the script."""
+
+    def __init__(self, after_s: float) -> None:
+        self._at = time.monotonic() + after_s
+
+    def __call__(self, missing: Iterable[int]) -> None:
+        if time.monotonic() >= self._at and (ranks := list(missing)):
+            self._at = math.inf
+            logger.warning(
+                "%s: waiting for ranks %s. All processes must make this call (Checkpointer, register, install, fit, train), "
+                "not one of them alone",
+                _PHASE,
+                ranks,
+            )
+
+
 class _Host:
     """Rank 0's part: learn who comes, decide whether the old session serves, else host a store and wait for all."""
 
@@ -138,7 +156,9 @@ class _Host:
 
     def _poll(self, done: Callable[[], bool], *, welcome: str = "", off: Callable[[float], None] | None = None) -> None:
         pause_s = 0.001
+        remind = _Reminder(self._timeouts.peer_stall_s / 2)
         while not done():
+            remind(rank for rank in range(1, self._size) if rank not in self._came)
             if time.monotonic() >= self._deadline:
                 (off or self._call_off)(self._timeouts.barrier_s)
             self._store_client.call(self._receive, phase=_PHASE)
@@ -243,7 +263,8 @@ def _ask(group: process_groups.Group, timeouts: Timeouts, store_client: StoreCli
         # Rank 0 has the same deadline and then names the missing ranks.
         patience_s = timeouts.barrier_s + min(_READ_S, timeouts.barrier_s)
         key = f"{root}/welcome/{nonce}"
-        welcome: Mapping[str, Any] = store_client.get(key, phase=_PHASE, wait_s=patience_s)
+        remind = _Reminder(timeouts.peer_stall_s / 2)
+        welcome: Mapping[str, Any] = store_client.get(key, phase=_PHASE, wait_s=patience_s, check=lambda: remind((0,)))
         store_client.delete([key], phase=_PHASE)
     except KeyTimeout:
         # A rank 0 that comes later must not count on this attempt.

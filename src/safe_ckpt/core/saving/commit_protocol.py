@@ -21,9 +21,8 @@ from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry
 from safe_ckpt.core.health.verdict import ITSELF, Expectation, Known, described, of_checkpoint
 from safe_ckpt.core.saving.job import SaveJob
 from safe_ckpt.core.staging.shared_files import Shared
-from safe_ckpt.core.staging.streamed_files import FileStream
 from safe_ckpt.core.storage.copier import FileCopy, first_changed
-from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
+from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
 from safe_ckpt.core.writer.client import WriteJob
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
@@ -229,9 +228,7 @@ class CommitProtocol:
         results = self._copy_files()
         if job.sharing is not None:
             results += self._share(job.sharing.shared)
-        if job.stream is not None:
-            results += self._write_parts(job.stream, directories)
-        elif job.streamed:
+        if job.streamed:
             most = self._config.max_host_bytes
             tasks = self._expecting(job.tasks)
             results += self._writer.stream(tasks, job.files, directories, most, self._look_around)
@@ -280,15 +277,6 @@ class CommitProtocol:
     def _run_writer(self, **what: Any) -> list[WrittenFile]:
         """Have the writer do what the other fields of a ``WriteJob`` say."""
         return self._writer.write(WriteJob(name=self._job.name, rank=self._rank, **what), self._look_around)
-
-    def _write_parts(self, parts: FileStream, directories: list[str]) -> list[WrittenFile]:
-        results: dict[str, WrittenFile] = {}  # the second of two with the same name counts
-        for buffer, tasks in parts.take(self._look_around):
-            written = self._run_writer(buffer=buffer, files=self._expecting(tasks))
-            results.update({result.path: result for result in written})
-        for directory in directories:
-            sync_directory(directory)
-        return list(results.values())
 
     def _copy_files(self) -> list[WrittenFile]:
         """Copy what lies in files. The caller goes on once they are read."""
@@ -377,8 +365,6 @@ class CommitProtocol:
     def _commit(self, reports: Mapping[int, Any]) -> CheckpointInfo:
         self._two_phase.refuse_left()
         entries = self._entries(reports)
-        if self._job.stream is not None and not entries:
-            raise SaveError(name=self._job.name, cause="no rank handed over a file", rank=0, phase="commit")
         found = {path: facts for rank in sorted(reports) for path, facts in reports[rank]["health"].items()}
         health = of_checkpoint(found, self._config.health.action)
         self.health = described(health)

@@ -27,7 +27,7 @@ from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import Manifest, versions
 from safe_ckpt.core.saving.held_directories import Workspaces
 from safe_ckpt.core.saving.job import SaveHandle, SaveJob, skipped
-from safe_ckpt.core.saving.request import SaveRequest, answer, decide
+from safe_ckpt.core.saving.request import Root, SaveRequest, answer, decide
 from safe_ckpt.core.saving.save_queue import SaveQueue, failed
 from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.core.transfer.mirror import Mirror
@@ -141,9 +141,9 @@ class Engine:
         """One agreed step under ``barrier_s``. See ``Coordinator.agree``."""
         return self.coordinator.agree(kind, timeout_s=self.config.timeouts.barrier_s, **options)
 
-    def together(self) -> AbstractContextManager[None]:
-        """All agreements within are one call: a rank that fails on the way begins the next call with the others."""
-        return self.coordinator.together()
+    def together(self, call: str = "") -> AbstractContextManager[None]:
+        """All agreements within are one call: see ``Coordinator.together``."""
+        return self.coordinator.together(call)
 
     def save(self, request: SaveRequest) -> SaveHandle:
         """Save. Returns when the copy is taken; every rank calls this.
@@ -166,7 +166,7 @@ class Engine:
         # Its own deadline once its turn comes, plus what follows the verdict: deleting old checkpoints.
         turns = 1 + self.in_flight
         limit_s = turns * (self.config.timeouts.lengthy_s + self.config.timeouts.barrier_s)
-        handle = SaveHandle(request.name, limit_s, manifest.op_id)
+        handle = SaveHandle(request.name, limit_s, manifest.op_id, request.destination.workspace)
         job = SaveJob(
             request=request,
             manifest=manifest,
@@ -253,10 +253,11 @@ class Engine:
         self.settle()
         self.raise_unreported()
 
-    def settle(self) -> None:
-        """Wait until everything in flight is over, whatever came of it."""
+    def settle(self, within: Root | None = None) -> None:
+        """Wait until everything in flight is over, or what goes to one directory, whatever came of it."""
         for handle in list(self._handles):
-            handle.settle()
+            if within is None or handle.within is within:
+                handle.settle()
 
     def raise_unreported(self) -> None:
         """Raise the first error of a finished save that was not reported yet."""

@@ -119,7 +119,7 @@ class FilePublication:
         if isinstance(error, commit.HalfCommittedError):
             cause = f"it has its name, but the disk did not confirm that: {error}"
             return CommitOutcomeUnknown(name=name, cause=cause, rank=rank, phase="commit", code=error.errno or 0)
-        folder, needed = self._workspace.path, self._job.known_bytes
+        folder, needed = self._workspace.path, self._job.needed_bytes
         path = str(error.filename or folder)
         facts = {"path": path, "message": f"Saving {name}: {error.strerror}.", "rank": rank, "phase": phase}
         full = commit.out_of_space(error, folder, needed_bytes=needed, **facts)

@@ -193,7 +193,7 @@ def _open_through_blips(workspace: Workspace, config: CheckpointConfig) -> None:
 
 
 class HeldDirectories:
-    """Takes them at their first use, and keeps the last two. Every method is called on every rank.
+    """Takes them at their first use, and keeps the last ones: at least two. Every method is called on every rank.
 
     Args:
         engine: where the ranks meet.
@@ -218,10 +218,11 @@ class HeldDirectories:
             DirectoryError: it cannot be used.
             DirectoryInUseError: a live job holds it.
         """
-        if path not in self._held:
-            if len(self._held) > 1:
-                for earlier in list(self._held):
-                    self.let_go(earlier)
+        if path in self._held:
+            self._held[path] = self._held.pop(path)  # the one used last is the last one
+        else:
+            while len(self._held) > max(1, self._engine.config.max_in_flight):
+                self.let_go(next(iter(self._held)))  # what is in flight goes to those used last
             hidden = path.parent / HIDDEN / NAMES / path.name
             record = path.parent / HIDDEN if resumed else False
             workspace = self._take(path.parent, hidden, record)
@@ -245,10 +246,10 @@ class HeldDirectories:
         return self._engine.hold(folder, hidden=hidden, recorded=record)
 
     def let_go(self, path: Path) -> None:
-        """Give ``path`` back once nothing is in flight; nothing happens where it is not held. On any rank."""
+        """Give ``path`` back once no save of it is in flight; nothing happens where it is not held. On any rank."""
         if path in self._held:
-            self._engine.settle()
             workspace = self._held.pop(path)
+            self._engine.settle(workspace)
             self._sequence = max(self._sequence, workspace.last_sequence)
             self._engine.let_go(workspace)
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
-from safe_ckpt.core.saving.request import FileByFile, Root, SaveRequest, Snapshot
+from safe_ckpt.core.saving.request import Root, SaveRequest, Snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.staging.snapshot import StagingCopy
-from safe_ckpt.core.staging.streamed_files import FileStream
 from safe_ckpt.core.staging.unchanged import Sharing
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import ForkedError, RendezvousTimeout, SafeCheckpointError, SaveSkippedError
@@ -24,9 +23,10 @@ from safe_ckpt.errors import ForkedError, RendezvousTimeout, SafeCheckpointError
 class SaveHandle:
     """The outcome of a save, once it is known; the same on every rank."""
 
-    def __init__(self, name: str, limit_s: float, op_id: str = "") -> None:
+    def __init__(self, name: str, limit_s: float, op_id: str = "", within: Root | None = None) -> None:
         self.name = name
         self.op_id = op_id
+        self.within = within
         self._limit_s = limit_s
         self._finished = threading.Event()
         self._snapshot_taken = threading.Event()
@@ -190,17 +190,6 @@ class SaveJob:
         """Which tensors may be copied after ``save`` has returned; None for none."""
         content = self.request.content
         return content.overlap if isinstance(content, Snapshot) else None
-
-    @property
-    def stream(self) -> FileStream | None:
-        """Takes the files of this rank where they come one by one."""
-        content = self.request.content
-        return content.stream if isinstance(content, FileByFile) else None
-
-    @property
-    def known_bytes(self) -> int:
-        """What is known to be needed: of files that come one by one, those of this rank that came."""
-        return self.needed_bytes or (self.stream.size_bytes if self.stream is not None else 0)
 
     @property
     def op_id(self) -> str:

@@ -15,7 +15,6 @@ from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import Manifest
 from safe_ckpt.core.staging.overlap import OverlapPlan
-from safe_ckpt.core.staging.streamed_files import FileStream
 from safe_ckpt.core.staging.unchanged import UnchangedFiles
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.durable import Link
@@ -103,27 +102,6 @@ class Streamed(Content):
         """Raise ``ValueError`` for copies: they are read on the thread that streams."""
         if self.copies:
             raise ValueError("copies: files cannot be copied in a save that is streamed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileByFile(Content):
-    """Files are handed over one by one, after ``save`` has returned; on every rank.
-
-    Attributes:
-        stream: takes them.
-    """
-
-    stream: FileStream
-
-    def __post_init__(self) -> None:
-        """Raise ``ValueError`` for files that are known ahead."""
-        if self.files or self.copies:
-            raise ValueError("files, copies: in a save file by file all files are handed over to its stream")
-
-    @property
-    def writes(self) -> bool:
-        """It may write; that is not known yet."""
-        return True
 
 
 @dataclass(frozen=True, kw_only=True)

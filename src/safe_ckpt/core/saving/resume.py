@@ -96,7 +96,7 @@ def choose(
         NoValidCheckpointError: there are or were checkpoints and none is usable.
         SafeCheckpointError: a checkpoint could not be read, on every rank. It is not treated as corrupt then.
     """
-    with engine.together():
+    with engine.together("resume"):
         begun = time.monotonic()
         mirrored = Mirrored(engine, workspace, list_candidates, accepts)
         mirrored.fetch_newer()

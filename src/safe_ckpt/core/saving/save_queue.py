@@ -228,8 +228,6 @@ class SaveQueue:
         return None
 
     def _free(self, job: SaveJob) -> None:
-        if job.stream is not None:
-            job.stream.release()
         if job.copy is not None:
             job.copy.fail(
                 SaveError(name=job.name, cause="the save was over before the copy was", rank=self._coordinator.rank)

@@ -88,11 +88,6 @@ class Stager:
         content = job.request.content
         limit = self._config.max_host_bytes
         place = str(job.folder), job.manifest.to_json()
-        if job.stream is not None:
-            job.stream.bind(*place)
-            job.sharing = self.unchanged.find((), job.workspace.path)
-            job.error = None
-            return
         try:
             self._share(job)
         except Exception as error:  # as the docstring says

@@ -1,0 +1,132 @@
+"""What a registration changes in a framework's object is undone as a whole: at its end, and where it fails on the way."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from lightning_runs import QUICK, module_class, package
+from lightning_runs import trainer as lightning_trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate_runs import CONFIG, fresh, make, stateful
+from safe_ckpt import CheckpointConfig, Retention, StorageConfig, Telemetry
+from safe_ckpt.accelerate import register
+from safe_ckpt.adapters import AttachedHandle, Engine, Patch
+from safe_ckpt.errors import ConfigError, DirectoryError, SafeCheckpointError
+from safe_ckpt.lightning import SafeCheckpointCallback
+
+URL = "s3://bucket/run"
+
+
+def facts(accelerator):
+    """All that a registration may change."""
+    loaders = [set(vars(one.base_dataloader)) for one in accelerator._dataloaders]
+    return dict(vars(accelerator)), dict(vars(accelerator.project_configuration)), loaders
+
+
+@pytest.fixture
+def cached(tmp_path):
+    """Settings with which an address needs no store until something is saved."""
+    return dataclasses.replace(CONFIG, storage=StorageConfig(cache_dir=str(tmp_path / "cache")))
+
+
+def test_an_address_keeps_its_mirror(cached):
+    """Registered again, also by another Accelerator with that project; what is removed leaves the address where it was."""
+    with fresh():
+        accelerator = make(URL)
+        before = facts(accelerator)
+        first = register(accelerator, cached)
+        again = register(accelerator, cached)
+        other = Accelerator(cpu=True, project_config=accelerator.project_configuration)
+        last = register(other, cached)
+        assert [one.config.mirror.url for one in (first, again, last)] == [URL] * 3
+        assert [one.closed for one in (first, again, last)] == [True, True, False]
+        assert other.project_dir == last.project
+        assert other.project_dir.startswith(cached.storage.cache_dir)
+        again.remove()
+        assert other.project_dir == last.project
+        last.remove()
+        assert facts(accelerator) == before
+
+
+def test_what_is_refused_leaves_the_earlier_registration(cached):
+    """Settings, or a limit, that are not allowed: the handle before goes on, its project and its saves with it."""
+    with fresh():
+        accelerator = make(URL, limit=2)
+        with register(accelerator, cached) as handle:
+            before = facts(accelerator)
+            with pytest.raises(ConfigError, match="total_limit"):
+                register(accelerator, dataclasses.replace(cached, retention=Retention(keep_last=3)))
+            accelerator.project_configuration.save_on_each_node = True
+            with pytest.raises(ConfigError, match="save_on_each_node"):
+                register(accelerator, cached)
+            accelerator.project_configuration.save_on_each_node = False
+            assert facts(accelerator) == before
+            assert not handle.closed
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["the first", "a second one"])
+def test_a_registration_that_fails_leaves_nothing(tmp_path, cached, earlier):
+    """The folder of checkpoints cannot be made: project, trackers, loaders and saves are stock's, and it works once it can."""
+    with fresh():
+        accelerator = make(URL, dataloader_config=stateful())
+        accelerator.prepare(DataLoader(TensorDataset(torch.ones(4, 1))))
+        before = facts(accelerator)
+        handle = register(accelerator, cached)
+        folder = Path(accelerator.project_dir) / "checkpoints"
+        if earlier:
+            folder.rename(tmp_path / "away")
+        else:
+            handle.remove()
+            assert facts(accelerator) == before
+            assert not folder.exists()  # nothing was saved
+        folder.parent.mkdir(exist_ok=True)
+        folder.touch()
+        with pytest.raises(DirectoryError):
+            register(accelerator, cached)
+        assert facts(accelerator) == before
+        folder.unlink()
+        with register(accelerator, cached) as handle:
+            assert handle.config.mirror.url == URL
+
+
+def test_a_fit_that_cannot_take_its_directory_leaves_lightnings_own_io(tmp_path):
+    """A file where the directory of the second callback's hooks would be, or settings that need another package."""
+    pl = package("lightning.pytorch")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".safe_ckpt").touch()
+    unmet = dataclasses.replace(QUICK, telemetry=Telemetry(prometheus_textfile=str(tmp_path / "none" / "x.prom")))
+    for folder, config in (("run", QUICK), ("other", unmet)):
+        callback = SafeCheckpointCallback(dirpath=tmp_path / folder, config=config)
+        trainer = lightning_trainer(pl, [callback], tmp_path / "root")
+        stock = trainer.strategy.checkpoint_io
+        with pytest.raises(SafeCheckpointError):
+            trainer.fit(module_class(pl)())
+        assert trainer.strategy.checkpoint_io is stock
+        assert set(vars(trainer.strategy)) & {"load_checkpoint", "teardown"} == set()
+
+
+def test_a_handle_is_put_on_whole_or_not_at_all():
+    """An attribute that cannot be replaced takes those before it back; the rest of a constructor that fails, all."""
+
+    class Narrow:
+        wide = 1
+
+        def __setattr__(self, name, value):
+            if name == "narrow":
+                raise TypeError(name)
+            super().__setattr__(name, value)
+
+    owner = Narrow()
+    with pytest.raises(TypeError):
+        Patch(owner, {"wide": 2, "narrow": 3})
+    assert vars(owner) == {}
+    owner = SimpleNamespace(save=None)
+    handle = AttachedHandle(owner, Engine(CheckpointConfig()))
+    with pytest.raises(KeyError), handle.whole_or_nothing():
+        handle.attach({"save": print})
+        raise KeyError("later")
+    assert owner == SimpleNamespace(save=None)
