@@ -75,7 +75,7 @@ def _listed(path: ObjectPath, errors: dict[ObjectPath, Exception] | None) -> tup
 
     found = [candidate for candidate in in_parallel(look, folders) if candidate is not None]
     seen = {candidate.path.name for candidate in found} | {folder.name for folder in errors or ()}
-    lacking = [name for name in head.committed or () if name not in seen]
+    lacking = [name for name in head.committed or () if name not in seen | hidden]
     unlisted = set(head.pending) - {folder.name for folder in folders}
     lacking += [name for name in sorted(unlisted) if _look(path / name) is not None]
     if not seen and head.committed is None and head.sequence > 0:
