@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import re
 import threading
-import time
 
 import pytest
 import torch
@@ -203,7 +202,7 @@ def test_one_wrong_read_of_the_head_replaces_nobody(place, proxy, elsewhere, wro
     root = opened(place, lease_s=6)
     folder, manifest = announced(root, 1)
     proxy.rewrite = liar = Liar(of(HEAD), WRONG[wrong])
-    with pytest.raises(DirectoryInUseError, match="6 s to show a sign of life|its owner is alive"):
+    with pytest.raises(DirectoryInUseError, match=r"6 s to show a sign of life|its owner is alive"):
         opened(place, patience_s=0.1)
     assert liar.told == 1
     proxy.rewrite = Liar(of(HEAD), WRONG[wrong])
@@ -305,36 +304,43 @@ def without_contents(body):
 
 
 @pytest.mark.parametrize("cut_off", ["everything", "replacing"])
-def test_an_outage_is_not_the_silence_of_the_owner(place, proxy, elsewhere, cut_off):
+def test_an_outage_is_not_the_silence_of_the_owner(bucket, place, proxy, elsewhere, monkeypatch, cut_off):
     """The store answers nobody for longer than the lease: the owner has its time afterwards, and the waiting job is refused."""
-    lease_s = 1.5
+    lease_s, down, over, looked, replaced = 1.5, *(threading.Event() for _ in range(4))
     root = opened(place, lease_s=lease_s)
-    waiting = threading.Event()
-    over = threading.Event()
+    with FaultProxy(bucket.endpoint) as other:
+        for name, value in bucket.environment(other.endpoint).items():
+            monkeypatch.setenv(name, value)
+        near = open_place(bucket.url(), StorageOptions(give_up_after_s=20, request_timeout_s=2))
 
-    def asked(record):
-        if cut_off == "replacing" and record.method == "PUT" and waiting.is_set() and not over.is_set():
-            return False
-        if record.method == "GET" and record.path.partition("?")[0].endswith(HEAD):
-            waiting.set()
-        return True
+        def of_owner(record):
+            if over.is_set() and record.method == "PUT":
+                looked.wait(5)  # the other job is quicker to see that the store is back
+                replaced.wait(0.3)
+            return not down.is_set() or (cut_off == "replacing" and record.method != "PUT")
 
-    def ends():
-        waiting.wait(10)
-        proxy.down = cut_off == "everything"
-        time.sleep(1.4 * lease_s)  # how long the outage is
-        over.set()
-        proxy.down = False
+        def of_waiting(record):
+            replaced.set() if over.is_set() and record.method == "PUT" else None
+            return not down.is_set() or (cut_off == "replacing" and record.method != "PUT")
 
-    proxy.on_request = asked
-    outage = threading.Thread(target=ends)
-    outage.start()
-    with pytest.raises(DirectoryInUseError, match="its owner is alive"):
-        opened(place, lease_s=lease_s)
-    outage.join()
-    folder, manifest = announced(root, 1)
-    root.commit(folder, manifest.to_bytes())
-    root.close()
+        def ends():
+            down.clear()
+            over.set()
+
+        def answered(record):
+            if over.is_set():
+                looked.set()
+            elif not down.is_set() and record.method == "GET":
+                down.set()
+                threading.Timer(1.4 * lease_s, ends).start()  # how long the outage is
+
+        proxy.on_request, other.on_request, other.on_answer = of_owner, of_waiting, answered
+        with pytest.raises(DirectoryInUseError, match="its owner is alive"):
+            opened(near, lease_s=lease_s)
+        assert over.is_set()
+        folder, manifest = announced(root, 1)
+        root.commit(folder, manifest.to_bytes())
+        root.close()
 
 
 def test_an_owner_that_is_gone_is_replaced_after_an_outage(place, proxy, elsewhere):

@@ -221,7 +221,7 @@ class ObjectOwner:
             raise self._in_use(again[0].lease, "its owner is alive")
 
     def _replace(self, head: Head, version: Version, lease: Lease, silence: _Silence, last: float) -> bool:
-        """Take the directory over by one request. If it gets no answer, the owner may be no better off, and gets time."""
+        """Take the directory over by one request. If that fails, so may the owner's signs of life: it has all its time again."""
         bucket = self._bucket()
         try:
             self._put(bucket.within(0.0, bucket.stop), head.taken(lease), version)
@@ -230,7 +230,7 @@ class ObjectOwner:
         except TimeoutError:
             if time.monotonic() > last:
                 raise
-            silence.saw(head, outage=True)
+            silence.seconds = 0.0
             time.sleep(_PAUSE_S)
             return False
         return True
@@ -320,7 +320,7 @@ class _Silence:
         return self._head is not None and (head.version, head.lease) != (self._head.version, self._head.lease)
 
     def saw(self, head: Head, *, outage: bool) -> None:
-        """The head was read; ``outage``: this or the try to replace it got no answer at first."""
+        """The head was read; ``outage``: that got no answer at first."""
         now, before = time.monotonic(), self._seen_at
         self._seen_at = now
         if self._head is None or self.is_broken_by(head):
