@@ -10,6 +10,7 @@ import torch
 
 from kit.fault_proxy import FaultProxy
 from safe_ckpt import CheckpointConfig, Checkpointer
+from safe_ckpt.config import Mirror
 from safe_ckpt.core.directory import object_catalog, object_owner
 from safe_ckpt.core.directory.head import Head
 from safe_ckpt.core.directory.object_catalog import list_objects
@@ -207,9 +208,7 @@ def test_one_wrong_read_of_the_head_replaces_nobody(place, proxy, elsewhere, wro
     assert liar.told == 1
     proxy.rewrite = Liar(of(HEAD), WRONG[wrong])
     assert holder_of_objects(place).lease_s == 6
-    root.find_out()
-    proxy.rewrite = Liar(of(HEAD), WRONG[wrong])
-    root.find_out()
+    assert root.taken_over() is None
     root.commit(folder, manifest.to_bytes())
     announced(root, 2)
     proxy.rewrite = liar = Liar(of(HEAD), WRONG[wrong])
@@ -232,13 +231,11 @@ def test_an_old_state_of_the_head_replaces_nobody(place, proxy, elsewhere):
     old = place.bucket.read((place / HEAD).key)[0]
     root = opened(place)
     proxy.rewrite = liar = Liar(of(HEAD), lambda _: old)
-    root.find_out()
-    assert liar.told == 1
+    assert (root.taken_over(), liar.told) == (None, 1)
     announced(root, 1)
     root._owner._stop.set()
     take_away(place, unfenced=False)
-    with pytest.raises(DirectoryInUseError, match="took the directory over"):
-        root.find_out()
+    assert "took the directory over" in str(root.taken_over())
 
 
 def test_two_wrong_reads_that_differ_decide_nothing(bucket, place, proxy):
@@ -372,3 +369,49 @@ def test_a_replaced_owner_that_wakes_up_names_the_new_one(bucket, place, proxy, 
         assert caught.value.started_at == again[0]._owner.head.lease.started_at
         proxy.on_request = None
     again[0].close()
+
+
+def test_what_is_said_to_be_gone_once_is_sent(bucket, proxy):
+    """The store does not find what it should copy, or the copy: the bytes are read and sent, and the save is whole."""
+    frozen = torch.nn.Linear(600, 600).requires_grad_(requires_grad=False)
+    with Checkpointer(bucket.url()) as ckpt:
+        ckpt.save(1, {"m": frozen, "n": 1}).result(timeout_s=30)
+        first = True
+
+        def copied(record):
+            return record.method == "PUT" and "x-amz-copy-source" in record.headers
+
+        def lie(record, body):
+            nonlocal first
+            lies, first = first and copied(record), first and not copied(record)
+            return None if lies else body
+
+        proxy.rewrite = lie
+        ckpt.save(2, {"m": frozen, "n": 2}).result(timeout_s=30)
+        assert not first
+        assert ckpt.resume({"m": torch.nn.Linear(600, 600), "n": 0}).step == 2
+
+
+def mirrored(bucket, folder):
+    return Checkpointer(folder, CheckpointConfig(mirror=Mirror(url=bucket.url())))
+
+
+@pytest.mark.parametrize("wrong", ["an old list", "manifest.json", "w.safetensors"])
+def test_a_mirror_that_answers_wrongly_once_gives_its_newest(bucket, proxy, tmp_path, briefly, wrong):
+    """On a fresh machine the newest is fetched, and nothing older; a list that stays empty is an error, and no fresh start."""
+    with mirrored(bucket, tmp_path / "run") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step)).result(timeout_s=30)
+    (newest,) = (one for one in bucket.keys("run/step-00000002") if one.endswith("manifest.json"))
+    at = of(newest.replace("manifest.json", wrong))
+    proxy.rewrite = liar = Liar(is_list, without(1, 2)) if wrong == "an old list" else Liar(at, WRONG["flipped"])
+    with mirrored(bucket, tmp_path / "again" / "run") as ckpt:
+        assert ckpt.resume(state(0)).step == 2
+        assert liar.told == 1
+    proxy.rewrite = Liar(is_list, without(1, 2), 1000)
+    with (
+        mirrored(bucket, tmp_path / "third" / "run") as ckpt,
+        pytest.raises(DirectoryError, match=AGAIN),
+    ):
+        ckpt.resume(state(0))
+    proxy.rewrite = None

@@ -221,7 +221,7 @@ class ObjectOwner:
             raise self._in_use(again[0].lease, "its owner is alive")
 
     def _replace(self, head: Head, version: Version, lease: Lease, silence: _Silence, last: float) -> bool:
-        """Take the directory over by one request. If that fails, so may the owner's signs of life: it has all its time again."""
+        """Take the directory over by one request. If that fails, so may the owner's: it has all its time again."""
         bucket = self._bucket()
         try:
             self._put(bucket.within(0.0, bucket.stop), head.taken(lease), version)

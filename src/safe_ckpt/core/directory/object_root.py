@@ -41,7 +41,7 @@ from safe_ckpt.core.storage.objects.answers import ExistsError
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.objects.second_look import is_there
-from safe_ckpt.errors import DirectoryError, SafeCheckpointError, naming
+from safe_ckpt.errors import DirectoryError, DirectoryInUseError, SafeCheckpointError, naming
 from safe_ckpt.text import listed
 
 logger = logging.getLogger(__name__)
@@ -133,14 +133,18 @@ class ObjectRoot:
         """Raise ``DirectoryInUseError`` if another job is known to have taken the directory over."""
         self._owner.confirm()
 
-    def find_out(self) -> None:
-        """Ask the store who owns the directory, because something was not as expected.
+    def taken_over(self) -> DirectoryInUseError | None:
+        """After something was not as expected: the error that names the job that took the directory over, if one did.
 
-        Raises:
-            DirectoryInUseError: another job has taken the directory over.
-            OSError: the store gave no answer.
+        Such a job sweeps away what this one has uploaded. None, too, where the store gives no answer within seconds.
         """
-        self._owner.find_out(_LAST_WORD_S)
+        try:
+            self._owner.find_out(_LAST_WORD_S)
+        except DirectoryInUseError as error:
+            return error
+        except (OSError, SafeCheckpointError) as error:
+            logger.debug("%s: who owns it is not known: %s", self.path, error)
+        return None
 
     def announce(self, folder: ObjectPath, sequence: int) -> None:
         """A save begins: from now on the next owner will look into ``folder``.
@@ -168,8 +172,9 @@ class ObjectRoot:
         self._tried.add(folder.name)
         try:
             self._create(folder / MANIFEST_NAME, manifest, self.path.bucket)
-        except ExistsError:
-            self.find_out()
+        except ExistsError as error:
+            if (taken := self.taken_over()) is not None:
+                raise taken from error
             raise
         except OSError as error:
             try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,8 +17,6 @@ from safe_ckpt.errors import (
     SafeCheckpointError,
     SaveError,
 )
-
-logger = logging.getLogger(__name__)
 
 
 class ObjectPublication:
@@ -66,13 +63,7 @@ class ObjectPublication:
         """See ``Publication``."""
         if not isinstance(error, Exception) or isinstance(error, DirectoryInUseError | UndecidedError):
             return None
-        try:
-            self._root.find_out()  # a job that took over sweeps away what this one has uploaded
-        except DirectoryInUseError as taken:
-            return taken
-        except (OSError, SafeCheckpointError) as unknown:
-            logger.debug("%s: who owns the directory is not known: %s", self._folder, unknown)
-        return None
+        return self._root.taken_over()
 
     def named(self, error: OSError, *, rank: int, phase: str) -> SafeCheckpointError:
         """See ``Publication``."""
