@@ -12,6 +12,7 @@ fails: no answer, a reset, an error of S3, half an answer.
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -97,6 +98,8 @@ class FaultProxy:
         on_request: called with the record before the request is forwarded; if it returns False, that is as "drop"
             before, but no hit.
         on_answer: called with the record once the server has answered, before the client gets anything.
+        rewrite: called with the record and the body of its answer, as a whole; returns what the client gets instead, or None
+            for "there is no such key". Not for bodies in chunks.
     """
 
     def __init__(self, upstream: str) -> None:
@@ -106,6 +109,7 @@ class FaultProxy:
         self.hold_s, self.later_s, self.slow_s, self.bytes_per_second = 5.0, 0.5, 0.0, 0
         self.on_request: Callable[[Record], object] | None = None
         self.on_answer: Callable[[Record], object] | None = None
+        self.rewrite: Callable[[Record, bytes], bytes | None] | None = None
         self.seen: list[Record] = []
         self.hits: list[Record] = []
         self._plans: list[_Plan] = []
@@ -357,6 +361,8 @@ class _Connection:
                 hears = False
 
     def _pass_on(self, answer: Head, body: Iterator[memoryview | bytes], record: Record) -> bool:
+        if self._proxy.rewrite is not None and not record.fault:
+            return self._rewritten(answer, b"".join(map(bytes, body)), record)
         if record.fault in {"", "duplicate"}:
             self._near.send(answer.raw)
             for piece in body:
@@ -369,9 +375,20 @@ class _Connection:
             self._near.send(answer.raw + whole[: len(whole) // 2])
         return self._fail(record)
 
+    def _rewritten(self, answer: Head, body: bytes, record: Record) -> bool:
+        rewrite = self._proxy.rewrite
+        changed = rewrite(record, body) if rewrite is not None else body
+        if changed is None:
+            self._near.send(_error("404", record))
+            return True
+        length = b"content-length: %d" % len(changed)
+        raw = re.sub(rb"(?i)content-length: *\d+", length, answer.raw) if changed != body else answer.raw
+        self._near.send(raw + changed)
+        return not answer.ends_connection
+
     def _fail(self, record: Record) -> bool:
         if record.fault in _ERRORS:
-            self._near.send(_error(record))
+            self._near.send(_error(record.fault, record))
             return True
         if record.fault == "timeout":
             self._wait(self._proxy.hold_s)
@@ -408,13 +425,13 @@ class _Connection:
             raise GoneError
 
 
-def _error(record: Record) -> bytes:
-    reason, code = _ERRORS[record.fault]
-    if record.fault == "409" and any(name in record.headers for name in _CONDITIONS):
+def _error(status: str, record: Record) -> bytes:
+    reason, code = _ERRORS.get(status, ("Not Found", "NoSuchKey"))
+    if status == "409" and any(name in record.headers for name in _CONDITIONS):
         code = "ConditionalRequestConflict"
     text = f"<Error><Code>{code}</Code><Message>of the fault proxy</Message><RequestId>0</RequestId></Error>"
     body = f'<?xml version="1.0" encoding="UTF-8"?>\n{text}'.encode()
-    head = f"HTTP/1.1 {record.fault} {reason}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"HTTP/1.1 {status} {reason}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + (b"" if record.method == "HEAD" else body)
 
 

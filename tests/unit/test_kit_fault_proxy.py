@@ -126,6 +126,18 @@ def test_what_is_not_failed_passes_as_it_is(proxy, client, server):
     assert proxy.hits == []
 
 
+def test_an_answer_may_be_another_one(proxy, client, server):
+    """Longer, shorter, or that there is no such key; the connection stays, and what is not changed passes as it is."""
+    answers = {"/longer": BODY + b"x", "/shorter": b"", "/absent": None}
+    proxy.rewrite = lambda record, body: answers.get(record.path, body)
+    assert [ask(client, path=path) for path in ("/longer", "/shorter")] == [(200, BODY + b"x"), (200, b"")]
+    status, said = ask(client, path="/absent")
+    assert (status, b"NoSuchKey" in said) == (404, True)
+    assert ask(client) == (200, b"x" * 1000)
+    assert ask(client, "HEAD", "/h", b"") == (200, b"")
+    assert len(server.connections) == 1
+
+
 @pytest.mark.parametrize("path", ["/open", "/leaves"])
 def test_an_answer_that_ends_with_its_connection_does_so(proxy, client, server, path):
     """Whether or not its head says how long it is; the next request makes a new connection."""

@@ -11,9 +11,11 @@ from typing import TypeVar
 
 from safe_ckpt.core.directory.head import HEAD, Head
 from safe_ckpt.core.directory.workspace import HIDDEN
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from safe_ckpt.core.storage.objects.answers import ChangedError, ExistsError
+from safe_ckpt.core.storage.objects.bucket import Bucket, Version
 from safe_ckpt.core.storage.objects.place import ObjectPath
+from safe_ckpt.core.storage.objects.second_look import is_there, parse_twice, read_twice
 
 GRAVESTONE = "safe_ckpt-gravestone"
 ID_LETTERS = 12
@@ -38,27 +40,37 @@ def is_folder(name: str) -> bool:
     return _FOLDER.match(name) is not None
 
 
+def look_at_head(path: ObjectPath, bucket: Bucket | None = None) -> tuple[Head | None, Version]:
+    """What the head of a directory says, and which state of it that is; None where it is damaged, as two reads say.
+
+    Args:
+        path: the directory.
+        bucket: with the deadline; None for that of the path.
+
+    Raises:
+        FileNotFoundError: there is none, as two reads say.
+        UnsupportedFormatError: a newer version of safe_ckpt wrote it.
+        OSError: two reads disagree; or the store gave no answer, or refuses.
+    """
+    place = path / HIDDEN / HEAD
+
+    def sound(data: bytes) -> Head | None:
+        return Head.from_bytes(data, place) if Head.is_sound(data) else None
+
+    data, head, version = read_twice(place, sound, bucket)
+    return head or Head.from_bytes(data, place), version
+
+
 def read_head(path: ObjectPath) -> Head | None:
     """What the head of a directory says; None where there is none, or none that can be read. Needs no ownership.
 
     Raises:
-        OSError: the store gave no answer, or refuses.
+        OSError: the store gave no answer, or refuses; or two reads disagree.
     """
-    place = path / HIDDEN / HEAD
     try:
-        return Head.from_bytes(path.bucket.read(place.key)[0], place)
+        return look_at_head(path)[0]
     except FileNotFoundError:
         return None
-
-
-def hidden_in(path: ObjectPath) -> tuple[str, ...]:
-    """The folders below ``path`` that are being deleted or are in quarantine. Needs no ownership.
-
-    Raises:
-        OSError: the store gave no answer.
-    """
-    head = read_head(path)
-    return (*head.trash, *head.quarantined) if head is not None else ()
 
 
 def has_manifest(folder: ObjectPath) -> bool:
@@ -67,11 +79,24 @@ def has_manifest(folder: ObjectPath) -> bool:
     Raises:
         OSError: the store gave no answer, or refuses.
     """
-    try:
-        folder.bucket.size_of((folder / MANIFEST_NAME).key)
-    except FileNotFoundError:
-        return False
-    return True
+    return is_there(folder / MANIFEST_NAME)
+
+
+def manifest_in(folder: ObjectPath) -> tuple[Manifest, bytes] | None:
+    """The manifest of ``folder``, and its bytes; None where a gravestone stands in its place.
+
+    Raises:
+        FileNotFoundError: neither is there, as two reads say.
+        CorruptCheckpointError: it is damaged, as two reads say.
+        UnsupportedFormatError: not ours, or of a newer version.
+        OSError: two reads disagree; or the store gave no answer, or refuses.
+    """
+
+    def parse(data: bytes) -> tuple[Manifest | None, bytes]:
+        return (None if is_gravestone(data) else parse_manifest(data, folder)), data
+
+    manifest, data = parse_twice(folder / MANIFEST_NAME, parse)
+    return None if manifest is None else (manifest, data)
 
 
 def is_gravestone(data: bytes) -> bool:

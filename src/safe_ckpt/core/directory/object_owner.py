@@ -3,6 +3,9 @@
 The owner replaces the head six times per ``lease_s``. Another job takes over at once from a process that it can see to be
 gone, and from any other after the head has not changed for the owner's own ``lease_s``. The owner learns of it at the next
 replacement. Until then nothing it does can commit: see ``object_root``.
+
+While the store gives no answer, the owner cannot show a sign of life either. So that time does not count, and afterwards the
+owner gets the time of some beats more. No owner is replaced, and none gives up, because of one read.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Literal
 
 from safe_ckpt.core.directory.head import HEAD, Head
 from safe_ckpt.core.directory.lease import Lease, fate_of_process, own_lease
+from safe_ckpt.core.directory.object_folders import look_at_head
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.storage.objects.answers import ChangedError, ExistsError
 from safe_ckpt.core.storage.objects.bucket import Bucket, Version
@@ -32,6 +36,7 @@ _LOOKS_PER_LEASE = 12
 _ATTEMPTS = 10
 _LAST_WORD_S = 5.0
 _SHORTEST_S = 0.5
+_PAUSE_S = 0.2
 _owned: set[str] = set()  # tokens of the leases that this process holds
 Change = Callable[[Head], Head]
 Found = Literal["read", "damaged", "none"]
@@ -143,22 +148,36 @@ class ObjectOwner:
         with self._turn:
             self._later.append(change)
 
-    def find_out(self) -> None:
-        """Read the head after something was not as expected: another job's, or what an earlier request made of it."""
-        self._find_out(self._bucket())
+    def find_out(self, within_s: float) -> None:
+        """Read the head after something was not as expected: another job's, or what an earlier request made of it.
+
+        Raises:
+            DirectoryInUseError: it is another job's.
+            OSError: the store gave no answer.
+        """
+        self._find_out(self._quick.within(within_s))
+        self.confirm()
 
     def _find_out(self, bucket: Bucket) -> None:
         with self._turn:
-            found, own = self._look(bucket), self.head.lease
-            if found is None:  # deleted by hand; if another job creates it first, that is the owner
-                with contextlib.suppress(ExistsError):
-                    self._version = bucket.create(self._place.key, self.head.to_bytes())
-                return
-            head, version, _ = found
-            if head.lease is not None and own is not None and head.lease.token == own.token:
-                self.head, self._version = head, version
-            elif head.lease is not None or head.fence != self.head.fence:
-                self._taken_by = head.lease or dataclasses.replace(self._own_lease(), host="?", pid=0)
+            for near in (
+                bucket,
+                None,
+            ):  # a head that is not ours may be an old one: another connection has to say so, too
+                found, own = self._look(near or bucket.afresh()), self.head.lease
+                if found is None:  # deleted by hand; if another job creates it first, that is the owner
+                    with contextlib.suppress(ExistsError):
+                        self._version = bucket.create(self._place.key, self.head.to_bytes())
+                    return
+                head, version, _ = found
+                if head.lease is not None and own is not None and head.lease.token == own.token:
+                    self.head, self._version = head, version
+                    return
+                if head.lease is None and head.fence == self.head.fence:
+                    return
+                if head.fence > self.head.fence:
+                    break
+            self._taken_by = head.lease or dataclasses.replace(self._own_lease(), host="?", pid=0)
 
     def go_on_with(self, path: ObjectPath) -> None:
         """From now on the deadline of this bucket holds, which is the same one."""
@@ -168,27 +187,53 @@ class ObjectOwner:
         return self._quick.within(self._path.bucket.options.give_up_after_s, self._path.bucket.stop)
 
     def _take(self, lease: Lease, deadline: float | None) -> Found:
-        seen, since = -1, time.monotonic()
+        began, silence = time.monotonic(), _Silence()
+        state: Found = "none"
         while True:
             if self._path.bucket.stop is not None:
                 self._path.bucket.stop()
-            found = self._look(self._bucket())
+            bucket = self._bucket()
+            found = self._look(bucket)
             if found is None:
                 if self._create(Head().taken(lease)):
                     return "none"
                 continue
-            head, version, state = found
-            if head.version != seen:
-                if seen >= 0 and head.lease is not None:
-                    raise self._in_use(head.lease, "its owner is alive")
-                seen, since = head.version, time.monotonic()
-            if not self._is_free(head, since, deadline):
-                time.sleep((head.lease.lease_s if head.lease else self._lease_s) / _LOOKS_PER_LEASE)
-                continue
-            taken = head.taken(lease)
-            with contextlib.suppress(ChangedError):  # by another job, which is the owner now
-                self._put(self._bucket(), taken, version)
+            head, version, now = found
+            if head.lease is not None and head.lease.token == lease.token:  # by a request whose answer was lost
+                self.head, self._version = head, version
                 return state
+            state = now
+            self._refuse_if_alive(head, silence, bucket)
+            silence.saw(head, outage=bucket.unanswered > 0)
+            lease_s = head.lease.lease_s if head.lease is not None else self._lease_s
+            last = began + lease_s + bucket.options.give_up_after_s
+            if not self._is_free(head, silence.seconds, last if deadline is None else deadline):
+                time.sleep(lease_s / _LOOKS_PER_LEASE)
+            elif self._replace(head, version, lease, silence, last):
+                return state
+
+    def _refuse_if_alive(self, head: Head, silence: _Silence, bucket: Bucket) -> None:
+        """Raise ``DirectoryInUseError`` if the head was replaced while this waits, as two reads say."""
+        if head.lease is None or not silence.is_broken_by(head):
+            return
+        again = self._look(bucket.afresh())
+        if again is not None and again[0].lease is not None and silence.is_broken_by(again[0]):
+            raise self._in_use(again[0].lease, "its owner is alive")
+
+    def _replace(self, head: Head, version: Version, lease: Lease, silence: _Silence, last: float) -> bool:
+        """Take the directory over by one request. If that fails, so may the owner's: it has all its time again."""
+        bucket = self._bucket()
+        try:
+            self._put(bucket.within(0.0, bucket.stop), head.taken(lease), version)
+        except ChangedError:  # by another job, which is the owner now
+            return False
+        except TimeoutError:
+            if time.monotonic() > last:
+                raise
+            silence.seconds = 0.0
+            time.sleep(_PAUSE_S)
+            return False
+        return True
 
     def _put(self, bucket: Bucket, head: Head, version: Version) -> None:
         """Replace the head that has this version."""
@@ -209,7 +254,7 @@ class ObjectOwner:
         self.head = head
         return True
 
-    def _is_free(self, head: Head, since: float, deadline: float | None) -> bool:
+    def _is_free(self, head: Head, silent_s: float, deadline: float) -> bool:
         if head.lease is None:
             return True
         fate = fate_of_process(head.lease)
@@ -217,19 +262,18 @@ class ObjectOwner:
             fate = "dead"  # this process could not give it back
         if fate == "alive":
             raise self._in_use(head.lease, self._owner or "its process lives")
-        if fate == "dead" or time.monotonic() - since > head.lease.lease_s:
+        if fate == "dead" or silent_s > head.lease.lease_s:
             logger.info("%s: taking over from process %d on %s", self._path, head.lease.pid, head.lease.host)
             return True
-        if deadline is not None and time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             raise self._in_use(head.lease, f"its owner has {head.lease.lease_s:.0f} s to show a sign of life")
         return False
 
     def _look(self, bucket: Bucket) -> tuple[Head, Version, Found] | None:
         try:
-            data, version = bucket.read(self._place.key)
+            head, version = look_at_head(self._path, bucket)
         except FileNotFoundError:
             return None
-        head = Head.from_bytes(data, self._place)
         if head is None:
             logger.warning("%s is damaged, and is begun anew", self._place)
             return Head(), version, "damaged"
@@ -257,6 +301,35 @@ class ObjectOwner:
         return DirectoryInUseError(
             path=str(self._path), message=message, host=lease.host, pid=lease.pid, started_at=lease.started_at
         )
+
+
+class _Silence:
+    """For how long an owner has shown no sign of life although it could have.
+
+    Attributes:
+        seconds: so long.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._head: Head | None = None
+        self._seen_at = 0.0
+
+    def is_broken_by(self, head: Head) -> bool:
+        """Whether it is another head than the one that was seen before."""
+        return self._head is not None and (head.version, head.lease) != (self._head.version, self._head.lease)
+
+    def saw(self, head: Head, *, outage: bool) -> None:
+        """The head was read; ``outage``: that got no answer at first."""
+        now, before = time.monotonic(), self._seen_at
+        self._seen_at = now
+        if self._head is None or self.is_broken_by(head):
+            self._head, self.seconds = head, 0.0
+        elif head.lease is not None:
+            # A read that took long tells of no more than one beat that did not come.
+            self.seconds += min(now - before, head.lease.lease_s / _BEATS_PER_LEASE)
+            if outage:  # the owner gets the time of three beats: one that hangs, a pause, and one that comes through
+                self.seconds = min(self.seconds, head.lease.lease_s / 2)
 
 
 def _is_own(lease: Lease, fate: str) -> bool:

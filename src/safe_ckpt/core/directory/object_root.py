@@ -30,20 +30,23 @@ from safe_ckpt.core.directory.object_folders import (
     in_parallel,
     is_folder,
     is_gravestone,
+    manifest_in,
     missing_condition,
 )
 from safe_ckpt.core.directory.object_owner import Found, ObjectOwner
 from safe_ckpt.core.directory.workspace import sequence_after
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, parse_manifest
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.storage.objects import unfinished
 from safe_ckpt.core.storage.objects.answers import ExistsError
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
-from safe_ckpt.errors import DirectoryError, SafeCheckpointError, naming
+from safe_ckpt.core.storage.objects.second_look import is_there
+from safe_ckpt.errors import DirectoryError, DirectoryInUseError, SafeCheckpointError, naming
 from safe_ckpt.text import listed
 
 logger = logging.getLogger(__name__)
 _PROBE = "probe"
+_LAST_WORD_S = 5.0
 _AT_ONCE = 50  # half of what a head remembers as deleted
 _GRAVESTONE_S = 7 * 24 * 3600.0
 
@@ -130,6 +133,19 @@ class ObjectRoot:
         """Raise ``DirectoryInUseError`` if another job is known to have taken the directory over."""
         self._owner.confirm()
 
+    def taken_over(self) -> DirectoryInUseError | None:
+        """After something was not as expected: the error that names the job that took the directory over, if one did.
+
+        Such a job sweeps away what this one has uploaded. None, too, where the store gives no answer within seconds.
+        """
+        try:
+            self._owner.find_out(_LAST_WORD_S)
+        except DirectoryInUseError as error:
+            return error
+        except (OSError, SafeCheckpointError) as error:
+            logger.debug("%s: who owns it is not known: %s", self.path, error)
+        return None
+
     def announce(self, folder: ObjectPath, sequence: int) -> None:
         """A save begins: from now on the next owner will look into ``folder``.
 
@@ -138,11 +154,10 @@ class ObjectRoot:
             OSError: the store gave no answer.
         """
         again = sorted(self._dropped)
-        for name in again:
-            self._delete_unless_committed(self.path / name, self.path.bucket)
+        kept = [name for name in again if self._delete_unless_committed(self.path / name, self.path.bucket)]
         # A copy that the store makes late may still come: the next start looks there once more.
         gone = [name for name in again if name not in self._tried]
-        self._owner.update(lambda head: head.settled(again).doomed(gone).announced(folder.name, sequence))
+        self._owner.update(lambda head: head.settled(again, kept).doomed(gone).announced(folder.name, sequence))
         self._dropped.difference_update(again)
 
     def commit(self, folder: ObjectPath, manifest: bytes) -> None:
@@ -157,9 +172,9 @@ class ObjectRoot:
         self._tried.add(folder.name)
         try:
             self._create(folder / MANIFEST_NAME, manifest, self.path.bucket)
-        except ExistsError:
-            self._owner.find_out()
-            self.confirm()
+        except ExistsError as error:
+            if (taken := self.taken_over()) is not None:
+                raise taken from error
             raise
         except OSError as error:
             try:
@@ -168,7 +183,7 @@ class ObjectRoot:
                 raise UndecidedError(error.errno, error.strerror, error.filename) from error
             if not committed:
                 raise
-        self._owner.later(lambda head: head.settled([folder.name]))
+        self._owner.later(lambda head: head.settled([folder.name], [folder.name]))
 
     def drop(self, folder: ObjectPath) -> None:
         """Delete what a save left that failed, now and once more before the next one. Never raises."""
@@ -221,7 +236,8 @@ class ObjectRoot:
         head = self._owner.head
         if found != "read":
             self._spare_unknown(stop=found == "damaged")
-        buried = [name for name in head.pending if not self._bury(self.path / name, self.path.bucket)]
+        kept = [name for name in head.pending if self._bury(self.path / name, self.path.bucket)]
+        buried = [name for name in head.pending if name not in kept]
         there = {folder.name for folder in folders_of(self.path)} if buried or head.trash else set()
         for name in head.trash:
             if name in there:
@@ -235,7 +251,7 @@ class ObjectRoot:
         mine = {*head.pending, *head.trash}
         unfinished.abort(self.path, lambda name: name in mine or (is_folder(name) and self._is_ours(self.path / name)))
         if head.pending:
-            self._owner.update(lambda now: now.settled(head.pending))
+            self._owner.update(lambda now: now.settled(head.pending, kept))
 
     def _spare_unknown(self, *, stop: bool) -> None:
         """Without a head nobody says whose these are: they stay, and are named. ``stop``: no late request commits one."""
@@ -249,32 +265,29 @@ class ObjectRoot:
 
     def _is_ours(self, folder: ObjectPath) -> bool:
         try:
-            data, _ = self.path.bucket.read((folder / MANIFEST_NAME).key)
-            if not is_gravestone(data):
-                parse_manifest(data, folder)
+            manifest_in(folder)
         except (OSError, SafeCheckpointError):
             return False
         return True
 
-    def _delete_unless_committed(self, folder: ObjectPath, bucket: Bucket) -> None:
-        """Delete what a save left that failed, unless its manifest came to be there all the same."""
+    def _delete_unless_committed(self, folder: ObjectPath, bucket: Bucket) -> bool:
+        """Delete what a save left that failed, unless its manifest came to be there all the same. Returns whether it did."""
         tried = folder.name in self._tried
         if tried and self._bury(folder, bucket):
             self._dropped.discard(folder.name)
-            return
+            return True
         self._delete_folder(folder, spare=MANIFEST_NAME if tried else "")
+        return False
 
     def _remove_if_old(self, folder: ObjectPath) -> None:
         """Remove a gravestone that has stood for so long that no request can still be on its way."""
+        place = folder / MANIFEST_NAME
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            data, _ = self.path.bucket.read((folder / MANIFEST_NAME).key)
-            if not is_gravestone(data):
-                return
-            stone = json.loads(data)
-            if time.time() - float(stone["buried_at"]) <= _GRAVESTONE_S:
-                return
-            if stone.get("spares"):
-                self.path.bucket.delete([(folder / MANIFEST_NAME).key])
+            data, _ = place.bucket.read(place.key)
+            if not _is_old_gravestone(data) or place.bucket.afresh().read(place.key)[0] != data:
+                return  # it carries no digest: two reads have to agree
+            if json.loads(data).get("spares"):
+                self.path.bucket.delete([place.key])
             else:
                 self._delete_folder(folder)
 
@@ -287,11 +300,13 @@ class ObjectRoot:
             spares: what lies there stays, because nobody knows whose it is.
         """
         stone = {"format": GRAVESTONE, "fence": self._owner.head.fence, "buried_at": time.time(), "spares": spares}
-        path = folder / MANIFEST_NAME
         try:
-            self._create(path, json.dumps(stone).encode(), bucket)
+            self._create(folder / MANIFEST_NAME, json.dumps(stone).encode(), bucket)
         except ExistsError:
-            return not is_gravestone(bucket.read(path.key)[0])
+            try:
+                return manifest_in(ObjectPath(bucket, folder.key)) is not None
+            except SafeCheckpointError:
+                return True  # whatever it is, it is no gravestone
         return False
 
     def _delete_folder(self, folder: ObjectPath, *, spare: str = "") -> None:
@@ -311,7 +326,10 @@ class ObjectRoot:
         if not self._unfenced:
             bucket.create(path.key, data)
             return
-        with contextlib.suppress(FileNotFoundError):
-            bucket.size_of(path.key)
+        if is_there(ObjectPath(bucket, path.key)):
             raise ExistsError(f"{path} is there already")
         bucket.overwrite(path.key, data)
+
+
+def _is_old_gravestone(data: bytes) -> bool:
+    return is_gravestone(data) and time.time() - float(json.loads(data)["buried_at"]) > _GRAVESTONE_S

@@ -33,6 +33,7 @@ from safe_ckpt.core.formats.health_section import checked_health
 from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES, COMMENT_PREFIX
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.objects.second_look import parse_twice
 from safe_ckpt.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
@@ -359,10 +360,9 @@ def _read_from_directory(path: Path) -> Manifest:
 
 def _read_from_store(path: ObjectPath) -> Manifest:
     try:
-        text, _ = path.bucket.read((path / MANIFEST_NAME).key)
+        return parse_twice(path / MANIFEST_NAME, lambda text: parse_manifest(text, path))
     except FileNotFoundError:
         raise IncompleteCheckpointError(path=str(path), file=MANIFEST_NAME, message="is missing") from None
-    return parse_manifest(text, path)
 
 
 def parse_manifest(text: bytes, path: Place) -> Manifest:

@@ -61,12 +61,9 @@ class ObjectPublication:
 
     def taken_over(self, error: BaseException) -> DirectoryInUseError | None:
         """See ``Publication``."""
-        if isinstance(error, OSError) and not isinstance(error, DirectoryInUseError | UndecidedError):
-            try:
-                self._root.confirm()
-            except DirectoryInUseError as taken:
-                return taken
-        return None
+        if not isinstance(error, Exception) or isinstance(error, DirectoryInUseError | UndecidedError):
+            return None
+        return self._root.taken_over()
 
     def named(self, error: OSError, *, rank: int, phase: str) -> SafeCheckpointError:
         """See ``Publication``."""
@@ -79,11 +76,13 @@ class ObjectPublication:
 
     def _check_uploaded(self, entries: tuple[FileEntry, ...]) -> None:
         """What is there must be what was reported: another rank's store may be another one."""
-        there = {entry.key: entry.size_bytes for entry in self._folder.bucket.entries(self._folder.key)}
-        for entry in entries:
-            size = there.get((self._folder / entry.path).key, -1)
-            if size != entry.size_bytes:
-                cause = f"{entry.path}, uploaded by rank {entry.rank} with {entry.size_bytes} bytes, "
-                cause += "is not there" if size < 0 else f"has {size} bytes in {self._folder}"
-                self._root.confirm()  # a job that took over has swept it away
-                raise SaveError(name=self._job.name, cause=cause, rank=entry.rank, phase="commit")
+        for folder in (self._folder, self._folder.afresh()):
+            there = {entry.key: entry.size_bytes for entry in folder.bucket.entries(folder.key)}
+            sizes = {entry: there.get((folder / entry.path).key, -1) for entry in entries}
+            wrong = [entry for entry, size in sizes.items() if size != entry.size_bytes]
+            if not wrong:
+                return
+        entry, size = wrong[0], sizes[wrong[0]]
+        cause = f"{entry.path}, uploaded by rank {entry.rank} with {entry.size_bytes} bytes, "
+        cause += "is not there" if size < 0 else f"has {size} bytes in {self._folder}"
+        raise SaveError(name=self._job.name, cause=cause, rank=entry.rank, phase="commit")

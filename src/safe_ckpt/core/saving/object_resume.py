@@ -47,12 +47,11 @@ class ObjectReader:
 
     def try_one(self, path: ObjectPath) -> tuple[Any, dict[str, Any] | None]:
         """Read one candidate on all ranks. Returns what this rank read, and why all pass it over; None when all can use it."""
-        for again in (True, False):
-            loaded, verdict = self._try_one(path)
-            if verdict is None or not (again and verdict["damaged"]):
-                break
-            logger.warning("%s: reading it once more", verdict["why"])
-        return loaded, verdict
+        loaded, verdict = self._try_one(path)
+        if verdict is None:
+            return loaded, None
+        logger.warning("%s: reading it once more", verdict["why"])
+        return self._try_one(path.afresh())
 
     def close(self) -> None:
         """Delete what was fetched. On this rank alone."""

@@ -6,15 +6,17 @@ import dataclasses
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest, read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_entry
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.place import ObjectPath
+from safe_ckpt.core.storage.objects.second_look import look_twice
 from safe_ckpt.core.transfer.host_cache import fetch_ranges, ranges_of
 from safe_ckpt.errors import CorruptCheckpointError, SafeCheckpointError
 
@@ -126,9 +128,8 @@ def fetch_into(
         staged = folder / Path(name).name
         into = folder if single else staged
         into.mkdir(exist_ok=True)
-        fetch_ranges(source, into, ranges_of(manifest.files, part_bytes), at_a_time, part_bytes)
+        fetch_verified(source, manifest.files, into, at_a_time=at_a_time, part_bytes=part_bytes)
         own = own_manifest(manifest)
-        verify(into, manifest, cached=True)
         if not single:
             (staged / MANIFEST_NAME).write_bytes(own.to_bytes())
         make_durable(folder)
@@ -142,6 +143,41 @@ def fetch_into(
     finally:
         workspace.drop_pending(op_id)
     return CheckpointInfo.of(own, final, size)
+
+
+def fetch_verified(
+    source: ObjectPath, entries: Sequence[FileEntry], into: Path, *, at_a_time: int, part_bytes: int
+) -> None:
+    """Fetch files and compare them. What is not there, or differs, is fetched once more: it may have suffered on its way.
+
+    Args:
+        source: the folder in the store.
+        entries: the files.
+        into: where they go.
+        at_a_time: how many reads are under way at a time.
+        part_bytes: the size of one read.
+
+    Raises:
+        CorruptCheckpointError: bytes are not those that were written.
+        IncompleteCheckpointError: an object is not there.
+        OSError: the store gave no answer, or the disk refuses.
+    """
+
+    def read(place: ObjectPath, some: Sequence[FileEntry]) -> None:
+        fetch_ranges(place, into, ranges_of(some, part_bytes), at_a_time, part_bytes)
+
+    def verified(place: ObjectPath, entry: FileEntry) -> None:
+        if place is not source:
+            (into / entry.path).unlink(missing_ok=True)
+            read(place, [entry])
+        try:
+            verify_entry(into, entry, cached=True)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(path=str(source), file=entry.path, message=error.message) from None
+
+    look_twice(source, lambda place: read(place, entries))
+    for entry in entries:
+        look_twice(source, partial(verified, entry=entry))
 
 
 def _is_older(path: Path, new: Manifest) -> bool:

@@ -125,8 +125,11 @@ class Tier:
                 self._as_the_newest(manifest, saved=one.saved), path, one.workspace, entries, single=not path.is_dir()
             )
             self._root.commit(folder, remote.to_bytes())
-        except BaseException:
+        except BaseException as error:
+            taken = self._root.taken_over() if isinstance(error, Exception) else None
             self._root.drop(folder)
+            if taken is not None:
+                raise taken from error
             raise
         self._there.add(manifest.op_id)
         self._newest = folder, remote

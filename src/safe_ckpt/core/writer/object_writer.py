@@ -21,6 +21,7 @@ from safe_ckpt.core.storage.direct_io import ProgressReporter, WriteOptions
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
 from safe_ckpt.core.storage.objects.place import ObjectPath, open_place
+from safe_ckpt.core.storage.objects.second_look import is_there
 from safe_ckpt.core.storage.presence import opened
 
 if TYPE_CHECKING:
@@ -182,7 +183,10 @@ def _copy_object(
         try:
             bucket.copy(keys[0], place.key, one.size_bytes)
         except FileNotFoundError:
-            keys.popleft()
+            if is_there(ObjectPath(bucket, keys[0])):
+                refused.set()  # so it is read and sent
+            else:
+                keys.popleft()
         except OSError:
             refused.set()
         else:

@@ -8,10 +8,11 @@ import threading
 from dataclasses import replace
 from functools import partial
 
-from safe_ckpt.core.directory.object_folders import is_gravestone
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest, parse_manifest
+from safe_ckpt.core.directory.object_folders import manifest_in
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest
 from safe_ckpt.core.formats.verify import UNEQUAL, verify_entry
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.objects.second_look import look_twice
 from safe_ckpt.core.storage.reader import ReadProgress
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.check import (
@@ -74,16 +75,16 @@ def read_committed(path: ObjectPath) -> tuple[Manifest, bytes]:
         UnsupportedFormatError: not ours, of a newer version, or in place of one that was never committed.
         OSError: it could not be read, or is not there.
     """
-    data, _ = path.bucket.read((path / MANIFEST_NAME).key)
-    if is_gravestone(data):
+    found = manifest_in(path)
+    if found is None:
         raise UnsupportedFormatError(path=str(path), message="was never committed: a later job has said so")
-    return parse_manifest(data, path), data
+    return found
 
 
 def _entry(folder: ObjectPath, entry: FileEntry, progress: ReadProgress | None) -> Judgement:
     with _large if entry.size_bytes > _LARGE_BYTES else contextlib.nullcontext():
         try:
-            verify_entry(folder, entry, progress=progress)
+            look_twice(folder, lambda at: verify_entry(at, entry, progress=progress if at is folder else None))
         except IncompleteCheckpointError:
             if not is_checkpoint(folder):
                 raise FileNotFoundError(errno.ENOENT, "was deleted meanwhile", str(folder)) from None

@@ -8,6 +8,7 @@ from safe_ckpt.core.directory.object_folders import in_parallel
 from safe_ckpt.core.formats.bounded_json import parse_json
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest
 from safe_ckpt.core.storage.objects.place import ObjectPath
+from safe_ckpt.core.storage.objects.second_look import look_twice
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.inspection.content import stem_of
 from safe_ckpt.inspection.objects.check import read_committed
@@ -42,7 +43,7 @@ def read_object_content(path: ObjectPath) -> ObjectContent:
         OSError: it could not be read, or is not there.
     """
     manifest, _ = read_committed(path)
-    parts = in_parallel(lambda entry: _content_of(path, entry), manifest.files)
+    parts = in_parallel(lambda entry: look_twice(path, lambda place: _content_of(place, entry)), manifest.files)
     known = [part for part in parts if part is not None]
     return ObjectContent(
         manifest=manifest,

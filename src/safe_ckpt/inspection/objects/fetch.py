@@ -5,16 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry
-from safe_ckpt.core.formats.verify import verify_entry
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.place import ObjectPath
-from safe_ckpt.core.transfer.fetching import MIRRORED, make_durable, origin, own_manifest
-from safe_ckpt.core.transfer.host_cache import fetch_ranges, ranges_of
-from safe_ckpt.errors import ConfigError, CorruptCheckpointError, IncompleteCheckpointError
+from safe_ckpt.core.transfer.fetching import MIRRORED, fetch_verified, make_durable, origin, own_manifest
+from safe_ckpt.errors import ConfigError, IncompleteCheckpointError
 from safe_ckpt.inspection.files import inside
 from safe_ckpt.inspection.objects.check import read_committed
 from safe_ckpt.inspection.objects.reach import is_checkpoint
@@ -53,9 +50,9 @@ def fetch(source: ObjectPath, directory: Path) -> Path:
         folder = Path(scratch) / "checkpoint"
         folder.mkdir()
         try:
-            _read(source, manifest.files, folder)
-            for entry in manifest.files:
-                _verify(source, entry, folder)
+            options = source.bucket.options
+            at_a_time = 2 * options.parts_in_flight
+            fetch_verified(source, manifest.files, folder, at_a_time=at_a_time, part_bytes=options.part_bytes)
         except IncompleteCheckpointError:
             if is_checkpoint(source):
                 raise
@@ -68,25 +65,6 @@ def fetch(source: ObjectPath, directory: Path) -> Path:
         os.rename(folder / final.name if single else folder, final)
     durable.sync_directory(str(directory))
     return final
-
-
-def _read(source: ObjectPath, entries: Sequence[FileEntry], folder: Path) -> None:
-    options = source.bucket.options
-    ranges = ranges_of(entries, options.part_bytes)
-    fetch_ranges(source, folder, ranges, 2 * options.parts_in_flight, options.part_bytes)
-
-
-def _verify(source: ObjectPath, entry: FileEntry, folder: Path) -> None:
-    for again in (True, False):
-        try:
-            verify_entry(folder, entry, cached=True)
-        except CorruptCheckpointError as error:
-            if not again:
-                raise CorruptCheckpointError(path=str(source), file=entry.path, message=error.message) from None
-            (folder / entry.path).unlink(missing_ok=True)
-            _read(source, [entry], folder)  # it may have suffered on its way
-        else:
-            return
 
 
 def _refuse_existing(path: Path) -> None:

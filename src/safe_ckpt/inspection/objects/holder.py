@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 
-from safe_ckpt.core.directory.head import HEAD, Head
+from safe_ckpt.core.directory.head import HEAD
 from safe_ckpt.core.directory.lease import fate_of_process
 from safe_ckpt.core.directory.lock import Holder
-from safe_ckpt.core.directory.object_folders import read_head
+from safe_ckpt.core.directory.object_folders import look_at_head, read_head
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.storage.objects.answers import ChangedError
 from safe_ckpt.core.storage.objects.place import ObjectPath
@@ -46,8 +46,7 @@ def take_away(directory: ObjectPath, *, unfenced: bool) -> None:
     """
     place = directory / HIDDEN / HEAD
     for _ in range(_ATTEMPTS):
-        data, version = place.bucket.read(place.key)
-        head = Head.from_bytes(data, place)
+        head, version = look_at_head(directory)
         if head is None or head.lease is None:
             return
         freed = head.taken(head.lease).released().to_bytes()  # a number of its own, by which the owner sees it

@@ -56,6 +56,7 @@ def read_objects(folder: ObjectPath) -> ObjectListing:
     there = folders_of(folder)
     head = read_head(folder)
     facts = head or Head()
+    aside = [folder / name for name in sorted(facts.quarantined)]
     hidden = {*facts.trash, *facts.quarantined}
     left = [path for path in there if path not in seen and path.name not in hidden]
     bare = [path for path, is_bare in zip(left, in_parallel(_is_bare, left), strict=True) if is_bare]
@@ -67,7 +68,7 @@ def read_objects(folder: ObjectPath) -> ObjectListing:
         unreadable=unreadable,
         under_way=tuple(path for path in bare if path.name in facts.pending),
         unknown=tuple(path for path in bare if path.name not in facts.pending),
-        quarantined=tuple(path for path in there if path.name in facts.quarantined),
+        quarantined=tuple(path for path in aside if path in there or is_checkpoint(path)),
     )
 
 

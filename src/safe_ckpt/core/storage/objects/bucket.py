@@ -71,6 +71,7 @@ class Bucket:
 
     Attributes:
         stop: called between two tries; raises to give up. None for going on until the deadline.
+        unanswered: how many requests got no answer and were made again, since ``within`` made this.
     """
 
     def __init__(self, scheme: str, name: str, options: StorageOptions) -> None:
@@ -78,8 +79,10 @@ class Bucket:
         self.name = name
         self.options = options
         self.stop: Callable[[], None] | None = None
+        self.unanswered = 0
         self._secrets = secrets_of(options)
         self._store, self._patient_store = self._connect(0), self._connect(_RETRIES)
+        self._second_store = self._connect(0)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Bucket, (self.scheme, self.name, self.options)  # a pickle of these holds no secret
@@ -89,13 +92,19 @@ class Bucket:
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other.options = dataclasses.replace(self.options, give_up_after_s=seconds)
-        other.stop = stop
+        other.stop, other.unanswered = stop, 0
         return other
 
     def hurried(self, seconds: float) -> Bucket:
         """The same bucket, whose requests get no answer after this time if not before. It has connections of its own."""
         limit_s = min(seconds, self.options.request_timeout_s)
         return Bucket(self.scheme, self.name, dataclasses.replace(self.options, request_timeout_s=limit_s))
+
+    def afresh(self) -> Bucket:
+        """The same bucket over connections that this one does not use: for a second look."""
+        other = self.within(self.options.give_up_after_s, self.stop)
+        other._store, other._second_store = self._second_store, self._store
+        return other
 
     @property
     def url(self) -> str:
@@ -340,6 +349,7 @@ class Bucket:
                     continue
                 if not isinstance(failure, TimeoutError) or time.monotonic() + pause_s > deadline:
                     raise failure from None
+                self.unanswered += 1
                 logger.log(level, "%s: once more in %.1f s", failure, pause_s)
                 level = logging.DEBUG
             except BaseException as error:

@@ -82,6 +82,10 @@ class ObjectPath:
             raise ValueError(f"{address} does not lie in {self.bucket.url}")
         return ObjectPath(self.bucket, address[len(start) :])
 
+    def afresh(self) -> ObjectPath:
+        """The same place, over other connections."""
+        return ObjectPath(self.bucket.afresh(), self.key)
+
     def below(self, other: ObjectPath) -> str:
         """This as it is named below ``other``."""
         return self.key[len(other.key) :].lstrip("/")
