@@ -14,6 +14,7 @@ from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.streamed_files import FileStream
 from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
+from safe_ckpt.core.tensors import is_short, refuse_short
 from safe_ckpt.core.writer import one_shot
 
 __all__ = [
@@ -28,10 +29,12 @@ __all__ = [
     "get_rng_state",
     "give_back",
     "hugging_face",
+    "is_short",
     "one_shot",
     "open_coordinator",
     "own_part",
     "parts_of",
+    "refuse_short",
     "refused_retention",
     "set_rng_state",
 ]

@@ -22,7 +22,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from peft.utils.save_and_load import get_peft_model_state_dict
 
 from safe_ckpt.adapters import FilePlan
-from safe_ckpt.adapters.extras import dtensor, hugging_face
+from safe_ckpt.adapters.extras import dtensor, hugging_face, refuse_short
 from safe_ckpt.adapters.planning import file_plan
 from safe_ckpt.errors import RestoreError, StateError
 
@@ -42,7 +42,7 @@ def base_hash(model: torch.nn.Module, without: Collection[str] = ()) -> str:
         without: names of tensors that do not count.
 
     Raises:
-        StateError: some tensors are sharded, so no rank has all bytes; or adapters are merged into it.
+        StateError: some tensors are sharded, so no rank has all bytes, or lost their memory; or adapters are merged.
     """
     whole = xxhash.xxh3_128()
     for name, tensor in sorted(_base_of(model).items()):
@@ -50,6 +50,7 @@ def base_hash(model: torch.nn.Module, without: Collection[str] = ()) -> str:
             continue
         if dtensor.is_sharded(tensor):
             raise StateError(key=name, message="is sharded: the base of an adapter is hashed where it is whole")
+        refuse_short(name, tensor)
         whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor.numel():
             numbers: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -6,6 +6,7 @@ The layout and the names are those of Hugging Face (``model-00001-of-00002.safet
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections import OrderedDict
@@ -17,6 +18,7 @@ import torch
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, bytes_image
 from safe_ckpt.core.formats.safetensors import SAFETENSORS_DTYPES, named_safetensors_image, safetensors_image
+from safe_ckpt.core.tensors import refuse_short
 from safe_ckpt.errors import ConfigError, StateError
 from safe_ckpt.text import bytes_from
 
@@ -161,13 +163,25 @@ def _index_of(stem: str, names: Sequence[str], shards: Sequence[Mapping[str, Laz
 
 
 def admit(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Refuse what safetensors cannot hold.
+    """Refuse what safetensors cannot hold, or what cannot be converted to ``dtype`` or read.
 
     Raises:
         StateError: naming it.
     """
     if dtype not in SAFETENSORS_DTYPES or tensor.layout is not torch.strided:
         raise StateError(key=name, message=f"a {dtype} {tensor.layout} tensor does not fit safetensors")
+    refuse_short(name, tensor)
+    if tensor.dtype != dtype and not _converts(tensor.dtype, dtype):
+        raise StateError(key=name, message=f"torch cannot convert {tensor.dtype} to {dtype}: convert it before")
+
+
+@functools.cache
+def _converts(dtype: torch.dtype, other: torch.dtype) -> bool:
+    try:
+        torch.empty(1, dtype=dtype).to(other)
+    except RuntimeError:  # such as of two numbers that share a byte
+        return False
+    return True
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
