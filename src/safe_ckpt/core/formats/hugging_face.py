@@ -18,24 +18,19 @@ import torch
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, bytes_image
 from safe_ckpt.core.formats.safetensors import SAFETENSORS_DTYPES, named_safetensors_image, safetensors_image
+from safe_ckpt.core.names import is_parallel, plain_name
 from safe_ckpt.core.tensors import refuse_short
 from safe_ckpt.errors import ConfigError, StateError
 from safe_ckpt.text import bytes_from
 
 STEM = "model"
 _INDEX = ".safetensors.index.json"
-_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.|^module\.")
 _Tensor = TypeVar("_Tensor", bound="LazyTensor | torch.Tensor")
 _WEIGHTS = re.compile(r"^(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?$")
 
 
-def plain_name(name: str) -> str:
-    """The name of a parameter without what wraps its modules. A state dict may have it with some of that, or none."""
-    return _WRAPPERS.sub("", name)
-
-
 def is_named(name: str, names: Collection[str]) -> bool:
-    """Whether a parameter of a state dict is one of these, with or without what wraps its modules."""
+    """Whether a parameter of a state dict is one of these, which are plain names, with or without what wraps its modules."""
     return name in names or plain_name(name) in names
 
 
@@ -186,10 +181,8 @@ def _converts(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Without ``torch.compile`` and data parallelism. Accelerate's own ``unwrap_model`` imports 60 MiB of compiler first."""
-    inner = getattr(model, "_orig_mod", model)
-    if isinstance(inner, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-        return unwrapped(inner.module)
-    return inner
+    inner: torch.nn.Module = getattr(model, "_orig_mod", model)
+    return unwrapped(inner.module) if is_parallel(inner) else inner  # type: ignore[arg-type]
 
 
 def _size_of(tensor: LazyTensor | torch.Tensor) -> int:

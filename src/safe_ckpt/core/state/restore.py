@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from safe_ckpt.core.names import as_named
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.state.plan import PerRank, Stateful, modules_of, optimizers_last
 from safe_ckpt.core.storage.objects.place import Place
@@ -48,10 +49,10 @@ def _restore_one(name: str, target: Any, loaded: Any, state: Mapping[str, Any]) 
         resharding.spread_optimizer(target, loaded)
         return target
     if isinstance(target, torch.nn.Module) and dtensor.has_sharded(own := target.state_dict()):
-        target.load_state_dict(restore_into(own, loaded))
+        target.load_state_dict(restore_into(own, as_named(target, loaded)))
         return target
     if isinstance(target, Stateful):
-        target.load_state_dict(loaded)
+        target.load_state_dict(as_named(target, loaded) if isinstance(target, torch.nn.Module) else loaded)
         return target
     return restore_into(target, loaded)
 
