@@ -10,7 +10,7 @@ from safe_ckpt.core.formats.safetensors import named_safetensors_image
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.tensors import is_short
 from safe_ckpt.core.writer import one_shot
-from safe_ckpt.errors import StateError
+from safe_ckpt.errors import RestoreError, StateError
 
 
 def short(tensor, keep=16):
@@ -94,6 +94,30 @@ def test_memory_that_came_back_at_its_old_place_is_saved_whole(tmp_path):
         found = {"x": {"slice": torch.zeros(10), "n": 0}}
         ckpt.resume(found)
     assert torch.equal(found["x"]["slice"], torch.arange(10.0))
+
+
+@pytest.mark.parametrize("part", ["model", "data"])
+def test_a_resume_into_lost_memory_is_refused_before_anything_is_applied(tmp_path, part):
+    """What lies there is somebody else's. The error names the tensor."""
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"data": {"a": [torch.ones(900)], "n": (1,)}, "model": Model()}).result()
+        state = {"data": {"a": [torch.zeros(900)], "n": (0,)}, "model": Model()}
+        before = state["model"].second.weight.clone()
+        short(state["model"].first.weight.data if part == "model" else state["data"]["a"][0], 0)
+        with pytest.raises(RestoreError, match=r"first\.weight|a'\]\[0"):
+            ckpt.resume(state)
+        assert state["data"]["n"] == (0,)
+        assert torch.equal(state["model"].second.weight, before)
+
+
+def test_a_module_without_shapes_is_resumed(tmp_path):
+    """One that gets them from what it loads."""
+    with Checkpointer(tmp_path) as ckpt:
+        saved = torch.nn.Linear(3, 4)
+        ckpt.save(1, {"model": saved}).result()
+        lazy = torch.nn.LazyLinear(4)
+        ckpt.resume({"model": lazy})
+        assert torch.equal(lazy.weight, saved.weight)
 
 
 def test_every_other_way_to_a_file_refuses_it(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from safe_ckpt.core.coordination.agreed_config import refused_retention
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.formats import hugging_face
+from safe_ckpt.core.names import wrapped
 from safe_ckpt.core.offload.consolidate import agree_parts, own_part
 from safe_ckpt.core.offload.restore import Part, give_back, parts_of
 from safe_ckpt.core.saving import export
@@ -37,4 +38,5 @@ __all__ = [
     "refuse_short",
     "refused_retention",
     "set_rng_state",
+    "wrapped",
 ]

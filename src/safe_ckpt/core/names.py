@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_OWN_NAMES = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_OWN = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_OWN_NAMES = re.compile(rf"(?<![^.])(?:{'|'.join(_OWN)})\.")
 _PARALLEL = "module."
 _COMPILED = {"OptimizedModule": "torch._dynamo.eval_frame"}
 _PARALLEL_KINDS = {
@@ -33,6 +34,12 @@ def plain_name(name: str) -> str:
 def is_parallel(module: object) -> bool:
     """Whether a module is another one, with data parallelism, which is its ``module``."""
     return _is_one(module, _PARALLEL_KINDS)
+
+
+def wrapped(module: torch.nn.Module) -> str:
+    """The name under which a wrapper has the module that it wraps; "" of any other module."""
+    parts = dict(module.named_children())
+    return "module" if is_parallel(module) else next((name for name in _OWN if name in parts), "")
 
 
 def _is_one(module: object, kinds: Mapping[str, str]) -> bool:

@@ -47,6 +47,6 @@ def refuse_short(key: str, tensor: torch.Tensor) -> None:
     if needed > room:
         message = (
             f"a tensor of shape {tuple(tensor.shape)} needs {needed} bytes, and its storage has {room}: it was resized. "
-            "Save it when its values are there again (FSDP: after reshard()), or leave it out"
+            "Give it its values back (FSDP: reshard()), or leave it out"
         )
         raise StateError(key=key, message=message)

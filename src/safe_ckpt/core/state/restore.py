@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safe_ckpt.core.names import as_named
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.state.plan import PerRank, Stateful, modules_of, optimizers_last
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.tensors import is_short, refuse_short
 from safe_ckpt.errors import RestoreError, StateError
 
 
@@ -22,6 +24,12 @@ def restore(state: Mapping[str, Any], loaded: Mapping[str, Any], path: Place) ->
     Raises:
         RestoreError: an object refused its state.
     """
+    for name, value in state.items():
+        key = f"state[{name!r}]"
+        try:
+            _refuse_short(key, value.value if isinstance(value, PerRank) else value)
+        except StateError as error:
+            raise RestoreError(path=str(path), key=error.key, message=error.message) from error
     for name in optimizers_last(state):
         value = state[name]
         target = value.value if isinstance(value, PerRank) else value
@@ -38,6 +46,28 @@ def restore(state: Mapping[str, Any], loaded: Mapping[str, Any], path: Place) ->
                 message = "its value cannot change in place and the state is read-only: pass a dict"
                 raise RestoreError(path=str(path), key=f"state[{name!r}]", message=message)
             state[name] = PerRank(result) if isinstance(value, PerRank) else result
+
+
+def _refuse_short(key: str, target: Any) -> None:
+    """Refuse to write to tensors whose memory was taken away: what lies there is somebody else's."""
+    tensors: Mapping[str, Any] = {}
+    if isinstance(target, torch.nn.Module):
+        tensors = dict(chain(target.named_parameters(), target.named_buffers()))
+        if any(map(is_short, map(_part_of, tensors.values()))):
+            tensors = target.state_dict()  # FSDP2 puts back what a forward pass has left
+    elif isinstance(target, Mapping):
+        tensors = target
+    elif isinstance(target, list):
+        tensors = dict(enumerate(target))
+    elif isinstance(target, torch.Tensor):
+        refuse_short(key, _part_of(target))
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor | Mapping | list):
+            _refuse_short(f"{key}[{name!r}]", tensor)
+
+
+def _part_of(tensor: torch.Tensor) -> torch.Tensor:
+    return dtensor.local_of(tensor) if dtensor.is_dtensor(tensor) else tensor
 
 
 def _restore_one(name: str, target: Any, loaded: Any, state: Mapping[str, Any]) -> Any:
