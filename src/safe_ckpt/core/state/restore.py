@@ -50,7 +50,7 @@ def restore(state: Mapping[str, Any], loaded: Mapping[str, Any], path: Place) ->
 
 def _refuse_short(key: str, target: Any) -> None:
     """Refuse to write to tensors whose memory was taken away: what lies there is somebody else's."""
-    tensors: Mapping[str, Any] = {}
+    tensors: Mapping[Any, Any] = {}
     if isinstance(target, torch.nn.Module):
         tensors = dict(chain(target.named_parameters(), target.named_buffers()))
         if any(map(is_short, map(_part_of, tensors.values()))):
