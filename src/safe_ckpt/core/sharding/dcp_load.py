@@ -17,6 +17,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from safe_ckpt.core.names import matched, plain_names
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dcp_plan import METADATA
 from safe_ckpt.core.sharding.dcp_read import StraightReader
@@ -42,9 +43,6 @@ _RECORDS = {
     "collections": {"OrderedDict", "defaultdict"},
     "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
 }
-
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -195,15 +193,18 @@ def restore_module(module: torch.nn.Module, folder: Path) -> None:
     Raises:
         RestoreError: the checkpoint has other names, shapes or types.
     """
-    state = module.state_dict()
+    own = module.state_dict()
     metadata = read_metadata(folder)
     saved = {path[0] for path, _ in _saved(metadata)}
+    names = matched(own, saved, module)
+    state = {names.get(name, name): value for name, value in own.items()}
     if saved != state.keys():
         missing, besides = sorted(state.keys() - saved), sorted(map(str, saved - state.keys()))
         message = f"the checkpoint has nothing for {missing}, and the module has no place for {besides}"
         raise RestoreError(path=str(folder), message=message)
     load_into(folder, state, metadata)
-    module.load_state_dict(state)
+    own.update({name: state[names.get(name, name)] for name in own})
+    module.load_state_dict(own)
 
 
 def restore_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -216,21 +217,26 @@ def restore_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer,
     owned = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     state: dict[str, Any] = {"state": {}, "param_groups": []}
     metadata = read_metadata(folder)
+    with_state = {path[1] for path, _ in _saved(metadata) if path[0] == "state"}
+    today = {saved: name for name, saved in matched(owned, with_state).items()}
     for path, saved in _saved(metadata):
-        if path[0] == "state" and path[1] not in owned:
+        if path[0] == "state" and path[1] not in today:
             raise RestoreError(
                 path=str(folder), message=f"this optimizer does not step {path[1]}, which has state there"
             )
-        set_element(state, path, _room(saved, owned.get(path[1]) if path[0] == "state" else None))
+        set_element(state, path, _room(saved, owned[today[path[1]]] if path[0] == "state" else None))
     load_into(folder, state, metadata)
     groups = state["param_groups"]
+    stepped = [name for group in groups for name in group["params"]]
+    today |= {saved: name for name, saved in matched(owned, stepped).items()}
+    groups = [{**group, "params": [today.get(name, name) for name in group["params"]]} for group in groups]
     order = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if [sorted(group["params"]) for group in groups] != [sorted(group) for group in order]:
         message = "its groups hold other parameters than those in the checkpoint"
         raise RestoreError(path=str(folder), message=message)
     numbers = {name: number for number, name in enumerate(name for group in order for name in group)}
     again = [{**group, "params": [numbers[name] for name in own]} for group, own in zip(groups, order, strict=True)]
-    state_by_number = {numbers[name]: kept for name, kept in state["state"].items()}
+    state_by_number = {numbers[today[name]]: kept for name, kept in state["state"].items()}
     optimizer.load_state_dict({"state": state_by_number, "param_groups": again})
 
 
@@ -261,10 +267,9 @@ def _spread(value: Any, like: torch.Tensor) -> Any:
 
 
 def _names(module: torch.nn.Module) -> dict[int, str]:
-    """The names of parameters without what wrappers add to them, as DCP has them."""
+    """The plain names of parameters, as DCP has them."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     names: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")  # noqa: PLW2901
-        names.setdefault(id(parameter), name)
+    for name, plain in plain_names(parameters, module).items():
+        names.setdefault(id(parameters[name]), plain)
     return names

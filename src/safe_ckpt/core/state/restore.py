@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from safe_ckpt.core.names import as_named
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.state.plan import PerRank, Stateful, modules_of, optimizers_last
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.tensors import is_short, refuse_short
 from safe_ckpt.errors import RestoreError, StateError
 
 
@@ -21,6 +24,12 @@ def restore(state: Mapping[str, Any], loaded: Mapping[str, Any], path: Place) ->
     Raises:
         RestoreError: an object refused its state.
     """
+    for name, value in state.items():
+        key = f"state[{name!r}]"
+        try:
+            _refuse_short(key, value.value if isinstance(value, PerRank) else value)
+        except StateError as error:
+            raise RestoreError(path=str(path), key=error.key, message=error.message) from error
     for name in optimizers_last(state):
         value = state[name]
         target = value.value if isinstance(value, PerRank) else value
@@ -39,6 +48,28 @@ def restore(state: Mapping[str, Any], loaded: Mapping[str, Any], path: Place) ->
             state[name] = PerRank(result) if isinstance(value, PerRank) else result
 
 
+def _refuse_short(key: str, target: Any) -> None:
+    """Refuse to write to tensors whose memory was taken away: what lies there is somebody else's."""
+    tensors: Mapping[Any, Any] = {}
+    if isinstance(target, torch.nn.Module):
+        tensors = dict(chain(target.named_parameters(), target.named_buffers()))
+        if any(map(is_short, map(_part_of, tensors.values()))):
+            tensors = target.state_dict()  # FSDP2 puts back what a forward pass has left
+    elif isinstance(target, Mapping):
+        tensors = target
+    elif isinstance(target, list):
+        tensors = dict(enumerate(target))
+    elif isinstance(target, torch.Tensor):
+        refuse_short(key, _part_of(target))
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor | Mapping | list):
+            _refuse_short(f"{key}[{name!r}]", tensor)
+
+
+def _part_of(tensor: torch.Tensor) -> torch.Tensor:
+    return dtensor.local_of(tensor) if dtensor.is_dtensor(tensor) else tensor
+
+
 def _restore_one(name: str, target: Any, loaded: Any, state: Mapping[str, Any]) -> Any:
     if isinstance(loaded, Shards):
         return loaded.restore(name, target, modules_of(state))
@@ -48,10 +79,10 @@ def _restore_one(name: str, target: Any, loaded: Any, state: Mapping[str, Any]) 
         resharding.spread_optimizer(target, loaded)
         return target
     if isinstance(target, torch.nn.Module) and dtensor.has_sharded(own := target.state_dict()):
-        target.load_state_dict(restore_into(own, loaded))
+        target.load_state_dict(restore_into(own, as_named(target, loaded)))
         return target
     if isinstance(target, Stateful):
-        target.load_state_dict(loaded)
+        target.load_state_dict(as_named(target, loaded) if isinstance(target, torch.nn.Module) else loaded)
         return target
     return restore_into(target, loaded)
 
