@@ -139,3 +139,27 @@ def test_a_bucket_that_there_is_not(store):
     """Status 1, and what to do."""
     done = run("s3://there-is-none/run", "--json")
     assert (done.exit_code, "create the bucket" in findings(done)["held by"]["advice"]) == (1, True)
+
+
+def test_one_wrong_answer_is_no_reason_for_another_store(store, monkeypatch):
+    """A new object that is not listed, or a byte that differs, once: a warning that says to try again, and no failure."""
+    lies = {
+        "listing": ("entries", "small", lambda _: []),
+        "speed": ("read_range", "parts", lambda data: memoryview(bytes(len(data)))),
+    }
+    for check, (method, name, change) in lies.items():
+        real, told = getattr(Bucket, method), []
+
+        def lie(self, key, *args, real=real, told=told, name=name, change=change):
+            answer = real(self, key, *args)
+            if told or name not in key:
+                return answer
+            told.append(key)
+            return change(answer)
+
+        with monkeypatch.context() as once:
+            once.setattr(Bucket, method, lie)
+            found = findings(run(store.url(), "--mebibytes", "4", "--json"))
+        assert told
+        assert found[check]["state"] == "warn", found
+        assert "reads disagreed, try again" in found[check]["measured"]
