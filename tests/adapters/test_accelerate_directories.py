@@ -280,3 +280,20 @@ def test_the_hidden_folder_is_not_where_accelerate_lists(tmp_path):
         handle.wait()
         seen |= set(checkpoints(tmp_path))
     assert seen == {"checkpoint_0", "checkpoint_1", "checkpoint_2"}
+
+
+def test_a_relative_project_stays_where_it_was_registered(tmp_path, monkeypatch):
+    """A program that changes its working directory, as with Hydra, saves and loads in one place."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    with registered("project") as (accelerator, handle):
+        training = Training(accelerator)
+        accelerator.save_state(async_save=False)
+        monkeypatch.chdir(tmp_path / "second")
+        training.epoch()
+        accelerator.save_state(async_save=False)
+        accelerator.load_state()
+        handle.wait()
+    assert len(list((tmp_path / "first/project/checkpoints").glob("checkpoint_*"))) == 2
+    assert list((tmp_path / "second").iterdir()) == []

@@ -78,6 +78,8 @@ class CheckpointDirectory:
         self.named = HeldDirectories(engine)
         self._catalogs: dict[Path, Catalog] = {}
         self._last: Path | None = None
+        self._given: dict[str, Path] = {}
+        self._project()
         _living.add(self)
 
     def automatic(self) -> Path | None:
@@ -85,7 +87,12 @@ class CheckpointDirectory:
         project = self._accelerator.project_configuration
         if not project.automatic_checkpoint_naming:
             return None
-        return Path(os.path.abspath(self._accelerator.project_dir)) / FOLDER
+        return self._project() / FOLDER
+
+    def _project(self) -> Path:
+        """Where ``project_dir`` lies. A relative one means the place that it named when it was first seen here."""
+        given = os.fspath(self._accelerator.project_dir or "")
+        return self._given.setdefault(given, Path(os.path.abspath(given)))
 
     def hold_automatic(self) -> OpenDirectory | None:
         """Take the folder of automatic naming, if there is one.

@@ -59,7 +59,7 @@ def load(
         context.loaders.resume(accelerator._dataloaders, loader_states)
 
     with strategies.loading(engine, accelerator, path, arguments):
-        resume.apply(engine, apply)
+        resume.apply(engine, apply, path, "load_state(path)")
     own = accelerator.project_configuration.iteration
     accelerator.project_configuration.iteration = engine.agree(
         "iteration", must_match={"path": path}, decide=lambda _: max(own, _next(context.directories, path))

@@ -64,7 +64,7 @@ def load(
         plan = core.agree("load_checkpoint", decide=lambda _: _survey(folder, wanted))
     chosen, rejected = _first_good(core, engine, folder, plan["order"], asked=wanted is not None)
     with _bound_to(chosen):
-        result = _restored(core, engine, lambda: restore(str(folder), chosen))
+        result = _restored(core, engine, lambda: restore(str(folder), chosen), folder / chosen if chosen else None)
     if chosen is not None:
         path = folder / chosen
         nvme.put_back(core, engine, path)
@@ -78,11 +78,11 @@ def load(
     return result
 
 
-def _restored(core: Engine, engine: Any, restore: Callable[[], Any]) -> Any:
+def _restored(core: Engine, engine: Any, restore: Callable[[], Any], path: Path | None = None) -> Any:
     """What ``restore`` returns on this rank, once it has succeeded on all ranks."""
     results: list[Any] = []
     with plain_reading(engine):
-        resume.apply(core, lambda: results.append(restore()))
+        resume.apply(core, lambda: results.append(restore()), path, "load_checkpoint(..., tag=...)")
     return results[0]
 
 

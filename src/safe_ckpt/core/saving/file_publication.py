@@ -104,7 +104,8 @@ class FilePublication:
 
     def taken_over(self, error: BaseException) -> DirectoryInUseError | None:
         """See ``Publication``."""
-        if isinstance(error, OSError) and not isinstance(error, DirectoryInUseError | commit.HalfCommittedError):
+        unknown = DirectoryInUseError | commit.HalfCommittedError | CommitOutcomeUnknown
+        if isinstance(error, Exception) and not isinstance(error, unknown):  # its files were swept away, in whatever phase
             try:
                 self._workspace.confirm()
             except DirectoryInUseError as taken:
