@@ -29,6 +29,7 @@ from safe_ckpt.core.formats.file_template import FileTemplate
 from safe_ckpt.core.formats.torch_archive import pickle_state
 from safe_ckpt.core.sharding import dtensor, plan_data
 from safe_ckpt.core.sharding.dcp_layout import File, entries, file_of, frozen_entries, kind_of, under
+from safe_ckpt.core.sharding.dcp_ranks import divided
 from safe_ckpt.core.sharding.sharded_item import ShardedItem
 from safe_ckpt.errors import SaveError, StateError
 
@@ -311,7 +312,6 @@ class ShardPlanner:
             return known
         plans: dict[int, SavePlan] = {}
         apart: dict[int, Sequence[int]] = {}
-        shared: dict[int, SavePlan] = {}
         for rank, one in reports.items():
             if one["plan"] is not None:
                 plans[rank] = plan_data.plan_from_json(one["plan"], rank=rank)
@@ -320,13 +320,9 @@ class ShardPlanner:
                 plans[rank], apart[rank] = known.plans[rank], known.apart[rank]
             else:
                 raise SaveError(name=folder, cause="its plan is not known here any more; save again", rank=rank)
-        ranks = sorted(plans)
-        # What is no DTensor is rank 0's to say, like everything that is not wrapped in PerRank.
-        for rank in ranks[1:]:
-            only = [item for item in plans[rank].items if item.type == WriteItemType.SHARD]
-            shared[rank] = dataclasses.replace(plans[rank], items=only)
-        final, metadata = DefaultSavePlanner().create_global_plan([shared.get(rank, plans[rank]) for rank in ranks])
-        kept = {rank: _kept(plans[rank], final[number]) for number, rank in enumerate(ranks)}
+        shares = divided(folder, plans)
+        final, metadata = DefaultSavePlanner().create_global_plan(list(shares.values()))
+        kept = {rank: _kept(plans[rank], final[number]) for number, rank in enumerate(shares)}
         return _Global(token=uuid.uuid4().hex, plans=plans, apart=apart, kept=kept, metadata=metadata)
 
 

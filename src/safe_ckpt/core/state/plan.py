@@ -72,11 +72,13 @@ class Plan:
         items: names that become one file.
         sharded: names of which every rank has a part; the same on all ranks.
         views: the fingerprints of those that will be known next time.
+        held: what this rank holds of the items that rank 0 saves for all; see ``held.held``.
     """
 
     items: Sequence[Item] = ()
     sharded: Mapping[str, Any] = field(default_factory=dict)
     views: Mapping[str, Any] = field(default_factory=dict)
+    held: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def described(self, rank: int) -> dict[str, dict[str, Any]]:
         """What the manifest says of them."""
