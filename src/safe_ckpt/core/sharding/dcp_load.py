@@ -6,10 +6,11 @@ more than build DCP's own records.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -223,6 +224,22 @@ def fit_value(
     return Fitted(apply=apply, besides=besides)
 
 
+def with_types_of(own: Any, saved: Any) -> Any:
+    """What was saved, in mappings of the types that the state has today."""
+    if isinstance(saved, dict):
+        known = own if isinstance(own, Mapping) else {}
+        inner = {key: with_types_of(known[key], part) if key in known else part for key, part in saved.items()}
+        if type(own) is dict or not isinstance(own, MutableMapping):
+            return inner
+        state = copy.copy(own)
+        state.clear()
+        state.update(inner)
+        return state
+    if isinstance(saved, list) and isinstance(own, list):
+        return [with_types_of(own[i], part) if i < len(own) else part for i, part in enumerate(saved)]
+    return saved
+
+
 def _at(state: Any, path: Sequence[Any]) -> Any:
     """What lies at a path, or what is no container on the way there; ``_NOTHING`` where a container ends before."""
     for key in path:
@@ -305,7 +322,7 @@ def fit_module(folder: Path, module: torch.nn.Module) -> Fitted:
 
     def apply(_: Collection[str]) -> torch.nn.Module:
         values = stored.read(rooms)
-        own.update((name, values[name]) for name in own)
+        own.update((name, with_types_of(own[name], values[name])) for name in own)
         module.load_state_dict(own)
         return module
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -27,31 +27,41 @@ def divided(folder: str, plans: Mapping[int, SavePlan]) -> dict[int, SavePlan]:
     Raises:
         DesyncError: two ranks have other tensors under one name; names it.
     """
-    said = _Said(folder)
+    said = _Said(folder, plans)
     return {rank: dataclasses.replace(plans[rank], items=said.by(rank, plans[rank])) for rank in sorted(plans)}
+
+
+def name_of_empty(path: Sequence[Any]) -> str:
+    """The name of the entry of an empty mapping, of which DCP makes none."""
+    return ".".join(map(str, (*path, "{}")))
 
 
 class _Said:
     """What the ranks so far have said."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, plans: Mapping[int, SavePlan]) -> None:
         self._folder = folder
         self._first: dict[str, tuple[int, WriteItem]] = {}
         self._paths: set[tuple[Any, ...]] = set()
         self._above: set[tuple[Any, ...]] = set()  # beginnings of those
+        # What is empty here may have something in it on another rank.
+        self._filled = {path[:-1] for plan in plans.values() for path in (plan.planner_data or {}).values() if path}
 
     def by(self, rank: int, plan: SavePlan) -> list[WriteItem]:
         """What this rank says of its plan."""
         own, paths = [], plan.planner_data or {}
         for item in plan.items:
             name = item.index.fqn
+            path = tuple(paths.get(name, (name,)))
+            if path in self._filled and name == name_of_empty(path):
+                continue
             if name in self._first:
                 first_rank, first = self._first[name]
                 if _would_be_lost(item, first):
                     self._refuse(name, {first_rank: _described(first), rank: _described(item)})
                 if rank == first_rank or item.type == WriteItemType.SHARD:
                     own.append(item)
-            elif self._is_free(path := tuple(paths.get(name, (name,)))):
+            elif self._is_free(path):
                 self._first[name] = rank, item
                 self._paths.add(path)
                 self._above.update(itertools.accumulate((key,) for key in path[:-1]))

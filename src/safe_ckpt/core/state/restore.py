@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +130,7 @@ class Shards:
             return resharding.fit_optimizer(self.folder, resharding.owner_of(target, modules), target)
         if isinstance(target, Stateful):
             own = target.state_dict()
-            take = _giving(target, lambda saved: target.load_state_dict(_with_types_of(own, saved)))
+            take = _giving(target, lambda saved: target.load_state_dict(resharding.with_types_of(own, saved)))
             return resharding.fit_value(self.folder, own, lambda _: None, take)
         if isinstance(target, torch.Tensor | dict):
             value = {name: target} if isinstance(target, torch.Tensor) else target
@@ -235,22 +234,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
                 raise ValueError(
                     f"{key} of parameter {number} is {_described(value)} there, it is {_described(parameter)}"
                 )
-
-
-def _with_types_of(own: Any, saved: Any) -> Any:
-    """What was saved, in mappings of the types that the state has today."""
-    if isinstance(saved, dict):
-        known = own if isinstance(own, Mapping) else {}
-        inner = {key: _with_types_of(known[key], part) if key in known else part for key, part in saved.items()}
-        if type(own) is dict or not isinstance(own, MutableMapping):
-            return inner
-        state = copy.copy(own)
-        state.clear()
-        state.update(inner)
-        return state
-    if isinstance(saved, list) and isinstance(own, list):
-        return [_with_types_of(own[i], part) if i < len(own) else part for i, part in enumerate(saved)]
-    return saved
 
 
 def check_into(target: Any, loaded: Any) -> None:
