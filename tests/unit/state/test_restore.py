@@ -112,3 +112,28 @@ def test_a_dict_takes_an_extra_state_of_another_size(saved):
     saved.resume(state)
     assert state["d"]["scale._extra_state"].tolist() == [1, 1, 1]
     assert state["d"]["c"] == Counter(a=2)
+
+
+class Extra(torch.nn.BatchNorm1d):
+    """Has an extra state of empty bytes, and loads with the version of its class."""
+
+    found = None
+
+    def get_extra_state(self):
+        return b""
+
+    def set_extra_state(self, state):
+        assert state == b""
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        self.found = local_metadata
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def test_empty_bytes_in_an_extra_state_leave_the_versions_of_the_classes(tmp_path):
+    """``load_state_dict`` migrates by them."""
+    module = Extra(2)
+    with Checkpointer(tmp_path, CONFIG) as ckpt:
+        ckpt.save(1, {"m": torch.nn.Sequential(module)}).result()
+        ckpt.resume({"m": torch.nn.Sequential(module)})
+    assert module.found == {"version": 2}

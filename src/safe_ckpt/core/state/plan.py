@@ -24,6 +24,7 @@ from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, 
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}$")
 _SMALL_PARTS = 4 << 20
 _OF_A_RANK = re.compile(r"\.rank\d{5,}$")
+_FILE = re.compile(r"(\.rank\d{5,})?\.(json|pt|safetensors|safetensors\.index\.json)")  # behind the name of its item
 _OF_SHARDS = re.compile(r"^(.+?)(-\d{5}-of-\d{5}|\.safetensors\.index)$")
 SHARDED = "sharded"
 
@@ -173,6 +174,25 @@ def check_names(state: Mapping[str, Any]) -> None:
     folded = [name.casefold() for name in state]
     if len(set(folded)) != len(folded):
         raise StateError(key="state", message="two names differ only in case: some file systems cannot tell them apart")
+
+
+def check_folders(sharded: Iterable[str], names: Iterable[str]) -> None:
+    """Refuse names of sharded items whose folder could have the name of a file.
+
+    Args:
+        sharded: the names of sharded items: each is that of a folder.
+        names: of all items.
+
+    Raises:
+        StateError: naming the name.
+    """
+    others = [name.casefold() for name in names]
+    for name in sharded:
+        folded = name.casefold()
+        of = next((o for o in others if folded.startswith(o) and _FILE.fullmatch(folded, len(o))), None)
+        if of is not None or folded == MANIFEST_NAME:
+            what = "the manifest's name" if of is None else f"the name of a file of state[{of!r}]"
+            raise StateError(key=f"state[{name!r}]", message=f"its folder would have {what}: take another name")
 
 
 def resolve(name: str, value: Any, state: Mapping[str, Any]) -> tuple[Any, str]:

@@ -92,6 +92,7 @@ class Planner:
                     sharded[name] = found
                 elif found is not None:
                     items.append(found)
+            plan.check_folders(sharded, state)
         finally:
             self._known = {name: known for name, known in self._known.items() if name in state}
         return Plan(items=items, sharded=sharded, views=views, held=self._held)
