@@ -308,4 +308,4 @@ def _filled(value: Any, whole: Iterator[Any]) -> Any:
     if isinstance(value, Mapping):
         return {key: _filled(inner, whole) for key, inner in value.items()}
     parts = [_filled(inner, whole) for inner in value]
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # a named tuple takes its fields
+    return getattr(type(value), "_make", type(value))(parts)  # a named tuple takes its fields one by one
