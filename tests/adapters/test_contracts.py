@@ -8,7 +8,7 @@ import ast
 import importlib
 import inspect
 import textwrap
-from collections import namedtuple
+from typing import NamedTuple
 
 import pytest
 import safetensors.torch
@@ -39,7 +39,7 @@ TYPED = TypedStorage(wrap_storage=TENSOR.untyped_storage(), dtype=torch.float32,
 SELF = ("self",)
 
 TORCH = [
-    Part(namedtuple("Pair", "one"), "_make", "core/sharding/gather.py", "a named tuple takes its fields one by one"),
+    Part(NamedTuple("Pair", [("one", int)]), "_make", "core/sharding/gather.py", "a named tuple takes its fields one by one"),
     Part(torch, "_C", "core/formats/torch_archive.py", "the module of PyTorchFileReader"),
     Part(torch._C, "PyTorchFileReader", "core/formats/torch_archive.py", "reads an archive from memory"),
     Part(torch._C, "_distributed_c10d", "core/coordination/process_groups.py", "the types of the stores, for type checkers"),
