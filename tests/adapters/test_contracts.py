@@ -31,6 +31,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, modeling_utils, trainer
 
 from accelerate_runs import forget
+from safe_ckpt.core import names
 
 STORAGE = ("storage", "storage_offset", "size", "stride", "requires_grad", "backward_hooks")
 TENSOR = torch.zeros(1)
@@ -139,6 +140,8 @@ ELSEWHERE = {
     "_local_tensor": "test_a_sharded_tensor_has_its_part_and_its_placement",
     "_spec": "test_a_sharded_tensor_has_its_part_and_its_placement",
     "_orig_mod": "test_a_compiled_module_has_the_plain_one",
+    "_checkpoint_wrapped_module": "test_what_wraps_a_module_is_known_by_name",
+    "_fsdp_wrapped_module": "test_what_wraps_a_module_is_known_by_name",
     "_hf_hook": "test_what_offloads_a_module_is_found",
     "_models": "test_what_an_accelerator_keeps",
     "_optimizers": "test_what_an_accelerator_keeps",
@@ -272,6 +275,22 @@ def test_a_compiled_module_has_the_plain_one():
     """core/formats/hugging_face.py takes a module out of ``torch.compile``."""
     module = torch.nn.Linear(1, 1)
     assert torch._dynamo.OptimizedModule(module, torch._dynamo.disable)._orig_mod is module
+
+
+def test_what_wraps_a_module_is_known_by_name():
+    """core/names.py leaves out what wrappers put into names; those of data parallelism it knows by their classes."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp
+
+    module = torch.nn.Linear(1, 1)
+    compiled = torch._dynamo.OptimizedModule(module, torch._dynamo.disable)
+    assert fsdp.FSDP_WRAPPED_MODULE == "_fsdp_wrapped_module"
+    assert checkpoint_wrapper(module)._checkpoint_wrapped_module is module
+    assert [names.wrapped(one) for one in (compiled, checkpoint_wrapper(module), torch.nn.DataParallel(module), module)] == [
+        "_orig_mod", "_checkpoint_wrapped_module", "module", "",
+    ]  # fmt: skip
+    for name, home in (names._COMPILED | names._PARALLEL_KINDS).items():
+        assert home.startswith("deepspeed") or isinstance(getattr(importlib.import_module(home), name), type)
 
 
 def test_what_offloads_a_module_is_found():

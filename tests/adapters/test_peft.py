@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning_runs import PACKAGES, package
 from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers import Trainer as StockTrainer
@@ -120,7 +121,15 @@ def test_the_adapter_alone(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [("default", "all biases"), ("model", "plain"), ("0", "tied"), ("q_proj", "compiled"), ("default", "plain")],
+    [
+        ("default", "all biases"),
+        ("model", "plain"),
+        ("0", "tied"),
+        ("q_proj", "compiled"),
+        ("default", "plain"),
+        ("default", "recomputed"),
+        ("default", "parallel"),
+    ],
 )
 def test_the_base_is_the_same_however_it_is_wrapped(tmp_path, name, how):
     """Whatever the adapter's name, whether biases are trained, tensors are tied, or layers compiled: it is its own base."""
@@ -132,8 +141,11 @@ def test_the_base_is_the_same_however_it_is_wrapped(tmp_path, name, how):
         assert base_hash(wrapped) == expected
     model = get_peft_model(wrapped, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **more), adapter_name=name)
     assert base_hash(model) == expected
+    layers = model.base_model.model.model.layers
+    if how in ("recomputed", "parallel"):
+        layers[0] = (checkpoint_wrapper if how == "recomputed" else torch.nn.DataParallel)(layers[0])
+        assert base_hash(model) == expected
     if how == "tied":
-        layers = model.base_model.model.model.layers
         layers[1].self_attn.q_proj.lora_A[name].weight = layers[0].self_attn.q_proj.lora_A[name].weight
     with torch.no_grad():
         for parameter in model.parameters():

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, iter_full_tensors, lengthy_timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts, iter_full_tensors, lengthy_timeouts
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.sharding import dtensor, gather, gather_plan, gather_transport
@@ -410,3 +410,31 @@ def test_a_nested_state_keeps_its_keys_and_its_types():
     plain = (Pair(1, 2), torch.Size([2]), Counter(a=1), OrderedDict(b=2))
     assert found["plain"] == plain
     assert list(map(type, found["plain"])) == list(map(type, plain))
+
+
+def _shortened(rank, folder):
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"fine": torch.ones(3), "part": distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)])}
+    module = torch.nn.Linear(4, 4)
+    fully_shard(module, mesh=mesh)
+    with Checkpointer(folder, CheckpointConfig(timeouts=QUICK)) as ckpt:
+        ckpt.save(1, {"shards": state, "module": module}).result()
+        if rank:  # of rank 0 nothing is wrong
+            state["part"].to_local().untyped_storage().resize_(0)
+            module.weight.to_local().untyped_storage().resize_(4)
+        for step, name in ((2, "shards"), (3, "module")):
+            with pytest.raises(StateError, match=r"(part|weight).*its storage has"):
+                ckpt.save(step, {name: {"shards": state, "module": module}[name]})
+        with pytest.raises(StateError, match=r"weight.*its storage has"):
+            ckpt.export(module, f"{folder}/weights")
+        with pytest.raises(StateError, match=r"part.*its storage has"):
+            list(iter_full_tensors(state))
+        with pytest.raises(StateError, match=r"own.*its storage has"):
+            ckpt.save(4, {"x": PerRank({"own": state["part"].to_local(), "rank": rank})})
+            ckpt.wait()
+        ckpt.save(5, {"x": {"fine": state["fine"]}}).result()
+
+
+def test_a_part_that_lost_its_memory_is_refused_on_all_ranks(tmp_path):
+    """One rank's part of a DTensor, in a save, an export, a gather, or as that rank's own: all raise its name, and go on."""
+    values(spawn_ranks(_shortened, 2, str(tmp_path), timeout_s=60))

@@ -15,6 +15,7 @@ from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard, S
 
 from safe_ckpt.accelerate import strategies
 from safe_ckpt.adapters import FilePlan, torch_file
+from safe_ckpt.adapters.extras import is_short, refuse_short
 from safe_ckpt.adapters.planning import safetensors
 from safe_ckpt.errors import StateError
 
@@ -139,6 +140,8 @@ def _model(index: int, state: Mapping[str, Any], *, safe_serialization: bool) ->
         if isinstance(value, torch.Tensor) and value.is_meta:
             message = "is on the meta device: it was offloaded. Save such a model with handle.save_model()"
             raise StateError(key=f"model {index}: {name}", message=message)
+        if isinstance(value, torch.Tensor):
+            refuse_short(f"model {index}: {name}", value)
     if not safe_serialization:
         return torch_file(utils.WEIGHTS_NAME.replace(".", f"_{index}.") if index else utils.WEIGHTS_NAME, state)
     path = f"{numbered(utils.SAFE_MODEL_NAME, index)}.safetensors"
@@ -176,6 +179,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     if isinstance(value, torch.Tensor):
+        if is_short(value):  # refused where it is planned, by name
+            return str(value.dtype), tuple(value.shape)
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return str(value.dtype), tuple(value.shape), data
     if isinstance(value, np.ndarray) and value.dtype != object:

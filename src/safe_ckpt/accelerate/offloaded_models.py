@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from accelerate.utils import OffloadedWeightsLoader
 
-from safe_ckpt.adapters.extras import dtensor, hugging_face
+from safe_ckpt.adapters.extras import dtensor, hugging_face, refuse_short
 from safe_ckpt.adapters.planning import LazyTensor
 from safe_ckpt.errors import StateError
 
@@ -49,6 +49,8 @@ def tensors(model: torch.nn.Module, *, once: bool = True) -> dict[str, LazyTenso
         if once and seen & identity:
             continue
         seen |= identity
+        if held is not None:
+            refuse_short(name, held)
         if once:
             hugging_face.admit(name, tensor, tensor.dtype)
         lazies[name] = LazyTensor(dtype=tensor.dtype, shape=tuple(tensor.shape), fetch=fetch)

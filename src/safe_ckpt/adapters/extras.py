@@ -5,6 +5,7 @@ from __future__ import annotations
 from safe_ckpt.core.coordination.agreed_config import refused_retention
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.formats import hugging_face
+from safe_ckpt.core.names import wrapped
 from safe_ckpt.core.offload.consolidate import agree_parts, own_part
 from safe_ckpt.core.offload.restore import Part, give_back, parts_of
 from safe_ckpt.core.saving import export
@@ -14,6 +15,7 @@ from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.streamed_files import FileStream
 from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
+from safe_ckpt.core.tensors import is_short, refuse_short
 from safe_ckpt.core.writer import one_shot
 
 __all__ = [
@@ -28,10 +30,13 @@ __all__ = [
     "get_rng_state",
     "give_back",
     "hugging_face",
+    "is_short",
     "one_shot",
     "open_coordinator",
     "own_part",
     "parts_of",
+    "refuse_short",
     "refused_retention",
     "set_rng_state",
+    "wrapped",
 ]

@@ -5,12 +5,13 @@ Tensors of the base have the names that they have without PEFT, so a base is the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from peft.utils.save_and_load import get_peft_model_state_dict
 
 from safe_ckpt.adapters import FilePlan
-from safe_ckpt.adapters.extras import dtensor, hugging_face
+from safe_ckpt.adapters.extras import dtensor, hugging_face, refuse_short, wrapped
 from safe_ckpt.adapters.planning import file_plan
 from safe_ckpt.errors import RestoreError, StateError
 
@@ -42,7 +43,7 @@ def base_hash(model: torch.nn.Module, without: Collection[str] = ()) -> str:
         without: names of tensors that do not count.
 
     Raises:
-        StateError: some tensors are sharded, so no rank has all bytes; or adapters are merged into it.
+        StateError: some tensors are sharded, so no rank has all bytes, or lost their memory; or adapters are merged.
     """
     whole = xxhash.xxh3_128()
     for name, tensor in sorted(_base_of(model).items()):
@@ -50,6 +51,7 @@ def base_hash(model: torch.nn.Module, without: Collection[str] = ()) -> str:
             continue
         if dtensor.is_sharded(tensor):
             raise StateError(key=name, message="is sharded: the base of an adapter is hashed where it is whole")
+        refuse_short(name, tensor)
         whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor.numel():
             numbers: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -107,8 +109,29 @@ def tensors_of(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
     if not isinstance(inner, PeftModel) or not isinstance(inner.active_adapter, str):
         message = "adapters_only needs a PeftModel with one active adapter"
         raise StateError(key="export: model", message=message)
-    tensors: Mapping[str, torch.Tensor] = get_peft_model_state_dict(inner, adapter_name=inner.active_adapter)
+    with _bare(inner):  # PEFT finds nothing in a layer with activation checkpointing around it
+        tensors: Mapping[str, torch.Tensor] = get_peft_model_state_dict(inner, adapter_name=inner.active_adapter)
     return tensors
+
+
+@contextlib.contextmanager
+def _bare(model: torch.nn.Module) -> Iterator[None]:
+    """While this is entered, the modules of a model are there without their wrappers."""
+    changed = []
+    for parent in list(model.modules()):
+        for name, part in parent._modules.items():
+            at = part
+            while at is not None and wrapped(at):
+                at = at._modules[wrapped(at)]
+            if at is not part:
+                changed.append((parent, name, part, at))
+    try:
+        for parent, name, _, at in changed:
+            parent._modules[name] = at
+        yield
+    finally:
+        for parent, name, part, _ in changed:
+            parent._modules[name] = part
 
 
 def files_beside(model: torch.nn.Module) -> list[FilePlan]:
@@ -148,14 +171,19 @@ def _base_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _plain(base: torch.nn.Module, name: str) -> str:
-    """A name without what adapters and ``torch.compile`` put into it; "" for what is an adapter's."""
+    """A name without what adapters and wrappers put into it; "" for what is an adapter's."""
     parts = []
     at: torch.nn.Module | None = base
     for part in name.split("."):
+        while at is not None and (inner := wrapped(at)) and inner != part:  # a state dict may leave it out
+            at = at._modules[inner]
+        if at is not None and wrapped(at):
+            at = at._modules[part]
+            continue
         if isinstance(at, BaseTunerLayer | AuxiliaryTrainingWrapper):
             if part not in _WRAPPED:
                 return ""
-        elif part != "_orig_mod":
+        else:
             parts.append(part)
         at = at._modules.get(part) if at is not None else None
     return ".".join(parts)

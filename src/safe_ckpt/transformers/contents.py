@@ -19,6 +19,7 @@ import torch
 from transformers import modeling_utils
 
 from safe_ckpt.adapters import FilePlan, Patch, torch_file
+from safe_ckpt.adapters.extras import refuse_short
 from safe_ckpt.adapters.planning import safetensors as safetensors_format
 
 
@@ -75,6 +76,8 @@ def catching(folder: Path, *, shards: bool = False) -> Iterator[Catch]:
         tensors: dict[str, torch.Tensor], filename: Any, metadata: Mapping[str, str] | None = None, **kwargs: Any
     ) -> None:
         name = catch.name_of(filename)
+        for key, tensor in tensors.items():
+            refuse_short(f"{name or filename}: {key}", tensor)
         # Data that does not fit goes to safetensors itself, whose error says why.
         if name is None or kwargs or not tensors or not safetensors_format.fits_safetensors(dict(tensors)):
             save_file(tensors, filename, metadata=dict(metadata) if metadata else None, **kwargs)

@@ -21,13 +21,14 @@ from safe_ckpt.adapters.directories import (
     verify,
     warn_if_foreign,
 )
+from safe_ckpt.adapters.extras import refuse_short
 from safe_ckpt.adapters.layouts import TRAINER_STATE, TRANSFORMERS
 from safe_ckpt.adapters.planning import know_models
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.events import Hook
 from safe_ckpt.transformers.contents import catching
-from safe_ckpt.transformers.strategies import Sharing
+from safe_ckpt.transformers.strategies import Sharing, is_shared
 
 ADAPTER = "transformers"
 HIDDEN = "_safe_ckpt"
@@ -129,6 +130,9 @@ class TrainerSaver:
         attempt = Attempt()
         noting = self._sharing.noting(trainer, folder)
         with noting as noted, catching(folder, shards=trainer.is_fsdp_enabled) as caught, attempt:
+            if not is_shared(trainer):  # Transformers looks for shared memory in them: its error names none
+                for name, parameter in trainer.model.named_parameters():
+                    refuse_short(name, parameter)
             _write(trainer, str(folder))  # the Trainer or a callback may raise anything
         shared = self._sharing.plan(trainer, noted, caught, attempt.error)
         planned = Planned.joined([Planned(files=caught.files), shared])

@@ -4,6 +4,8 @@ import collections
 import datetime
 import math
 import pathlib
+import types
+import typing
 
 import pytest
 import torch
@@ -84,6 +86,62 @@ def test_names_are_paths_and_objects_are_not_run():
     image, records = image_of(archive(state))
     names = {region.name for region in of_file(image, records)}
     assert names == {"known", "state_dict.w", "state_dict.p", "optimizer_states.0.state.0.exp_avg"}
+
+
+class Row(typing.NamedTuple):
+    """Of a user's own."""
+
+    first: object
+    second: object
+
+
+class MyDict(dict):
+    """Of a user's own."""
+
+
+class MyList(list):
+    """Of a user's own."""
+
+
+T = torch.ones(2)
+CONTAINERS = {
+    "defaultdict": (collections.defaultdict(list, {"a": [T]}), "x.a.0"),
+    "UserDict": (collections.UserDict({"a": {"b": T}}), "x.a.b"),
+    "UserList": (collections.UserList([1, T]), "x.1"),
+    "deque": (collections.deque([1, T], maxlen=3), "x.1"),
+    "ChainMap": (collections.ChainMap({"a": T}), "x.maps.0.a"),
+    "Counter": (collections.Counter({"a": T}), "x.a"),
+    "namespace": (types.SimpleNamespace(a=T), "x.a"),
+    "namedtuple": (Row(1, T), "x.1"),
+    "set": ({T}, "x.0"),
+    "frozenset": (frozenset({T}), "x.0"),
+    "own dict": (MyDict(a=T), "x.a"),
+    "own list": (MyList([1, T]), "x.1"),
+    "nested": (collections.defaultdict(dict, {"a": collections.deque([collections.UserDict(b=T)])}), "x.a.0.b"),
+    "item": (collections.OrderedDict(a=collections.deque([collections.OrderedDict(b=T)])), "x.a.0.b"),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_container_does_not_hide_its_tensors(kind):
+    """Those of Python, and a user's own dicts and lists. Not the attributes of a user's objects."""
+    value, name = CONTAINERS[kind]
+    image, records = image_of(archive({"x": value, "again": value}))
+    assert [region.name for region in of_file(image, records)] == [name]
+
+
+def test_a_container_within_itself_is_walked_once():
+    """Also one that holds itself in two ways."""
+    value = collections.deque([T])
+    value.append(collections.defaultdict(list, {"self": value}))
+    image, records = image_of(archive({"x": value}))
+    assert [region.name for region in of_file(image, records)] == ["x.0"]
+
+
+def test_a_sparse_tensor_is_not_looked_at():
+    """Its parts are no tensors of the state."""
+    image, records = image_of(archive({"x": torch.eye(3).to_sparse()}))
+    assert of_file(image, records) == []
 
 
 def test_views_are_looked_at_where_they_lie():

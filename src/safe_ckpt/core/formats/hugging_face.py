@@ -6,6 +6,7 @@ The layout and the names are those of Hugging Face (``model-00001-of-00002.safet
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections import OrderedDict
@@ -22,23 +23,19 @@ from safe_ckpt.core.formats.safetensors import (
     named_safetensors_image,
     safetensors_image,
 )
+from safe_ckpt.core.names import is_parallel, plain_name
+from safe_ckpt.core.tensors import refuse_short
 from safe_ckpt.errors import ConfigError, StateError
 from safe_ckpt.text import bytes_from
 
 STEM = "model"
 _INDEX = ".safetensors.index.json"
-_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.|^module\.")
 _Tensor = TypeVar("_Tensor", bound="LazyTensor | torch.Tensor")
 _WEIGHTS = re.compile(r"^(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?$")
 
 
-def plain_name(name: str) -> str:
-    """The name of a parameter without what wraps its modules. A state dict may have it with some of that, or none."""
-    return _WRAPPERS.sub("", name)
-
-
 def is_named(name: str, names: Collection[str]) -> bool:
-    """Whether a parameter of a state dict is one of these, with or without what wraps its modules."""
+    """Whether a parameter of a state dict is one of these, which are plain names, with or without what wraps its modules."""
     return name in names or plain_name(name) in names
 
 
@@ -167,21 +164,31 @@ def _index_of(stem: str, names: Sequence[str], shards: Sequence[Mapping[str, Laz
 
 
 def admit(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Refuse what safetensors cannot hold.
+    """Refuse what safetensors cannot hold, or what cannot be converted to ``dtype`` or read.
 
     Raises:
         StateError: naming it.
     """
     if dtype not in SAFETENSORS_DTYPES or tensor.layout is not torch.strided:
         raise StateError(key=name, message=f"a {dtype} {tensor.layout} tensor does not fit safetensors")
+    refuse_short(name, tensor)
+    if tensor.dtype != dtype and not _converts(tensor.dtype, dtype):
+        raise StateError(key=name, message=f"torch cannot convert {tensor.dtype} to {dtype}: convert it before")
+
+
+@functools.cache
+def _converts(dtype: torch.dtype, other: torch.dtype) -> bool:
+    try:
+        torch.empty(1, dtype=dtype).to(other)
+    except RuntimeError:  # such as of two numbers that share a byte
+        return False
+    return True
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Without ``torch.compile`` and data parallelism. Accelerate's own ``unwrap_model`` imports 60 MiB of compiler first."""
-    inner = getattr(model, "_orig_mod", model)
-    if isinstance(inner, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-        return unwrapped(inner.module)
-    return inner
+    inner: torch.nn.Module = getattr(model, "_orig_mod", model)
+    return unwrapped(inner.module) if is_parallel(inner) else inner  # type: ignore[arg-type]
 
 
 def _size_of(tensor: LazyTensor | torch.Tensor) -> int:

@@ -14,6 +14,7 @@ import torch
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, is_exact_json
 from safe_ckpt.core.formats.safetensors_names import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
 from safe_ckpt.core.storage.direct_io import PAGE
+from safe_ckpt.core.tensors import refuse_short
 
 SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
     dtype: code for code, name in DTYPES.items() if (dtype := getattr(torch, name, None)) is not None
@@ -87,7 +88,12 @@ def safetensors_image(
         path: relative to the checkpoint.
         tensors: as ``fits_safetensors`` wants them.
         besides: further entries of the file's metadata.
+
+    Raises:
+        StateError: a tensor's memory is shorter than its shape says; names it.
     """
+    for name, tensor in tensors.items():
+        refuse_short(f"{path}: {name}", tensor)
     aliases = aliases_of(tensors)
     kept = sorted((name for name in tensors if name not in aliases), key=lambda n: (-tensors[n].element_size(), n))
     metadata = {"format": "pt", **(besides or {})}
@@ -108,7 +114,13 @@ def named_safetensors_image(path: str, tensors: Mapping[str, LazyTensor | torch.
     """A safetensors file in which each tensor is stored under its own name, in the order given.
 
     Lazy ones are fetched one at a time while it is written.
+
+    Raises:
+        StateError: a tensor's memory is shorter than its shape says; names it.
     """
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            refuse_short(f"{path}: {name}", tensor)
     described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     head, places, length = _safetensors_head(described, {"format": "pt"})
     held = [(places[n], t.detach()) for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.numel()]

@@ -25,6 +25,7 @@ from torch.storage import TypedStorage, UntypedStorage
 from safe_ckpt.core.formats import zip_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.zip_archive import Record
+from safe_ckpt.core.tensors import refuse_short
 from safe_ckpt.errors import StateError
 
 _MOST_INT_BITS = 255 * 8 - 1  # the weights_only unpickler knows integers of up to 255 bytes
@@ -106,7 +107,8 @@ def pickle_state(obj: object, *, strict: bool, key: str) -> Pickled:
             raise StateError(key=key, message="it is nested too deeply") from error
         except Exception as error:
             where, cause = _locate(obj, key, error, strict=strict)
-            raise StateError(key=where, message=str(cause) or type(cause).__name__) from error
+            message = cause.message if isinstance(cause, StateError) else str(cause)
+            raise StateError(key=where, message=message or type(cause).__name__) from error
     raise StateError(
         key=key, message="empty bytes lie where they cannot be replaced: inside an object or as a dict key"
     )
@@ -170,6 +172,8 @@ class _Pickler(pickle.Pickler):
         kind = type(obj)
         if self._strict:
             _admit(obj, kind)
+        if isinstance(obj, torch.Tensor):
+            refuse_short(kind.__qualname__, obj)
         if kind is not torch.Tensor or not _is_plain(obj):
             return NotImplemented
         storage = obj.untyped_storage()

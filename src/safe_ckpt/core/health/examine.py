@@ -37,6 +37,7 @@ class Examination:
         self._path = task.path
         self._scan: Scan | None = None
         self._expected: Expectation | None = None
+        self._looked_at: Sequence[Region] = ()
         if task.health is None:
             return
         try:
@@ -46,8 +47,8 @@ class Examination:
                 # Here and not at the top: it takes a tenth of a second, and needs numpy.
                 from safe_ckpt.core.health.scan import Scan
 
-                looked_at = self._expected.regions(found)
-                self._scan = Scan(looked_at, self._expected.hashed(looked_at))
+                self._looked_at = self._expected.regions(found)
+                self._scan = Scan(self._looked_at, self._expected.hashed(self._looked_at))
         except Exception as error:
             logger.warning(_UNKNOWN, task.path, error)
 
@@ -66,7 +67,8 @@ class Examination:
         if self._scan is None or self._expected is None:
             return None
         try:
-            return self._expected.judge(self._scan.facts(), self._scan.sick(), self._scan.hashes())
+            facts, sick = self._scan.facts(), self._scan.sick()
+            return self._expected.judge(facts, sick, self._scan.hashes(), (one.name for one in self._looked_at))
         except Exception as error:  # what an earlier manifest says may be anything
             logger.warning(_UNKNOWN, self._path, error)
             return None

@@ -52,6 +52,8 @@ _STORAGES = {
 }
 _COMPLEX = {"complex64": ("float32", 8), "complex128": ("float64", 16)}
 _DATA = "data/"
+_REBUILDING = ("torch._utils", "torch._tensor")
+_CONTAINERS = ("collections", "types", "UserDict", "UserList")  # the last two as Python 2 called them: pickle does
 
 
 class Region(NamedTuple):
@@ -173,32 +175,70 @@ class _Named(NamedTuple):
 
 
 class _Anything:
-    """Stands for any class and function, and for what they make."""
+    """Stands for any class and function, and for what they make. It keeps the items that are put into it."""
 
-    def __new__(cls, *_: Any, **__: Any) -> Any:
+    def __new__(cls, *arguments: Any, **_: Any) -> Any:
         """Whatever it is called with."""
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        made.arguments = _pairs(arguments[0] if len(arguments) == 1 else arguments)
+        made.items = []
+        return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        self.arguments: list[tuple[Any, Any]]
+        self.items: list[tuple[Any, Any]]
 
     def __call__(self, *_: Any, **__: Any) -> _Anything:
         return self
 
     def __setstate__(self, _: Any) -> None:
-        pass
+        pass  # attributes of an object of somebody's own
 
-    def __setitem__(self, _: Any, __: Any) -> None:
-        pass
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
 
-    def append(self, _: Any) -> None:
+    def append(self, value: Any) -> None:
         """As a list's."""
+        self.items.append((len(self.items), value))
 
-    def extend(self, _: Any) -> None:
+    def extend(self, values: Any) -> None:
         """As a list's."""
+        for value in values:
+            self.append(value)
 
-    def add(self, _: Any) -> None:
+    def add(self, value: Any) -> None:
         """As a set's."""
+        self.append(value)
+
+    def parts(self) -> list[tuple[Any, Any]]:
+        """What it holds, by keys or numbers."""
+        return [*self.arguments, *self.items]
+
+
+class _Container(_Anything):
+    """Stands for a class of Python's own that keeps its items in an attribute."""
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is dict:
+            self.items += _pairs(state["data"] if state.keys() == {"data"} else state)
+
+
+class _Odd(_Anything):
+    """Stands for what rebuilds a tensor that is not looked at, and for that tensor."""
+
+    def parts(self) -> list[tuple[Any, Any]]:
+        """None: its parts are no tensors of the state."""
+        return []
+
+
+def _pairs(value: Any) -> list[tuple[Any, Any]]:
+    """What a container holds, by keys or numbers; a value itself where it is none."""
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return list(value.items())
+    if kind in (list, tuple):
+        return list(enumerate(value))
+    return [(0, value)]
 
 
 class _Structure(pickle.Unpickler):
@@ -207,13 +247,15 @@ class _Structure(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if module in ("torch._utils", "torch._tensor") and name in _REBUILT:
+        if module in _REBUILDING and name in _REBUILT:
             return _REBUILT[name]
         if module == "torch" and (name in _STORAGES or name in FLOATS or name in _COMPLEX):
             return _Named(name)
         if module == "torch.nn.parameter" and name == "Parameter":
             return _parameter
-        return _Anything
+        if module in _CONTAINERS:
+            return _Container
+        return _Odd if module in _REBUILDING else _Anything
 
     def persistent_load(self, pid: Any) -> Any:
         kind = pid[1]
@@ -257,9 +299,9 @@ def _tensors(whole: Any) -> Iterator[tuple[str, _Tensor]]:
         kind = type(value)
         if kind is _Tensor:
             yield name, value
-        elif kind in (dict, OrderedDict, list, tuple) and id(value) not in seen:
+        elif kind in (dict, OrderedDict, list, tuple, _Anything, _Container) and id(value) not in seen:
             seen.add(id(value))
-            pairs = list(value.items() if kind in (dict, OrderedDict) else enumerate(value))
+            pairs = value.parts() if isinstance(value, _Anything) else _pairs(value)
             waiting += [(f"{name}.{key}" if name else str(key), inner) for key, inner in reversed(pairs)]
 
 

@@ -1,8 +1,8 @@
 """What follows from the numbers of a file: whether they are healthy, and what is learnt for the next save. Pure decisions.
 
 Of a trained parameter, or of an optimizer's state, no number may be NaN or infinite. Anything else may be infinite by design,
-such as a mask. What of it is infinite at the first save is learnt, and is no alarm as long as it stays as it is. A buffer, or a
-parameter that is not trained, may also become less infinite, or come later. NaN is always an alarm.
+such as a mask. What of it is infinite at the first save that has it is learnt, and is no alarm as long as it stays as it is. A
+buffer, or a parameter that is not trained, may also become less infinite. NaN is always an alarm.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from safe_ckpt.core.health.regions import Region
+from safe_ckpt.core.names import plain_name
 
 if TYPE_CHECKING:
     from safe_ckpt.core.health.start_log import RunningStart
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 ITSELF = ""
 """Stands for the path of a checkpoint that is a single file."""
 _MOST_ROWS = 20
+_MOST_FINITE = 2000  # more names would make the manifest large
+_MORE = ""
+"""Stands for names of tensors that are not infinite, where there are more."""
 _LARGEST = 1e300  # JSON has no infinity
 
 
@@ -32,8 +36,8 @@ class Expectation:
     Attributes:
         first: whether no save of this file is known.
         layout: of the tensors that the file had at the last save, as ``Scan.facts`` has it.
-        learnt: tensors that may have infinite numbers -> a digest of where these are, and how many.
-        trained: at the first save, names of parameters that are trained. One counts for every tensor whose name ends in it.
+        learnt: tensors that may have infinite numbers -> a digest of where these are, and how many; "" and 0 for none so far.
+        trained: names of parameters that are trained. One counts for every tensor whose name ends in it.
         fixed: names of buffers and of parameters that are not trained. One counts for every tensor whose name ends in it.
         ignored: patterns of names that are not looked at.
         norm: at the last healthy save; None where that is not known.
@@ -75,7 +79,11 @@ class Expectation:
         return [] if self.unwritten is None else [one for one in regions if name_among(one.name, fixed)]
 
     def judge(
-        self, facts: Mapping[str, Any], sick: Sequence[Mapping[str, Any]], hashes: Mapping[str, str] | None = None
+        self,
+        facts: Mapping[str, Any],
+        sick: Sequence[Mapping[str, Any]],
+        hashes: Mapping[str, str] | None = None,
+        names: Iterable[str] = (),
     ) -> dict[str, Any]:
         """What the manifest says of the file's health.
 
@@ -83,6 +91,7 @@ class Expectation:
             facts: of the numbers.
             sick: the tensors with numbers that are not finite.
             hashes: of tensors that training does not change, by name; None where none were taken.
+            names: of all tensors that were looked at.
         """
         before, hashes = self.unwritten or {}, hashes or {}
         changed = [
@@ -90,7 +99,8 @@ class Expectation:
             for name, now in hashes.items()
             if before.get(name_among(name, frozenset(before)), now) != now
         ]
-        alarms, learnt = self._alarms(facts, sick)
+        alarms, infinite = self._alarms(facts, sick)
+        learnt = self._with_finite(infinite, names)
         alarms.sort(key=lambda row: (-row["nan"] - row["inf"], row["name"]))
         jump = None
         same = facts.get("layout") == self.layout  # with other tensors in it a file has another norm
@@ -111,7 +121,7 @@ class Expectation:
             before, count = learnt.get(name, ("", -1))
             if row["nan"]:
                 fine = False
-            elif self.first:
+            elif self.first or (others and self._is_new(name)):
                 fine = not _is_of_optimizer(name) and not name_among(name, trained)
             else:
                 fine = before == pattern or (bool(name_among(name, fixed)) and (inf <= count or others))
@@ -120,6 +130,19 @@ class Expectation:
             else:
                 alarms.append({key: value for key, value in row.items() if key != "pattern"})
         return alarms, learnt
+
+    def _is_new(self, name: str) -> bool:
+        """Whether a tensor was not in the file before. Where that is not known, what is not trained may be."""
+        all_named = _MORE not in self.learnt and any(pattern == "" for pattern, _ in self.learnt.values())
+        return name not in self.learnt and (all_named or bool(self.trained))
+
+    def _with_finite(self, learnt: Mapping[str, Sequence[Any]], names: Iterable[str]) -> Mapping[str, Sequence[Any]]:
+        """What is learnt, and what else is in the file that may be infinite when it comes: it is there already."""
+        trained, infinite = frozenset(self.trained), {name: known for name, known in learnt.items() if known[0]}
+        finite = [
+            name for name in names if name not in infinite and not (_is_of_optimizer(name) or name_among(name, trained))
+        ]
+        return infinite | dict.fromkeys(finite if len(finite) <= _MOST_FINITE else [_MORE], ("", 0))
 
 
 def digest_of_patterns(patterns: Sequence[str]) -> str:
@@ -137,6 +160,8 @@ def name_among(name: str, names: frozenset[str]) -> str:
     What an optimizer keeps has names of its own: of these no end counts.
     """
     while name and name not in names:
+        if (plain := plain_name(name)) in names:
+            return plain
         name = "" if _is_of_optimizer(name) else name.partition(".")[2]
     return name
 
@@ -192,6 +217,7 @@ class Known:
     Attributes:
         fixed: names of buffers, and of parameters that are not trained: they may be infinite, if they stay so.
         trained: names of the other parameters.
+        there: what the models consist of, of which these are the names.
         marked: the newest checkpoint that this job committed and marked.
         start: where this start is noted; None where it is not.
         versions: of the next save: which fixed tensors there are, where they lie, and how often they were written to.
@@ -201,6 +227,7 @@ class Known:
     def __init__(self) -> None:
         self.fixed: Sequence[str] | None = None
         self.trained: Sequence[str] = ()
+        self.there: object = None
         self.marked: list[Any] = []
         self.start: RunningStart | None = None
         self.versions: Mapping[str, tuple[int, int, int]] = {}
@@ -262,4 +289,4 @@ class Known:
         known = self._files.get(path)
         if known is None:
             return replace(usual, fixed=self.fixed or (), trained=self.trained)
-        return replace(usual, first=False, fixed=self.fixed or (), **known)
+        return replace(usual, first=False, fixed=self.fixed or (), trained=self.trained, **known)

@@ -14,6 +14,7 @@ from safe_ckpt.core.directory.catalog import WEIGHTS
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
+from safe_ckpt.core.names import plain_names
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
 from safe_ckpt.core.saving.job import SaveHandle, SaveJob
@@ -174,7 +175,9 @@ class _Stream:
 
 
 def _tensors_of(model: Mapping[str, Any] | torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    tensors = gather.named_tensors(hugging_face.unwrapped(model) if isinstance(model, torch.nn.Module) else model)
+    module = hugging_face.unwrapped(model) if isinstance(model, torch.nn.Module) else None
+    found = gather.named_tensors(model if module is None else module)
+    tensors = {name: found[key] for key, name in plain_names(found, module).items()}
     for name, tensor in tensors.items():
         hugging_face.admit(name, tensor, _final(tensor, dtype))
     return tensors

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from safe_ckpt.core.names import matched, plain_names
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dcp_plan import METADATA
 from safe_ckpt.core.sharding.dcp_read import StraightReader
@@ -49,7 +50,6 @@ _RECORDS = {
 
 _NAMES = "names"
 """Where an optimizer's state says which parameters its groups had, beside the groups of rank 0."""
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -308,13 +308,15 @@ def fit_module(folder: Path, module: torch.nn.Module) -> Fitted:
     """
     stored, own = _Stored(folder), module.state_dict()
     saved = {path[0] for path in stored.paths.values()}
-    missing, besides = sorted(own.keys() - saved), sorted(map(str, saved - own.keys()))
+    names = matched(own, saved, module)
+    today = {then: now for now, then in names.items()}
+    missing, besides = sorted(own.keys() - names.keys()), sorted(map(str, saved - today.keys()))
     if missing:
         stored.refuse(f"the checkpoint has nothing for {missing}, and the module has no place for {besides}")
     rooms: dict[str, Any] = {}
     for name, path in stored.paths.items():
-        if path[0] in own:
-            like = own[path[0]]
+        if path[0] in today:
+            like = own[today[path[0]]]
             fixed = isinstance(like, torch.Tensor) and not is_extra_state(path[0])
             if fixed and not stored.fits(name, like):
                 stored.refuse_other(name, like)
@@ -322,7 +324,7 @@ def fit_module(folder: Path, module: torch.nn.Module) -> Fitted:
 
     def apply(_: Collection[str]) -> torch.nn.Module:
         values = stored.read(rooms)
-        own.update((name, with_types_of(own[name], values[name])) for name in own)
+        own.update((name, with_types_of(own[name], values[names[name]])) for name in own)
         module.load_state_dict(own)
         return module
 
@@ -344,16 +346,19 @@ def fit_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.optim.
     for lists in objects.get(_NAMES, {}).values():  # of the ranks that had others
         for known, more in zip(grouped, lists, strict=False):
             known.update(more)
-    if len(groups) != len(order) or any(not known.issuperset(own) for known, own in zip(grouped, order, strict=True)):
+    with_state = {path[1] for path in stored.paths.values() if path[0] == "state" and len(path) > 1}
+    saved = with_state.union(*grouped)
+    today = {then: now for now, then in matched(owned, saved).items()}
+    places = [{today[name] for name in known if name in today} for known in grouped]
+    if len(groups) != len(order) or any(not known.issuperset(own) for known, own in zip(places, order, strict=True)):
         stored.refuse("its groups hold other parameters than those in the checkpoint")
     rooms: dict[str, Any] = {}
-    besides = {name for known in grouped for name in known if name not in owned}
     for name, path in stored.paths.items():
-        stepped = path[1] if path[0] == "state" and len(path) > 1 else None
-        if stepped is not None and stepped not in owned:
-            besides.add(stepped)
+        if path[0] == "state" and len(path) > 1:
+            if path[1] in today:
+                rooms[name] = stored.room(name, owned[today[path[1]]]) if name in stored.tensors else None
         elif path[0] != _NAMES:
-            rooms[name] = stored.room(name, owned[stepped]) if stepped is not None and name in stored.tensors else None
+            rooms[name] = None
 
     def apply(_: Collection[str]) -> torch.optim.Optimizer:
         state = stored.read(rooms)
@@ -362,11 +367,11 @@ def fit_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.optim.
             {**group, "params": [numbers[name] for name in own]}
             for group, own in zip(state["param_groups"], order, strict=True)
         ]
-        by_number = {numbers[name]: kept for name, kept in state.get("state", {}).items()}
+        by_number = {numbers[today[name]]: kept for name, kept in state.get("state", {}).items()}
         optimizer.load_state_dict({"state": by_number, "param_groups": again})
         return optimizer
 
-    return Fitted(apply=apply, besides=sorted(besides), refusal="this optimizer does not step")
+    return Fitted(apply=apply, besides=sorted(saved - today.keys()), refusal="this optimizer does not step")
 
 
 def spread_optimizer(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:
@@ -396,10 +401,9 @@ def _spread(value: Any, like: torch.Tensor) -> Any:
 
 
 def _names(module: torch.nn.Module) -> dict[int, str]:
-    """The names of parameters without what wrappers add to them, as DCP has them."""
+    """The plain names of parameters, as DCP has them."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     names: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")  # noqa: PLW2901
-        names.setdefault(id(parameter), name)
+    for name, plain in plain_names(parameters, module).items():
+        names.setdefault(id(parameters[name]), plain)
     return names

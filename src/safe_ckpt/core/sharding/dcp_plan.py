@@ -30,6 +30,7 @@ from safe_ckpt.core.sharding import dtensor, plan_data
 from safe_ckpt.core.sharding.dcp_layout import File, entries, file_of, frozen_entries, kind_of, under
 from safe_ckpt.core.sharding.dcp_ranks import divided, name_of_empty
 from safe_ckpt.core.sharding.sharded_item import ShardedItem
+from safe_ckpt.core.tensors import refuse_short
 from safe_ckpt.errors import SaveError, StateError
 
 if TYPE_CHECKING:
@@ -397,6 +398,8 @@ def _admit(key: str, value: object) -> None:
         raise StateError(key=key, message="a DTensor whose parts are still to be reduced: redistribute it first")
     if value.is_meta:
         raise StateError(key=key, message="a tensor on the meta device: it has no data. Materialise it first")
+    for part in dtensor.parts_of(value):
+        refuse_short(key, part)
     odd = value.layout is not torch.strided or value.is_quantized or value.is_nested
     if odd and not dtensor.is_sharded(value):
         raise StateError(key=key, message="a sparse, quantized or nested tensor beside sharded ones")

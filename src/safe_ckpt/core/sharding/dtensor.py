@@ -73,6 +73,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return detached.to_local() if type(tensor) not in _PLAIN and is_dtensor(tensor) else detached  # type: ignore[no-any-return]
 
 
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The memory that this rank has of a tensor, as plain tensors."""
+    if isinstance(tensor, _classes("ShardedTensor")):
+        return [shard.tensor for shard in tensor.local_shards()]  # type: ignore[attr-defined]
+    return [local_of(tensor)]
+
+
 def chunk_of(tensor: torch.Tensor) -> Span | None:
     """Where this rank's part lies in the whole; None where it has none."""
     if not is_dtensor(tensor):

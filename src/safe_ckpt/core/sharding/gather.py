@@ -23,6 +23,7 @@ from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.sharding import dtensor, gather_plan, gather_transport
 from safe_ckpt.core.sharding.gather_plan import Chunk, GatherPlan
 from safe_ckpt.core.sharding.gather_rounds import RoundBarrier
+from safe_ckpt.core.tensors import refuse_short
 from safe_ckpt.errors import ConfigError, StateError
 
 STAGING_BYTES = 32 << 20
@@ -253,7 +254,7 @@ def named_tensors(state: Mapping[str, Any] | torch.nn.Module, prefix: str = "") 
     """The tensors of a module's state dict, or of nested mappings with their names joined by dots.
 
     Raises:
-        StateError: a value is neither; names it.
+        StateError: a value is neither, or its memory is shorter than its shape says; names it.
     """
     tensors: dict[str, torch.Tensor] = {}
     if isinstance(state, torch.nn.Module):
@@ -263,6 +264,8 @@ def named_tensors(state: Mapping[str, Any] | torch.nn.Module, prefix: str = "") 
         if isinstance(value, Mapping):
             tensors.update(named_tensors(value, f"{key}."))
         elif isinstance(value, torch.Tensor) and not value.is_meta:
+            for part in dtensor.parts_of(value):
+                refuse_short(key, part)
             tensors[key] = value
         else:
             what = "a tensor without values (meta)" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from safe_ckpt.core.sharding.dtensor import local_of
+from safe_ckpt.core.tensors import is_short
 
 _SAMPLE_BYTES = 64
 _WORD = 8
@@ -231,7 +232,8 @@ def _steps_in_backward(parameter: torch.Tensor) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    return plain and not is_short(tensor)  # what is not there is not looked at, whether it is saved or not
 
 
 def _home(tensor: torch.Tensor) -> tuple[torch.device, int]:

@@ -32,6 +32,7 @@ _DTYPES = frozenset(dtype for dtype in SAFETENSORS_DTYPES if not dtype.is_comple
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _OWN_WAYS = frozenset({"state_dict", "_save_to_state_dict", "get_extra_state"})
 _Tensor: Any = torch.Tensor
+_BYTES: Any = torch.UntypedStorage.nbytes
 _MODULES_OWN: Mapping[str, Any] = {way: getattr(torch.nn.Module, way) for way in _OWN_WAYS}
 _OPTIMIZERS_OWN: Mapping[str, Any] = {"state_dict": torch.optim.Optimizer.state_dict}
 
@@ -81,7 +82,7 @@ class Fingerprint:
             return None
         try:
             asked = tuple(list(map(ask, self.tensors)) for ask in _ASKED)
-            return Remembered(facts=self.facts, asked=asked, strides=_strides(self.tensors))
+            return Remembered(facts=self.facts, asked=asked, strides=_strides(self.tensors), room=_room(self.tensors))
         except (RuntimeError, TypeError):  # such as of a sparse tensor, which has no address
             return None
 
@@ -94,11 +95,13 @@ class Remembered:
         facts: its facts.
         asked: the answers of its tensors.
         strides: of those tensors that are not contiguous.
+        room: bytes of their storages: a file may have them whole, and a tensor may not be read beyond.
     """
 
     facts: tuple[Any, ...]
     asked: tuple[list[Any], ...]
     strides: list[Any]
+    room: list[int]
 
     def same_as(self, now: Fingerprint) -> bool:
         """Whether a plan that was made then is what would be made now."""
@@ -108,6 +111,7 @@ class Remembered:
             same = all(
                 all(map(eq, map(ask, now.tensors), known)) for ask, known in zip(_ASKED, self.asked, strict=True)
             )
+            same = same and _room(now.tensors) == self.room
             return same and (all(self.asked[3]) or _strides(now.tensors) == self.strides)
         except (RuntimeError, TypeError):  # such as of a tensor that is sparse now
             return False
@@ -115,6 +119,10 @@ class Remembered:
 
 def _strides(tensors: Sequence[torch.Tensor]) -> list[Any]:
     return [tensor.stride() for tensor in tensors if not tensor.is_contiguous()]
+
+
+def _room(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return list(map(_BYTES, map(_Tensor.untyped_storage, tensors)))
 
 
 class _Unknown(Exception):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
+from safe_ckpt.core.names import plain_name, plain_names
+
 if TYPE_CHECKING:
     import torch
 
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")
 _count = itertools.count()
 _numbers: Any = WeakIdKeyDictionary()  # tells objects apart without keeping them
 
@@ -25,22 +26,30 @@ _numbers: Any = WeakIdKeyDictionary()  # tells objects apart without keeping the
 def learn(known: Known, modules: Callable[[], Iterable[torch.nn.Module]], *, recheck: bool) -> None:
     """Before each save: tell ``known`` which tensors of its models may be infinite by design, and which were written to.
 
-    Never raises: it is on one rank, and the save can do without.
+    Models may change between two saves: what came, or is trained now, is learnt with the next one. Never raises: it is on one
+    rank, and the save can do without.
     """
     try:
-        if known.fixed is None:
-            known.fixed, known.trained = fixed_names(modules()), sorted(_trained(modules()))
+        models = list(modules())
+        there = [
+            ([(n, p.requires_grad) for n, p in model.named_parameters()], [n for n, _ in model.named_buffers()])
+            for model in models
+        ]
+        if there != known.there:
+            known.fixed, known.trained, known.there = fixed_names(models), sorted(_trained(models)), there
         if recheck:
-            known.versions = written_versions(modules())
+            known.versions = written_versions(models)
     except Exception as error:  # from a module's own way to name what it has
         logger.warning("what may be infinite in the models, or may not change, is not known: %s", error)
 
 
-def _plain(name: str) -> str:
-    """A name without what wrappers put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
-    return name
+def _named(
+    module: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[set[str], torch.Tensor]]:
+    """Tensors with their plain names: a file may have been given them with data parallelism around, or without it."""
+    by_name = dict(tensors)
+    for name, plain in plain_names(by_name, module).items():
+        yield {plain, plain_name(name)}, by_name[name]
 
 
 def fixed_tensors(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -52,13 +61,18 @@ def fixed_tensors(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[str, tor
     taken = {ending for name in _trained(modules) for ending in _endings(name)}
     for module in modules:
         frozen = ((name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad)
-        for name, tensor in chain(module.named_buffers(), frozen):
-            if _plain(name) not in taken:
-                yield _plain(name), tensor
+        for names, tensor in _named(module, chain(module.named_buffers(), frozen)):
+            yield from ((name, tensor) for name in sorted(names) if name not in taken)
 
 
 def _trained(modules: Iterable[torch.nn.Module]) -> set[str]:
-    return {_plain(n) for module in modules for n, p in module.named_parameters() if p.requires_grad}
+    return {
+        name
+        for module in modules
+        for names, p in _named(module, module.named_parameters())
+        if p.requires_grad
+        for name in names
+    }
 
 
 def _endings(name: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ import torch
 from safe_ckpt.core.formats import file_plan, hugging_face, safetensors, torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest
+from safe_ckpt.core.names import plain_name, plain_names
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.staging import overlap
 from safe_ckpt.core.staging.unchanged import LEAST_BYTES
@@ -213,10 +214,11 @@ def resolve(name: str, value: Any, state: Mapping[str, Any]) -> tuple[Any, str]:
 
 def frozen_names(module: torch.nn.Module) -> frozenset[str]:
     """The names of its parameters that are not trained; see ``hugging_face.is_named``."""
-    names: tuple[set[str], set[str]] = set(), set()
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[parameter.requires_grad].update((name, hugging_face.plain_name(name)))
-    frozen, trained = names
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    sides: tuple[set[str], set[str]] = set(), set()
+    for name, plain in plain_names(parameters, module).items():
+        sides[parameters[name].requires_grad].update((name, plain_name(name), plain))
+    frozen, trained = sides
     return frozenset(frozen - trained)
 
 

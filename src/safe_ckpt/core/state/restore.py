@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from safe_ckpt.core.names import as_named
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.sharded_item import Fitted, is_extra_state
 from safe_ckpt.core.staging.overlap import KNOWN
 from safe_ckpt.core.state.plan import PerRank, Stateful, modules_of, optimizers_last
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.tensors import is_short, refuse_short
 from safe_ckpt.errors import RestoreError, StateError
 
 
@@ -45,6 +48,11 @@ class Restoring:
         Raises:
             RestoreError: something does not fit; names it.
         """
+        for name in self._state:
+            try:
+                _refuse_short(_key(name), _target(self._state, name))
+            except StateError as error:
+                raise RestoreError(path=str(self._path), key=error.key, message=error.message) from error
         for name in optimizers_last(self._state):
             with self._named(name):
                 target = _target(self._state, name)
@@ -114,6 +122,28 @@ def _changes_in_place(target: Any) -> bool:
     return isinstance(target, Stateful | torch.Tensor | MutableMapping | MutableSequence)
 
 
+def _refuse_short(key: str, target: Any) -> None:
+    """Refuse to write to tensors whose memory was taken away: what lies there is somebody else's."""
+    tensors: Mapping[Any, Any] = {}
+    if isinstance(target, torch.nn.Module):
+        tensors = dict(chain(target.named_parameters(), target.named_buffers()))
+        if any(map(is_short, map(_part_of, tensors.values()))):
+            tensors = target.state_dict()  # FSDP2 puts back what a forward pass has left
+    elif isinstance(target, Mapping):
+        tensors = target
+    elif isinstance(target, list):
+        tensors = dict(enumerate(target))
+    elif isinstance(target, torch.Tensor):
+        refuse_short(key, _part_of(target))
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor | Mapping | list):
+            _refuse_short(f"{key}[{name!r}]", tensor)
+
+
+def _part_of(tensor: torch.Tensor) -> torch.Tensor:
+    return dtensor.local_of(tensor) if dtensor.is_dtensor(tensor) else tensor
+
+
 @dataclass(frozen=True)
 class Shards:
     """A sharded item, verified and not read yet."""
@@ -161,6 +191,7 @@ def _fit(name: str, target: Any, loaded: Any, state: Mapping[str, Any]) -> Fitte
             return Fitted(apply=_giving(target, lambda _: resharding.spread_optimizer(target, loaded)))
     elif isinstance(target, torch.nn.Module):
         own = target.state_dict()
+        loaded = as_named(target, loaded)
         if dtensor.has_sharded(own):
             check_into(own, loaded)
             _check_names(own, loaded)
