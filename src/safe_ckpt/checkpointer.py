@@ -161,6 +161,7 @@ class Checkpointer:
                 content=content,
                 facts=Facts(step=number, metrics=numbers, items=planned.described(self._engine.rank)),
                 must_match=must_match,
+                held=planned.held,
                 on_commit=OnCommit(catalog=self._catalog, retention=retention.policy_of(self.config.retention)),
             )
         )
@@ -250,8 +251,10 @@ class Checkpointer:
         if chosen is None:
             self.prepare(state)
             return None
-        path = chosen.info.path
-        resume.apply(self._engine, lambda: restore.restore(state, chosen.loaded, path), path, _BY_NAME)
+        restoring = restore.Restoring(state, chosen.loaded, chosen.info.path)
+        with resume.naming_older(chosen.info.path, _BY_NAME):
+            nowhere = self._engine.agree("fits", local=restoring.compare, decide=restoring.agree, phase="restore")
+            resume.apply(self._engine, lambda: restoring.apply(nowhere))
         self._engine.agree(
             "list", must_match={"directory": self.directory}, decide=lambda _: self._take_stock(self._listed())
         )

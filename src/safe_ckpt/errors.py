@@ -47,6 +47,7 @@ _DESYNC_ADVICE = {
     "settings": "Give all ranks the same settings: see arguments, SAFE_CKPT_CONFIG, SAFE_CKPT__* (safe-ckpt config show)",
     "output_dir": _ONE_DIRECTORY,
     "save_directory": _ONE_DIRECTORY,
+    "state": "Wrap it in PerRank if every rank is to save its own; else give it the same kind and names on all ranks",
 }
 
 
@@ -234,7 +235,8 @@ class DesyncError(CoordinationError):
         for rank, value in self.values.items():
             by_value.setdefault(value, []).append(int(rank))
         sides = "; ".join(f"ranks {_listed(tuple(ranks))}: {value}" for value, ranks in by_value.items())
-        advice = _DESYNC_ADVICE.get(self.what, "Every rank must make the same calls in the same order")
+        same = "Every rank must make the same calls in the same order"
+        advice = _DESYNC_ADVICE.get(self.what.partition("[")[0], same)
         return f"the ranks disagree on {self.what}: {sides}. {advice}"
 
 

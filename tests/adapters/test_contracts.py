@@ -8,6 +8,7 @@ import ast
 import importlib
 import inspect
 import textwrap
+from typing import NamedTuple
 
 import pytest
 import safetensors.torch
@@ -39,6 +40,7 @@ TYPED = TypedStorage(wrap_storage=TENSOR.untyped_storage(), dtype=torch.float32,
 SELF = ("self",)
 
 TORCH = [
+    Part(NamedTuple("Pair", [("one", int)]), "_make", "core/sharding/gather.py", "a named tuple takes its fields one by one"),
     Part(torch, "_C", "core/formats/torch_archive.py", "the module of PyTorchFileReader"),
     Part(torch._C, "PyTorchFileReader", "core/formats/torch_archive.py", "reads an archive from memory"),
     Part(torch._C, "_distributed_c10d", "core/coordination/process_groups.py", "the types of the stores, for type checkers"),
@@ -69,6 +71,9 @@ TORCH = [
     Part(torch.nn.Module(), "_save_to_state_dict", "core/state/fingerprint.py", "what a module may do in its own way"),
     Part(torch.nn.Module(), "_state_dict_hooks", "core/state/fingerprint.py", "change what a module saves"),
     Part(torch.nn.Module(), "_state_dict_pre_hooks", "core/state/fingerprint.py", "such as FSDP2's"),
+    Part(torch.nn.Module(), "_load_from_state_dict", "core/state/restore.py", "what a module may do in its own way"),
+    Part(torch.nn.Module(), "_load_state_dict_pre_hooks", "core/state/restore.py", "change what a module loads"),
+    Part(OPTIMIZER, "_optimizer_load_state_dict_pre_hooks", "core/state/restore.py", "change what an optimizer loads"),
     Part(OPTIMIZER, "_optimizer_state_dict_pre_hooks", "core/state/fingerprint.py", "change what an optimizer saves"),
     Part(OPTIMIZER, "_optimizer_state_dict_post_hooks", "core/state/fingerprint.py", "change what an optimizer saves"),
     Part(torch.nn.Module().state_dict(), "_metadata", "core/formats/safetensors.py", "the versions of the modules"),
@@ -129,6 +134,7 @@ LIGHTNING = [
 ]  # fmt: skip
 
 ELSEWHERE = {
+    "_extra_state": "test_an_extra_state_has_its_name",
     "_get_backend": "test_the_timeouts_of_a_process_group",
     "_timeout": "test_the_timeouts_of_a_process_group",
     "_set_default_timeout": "test_the_timeouts_of_a_process_group",
@@ -238,6 +244,16 @@ def test_what_a_state_dict_is_made_of(method):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
     }
     assert used == OWN_STATE[method]
+
+
+def test_an_extra_state_has_its_name():
+    """core/sharding/sharded_item.py knows by it what may have another size at each save."""
+
+    class Extra(torch.nn.Module):
+        def get_extra_state(self):
+            return 1
+
+    assert list(torch.nn.Sequential(Extra()).state_dict()) == ["0._extra_state"]
 
 
 def test_a_sharded_tensor_has_its_part_and_its_placement():

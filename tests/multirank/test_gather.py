@@ -4,6 +4,8 @@ import errno
 import os
 import signal
 import time
+from collections import Counter, OrderedDict
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts, iter_fu
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.sharding import dtensor, gather, gather_plan, gather_transport
-from safe_ckpt.core.sharding.gather import iterate
+from safe_ckpt.core.sharding.gather import gather_nested, iterate
 from safe_ckpt.errors import ConfigError, DesyncError, PeerLostError, RendezvousTimeout, SafeCheckpointError, StateError
 from safe_ckpt.testing import spawn_ranks, values
 from support import placements
@@ -376,6 +378,38 @@ def _interleaved(rank):
 def test_gathers_that_end_in_another_order_put_the_timeouts_back():
     """The longest that is still asked for counts, and in the end it is what it was."""
     assert values(spawn_ranks(_interleaved, 2, group_timeout_s=60)) == [[[60.0], [200.0], [200.0], [60.0]]] * 2
+
+
+class Pair(NamedTuple):
+    """What user code may keep in its state."""
+
+    one: object
+    other: object
+
+
+def _nested(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    part = [distribute_tensor(torch.full((3,), float(number)), mesh, [Shard(0)]) for number in range(4)]
+    state = {
+        "pair": Pair(part[0], Pair(1, [part[1]])),
+        "keys": {1: part[0], "1": part[1], "a/b": part[2], "a": {"b": part[3]}},
+        "plain": (Pair(1, 2), torch.Size([2]), Counter(a=1), OrderedDict(b=2)),
+    }
+    return gather_nested(state, 60, None)
+
+
+def test_a_nested_state_keeps_its_keys_and_its_types():
+    """Named tuples, keys that look alike, and what has no part in it."""
+    found, none = values(spawn_ranks(_nested, 2))
+    assert none is None
+    assert type(found["pair"]) is type(found["pair"].other) is Pair
+    assert found["pair"].one.tolist() == [0, 0, 0]
+    assert found["pair"].other.other[0].tolist() == [1, 1, 1]
+    keys = found["keys"]
+    assert [keys[1][0].item(), keys["1"][0].item(), keys["a/b"][0].item(), keys["a"]["b"][0].item()] == [0, 1, 2, 3]
+    plain = (Pair(1, 2), torch.Size([2]), Counter(a=1), OrderedDict(b=2))
+    assert found["plain"] == plain
+    assert list(map(type, found["plain"])) == list(map(type, plain))
 
 
 def _shortened(rank, folder):

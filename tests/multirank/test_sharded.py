@@ -396,6 +396,8 @@ def _refused(rank, folder, what):
         "own": {"w": PerRank({"a": part})},
         "meta": {"w": {"a": part, "b": torch.ones(2, device="meta")}},
         "keys": {"w": {"a": part, "b": {1: 2}}},
+        "file": {"x": 1, "X.json": {"a": part}},
+        "manifest": {"manifest.json": {"a": part}},
         "fails": {"w": _Fails(rank == 1, {"a": part})},
         "layout": {"w": {"a": part}},
     }[what]
@@ -426,6 +428,8 @@ def _refused(rank, folder, what):
         ("own", StateError, "DTensor"),
         ("meta", StateError, "meta"),
         ("keys", StateError, "keys must be text"),
+        ("file", StateError, "a file of state['x']"),
+        ("manifest", StateError, "the manifest's name"),
         ("fails", RuntimeError, "mine"),
         ("layout", (RuntimeError, MemoryError), "mine"),
     ],

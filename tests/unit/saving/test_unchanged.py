@@ -129,6 +129,27 @@ def test_stock_loaders_read_it(tmp_path):
     assert torch.equal(frozen["base.weight"], job.model.base.weight)
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_index_names_what_its_shards_have(tmp_path, frozen):
+    """A tied tensor is stored under one name: the index has that one, in the file that has it, and counts it once."""
+    job = Job()
+    job.model.tied = job.model.base if frozen else job.model.head
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, {"model": job.model}).result()
+        index = json.loads((tmp_path / "step-00000001/model.safetensors.index.json").read_text())
+        stored = {
+            name: (file.name, tensor.nbytes)
+            for file in (tmp_path / "step-00000001").glob("*.safetensors")
+            for name, tensor in safetensors.torch.load_file(file).items()
+        }
+        assert index["weight_map"] == {name: file for name, (file, _) in stored.items()}
+        assert index["metadata"]["total_size"] == sum(size for _, size in stored.values())
+        other = Job()
+        other.model.tied = other.model.base if frozen else other.model.head
+        ckpt.resume({"model": other.model})
+        assert digest(other.model) == digest(job.model)
+
+
 def test_sharing_goes_on_after_a_resume(tmp_path):
     """The first save of the next start already writes only what changed."""
     job = Job()

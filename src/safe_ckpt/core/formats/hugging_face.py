@@ -17,7 +17,12 @@ import torch
 
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, bytes_image
-from safe_ckpt.core.formats.safetensors import SAFETENSORS_DTYPES, named_safetensors_image, safetensors_image
+from safe_ckpt.core.formats.safetensors import (
+    SAFETENSORS_DTYPES,
+    aliases_of,
+    named_safetensors_image,
+    safetensors_image,
+)
 from safe_ckpt.core.names import is_parallel, plain_name
 from safe_ckpt.core.tensors import refuse_short
 from safe_ckpt.errors import ConfigError, StateError
@@ -108,8 +113,9 @@ def frozen_apart(
     names = _names(stem, len(shards))
     images = [safetensors_image(name, shard) for name, shard in zip(names, shards, strict=True)]
     first = 1 if trained else 0
+    stored = [{name: shard[name] for name in shard.keys() - aliases_of(shard).keys()} for shard in shards]
     return [
-        _index_of(stem, names, shards),
+        _index_of(stem, names, stored),
         *images[:first],
         *(dataclasses.replace(image, frozen=True) for image in images[first:]),
     ]

@@ -67,6 +67,18 @@ def _fills_its_extent(tensor: torch.Tensor) -> bool:
     return True
 
 
+def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The names of tensors that are stored under another name, and that name."""
+    aliases: dict[str, str] = {}
+    first: dict[tuple[torch.device, int], str] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            home = (tensor.device, tensor.untyped_storage().data_ptr())
+            if first.setdefault(home, name) != name:
+                aliases[name] = first[home]
+    return aliases
+
+
 def safetensors_image(
     path: str, tensors: Mapping[str, torch.Tensor], besides: Mapping[str, str] | None = None
 ) -> FilePlan:
@@ -82,13 +94,7 @@ def safetensors_image(
     """
     for name, tensor in tensors.items():
         refuse_short(f"{path}: {name}", tensor)
-    aliases: dict[str, str] = {}
-    first: dict[tuple[torch.device, int], str] = {}
-    for name, tensor in tensors.items():
-        if tensor.numel():
-            home = (tensor.device, tensor.untyped_storage().data_ptr())
-            if first.setdefault(home, name) != name:
-                aliases[name] = first[home]
+    aliases = aliases_of(tensors)
     kept = sorted((name for name in tensors if name not in aliases), key=lambda n: (-tensors[n].element_size(), n))
     metadata = {"format": "pt", **(besides or {})}
     strides = {name: list(tensors[name].stride()) for name in kept if not tensors[name].is_contiguous()}

@@ -114,6 +114,18 @@ def pickle_state(obj: object, *, strict: bool, key: str) -> Pickled:
     )
 
 
+def saved_bytes(obj: object, *, strict: bool, key: str) -> bytes:
+    """What ``torch.save`` writes, of an object that is small.
+
+    Raises:
+        StateError: as ``pickle_state``.
+    """
+    pickle_state(obj, strict=strict, key=key)  # says what cannot be saved, and where it is
+    buffer = io.BytesIO()
+    torch.save(_without_empty_bytes(obj) if strict else obj, buffer)
+    return buffer.getvalue()
+
+
 def _pickle(obj: object, *, strict: bool, untyped: bool) -> Pickled:
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, strict=strict, untyped=untyped)
@@ -225,7 +237,9 @@ def _without_empty_bytes(obj: Any) -> Any:
     if kind is dict:
         return {key: _without_empty_bytes(value) for key, value in obj.items()}
     if kind is OrderedDict:
-        return OrderedDict((key, _without_empty_bytes(value)) for key, value in obj.items())
+        copied = OrderedDict((key, _without_empty_bytes(value)) for key, value in obj.items())
+        vars(copied).update(vars(obj))
+        return copied
     if kind in (list, tuple):
         return kind(_without_empty_bytes(value) for value in obj)
     return obj

@@ -16,6 +16,7 @@ from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import Manifest
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.staging.unchanged import UnchangedFiles
+from safe_ckpt.core.state.held import refuse_differences
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.objects.place import Place
@@ -182,6 +183,7 @@ class SaveRequest:
         content: what this rank writes.
         facts: what the manifest says.
         must_match: what must be equal on all ranks besides step and path. Compared when every rank could plan its content.
+        held: what this rank holds of what rank 0 saves for all, by item; see ``held.held``.
         on_commit: what is done at the commit besides.
         patient: wait for saves that are in flight, also where ``on_busy`` says to skip.
     """
@@ -190,6 +192,7 @@ class SaveRequest:
     content: Content
     facts: Facts
     must_match: Mapping[str, str] = field(default_factory=dict)
+    held: Mapping[str, Sequence[str]] = field(default_factory=dict)
     on_commit: OnCommit = field(default_factory=OnCommit)
     patient: bool = False
 
@@ -243,7 +246,13 @@ def answer(
         failure = {"op_id": earlier[0], "error": to_wire(earlier[1], rank=rank, phase="save")}
     root = request.destination.workspace
     spared = unchanged.spared_bytes(request.content.files, root.path, request.facts.unexamined)
-    return {"bytes": request.content.new_bytes - spared, "writes": request.content.writes, "earlier": failure}
+    held = {name: list(texts) for name, texts in request.held.items()}
+    return {
+        "bytes": request.content.new_bytes - spared,
+        "writes": request.content.writes,
+        "earlier": failure,
+        "held": held,
+    }
 
 
 def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool) -> dict[str, Any]:
@@ -257,11 +266,15 @@ def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool) -> d
     Returns:
         ``earlier``: the failed save that every rank reports instead of starting this one. Or the ``manifest`` of the save that
         may start, the ``writers``, and the ``needed_bytes`` of all of them. Nothing when the save is skipped.
+
+    Raises:
+        DesyncError: a rank holds something that would be lost; names it.
     """
     ranks = sorted(answers)
     for rank in ranks:
         if answers[rank]["earlier"]:
             return {"earlier": answers[rank]["earlier"]}
+    refuse_differences({rank: answers[rank]["held"] for rank in ranks})
     if busy:
         return {}
     manifest = Manifest(

@@ -6,11 +6,13 @@ more than build DCP's own records.
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import io
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -21,6 +23,7 @@ from safe_ckpt.core.names import matched, plain_names
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dcp_plan import METADATA
 from safe_ckpt.core.sharding.dcp_read import StraightReader
+from safe_ckpt.core.sharding.sharded_item import Fitted, is_extra_state
 from safe_ckpt.errors import CorruptCheckpointError, RestoreError, StateError
 
 if TYPE_CHECKING:
@@ -43,6 +46,10 @@ _RECORDS = {
     "collections": {"OrderedDict", "defaultdict"},
     "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
 }
+
+
+_NAMES = "names"
+"""Where an optimizer's state says which parameters its groups had, beside the groups of rank 0."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -83,73 +90,176 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def load_into(folder: Path, state: dict[str, Any], metadata: Metadata | None = None) -> None:
-    """Read into the tensors of a state dict, in place; what is no tensor is replaced in it. On this rank alone.
+class _Stored:
+    """A sharded item of a checkpoint, verified.
+
+    Attributes:
+        tensors: what is known of its tensors, by name.
+        paths: where every entry belongs in the nested state.
+        objects: what is no tensor, read.
 
     Args:
-        folder: with ``.metadata`` and ``*.distcp``, verified.
-        state: nested names to DTensors, tensors and objects, all of them in the checkpoint.
-        metadata: what ``read_metadata`` returned for it, if it was read already.
+        folder: with ``.metadata`` and ``*.distcp``.
 
     Raises:
-        RestoreError: names, shapes or types do not fit; nothing was changed.
-        OSError: the files could not be read.
+        CorruptCheckpointError: its metadata cannot be read.
+        RestoreError: an object cannot be read without running code.
+        OSError: it could not be read.
     """
-    reader, planner = StraightReader(folder), _Planner()
-    metadata = metadata or read_metadata(folder)
-    try:
-        planner.set_up_planner(state, metadata, is_coordinator=True)
-        for name, value in planner.state_dict.items():
-            _check_type(name, value, metadata)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    except (RuntimeError, ValueError, KeyError, AssertionError) as error:
-        raise RestoreError(path=str(folder), message=str(error)) from error
-    reader.read_data(plan, planner).wait()
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._metadata = read_metadata(folder)
+        entries, paths = self._metadata.state_dict_metadata, self._metadata.planner_data or {}
+        self.paths = {name: tuple(paths.get(name, (name,))) for name in entries}
+        self.tensors = {name: known for name, known in entries.items() if isinstance(known, TensorStorageMetadata)}
+        self.objects: dict[str, Any] = self._read({name: None for name in entries if name not in self.tensors})
 
-def _check_type(name: str, value: object, metadata: Metadata) -> None:
-    if not isinstance(value, torch.Tensor):
-        return
-    if dtensor.is_partial(value):
-        raise ValueError(f"{name} is a DTensor whose parts are still to be reduced: redistribute it first")
-    saved = metadata.state_dict_metadata.get(name)
-    if isinstance(saved, TensorStorageMetadata) and saved.properties.dtype != value.dtype:
-        raise ValueError(f"{name} is {value.dtype}, the checkpoint has {saved.properties.dtype}")
+    def read(self, rooms: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
+        """Read into tensors, and return the nested state of these names.
 
+        Args:
+            rooms: where each name goes; None for a new tensor, and for an object.
 
-def load_all_into(folder: Path, state: dict[str, Any]) -> None:
-    """As ``load_into``; what the checkpoint has besides is added to ``state``, whole."""
-    metadata = read_metadata(folder)
-    for path, saved in _saved(metadata):
-        if not _has(state, path):
-            set_element(state, path, _room(saved, None))
-    load_into(folder, state, metadata)
+        Raises:
+            OSError: the files could not be read.
+        """
+        tensors = {
+            name: self.room(name) if room is None else room for name, room in rooms.items() if name in self.tensors
+        }
+        return self.nested({**{n: self.objects[n] for n in rooms if n in self.objects}, **self._read(tensors)})
 
+    def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The nested state, as far as ``values`` has it, in the order in which it was saved."""
+        state: dict[str, Any] = {}
+        for name, path in self.paths.items():
+            if name in values:
+                set_element(state, path, values[name])
+        return state
 
-def _saved(metadata: Metadata) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Where every entry belongs in the nested state, and what is known of it."""
-    paths = metadata.planner_data or {}
-    for name, saved in metadata.state_dict_metadata.items():
-        yield tuple(paths.get(name, (name,))), saved
+    def room(self, name: str, like: object = None) -> torch.Tensor:
+        """A new tensor to read into: spread as ``like`` where that is a tensor of this shape."""
+        known = self.tensors[name]
+        shape, dtype = tuple(known.size), known.properties.dtype
+        if isinstance(like, torch.Tensor) and tuple(like.shape) == shape:
+            return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+        return torch.zeros(shape, dtype=dtype)
 
+    def refuse(self, message: str) -> NoReturn:
+        """Raise ``RestoreError``."""
+        raise RestoreError(path=str(self._folder), message=message)
 
-def _has(state: Any, path: tuple[Any, ...]) -> bool:
-    for key in path:
+    def fits(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is read into as it is.
+
+        Raises:
+            RestoreError: it cannot be.
+        """
+        if dtensor.is_partial(tensor):
+            self.refuse(f"{name} is a DTensor whose parts are still to be reduced: redistribute it first")
+        known = self.tensors.get(name)
+        return known is not None and (tuple(known.size), known.properties.dtype) == (tuple(tensor.shape), tensor.dtype)
+
+    def refuse_other(self, name: str, tensor: torch.Tensor) -> NoReturn:
+        """Raise ``RestoreError`` for a tensor of another shape or type."""
+        known = self.tensors.get(name)
+        saved = f"{tuple(known.size)} {known.properties.dtype}" if known is not None else "no tensor"
+        self.refuse(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the checkpoint has {saved}")
+
+    def _read(self, state: dict[str, Any]) -> dict[str, Any]:
+        if not state:
+            return state
+        reader, planner = StraightReader(self._folder), _Planner()
         try:
-            state = state[key]
-        except (KeyError, IndexError, TypeError):
-            return False
-    return True
+            planner.set_up_planner(state, self._metadata, is_coordinator=True)
+            reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+            plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+        except (RuntimeError, ValueError, KeyError, AssertionError) as error:
+            raise RestoreError(path=str(self._folder), message=str(error)) from error
+        reader.read_data(plan, planner).wait()
+        return state
 
 
-def _room(saved: Any, like: torch.Tensor | None) -> torch.Tensor | None:
-    """A tensor to read an entry into: spread as ``like`` where it has its shape; None for what is no tensor."""
-    if not isinstance(saved, TensorStorageMetadata):
-        return None
-    if like is not None and tuple(saved.size) == tuple(like.shape):
-        return torch.zeros_like(like, dtype=saved.properties.dtype, requires_grad=False)
-    return torch.zeros(tuple(saved.size), dtype=saved.properties.dtype)
+_NOTHING = object()
+
+
+def fit_value(
+    folder: Path, own: Any, check: Callable[[dict[str, Any]], None], take: Callable[[dict[str, Any]], Any]
+) -> Fitted:
+    """Compare a sharded item with a nested state. What is no DTensor comes back as it was saved, whatever the state has there.
+
+    Args:
+        folder: of the item, verified.
+        own: the nested state; what of its tensors has the shape and type of the saved one is read into, in place.
+        check: gets the saved state with tensors that have no data. It may raise.
+        take: gets the saved state, to apply it.
+
+    Raises:
+        RestoreError: a DTensor has another shape or type, or the checkpoint has nothing for it.
+    """
+    stored = _Stored(folder)
+    rooms: dict[str, Any] = {}
+    besides = []
+    for name, path in stored.paths.items():
+        like = _at(own, path)
+        if like is _NOTHING and (name in stored.tensors or any(is_extra_state(str(key)) for key in path)):
+            besides.append(name)
+        fits = isinstance(like, torch.Tensor) and stored.fits(name, like)
+        if dtensor.is_dtensor(like) and not fits:
+            stored.refuse_other(name, like)
+        rooms[name] = like if fits else None
+    paths = set(stored.paths.values())
+    if lost := [
+        ".".join(map(str, path)) for path, leaf in _leaves(own) if dtensor.is_dtensor(leaf) and path not in paths
+    ]:
+        stored.refuse(f"the checkpoint has nothing for {lost}")
+    shapes = {n: torch.empty(tuple(t.size), dtype=t.properties.dtype, device="meta") for n, t in stored.tensors.items()}
+    others = frozenset(besides)
+    check(stored.nested({name: shapes.get(name, stored.objects.get(name)) for name in rooms if name not in others}))
+
+    def apply(added: Collection[str]) -> Any:
+        wanted = [name for name in rooms if name not in others or name in added]
+        return take(stored.read({name: rooms[name] for name in wanted}))
+
+    return Fitted(apply=apply, besides=besides)
+
+
+def with_types_of(own: Any, saved: Any) -> Any:
+    """What was saved, in mappings of the types that the state has today."""
+    if isinstance(saved, dict):
+        known = own if isinstance(own, Mapping) else {}
+        inner = {key: with_types_of(known[key], part) if key in known else part for key, part in saved.items()}
+        if type(own) is dict or not isinstance(own, MutableMapping):
+            return inner
+        state = copy.copy(own)
+        state.clear()
+        state.update(inner)
+        return state
+    if isinstance(saved, list) and isinstance(own, list):
+        return [with_types_of(own[i], part) if i < len(own) else part for i, part in enumerate(saved)]
+    return saved
+
+
+def _at(state: Any, path: Sequence[Any]) -> Any:
+    """What lies at a path, or what is no container on the way there; ``_NOTHING`` where a container ends before."""
+    for key in path:
+        if isinstance(state, Mapping):
+            if key not in state:  # asking a Counter or a defaultdict for it would find something
+                return _NOTHING
+        elif not isinstance(state, list):
+            return state
+        elif not isinstance(key, int) or key >= len(state):
+            return _NOTHING
+        state = state[key]
+    return state
+
+
+def _leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(state, Mapping | list):
+        for key, inner in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from _leaves(inner, (*path, key))
+    else:
+        yield path, state
 
 
 def owner_of(optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
@@ -184,60 +294,84 @@ def optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -
         for parameter in group["params"]
         if optimizer.state.get(parameter)
     }
-    return {"state": state, "param_groups": groups}
+    stepped = [group["params"] for group in groups]
+    # Other ranks may step others, such as their experts: each kind of rank says it under a name of its own.
+    key = hashlib.blake2b(repr(stepped).encode(), digest_size=8).hexdigest()
+    return {"state": state, "param_groups": groups, _NAMES: {key: stepped}}
 
 
-def restore_module(module: torch.nn.Module, folder: Path) -> None:
-    """Read a sharded item into a module, sharded or not.
+def fit_module(folder: Path, module: torch.nn.Module) -> Fitted:
+    """Compare a sharded item with a module, sharded or not.
 
     Raises:
-        RestoreError: the checkpoint has other names, shapes or types.
+        RestoreError: the checkpoint has nothing for a name, or a tensor of another shape or type.
     """
-    own = module.state_dict()
-    metadata = read_metadata(folder)
-    saved = {path[0] for path, _ in _saved(metadata)}
+    stored, own = _Stored(folder), module.state_dict()
+    saved = {path[0] for path in stored.paths.values()}
     names = matched(own, saved, module)
-    state = {names.get(name, name): value for name, value in own.items()}
-    if saved != state.keys():
-        missing, besides = sorted(state.keys() - saved), sorted(map(str, saved - state.keys()))
-        message = f"the checkpoint has nothing for {missing}, and the module has no place for {besides}"
-        raise RestoreError(path=str(folder), message=message)
-    load_into(folder, state, metadata)
-    own.update({name: state[names.get(name, name)] for name in own})
-    module.load_state_dict(own)
+    today = {then: now for now, then in names.items()}
+    missing, besides = sorted(own.keys() - names.keys()), sorted(map(str, saved - today.keys()))
+    if missing:
+        stored.refuse(f"the checkpoint has nothing for {missing}, and the module has no place for {besides}")
+    rooms: dict[str, Any] = {}
+    for name, path in stored.paths.items():
+        if path[0] in today:
+            like = own[today[path[0]]]
+            fixed = isinstance(like, torch.Tensor) and not is_extra_state(path[0])
+            if fixed and not stored.fits(name, like):
+                stored.refuse_other(name, like)
+            rooms[name] = like if fixed else None
+
+    def apply(_: Collection[str]) -> torch.nn.Module:
+        values = stored.read(rooms)
+        own.update((name, with_types_of(own[name], values[names[name]])) for name in own)
+        module.load_state_dict(own)
+        return module
+
+    return Fitted(apply=apply, besides=besides, refusal="the module has no place for")
 
 
-def restore_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Read a sharded item into an optimizer, of sharded parameters or not. It gets state for what had some.
+def fit_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Fitted:
+    """Compare a sharded item with an optimizer, of sharded parameters or not. It gets state for what had some.
 
     Raises:
         RestoreError: the checkpoint is of other parameters, or of other groups of them.
     """
-    names = _names(module)
+    stored, names = _Stored(folder), _names(module)
     owned = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    state: dict[str, Any] = {"state": {}, "param_groups": []}
-    metadata = read_metadata(folder)
-    with_state = {path[1] for path, _ in _saved(metadata) if path[0] == "state"}
-    today = {saved: name for name, saved in matched(owned, with_state).items()}
-    for path, saved in _saved(metadata):
-        if path[0] == "state" and path[1] not in today:
-            raise RestoreError(
-                path=str(folder), message=f"this optimizer does not step {path[1]}, which has state there"
-            )
-        set_element(state, path, _room(saved, owned[today[path[1]]] if path[0] == "state" else None))
-    load_into(folder, state, metadata)
-    groups = state["param_groups"]
-    stepped = [name for group in groups for name in group["params"]]
-    today |= {saved: name for name, saved in matched(owned, stepped).items()}
-    groups = [{**group, "params": [today.get(name, name) for name in group["params"]]} for group in groups]
     order = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    if [sorted(group["params"]) for group in groups] != [sorted(group) for group in order]:
-        message = "its groups hold other parameters than those in the checkpoint"
-        raise RestoreError(path=str(folder), message=message)
-    numbers = {name: number for number, name in enumerate(name for group in order for name in group)}
-    again = [{**group, "params": [numbers[name] for name in own]} for group, own in zip(groups, order, strict=True)]
-    state_by_number = {numbers[today[name]]: kept for name, kept in state["state"].items()}
-    optimizer.load_state_dict({"state": state_by_number, "param_groups": again})
+    objects = stored.nested(stored.objects)
+    groups = objects.get("param_groups", [])
+    grouped = [{*group["params"]} for group in groups]
+    for lists in objects.get(_NAMES, {}).values():  # of the ranks that had others
+        for known, more in zip(grouped, lists, strict=False):
+            known.update(more)
+    with_state = {path[1] for path in stored.paths.values() if path[0] == "state" and len(path) > 1}
+    saved = with_state.union(*grouped)
+    today = {then: now for now, then in matched(owned, saved).items()}
+    places = [{today[name] for name in known if name in today} for known in grouped]
+    if len(groups) != len(order) or any(not known.issuperset(own) for known, own in zip(places, order, strict=True)):
+        stored.refuse("its groups hold other parameters than those in the checkpoint")
+    rooms: dict[str, Any] = {}
+    for name, path in stored.paths.items():
+        if path[0] == "state" and len(path) > 1:
+            if path[1] in today:
+                rooms[name] = stored.room(name, owned[today[path[1]]]) if name in stored.tensors else None
+        elif path[0] != _NAMES:
+            rooms[name] = None
+
+    def apply(_: Collection[str]) -> torch.optim.Optimizer:
+        state = stored.read(rooms)
+        numbers = {name: number for number, name in enumerate(name for own in order for name in own)}
+        again = [
+            {**group, "params": [numbers[name] for name in own]}
+            for group, own in zip(state["param_groups"], order, strict=True)
+        ]
+        by_number = {numbers[today[name]]: kept for name, kept in state.get("state", {}).items()}
+        optimizer.load_state_dict({"state": by_number, "param_groups": again})
+        return optimizer
+
+    return Fitted(apply=apply, besides=sorted(saved - today.keys()), refusal="this optimizer does not step")
 
 
 def spread_optimizer(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:

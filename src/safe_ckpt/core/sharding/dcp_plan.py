@@ -9,10 +9,9 @@ commit like every other file.
 from __future__ import annotations
 
 import dataclasses
-import io
 import pickle
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +25,10 @@ from safe_ckpt.core.coordination.log_entry import Scatter
 from safe_ckpt.core.formats import dcp
 from safe_ckpt.core.formats.file_plan import FilePlan, bytes_image
 from safe_ckpt.core.formats.file_template import FileTemplate
-from safe_ckpt.core.formats.torch_archive import pickle_state
+from safe_ckpt.core.formats.torch_archive import saved_bytes
 from safe_ckpt.core.sharding import dtensor, plan_data
 from safe_ckpt.core.sharding.dcp_layout import File, entries, file_of, frozen_entries, kind_of, under
+from safe_ckpt.core.sharding.dcp_ranks import divided, name_of_empty
 from safe_ckpt.core.sharding.sharded_item import ShardedItem
 from safe_ckpt.core.tensors import refuse_short
 from safe_ckpt.errors import SaveError, StateError
@@ -38,6 +38,27 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 _VERSION = "1.0.0"  # of DCP's format
+
+
+class _Planner(DefaultSavePlanner):
+    """DCP's own leaves out empty mappings, as if they were not there."""
+
+    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
+        super().set_up_planner(state_dict, *args, **options)
+        for path, value in _empty_mappings(state_dict):
+            name = name_of_empty(path)
+            self.state_dict[name], self.mappings[name] = value, path
+
+
+def _empty_mappings(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, Mapping):
+        if not value and path:
+            yield path, value
+        for key, inner in value.items():
+            yield from _empty_mappings(inner, (*path, str(key)))
+    elif isinstance(value, list) and any(isinstance(leaf, torch.Tensor | Mapping) for leaf in value):
+        for number, inner in enumerate(value):
+            yield from _empty_mappings(inner, (*path, number))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -256,7 +277,7 @@ class ShardPlanner:
         state = item.state_dict()
         if self._strict:
             _refuse_other_keys(folder, state)
-        planner = DefaultSavePlanner()
+        planner = _Planner()
         planner.set_up_planner(dict(state), is_coordinator=self._coordinator.rank == 0)
         for fqn, value in planner.state_dict.items():
             _admit(f"{folder}: {fqn}", value)
@@ -273,10 +294,7 @@ class ShardPlanner:
         return _Local(item=item, plan=plan, objects=objects, with_floats=with_floats, planner=planner, apart=apart)
 
     def _bytes_of(self, key: str, value: object) -> bytes:
-        pickle_state(value, strict=self._strict, key=key)  # says what cannot be saved, and where it is
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        return buffer.getvalue()
+        return saved_bytes(value, strict=self._strict, key=key)
 
     def _say(self, folder: str, item: _Local) -> dict[str, Any]:
         known = self._agreed.get(folder)
@@ -312,7 +330,6 @@ class ShardPlanner:
             return known
         plans: dict[int, SavePlan] = {}
         apart: dict[int, Sequence[int]] = {}
-        shared: dict[int, SavePlan] = {}
         for rank, one in reports.items():
             if one["plan"] is not None:
                 plans[rank] = plan_data.plan_from_json(one["plan"], rank=rank)
@@ -321,13 +338,9 @@ class ShardPlanner:
                 plans[rank], apart[rank] = known.plans[rank], known.apart[rank]
             else:
                 raise SaveError(name=folder, cause="its plan is not known here any more; save again", rank=rank)
-        ranks = sorted(plans)
-        # What is no DTensor is rank 0's to say, like everything that is not wrapped in PerRank.
-        for rank in ranks[1:]:
-            only = [item for item in plans[rank].items if item.type == WriteItemType.SHARD]
-            shared[rank] = dataclasses.replace(plans[rank], items=only)
-        final, metadata = DefaultSavePlanner().create_global_plan([shared.get(rank, plans[rank]) for rank in ranks])
-        kept = {rank: _kept(plans[rank], final[number]) for number, rank in enumerate(ranks)}
+        shares = divided(folder, plans)
+        final, metadata = DefaultSavePlanner().create_global_plan(list(shares.values()))
+        kept = {rank: _kept(plans[rank], final[number]) for number, rank in enumerate(shares)}
         return _Global(token=uuid.uuid4().hex, plans=plans, apart=apart, kept=kept, metadata=metadata)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -287,34 +286,29 @@ def gather_nested(state: Mapping[str, Any], timeout_s: float, group: ProcessGrou
     Raises:
         SafeCheckpointError: as for ``iter_full_tensors``.
     """
-    parts: dict[tuple[str, ...], torch.Tensor] = {}
+    parts: dict[str, torch.Tensor] = {}
+    for path, tensor in _parts(state):
+        name = "/".join(map(str, path))
+        parts[name if name not in parts else f"{name}, number {len(parts)}"] = tensor  # the keys 1 and "1"
+    whole = [tensor for _, tensor in iterate(parts, timeout_s, group, None)]
+    return _filled(state, iter(whole)) if process_groups.group_of(group).rank == 0 else None
 
-    def collect(value: Any, path: tuple[str, ...]) -> Any:
-        if isinstance(value, Mapping):
-            return {key: collect(inner, (*path, str(key))) for key, inner in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(collect(inner, (*path, str(number))) for number, inner in enumerate(value))
-        if dtensor.is_dtensor(value):
-            parts[path] = value
-            return _Part(path)
+
+def _parts(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    if dtensor.is_dtensor(value):
+        yield path, value
+    elif isinstance(value, Mapping | list | tuple):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _parts(inner, (*path, key))
+
+
+def _filled(value: Any, whole: Iterator[Any]) -> Any:
+    """The same with whole tensors, in the order of ``_parts``. What has no part in it stays as it is."""
+    if dtensor.is_dtensor(value):
+        return next(whole)
+    if not isinstance(value, Mapping | list | tuple) or next(_parts(value), None) is None:
         return value
-
-    sketch = collect(state, ())
-    flat = {"/".join(path): tensor for path, tensor in parts.items()}
-    full = dict(zip(parts, (tensor for _, tensor in iterate(flat, timeout_s, group, None)), strict=True))
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, _Part):
-            return full[value.path]
-        if isinstance(value, dict):
-            return {key: fill(inner) for key, inner in value.items()}
-        return type(value)(map(fill, value)) if isinstance(value, list | tuple) else value
-
-    return fill(sketch) if process_groups.group_of(group).rank == 0 else None
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Stands for a part until the whole has come."""
-
-    path: tuple[str, ...]
+    if isinstance(value, Mapping):
+        return {key: _filled(inner, whole) for key, inner in value.items()}
+    parts = [_filled(inner, whole) for inner in value]
+    return getattr(type(value), "_make", type(value))(parts)  # a named tuple takes its fields one by one

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether ``torch.nn.Module`` saves under this name what ``get_extra_state`` returns: of any kind, type and size."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,3 +41,19 @@ class ShardedItem:
     def of(cls, state: Any, frozen: Callable[[], frozenset[str]] = frozenset) -> ShardedItem:
         """Of a state dict."""
         return cls(state_dict=lambda: state, frozen=frozen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """An item of a checkpoint that was compared with where it goes. Nothing of it was applied yet.
+
+    Attributes:
+        apply: applies it, and returns the object that has the value now. It gets those of ``besides`` that no rank has a
+            place for.
+        besides: names in the checkpoint for which this rank has no place: another may have one.
+        refusal: the error's words where no rank has a place for such names; "" where they are added.
+    """
+
+    apply: Callable[[Collection[str]], Any]
+    besides: Sequence[str] = ()
+    refusal: str = ""

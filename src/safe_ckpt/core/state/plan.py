@@ -25,6 +25,7 @@ from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, 
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}$")
 _SMALL_PARTS = 4 << 20
 _OF_A_RANK = re.compile(r"\.rank\d{5,}$")
+_FILE = re.compile(r"(\.rank\d{5,})?\.(json|pt|safetensors|safetensors\.index\.json)")  # behind the name of its item
 _OF_SHARDS = re.compile(r"^(.+?)(-\d{5}-of-\d{5}|\.safetensors\.index)$")
 SHARDED = "sharded"
 
@@ -73,11 +74,13 @@ class Plan:
         items: names that become one file.
         sharded: names of which every rank has a part; the same on all ranks.
         views: the fingerprints of those that will be known next time.
+        held: what this rank holds of the items that rank 0 saves for all; see ``held.held``.
     """
 
     items: Sequence[Item] = ()
     sharded: Mapping[str, Any] = field(default_factory=dict)
     views: Mapping[str, Any] = field(default_factory=dict)
+    held: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def described(self, rank: int) -> dict[str, dict[str, Any]]:
         """What the manifest says of them."""
@@ -172,6 +175,25 @@ def check_names(state: Mapping[str, Any]) -> None:
     folded = [name.casefold() for name in state]
     if len(set(folded)) != len(folded):
         raise StateError(key="state", message="two names differ only in case: some file systems cannot tell them apart")
+
+
+def check_folders(sharded: Iterable[str], names: Iterable[str]) -> None:
+    """Refuse names of sharded items whose folder could have the name of a file.
+
+    Args:
+        sharded: the names of sharded items: each is that of a folder.
+        names: of all items.
+
+    Raises:
+        StateError: naming the name.
+    """
+    others = [name.casefold() for name in names]
+    for name in sharded:
+        folded = name.casefold()
+        of = next((o for o in others if folded.startswith(o) and _FILE.fullmatch(folded, len(o))), None)
+        if of is not None or folded == MANIFEST_NAME:
+            what = "the manifest's name" if of is None else f"the name of a file of state[{of!r}]"
+            raise StateError(key=f"state[{name!r}]", message=f"its folder would have {what}: take another name")
 
 
 def resolve(name: str, value: Any, state: Mapping[str, Any]) -> tuple[Any, str]:

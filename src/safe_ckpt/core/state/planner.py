@@ -25,6 +25,7 @@ from safe_ckpt.core.sharding.sharded_item import ShardedItem
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import fingerprint, plan
 from safe_ckpt.core.state.fingerprint import Fingerprint, Remembered
+from safe_ckpt.core.state.held import held
 from safe_ckpt.core.state.plan import Item, PerRank, Plan
 from safe_ckpt.errors import StateError
 
@@ -36,6 +37,7 @@ class _Known:
     Attributes:
         remembered: tells whether it is still the same.
         per_rank: whether it was ``PerRank``.
+        held: see ``Plan``.
         item: its plan, without tensors; None where this rank writes nothing of it.
         templates: how its files get the tensors of today.
         float_bytes: the floats that are in it.
@@ -43,6 +45,7 @@ class _Known:
 
     remembered: Remembered
     per_rank: bool
+    held: Sequence[str] = ()
     item: Item | None = None
     templates: Sequence[FileTemplate] = ()
     float_bytes: bytes = b""
@@ -60,6 +63,7 @@ class Planner:
         self._rank = rank
         self._apart = apart
         self._known: dict[str, _Known] = {}
+        self._held: dict[str, Sequence[str]] = {}
         self._overlap: tuple[object, OverlapPlan, Sequence[int]] | None = None
 
     def plan(self, state: Mapping[str, Any]) -> Plan:
@@ -76,6 +80,7 @@ class Planner:
         views: dict[str, Fingerprint] = {}
         items: list[Item] = []
         sharded: dict[str, ShardedItem] = {}
+        self._held = {}
         try:
             for name in plan.optimizers_last(state):
                 value = state[name]
@@ -87,9 +92,10 @@ class Planner:
                     sharded[name] = found
                 elif found is not None:
                     items.append(found)
+            plan.check_folders(sharded, state)
         finally:
             self._known = {name: known for name, known in self._known.items() if name in state}
-        return Plan(items=items, sharded=sharded, views=views)
+        return Plan(items=items, sharded=sharded, views=views, held=self._held)
 
     def overlap(self, state: Mapping[str, Any], views: Mapping[str, Any]) -> OverlapPlan | None:
         """Which tensors of a state may be copied after ``save`` has returned; None for none.
@@ -129,11 +135,19 @@ class Planner:
         if now is not None and known is not None:
             again = _again(known, now)
             if again is not None or known.item is None:
+                if not per_rank:
+                    self._held[name] = known.held
                 return again
         resolved, form = plan.resolve(name, value, state)
-        if not per_rank and dtensor.has_sharded(resolved):
+        # An optimizer of sharded parameters has no sharded state before its first step.
+        sharded = dtensor.has_sharded(resolved) or (
+            isinstance(inner, torch.optim.Optimizer) and dtensor.has_sharded(inner)
+        )
+        if not per_rank and sharded:
             self._known.pop(name, None)
             return ShardedItem.of(resolved, functools.partial(self._frozen, inner))
+        if not per_rank:
+            self._held[name] = held(inner, resolved)
         item = None
         if self._rank == 0 or per_rank:
             own, frozen = (self._rank, frozenset()) if per_rank else (None, self._frozen(inner))
@@ -228,7 +242,7 @@ class Planner:
         if now is None or remembered is None:
             return item
         if item is None:
-            self._known[name] = _Known(remembered=remembered, per_rank=per_rank)
+            self._known[name] = _Known(remembered=remembered, per_rank=per_rank, held=self._held.get(name, ()))
             return None
         templates = []
         for image in item.images:
@@ -242,6 +256,7 @@ class Planner:
         self._known[name] = _Known(
             remembered=remembered,
             per_rank=per_rank,
+            held=self._held.get(name, ()),
             item=dataclasses.replace(item, images=tuple(template.image for template in templates)),
             templates=templates,
             float_bytes=now.float_bytes,
