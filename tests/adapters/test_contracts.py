@@ -78,7 +78,6 @@ TORCH = [
          ("root_dict", "path", "value")),
     Part(torch.distributed.checkpoint.filesystem, "_StorageInfo", "core/sharding/dcp_plan.py", "where an entry lies in a file",
          ("relative_path", "offset", "length")),
-    Part(torch.distributed.checkpoint.metadata, "_MEM_FORMAT_ENCODING", "core/sharding/dcp_load.py", "stands in .metadata"),
 ]  # fmt: skip
 
 ACCELERATE = [
