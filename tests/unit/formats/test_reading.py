@@ -104,6 +104,7 @@ def test_an_archive_is_read_whatever_a_release_made_of_its_own_loader(archive, m
     assert loaded["b"][1] == "x"
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("in_place", [True, False])
 def test_sparse_tensors_are_read_without_a_warning_and_never_lead_outside(in_place, monkeypatch):
     """A newer torch warns that it checks their indices: we do not. In every release wrong indices are refused."""
@@ -154,7 +155,6 @@ def test_safetensors_lie_in_memory_and_are_apart():
     assert loaded["b"].equal(one.t())
 
 
-@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # of torch.load below
 def test_an_archive_of_ours_in_memory(tmp_path):
     """What ``torch_image`` plans, ``parse_archive`` reads from the file."""
     buffer = SharedBuffer()
