@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,19 @@ from typing import Any
 import pytest
 
 SOURCES = Path(__file__).resolve().parents[2] / "src" / "safe_ckpt"
-OURS = frozenset({"_safe_ckpt", "_data_place", "_getframe", "_exit", "_codecs"})
-"""Names of ours on a framework's objects, and CPython's."""
+OURS = {
+    **dict.fromkeys(["_safe_ckpt", "_data_place"], "ours, on a framework's objects"),
+    **dict.fromkeys(["_getframe", "_exit", "_codecs", "_abc_impl"], "CPython's"),
+    **dict.fromkeys(
+        ["_begin", "_end", "_place", "_found", "_take_back_draws", "_own_process", "_left", "_inner"],
+        "of data/loader.py and data/stand_in.py, asked by the other modules of data",
+    ),
+    "_detach": "of adapters/handle.py",
+    "_lock": "of hooks/event_log.py",
+    **dict.fromkeys(["_total", "_result", "_s", "_bytes", "_steps"], "ends of names"),
+}
+"""Private names that are no framework's -> whose they are."""
+_NEVER_THEIRS = {*sys.stdlib_module_names, "safe_ckpt", "typing_extensions"}
 
 
 @dataclass(frozen=True)
@@ -51,20 +64,46 @@ class Part:
         assert f"{self.name}" in (SOURCES / self.used_by).read_text(encoding="utf-8"), f"{self} is not used any more"
 
 
-def private_names(*folders: str) -> dict[str, str]:
-    """Private names in our sources below ``folders`` that our own classes do not define -> where the first use is."""
+def private_names(*folders: str, but: str = "") -> dict[str, str]:
+    """Private names in our sources below ``folders`` that our own modules do not define -> where the first use is.
+
+    What is asked of ``super()`` is theirs, whatever we define.
+
+    Args:
+        folders: below ``src/safe_ckpt``.
+        but: the folder that is left out.
+    """
     found: dict[str, str] = {}
-    for folder in folders:
-        for path in sorted((SOURCES / folder).rglob("*.py")):
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            own = _own(tree)
-            pieces = {piece for text in ast.walk(tree) if isinstance(text, ast.JoinedStr) for piece in text.values}
-            for node in ast.walk(tree):
-                if node in pieces:
-                    continue
-                for name in _mentioned(node):
-                    if _is_private(name) and name not in own | OURS:
-                        found.setdefault(name, f"{path.relative_to(SOURCES)}:{getattr(node, 'lineno', 0)}")
+    for path in sorted({path for folder in folders for path in (SOURCES / folder).rglob("*.py")}):
+        if but and path.is_relative_to(SOURCES / but):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        own = _own(tree)
+        pieces = {piece for text in ast.walk(tree) if isinstance(text, ast.JoinedStr) for piece in text.values}
+        for node in ast.walk(tree):
+            if node in pieces:
+                continue
+            theirs = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()"
+            for name in _mentioned(node):
+                if _is_private(name) and name not in OURS and (theirs or name not in own):
+                    found.setdefault(name, f"{path.relative_to(SOURCES)}:{getattr(node, 'lineno', 0)}")
+    return found
+
+
+def overridden(*folders: str) -> dict[str, str]:
+    """Private names of other packages' classes that our classes below ``folders`` define, too -> our class."""
+    found: dict[str, str] = {}
+    for path in sorted(path for folder in folders for path in (SOURCES / folder).rglob("*.py")):
+        name = ".".join(("safe_ckpt", *path.relative_to(SOURCES).with_suffix("").parts)).removesuffix(".__init__")
+        if name.endswith("__main__"):
+            continue
+        for kind in vars(importlib.import_module(name)).values():
+            if not inspect.isclass(kind) or kind.__module__ != name:
+                continue
+            theirs = [parent for parent in kind.__mro__ if parent.__module__.partition(".")[0] not in _NEVER_THEIRS]
+            for part in vars(kind):
+                if _is_private(part) and part not in OURS and any(part in vars(parent) for parent in theirs):
+                    found[part] = f"{name}.{kind.__qualname__}"
     return found
 
 

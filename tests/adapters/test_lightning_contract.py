@@ -25,6 +25,7 @@ def test_the_hooks_of_model_checkpoint_have_the_known_signatures(name):
         "file_exists": ["self", "filepath", "trainer"],
         "_monitor_candidates": ["self", "trainer"],
         "_should_skip_saving_checkpoint": ["self", "trainer"],
+        "_generate_state_key": ["self", "kwargs"],
     }
     for method, arguments in expected.items():
         assert list(inspect.signature(getattr(kind, method)).parameters) == arguments, method

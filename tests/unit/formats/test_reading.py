@@ -87,6 +87,44 @@ def test_an_archive_is_read_where_torch_has_other_insides(archive, monkeypatch):
     assert loaded["b"][1] == "x"
 
 
+@pytest.mark.parametrize("error", [TypeError, AttributeError, RuntimeError, KeyError])
+def test_an_archive_is_read_whatever_a_release_made_of_its_own_loader(archive, monkeypatch, error):
+    """The private loader is there, and fails when it is called: the public function reads the archive."""
+    memory, length = archive
+    theirs = torch.serialization._load
+
+    def refuse(*arguments, **options):
+        if options.get("overall_storage") is None:  # torch.load's own call
+            return theirs(*arguments, **options)
+        raise error("another signature")
+
+    monkeypatch.setattr(torch.serialization, "_load", refuse)
+    loaded = torch_archive.parse_archive(memory, length)
+    assert loaded["a"].equal(torch.arange(5000.0))
+    assert loaded["b"][1] == "x"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("in_place", [True, False])
+def test_sparse_tensors_are_read_without_a_warning_and_never_lead_outside(in_place, monkeypatch):
+    """A newer torch warns that it checks their indices: we do not. In every release wrong indices are refused."""
+    if not in_place:
+        monkeypatch.setattr(torch_archive, "_View", None)
+    state = {"good": torch.eye(3).to_sparse(), "more": torch.eye(3).to_sparse()}
+    bad = torch.sparse_coo_tensor(torch.tensor([[0, 99]]), torch.ones(2), (3,), check_invariants=False)
+    for content, fits in ((state, True), ({"bad": bad}, False)):
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        memory = mmap.mmap(-1, 1 << 16)
+        memory[: len(buffer.getvalue())] = buffer.getvalue()
+        if fits:
+            loaded = torch_archive.parse_archive(memory, len(buffer.getvalue()))
+            assert all(loaded[name].to_dense().equal(torch.eye(3)) for name in state)
+        else:
+            with pytest.raises(RuntimeError, match=r"size is inconsistent|found index"):
+                torch_archive.parse_archive(memory, len(buffer.getvalue()))
+
+
 def test_an_archive_with_code_in_it_is_refused(archive):
     """Reading runs nothing: only what weights_only admits comes back."""
     buffer = io.BytesIO()

@@ -1,12 +1,14 @@
 """Plans as plain data: they come back as they were, and what is no plan is refused by name, whatever it is."""
 
 import contextlib
+import dataclasses
 import json
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -179,9 +181,72 @@ def test_lengths_and_choices_are_checked_against_the_plan():
 
 
 def test_what_cannot_be_told_is_refused_before_it_is_told():
-    """Storage data, and fields that this release of torch has and this code does not know, are an error, not dropped."""
+    """Storage data, which only a writer of another kind makes, is an error, not dropped."""
     with pytest.raises(StateError, match="storage_data"):
         plan_data.plan_to_json(SavePlan([], storage_data=object()))
+
+
+@dataclasses.dataclass
+class NewerProperties(TensorProperties):
+    """Those of a release to come."""
+
+    order: tuple[int, ...] | None = None
+    kind: torch.dtype | None = None
+    facts: object = None
+    strange: object = None
+
+
+def newer_plan(**facts):
+    chunk = ChunkStorageMetadata(offsets=torch.Size([0]), sizes=torch.Size([2]))
+    data = TensorWriteData(chunk=chunk, properties=NewerProperties(**facts), size=torch.Size([2]))
+    index = MetadataIndex("w", torch.Size([0]))
+    return SavePlan([WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)])
+
+
+def test_what_a_newer_torch_plans_with_goes_along(monkeypatch):
+    """A field that is not known here arrives as it was: numbers, text, rows, mappings, sizes, types."""
+    monkeypatch.setattr(metadata, "TensorProperties", NewerProperties)
+    facts = {"a": [1, None, 2.5], "b": (torch.Size([3]), torch.strided, True), "c": {"d": torch.channels_last}}
+    plan = newer_plan(order=(4, 1), kind=torch.int8, facts=facts)
+    found = over_the_wire(plan)
+    assert found == plan
+    assert type(found.items[0].tensor_data.properties.facts["b"][0]) is torch.Size
+
+
+def test_what_cannot_be_told_has_its_default_and_is_said_once(monkeypatch, caplog):
+    """A new field with an object of some class in it does not stop a save."""
+    monkeypatch.setattr(metadata, "TensorProperties", NewerProperties)
+    monkeypatch.setattr(plan_data, "_reported", set())
+    plan = newer_plan(order=(4, 1), strange=object())
+    assert over_the_wire(plan) == over_the_wire(plan) == newer_plan(order=(4, 1))
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "TensorProperties.strange" in said
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"Path": {"x": 1}},
+        {"TensorProperties": {"dtype": 1}},
+        {"TensorProperties": {"unheard_of": 1}},
+        {"TensorProperties": {"order": {"dtype": "load"}}},
+        {"TensorProperties": {"order": {"tuple": 3}}},
+        {"TensorProperties": {"order": {"size": ["a"]}}},
+        {"TensorProperties": {"order": {"eval": ["a"]}}},
+        {"TensorProperties": {"order": {"tuple": [], "list": []}}},
+        {"TensorProperties": {"order": 1 << 80}},
+        {"TensorProperties": [1]},
+        [1],
+    ],
+)
+def test_further_fields_are_checked_like_the_others(more, monkeypatch):
+    """Classes, fields and values that are none of torch's plans are refused by name, on the rank that told them."""
+    monkeypatch.setattr(metadata, "TensorProperties", NewerProperties)
+    data = one_entry()
+    data["items"][0].append(more)
+    with pytest.raises(StateError) as caught:
+        plan_data.plan_from_json(data, rank=2)
+    assert caught.value.rank == 2
 
 
 def test_no_source_unpickles_what_came_through_a_store():

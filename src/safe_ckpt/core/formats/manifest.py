@@ -373,7 +373,7 @@ def parse_manifest(text: bytes, path: Place) -> Manifest:
         UnsupportedFormatError: not ours, or of a newer version.
     """
     try:
-        data = parse_json(text)
+        data = parse_json(text, exact=True)  # its digest is of the values
     except ValueError as error:
         raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message=f"is not JSON: {error}") from error
     if isinstance(data, dict) and isinstance(rows := data.get("files"), list) and len(rows) > _MOST_FILES:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import codecs
 import io
+import logging
 import mmap
 import pickle
 import secrets
 import struct
 import sys
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch.storage import TypedStorage, UntypedStorage
@@ -27,6 +29,8 @@ from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.zip_archive import Record
 from safe_ckpt.core.tensors import refuse_short
 from safe_ckpt.errors import StateError
+
+logger = logging.getLogger(__name__)
 
 _MOST_INT_BITS = 255 * 8 - 1  # the weights_only unpickler knows integers of up to 255 bytes
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -370,15 +374,35 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def parse_archive(memory: mmap.mmap, length: int) -> Any:
     """A torch archive, as ``torch.load(weights_only=True, map_location="cpu")`` reads it."""
-    serialization: Any = torch.serialization
     try:
-        # What torch.load does with mmap=True; it has no public way to be given memory instead of a path.
-        reader = torch._C.PyTorchFileReader(_View(memory, length))  # type: ignore[call-overload]
-        unpickler, whole = serialization._weights_only_unpickler, torch.frombuffer(memory, dtype=torch.uint8)
-        load = serialization._load
-    except (AttributeError, TypeError):  # another release of torch: with a copy, then
-        return torch.load(io.BytesIO(memory[:length]), map_location="cpu", weights_only=True)
-    return load(reader, "cpu", unpickler, overall_storage=whole.untyped_storage(), encoding="utf-8")
+        return _parse_in_place(memory, length)
+    except MemoryError:
+        raise
+    except Exception as error:  # torch has other insides, or refuses the content: torch's public function says which
+        logger.debug("an archive is read with a copy: %s: %s", type(error).__name__, error)
+    return load_plain(io.BytesIO(memory[:length]))
+
+
+def load_plain(stream: IO[bytes]) -> Any:
+    """``torch.load(weights_only=True, map_location="cpu")``. Checks the indices of sparse tensors, and does not warn of it."""
+    with warnings.catch_warnings(), _checked():
+        warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
+        return torch.load(stream, map_location="cpu", weights_only=True)
+
+
+def _checked() -> Any:
+    """Indices of sparse tensors that lead outside of them are refused."""
+    return torch.sparse.check_sparse_tensor_invariants()  # type: ignore[no-untyped-call]
+
+
+def _parse_in_place(memory: mmap.mmap, length: int) -> Any:
+    # What torch.load does with mmap=True; it has no public way to be given memory instead of a path.
+    serialization: Any = torch.serialization
+    reader = torch._C.PyTorchFileReader(_View(memory, length))  # type: ignore[call-overload]
+    unpickler, whole = serialization._weights_only_unpickler, torch.frombuffer(memory, dtype=torch.uint8)
+    storage = whole.untyped_storage()
+    with _checked():
+        return serialization._load(reader, "cpu", unpickler, overall_storage=storage, encoding="utf-8")
 
 
 class _View(io.RawIOBase):

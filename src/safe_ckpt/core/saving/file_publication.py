@@ -105,7 +105,9 @@ class FilePublication:
     def taken_over(self, error: BaseException) -> DirectoryInUseError | None:
         """See ``Publication``."""
         unknown = DirectoryInUseError | commit.HalfCommittedError | CommitOutcomeUnknown
-        if isinstance(error, Exception) and not isinstance(error, unknown):  # its files were swept away, in whatever phase
+        if isinstance(error, Exception) and not isinstance(
+            error, unknown
+        ):  # its files were swept away, in whatever phase
             try:
                 self._workspace.confirm()
             except DirectoryInUseError as taken:

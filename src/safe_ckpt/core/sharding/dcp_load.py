@@ -7,6 +7,8 @@ more than build DCP's own records.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import enum
 import hashlib
 import io
 import pickle
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from safe_ckpt.core.formats import torch_archive
 from safe_ckpt.core.names import matched, plain_names
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dcp_plan import METADATA
@@ -29,18 +32,8 @@ from safe_ckpt.errors import CorruptCheckpointError, RestoreError, StateError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
 
+_HOMES_OF_RECORDS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _RECORDS = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
     "collections": {"OrderedDict", "defaultdict"},
@@ -59,14 +52,23 @@ class _Unpickler(pickle.Unpickler):
         known = name in _RECORDS.get(module, ()) or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         )
-        if not known:
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
-        return super().find_class(module, name)
+        if known:
+            return super().find_class(module, name)
+        if module in _HOMES_OF_RECORDS and _is_record(found := super().find_class(module, name), module):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+
+
+def _is_record(found: object, module: str) -> bool:
+    """Whether it is a dataclass or an enumeration of that module: to build one runs nothing but the module's own code."""
+    if not isinstance(found, type) or found.__module__ != module:
+        return False
+    return dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
 
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        torch.load(value, map_location="cpu", weights_only=True)  # raises where the next line would run code
+        torch_archive.load_plain(value)  # raises where the next line would run code
         value.seek(0)
         super().load_bytes(read_item, value)
 

@@ -1,7 +1,8 @@
 """DCP's save plans as plain data: they go from each rank to rank 0 through a store that strangers may be able to write to.
 
-So reading it can execute nothing: names come from fixed tables, numbers and lengths have bounds, and anything unknown is an
-error that names it. Not every field of torch's classes is in every supported release.
+So reading it can execute nothing: names come from tables, numbers and lengths have bounds, and anything else is an error that
+names it. Not every field of torch's classes is in every supported release. What a newer release plans with besides is passed
+through as it is, where it is plain data.
 """
 
 from __future__ import annotations
@@ -9,36 +10,51 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+import logging
+import math
+from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint import metadata, planner
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from safe_ckpt.errors import StateError
 
+logger = logging.getLogger(__name__)
 _MOST_ITEMS = 1 << 20
 _MOST_DIMENSIONS = 64  # torch has no more
 _MOST_CHARACTERS = 1 << 16
 _MOST_BYTES = 1 << 62
-_SIGNED = [f"int{bits}" for bits in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)]
-_DTYPE_NAMES = (
-    *_SIGNED,
-    *(f"u{name}" for name in _SIGNED),
-    *("bool", "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
-    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-    *("quint8", "qint8", "qint32", "quint4x2", "quint2x4", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
-)
-_LAYOUT_NAMES = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged")
-_FORMAT_NAMES = ("contiguous_format", "channels_last", "channels_last_3d", "preserve_format")
+_MOST_DEPTH = 8
+_TOLD = {  # of a plan's classes, by their names: the fields that have a place of their own
+    "SavePlan": frozenset({"items", "planner_data", "usable"}),
+    "WriteItem": frozenset({"index", "type", "bytes_io_data", "tensor_data"}),
+    "MetadataIndex": frozenset({"fqn", "offset", "index"}),
+    "BytesIOWriteData": frozenset({"nbytes"}),
+    "TensorWriteData": frozenset({"chunk", "properties", "size"}),
+    "ChunkStorageMetadata": frozenset({"offsets", "sizes"}),
+    "TensorProperties": frozenset({"dtype", "layout", "requires_grad", "memory_format", "pin_memory"}),
+}
+_reported: set[str] = set()
 
 
-def _table(names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(torch, name) for name in names if hasattr(torch, name)}
+def _table(kind: type[Any]) -> dict[str, Any]:
+    """All that this release of torch has of a kind, by the names that it prints."""
+    return {_name_of(value): value for value in vars(torch).values() if isinstance(value, kind)}
 
 
-_DTYPES, _LAYOUTS, _FORMATS = _table(_DTYPE_NAMES), _table(_LAYOUT_NAMES), _table(_FORMAT_NAMES)
+def _name_of(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+_DTYPES, _LAYOUTS, _FORMATS = _table(torch.dtype), _table(torch.layout), _table(torch.memory_format)
+_NAMED: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
+    "dtype": (torch.dtype, _DTYPES),
+    "layout": (torch.layout, _LAYOUTS),
+    "memory_format": (torch.memory_format, _FORMATS),
+}
+_ROWS: Mapping[str, type[Any]] = {"size": torch.Size, "tuple": tuple, "list": list}
 _KINDS = {kind.name: kind for kind in WriteItemType}
 _Kind = TypeVar("_Kind")
 
@@ -49,12 +65,19 @@ def plan_to_json(plan: SavePlan) -> dict[str, Any]:
     Raises:
         StateError: it says something that cannot be expressed; names the entry.
     """
-    _refuse_fields("the plan", plan, ("items", "planner_data", "usable"))
+    if plan.storage_data is not None:
+        raise StateError(key="the plan", message="it has SavePlan.storage_data, of a writer that is not ours")
     paths = plan.planner_data
     if paths is not None:
         paths = {name: list(path) for name, path in paths.items()}
     items = [_item_to_json(item) for item in plan.items]
-    return {"items": items, "paths": paths, "usable": bool(getattr(plan, "usable", True))}
+    more = _more_of(plan)
+    return {
+        "items": items,
+        "paths": paths,
+        "usable": bool(getattr(plan, "usable", True)),
+        **({"more": more} if more else {}),
+    }
 
 
 def plan_from_json(data: Any, *, rank: int) -> SavePlan:
@@ -65,13 +88,12 @@ def plan_from_json(data: Any, *, rank: int) -> SavePlan:
     """
     read = _Reader(rank)
     row = read.typed(data, dict, "the plan")
-    if set(row) != {"items", "paths", "usable"}:
+    if row.keys() - {"more"} != {"items", "paths", "usable"}:
         read.refuse("the plan", f"its fields are {sorted(map(str, row))[:8]!r:.200}")
     items = [read.item(item) for item in read.listed(row["items"], _MOST_ITEMS, "the entries")]
-    more: dict[str, Any] = {"planner_data": read.paths(row["paths"])}
-    if "usable" in _names_of(SavePlan):
-        more["usable"] = read.typed(row["usable"], bool, "usable")
-    return SavePlan(items, **more)
+    facts = {"planner_data": read.paths(row["paths"]), "usable": read.typed(row["usable"], bool, "usable")}
+    made: SavePlan = read.built(SavePlan, {"items": items, **facts}, read.more(row.get("more", {}), "the plan"))
+    return made
 
 
 def lengths_from_json(data: Any, plan: SavePlan, *, rank: int) -> dict[int, int]:
@@ -104,19 +126,18 @@ def kept_from_json(data: Any, plan: SavePlan, *, rank: int) -> list[int]:
 
 def _item_to_json(item: WriteItem) -> list[Any]:
     name = item.index.fqn
-    _refuse_fields(name, item, ("index", "type", "bytes_io_data", "tensor_data"))
-    _refuse_fields(name, item.index, ("fqn", "offset", "index"))
     offset = None if item.index.offset is None else list(item.index.offset)
     length = None if item.bytes_io_data is None else item.bytes_io_data.nbytes
     tensor = None if item.tensor_data is None else _tensor_to_json(name, item.tensor_data)
-    return [item.type.name, name, offset, item.index.index, length, tensor]
+    parts = [item, item.index, item.bytes_io_data]
+    if item.tensor_data is not None:
+        parts += [item.tensor_data, item.tensor_data.chunk, item.tensor_data.properties]
+    more = _more_of(*parts)
+    return [item.type.name, name, offset, item.index.index, length, tensor, *([more] if more else [])]
 
 
 def _tensor_to_json(name: str, data: TensorWriteData) -> list[Any]:
-    _refuse_fields(name, data, ("chunk", "properties", "size"))
-    _refuse_fields(name, data.chunk, ("offsets", "sizes"))
     known = data.properties
-    _refuse_fields(name, known, ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"))
     return [
         _name_in(_DTYPES, known.dtype, name),
         _name_in(_LAYOUTS, getattr(known, "layout", torch.strided), name),
@@ -130,7 +151,7 @@ def _tensor_to_json(name: str, data: TensorWriteData) -> list[Any]:
 
 
 def _name_in(table: Mapping[str, Any], value: object, key: str) -> str:
-    name = str(value).removeprefix("torch.")
+    name = _name_of(value)
     if table.get(name) != value:
         raise StateError(key=key, message=f"beside sharded tensors {value} cannot be saved")
     return name
@@ -138,18 +159,62 @@ def _name_in(table: Mapping[str, Any], value: object, key: str) -> str:
 
 @functools.cache
 def _names_of(kind: Any) -> frozenset[str]:
-    return frozenset(field.name for field in dataclasses.fields(kind))
+    return frozenset(field.name for field in dataclasses.fields(kind) if field.init)
 
 
-def _refuse_fields(key: str, value: Any, known: Sequence[str]) -> None:
-    """A release of torch that plans with something else must not have it dropped silently."""
-    kind: Any = type(value)
-    if _names_of(kind) <= set(known):
-        return
-    for field in dataclasses.fields(kind):
-        if field.name not in known and getattr(value, field.name) != field.default:
-            message = f"this release of torch plans with {kind.__name__}.{field.name}, which is not known here"
-            raise StateError(key=key, message=message)
+def _more_of(*parts: Any) -> dict[str, dict[str, Any]]:
+    """What this release of torch plans with and has no place of its own here, by class and field, as JSON-able data."""
+    more: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        made_of: Any = type(part)
+        if part is None or _names_of(made_of) <= _TOLD[kind := _class_of(made_of)]:
+            continue
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            if (
+                field.name in _TOLD[kind]
+                or not field.init
+                or (field.default is not dataclasses.MISSING and value == field.default)
+            ):
+                continue
+            try:
+                more.setdefault(kind, {})[field.name] = _value_to_json(value)
+            except TypeError as error:
+                _report(f"{kind}.{field.name}", error)
+    return more
+
+
+def _class_of(kind: type[Any]) -> str:
+    """The name of the class of torch's that ``kind`` is, or derives from."""
+    return next(parent.__name__ for parent in kind.__mro__ if parent.__name__ in _TOLD)
+
+
+def _report(field: str, why: TypeError) -> None:
+    if field not in _reported:
+        _reported.add(field)
+        text = "torch plans with %s, which cannot be told to rank 0 (%s). Its default is saved: upgrade safe_ckpt"
+        logger.warning(text, field, why)
+
+
+def _value_to_json(value: Any, depth: int = 0) -> Any:
+    """Plain data, sizes, and what torch has names for.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+        return value
+    if depth < _MOST_DEPTH:
+        for name, row in _ROWS.items():
+            if kind is row:
+                return {name: [_value_to_json(inner, depth + 1) for inner in value]}
+        if kind is dict and all(type(key) is str for key in value):
+            return {"dict": {key: _value_to_json(inner, depth + 1) for key, inner in value.items()}}
+    for name, (named, table) in _NAMED.items():
+        if kind is named and table.get(_name_of(value)) == value:
+            return {name: _name_of(value)}
+    raise TypeError(f"a {kind.__module__}.{kind.__qualname__}")
 
 
 class _Reader:
@@ -201,24 +266,74 @@ class _Reader:
         steps = self.listed(value, _MOST_CHARACTERS, name)
         return [self.number(step, _MOST_BYTES, name) if type(step) is int else self.text(step, name) for step in steps]
 
+    def more(self, value: Any, what: str) -> dict[str, dict[str, Any]]:
+        """What ``_more_of`` returned."""
+        rows = self.typed(value, dict, what)
+        if not rows.keys() <= _TOLD.keys():
+            self.refuse(what, f"{sorted(map(str, rows))[:8]!r:.200} is not known")
+        return {
+            kind: {field: self.value(inner, what) for field, inner in self.typed(row, dict, what).items()}
+            for kind, row in rows.items()
+        }
+
+    def value(self, value: Any, what: str, depth: int = 0) -> Any:
+        """What ``_value_to_json`` returned."""
+        if value is None or type(value) in (bool, float):
+            return value
+        if type(value) is int:
+            if abs(value) > _MOST_BYTES:
+                self.refuse(what, f"a number of {value.bit_length()} bits is out of range")
+            return value
+        if type(value) is str:
+            return self.text(value, what)
+        if depth > _MOST_DEPTH or len(row := self.typed(value, dict, what)) != 1:
+            self.refuse(what, f"{value!r:.80} is no value")
+        ((kind, inner),) = row.items()
+        if kind in _ROWS:
+            found = [self.value(one, what, depth + 1) for one in self.listed(inner, _MOST_ITEMS, what)]
+            if kind == "size" and not all(type(one) is int for one in found):
+                self.refuse(what, f"{inner!r:.80} is no size")
+            return _ROWS[kind](found)
+        if kind in _NAMED:
+            return self.named(_NAMED[kind][1], inner, what)
+        if kind != "dict":
+            self.refuse(what, f"{value!r:.80} is no value")
+        return {
+            self.text(key, what): self.value(one, what, depth + 1) for key, one in self.typed(inner, dict, what).items()
+        }
+
+    def built(self, kind: Any, facts: Mapping[str, Any], more: Mapping[str, Mapping[str, Any]]) -> Any:
+        """One of torch's classes, of the facts that this release has."""
+        fields, besides = _names_of(kind), more.get(_class_of(kind), {})
+        if not besides.keys() <= fields - facts.keys():
+            self.refuse(kind.__name__, f"{sorted(besides)[:8]!r:.200} are not its further fields")
+        try:
+            return kind(**{name: fact for name, fact in facts.items() if name in fields}, **besides)
+        except TypeError as error:  # a field without a default, of which nothing could be told
+            self.refuse(kind.__name__, str(error))
+
     def item(self, value: Any) -> WriteItem:
-        row = self.listed(value, 6, "an entry")
-        if len(row) != 6:
-            self.refuse("an entry", f"{len(row)} facts, expected 6")
+        row = self.listed(value, 7, "an entry")
+        if len(row) not in (6, 7):
+            self.refuse("an entry", f"{len(row)} facts, expected 6 or 7")
         name = self.text(row[1], "a name")
         kind = self.named(_KINDS, row[0], name)
         offset = None if row[2] is None else self.size(row[2], name)
         hint = None if row[3] is None else self.number(row[3], _MOST_ITEMS, name)
-        more: dict[str, Any] = {}
+        more = self.more(row[6] if len(row) > 6 else {}, name)
+        data = tensor = None
         if row[4] is not None:
-            more["bytes_io_data"] = _bytes_data(self.number(row[4], _MOST_BYTES, name))
+            data = self.built(planner.BytesIOWriteData, {"nbytes": self.number(row[4], _MOST_BYTES, name)}, more)
         if (row[5] is None) is not (kind == WriteItemType.BYTE_IO):
             self.refuse(name, f"as {kind.name} it has {'no' if row[5] is None else 'a'} tensor")
         if row[5] is not None:
-            more["tensor_data"] = self.tensor(row[5], name)
-        return WriteItem(index=MetadataIndex(name, offset, hint), type=kind, **more)
+            tensor = self.tensor(row[5], name, more)
+        index = self.built(metadata.MetadataIndex, {"fqn": name, "offset": offset, "index": hint}, more)
+        facts = {"index": index, "type": kind, "bytes_io_data": data, "tensor_data": tensor}
+        made: WriteItem = self.built(WriteItem, facts, more)
+        return made
 
-    def tensor(self, value: Any, name: str) -> TensorWriteData:
+    def tensor(self, value: Any, name: str, more: Mapping[str, Mapping[str, Any]]) -> TensorWriteData:
         row = self.listed(value, 8, name)
         if len(row) != 8:
             self.refuse(name, f"{len(row)} facts of a tensor, expected 8")
@@ -237,13 +352,9 @@ class _Reader:
             self.refuse(name, f"{list(sizes)} at {list(offsets)} is not in {list(whole)}")
         if functools.reduce(lambda one, other: one * other, whole, 16) > _MOST_BYTES:
             self.refuse(name, f"a tensor of {list(whole)} is larger than any")
-        known = {field: fact for field, fact in facts.items() if field in _names_of(TensorProperties)}
-        return TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes), properties=TensorProperties(**known), size=whole
+        properties = self.built(metadata.TensorProperties, facts, more)
+        chunk = self.built(metadata.ChunkStorageMetadata, {"offsets": offsets, "sizes": sizes}, more)
+        made: TensorWriteData = self.built(
+            TensorWriteData, {"chunk": chunk, "properties": properties, "size": whole}, more
         )
-
-
-def _bytes_data(length: int) -> Any:
-    from torch.distributed.checkpoint import planner
-
-    return planner.BytesIOWriteData(nbytes=length)
+        return made
