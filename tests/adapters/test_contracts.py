@@ -156,6 +156,7 @@ ELSEWHERE = {
             "_skip_next_val",
             "_should_check_val_fx",
             "_should_accumulate",
+            "_on_evaluation_end",
             "_batches_that_stepped",
             "_every_n_train_steps",
             "_train_time_interval",

@@ -74,6 +74,10 @@ def test_the_seams_of_the_trainer_exist(name):
     for method in ("on_run_start", "on_advance_end"):
         assert list(inspect.signature(getattr(loop.epoch_loop, method)).parameters) == ["data_fetcher"]
     assert hasattr(loop.epoch_loop, "_skip_next_val")
+    assert loop.epoch_loop.restarted_on_train_batch_end is loop.epoch_loop.restarted_on_last is False
+    assert loop.epoch_loop.val_loop.restarting is False
+    assert callable(loop.epoch_loop.val_loop.run)
+    assert callable(loop.epoch_loop.val_loop._on_evaluation_end)
     assert list(inspect.signature(loop.epoch_loop._should_check_val_fx).parameters) == ["data_fetcher"]
     assert not inspect.signature(loop.epoch_loop._should_accumulate).parameters
     assert hasattr(loop.epoch_loop, "_batches_that_stepped")

@@ -24,7 +24,7 @@ from safe_ckpt.lightning import resume as resuming
 from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, report_commit
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.directories import TrainerDirectories
-from safe_ckpt.lightning.loop_state import BreakingOff, Continuation
+from safe_ckpt.lightning.loop_state import Continuation, Noted
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ class TrainerSaver:
         self.stopper: SafeCheckpointCallback | None = None
         self.requeue_due = False
         self.continuation: Continuation | None = None
-        self._breaking_off = BreakingOff()
+        self._noted = Noted()
         self._requeue_wished = False
         self._last_whole: SaveHandle | None = None
         self._shards = Shards(self.engine)
@@ -308,7 +308,7 @@ class TrainerSaver:
         finally:
             self.closed = True
             signals.undo_end_fit(self._trainer)
-            self._breaking_off.forget(self._trainer)
+            self._noted.forget(self._trainer)
             self.engine.close(quiet=interrupted, within_s=self._left_s() if interrupted else None)
 
     def _left_s(self) -> float:
@@ -320,7 +320,7 @@ class TrainerSaver:
         """The loops are about to run, and Lightning's own signal handlers are in place. Every rank calls this."""
         if not self.training:
             self.training = True
-            self._breaking_off.watch(self._trainer)
+            self._noted.watch(self._trainer)
             prepare_memory(self.engine, [self._trainer.lightning_module, *self._trainer.optimizers])
             self.engine.watch_signals(
                 functools.partial(signals.without_lightnings, at_requeue_signal=self._wish_requeue)
@@ -349,7 +349,7 @@ class TrainerSaver:
     def follow(self, before: TrainerSaver) -> None:
         """Continue for the ``fit`` of a saver that has ended."""
         self.training = before.training
-        self._breaking_off = before._breaking_off
+        self._noted = before._noted
 
     def agree_on_requeue(self) -> bool:
         """Whether the signal that ended the run was the one at which Lightning requeues the job. Every rank calls this."""
@@ -373,7 +373,7 @@ class TrainerSaver:
                 primary,
                 weights_only=weights_only,
                 whole=fitting and not weights_only,
-                broken_off=self._breaking_off.rng,
+                noted=self._noted,
                 shards=self._shards,
             )
         links = [Link(path=Path(os.path.abspath(path))) for path in pending.saves[1:]]
