@@ -157,6 +157,8 @@ ELSEWHERE = {
             "_should_check_val_fx",
             "_should_accumulate",
             "_on_evaluation_end",
+            "_last_train_dl_reload_epoch",
+            "_last_val_dl_reload_epoch",
             "_batches_that_stepped",
             "_every_n_train_steps",
             "_train_time_interval",

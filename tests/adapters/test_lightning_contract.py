@@ -76,6 +76,7 @@ def test_the_seams_of_the_trainer_exist(name):
     assert hasattr(loop.epoch_loop, "_skip_next_val")
     assert loop.epoch_loop.restarted_on_train_batch_end is loop.epoch_loop.restarted_on_last is False
     assert loop.epoch_loop.val_loop.restarting is False
+    assert loop._last_train_dl_reload_epoch == loop.epoch_loop.val_loop._last_val_dl_reload_epoch == float("-inf")
     assert callable(loop.epoch_loop.val_loop.run)
     assert callable(loop.epoch_loop.val_loop._on_evaluation_end)
     assert list(inspect.signature(loop.epoch_loop._should_check_val_fx).parameters) == ["data_fetcher"]

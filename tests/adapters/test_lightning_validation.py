@@ -174,3 +174,39 @@ def test_the_best_checkpoint_is_that_of_an_uninterrupted_run(tmp_path, way, name
     assert again == scores[-len(again) :]
     assert found == expected
     assert again[0][0] == 8
+
+
+@pytest.mark.parametrize(("every", "validated"), [(2, 1), (3, 2)])
+def test_loaders_are_loaded_again_in_the_epochs_of_an_uninterrupted_run(tmp_path, every, validated):
+    """reload_dataloaders_every_n_epochs counts on over a resume from any epoch, for training and for validation."""
+    pl = package("lightning.pytorch")
+    saves = save_everywhere(pl, tmp_path)
+    saves.saved = []
+
+    def fit(*callbacks, path=None):
+        pl.seed_everything(1, verbose=False)
+        module, loads = module_of(pl), []
+
+        def noting(kind, loader):
+            def load():
+                loads.append((kind, module.current_epoch))
+                return loader()
+
+            return load
+
+        module.train_dataloader = noting("training", module.train_dataloader)
+        module.val_dataloader = noting("validation", module.val_dataloader)
+        saving = SafeCheckpointCallback(dirpath=tmp_path / "own", save_top_k=0, config=QUICK)
+        more = {"max_epochs": 10, "limit_train_batches": 1, "check_val_every_n_epoch": validated}
+        made = trainer(pl, [*callbacks, saving], tmp_path, reload_dataloaders_every_n_epochs=every, **more)
+        made.fit(module, ckpt_path=path)
+        return loads
+
+    straight = fit(saves)
+    for path, _ in saves.saved[::2]:
+        counts = torch.load(path, weights_only=False)["loops"]["fit_loop"]["epoch_progress"]["current"]
+        epoch = counts["ready"] - 1
+        found = fit(path=path)
+        at_first = [next(load for load in found if load[0] == kind) for kind in ("training", "validation")]
+        later = [[load for load in loads if load[1] > epoch and load not in at_first] for loads in (found, straight)]
+        assert later[0] == later[1], path

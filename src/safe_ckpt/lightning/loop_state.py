@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import io
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,10 +185,35 @@ def continue_from(trainer: Any, continuation: Continuation) -> None:
     # Its loaders do not know where they were. Lightning would begin them anew and end the validation after the number of
     # batches that is left of it, which is one where it was over: a metric of those is none. It is done whole, or not at all.
     epoch_loop.val_loop.restarting = False
+    _count_reloads_on(trainer)
     if continuation.mid_epoch:
         _go_on_within_epoch(epoch_loop, continuation)
     else:
         _start_epoch_with(epoch_loop, finish=continuation.finish_epoch)
+
+
+def _count_reloads_on(trainer: Any) -> None:
+    """With ``reload_dataloaders_every_n_epochs`` load in the epochs of an uninterrupted run. Lightning counts from the resume."""
+    fit_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+    begun, every = fit_loop.epoch_progress.current.ready, trainer.check_val_every_n_epoch or 1
+
+    def last(epochs: Iterable[int]) -> float:
+        found = float("-inf")
+        for epoch in epochs:
+            if epoch - found >= trainer.reload_dataloaders_every_n_epochs:
+                found = epoch
+        return found
+
+    def set_up(setup_data: Callable[[], None] = lambda: None) -> None:
+        setup_data()
+        val_loop._last_val_dl_reload_epoch = last(range(every - 1, max(begun, trainer.current_epoch + 1), every))
+
+    if trainer.reload_dataloaders_every_n_epochs and begun:
+        fit_loop._last_train_dl_reload_epoch = last(range(begun))
+        if val_loop._combined_loader is None:
+            patch.once(val_loop, "setup_data", set_up)
+        else:
+            set_up()
 
 
 def let_schedulers_step(trainer: Any) -> None:
