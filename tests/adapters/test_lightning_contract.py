@@ -78,6 +78,7 @@ def test_the_seams_of_the_trainer_exist(name):
     assert loop.epoch_loop.val_loop.restarting is False
     assert loop._last_train_dl_reload_epoch == loop.epoch_loop.val_loop._last_val_dl_reload_epoch == float("-inf")
     assert callable(loop.epoch_loop.val_loop.run)
+    assert loop.epoch_loop.val_loop._has_run is False
     assert callable(loop.epoch_loop.val_loop._on_evaluation_end)
     assert list(inspect.signature(loop.epoch_loop._should_check_val_fx).parameters) == ["data_fetcher"]
     assert not inspect.signature(loop.epoch_loop._should_accumulate).parameters
@@ -90,6 +91,9 @@ def test_the_seams_of_the_trainer_exist(name):
     assert callable(trainer._signal_connector._sigterm_notifier_fn)
     assert list(inspect.signature(trainer._signal_connector._slurm_sigusr_handler_fn).parameters) == ["signum", "_"]
     assert connector._hpc_resume_path is None
+    assert connector._ckpt_path is None
+    assert connector._loaded_checkpoint == {}
+    assert next(iter(inspect.signature(connector.restore).parameters)) == "checkpoint_path"
     assert list(inspect.signature(connector.hpc_save_path).parameters) == ["folderpath"]
     assert hasattr(trainer._accelerator_connector, "cluster_environment")
     slurm = importlib.import_module(f"{name}.plugins.environments").SLURMEnvironment

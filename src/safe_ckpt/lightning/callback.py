@@ -57,8 +57,9 @@ class SafeCheckpointCallback(ModelCheckpoint):
         enable_version_counter: see there.
         config: timeouts and the like; None takes what the environment says (``SAFE_CKPT_CONFIG``), or the defaults.
         resume: ``"auto"``: ``fit`` without a ``ckpt_path`` continues from the newest valid checkpoint in ``dirpath``, verified
-            and agreed by all ranks, or starts afresh when there never was one. Needs an explicit ``dirpath``. Of several
-            callbacks in a Trainer all that say so must name one directory.
+            and agreed by all ranks, or starts afresh when there never was one. A further ``fit`` of a Trainer that has trained
+            continues with what is in memory. Needs an explicit ``dirpath``. Of several callbacks in a Trainer all that say so
+            must name one directory.
         async_save: ``False``: ``fit`` goes on only when the checkpoint is committed.
         export_to: a directory that gets the module's weights, whole and in Hugging Face's layout, when ``fit`` has ended; not
             after a signal. See ``Checkpointer.export``.
@@ -118,7 +119,6 @@ class SafeCheckpointCallback(ModelCheckpoint):
         )
         self.config = settings
         self.resume = resume
-        self._resume_due = resume == "auto"
         self.async_save = async_save
         self.export_to = export_to
         self.export_max_shard_size = export_max_shard_size
@@ -159,8 +159,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             return
         saver = self._open(trainer)
         saver.stopper = self
-        if self._resume_due:
-            self._resume_due = False  # a second fit goes on with what is in memory
+        if self.resume == "auto":
             resuming.arrange(trainer, saver, self._directory, self.FILE_EXTENSION)
 
     def _open(self, trainer: Any) -> TrainerSaver:
@@ -172,7 +171,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Take this rank's part of the checkpoint."""
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        if self._saver is not None and self._saver.continuation is None:
+        if self._saver is not None and self._saver.continuation is None and not self._saver.searching:
             size = self._saver.engine.coordinator.size
             self._saver.continuation = loop_state.prepare(checkpoint, self._saver.engine.rank, size)
             if self._saver.continuation is not None:

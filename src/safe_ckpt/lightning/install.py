@@ -10,6 +10,7 @@ from typing import Any
 from safe_ckpt.adapters.extras import refused_retention
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.errors import ConfigError
+from safe_ckpt.lightning import resume as resuming
 from safe_ckpt.lightning import signals, strategies
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.saver import TrainerSaver
@@ -34,6 +35,7 @@ def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
     io = _install_io(trainer)
     saver = TrainerSaver(trainer, config, io)
     io.saver = saver
+    resuming.keep_from_tuner(trainer, saver)
     if strategies.form_of(strategy) is not None:
         strategies.guard(trainer, saver.engine, saver.land, saver.end)
     _let_savers_save(_home(trainer))

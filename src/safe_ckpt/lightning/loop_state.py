@@ -150,7 +150,9 @@ def let_next_epoch_begin(fit_loop: Any) -> None:
     ends the epoch a second time. With ``max_epochs`` it does what is arranged here.
     """
 
-    def begin_next(reset: Callable[[], None]) -> None:
+    reset = fit_loop.reset
+
+    def begin_next() -> None:
         counts = fit_loop.epoch_progress.current
         # An epoch that was broken off is not counted as processed any more: ``go_on_within``.
         if fit_loop.restarting and counts.ready == counts.started == counts.processed:
@@ -158,7 +160,7 @@ def let_next_epoch_begin(fit_loop: Any) -> None:
             fit_loop.epoch_loop.restarting = False
         reset()
 
-    patch.once(fit_loop, "reset", begin_next)
+    patch.put(fit_loop, "reset", begin_next)  # until training begins: a finder of learning rates runs this loop before
 
 
 def _let_epoch_end(fit_loop: dict[str, Any]) -> bool:
@@ -180,11 +182,13 @@ def _let_epoch_end(fit_loop: dict[str, Any]) -> bool:
 def continue_from(trainer: Any, continuation: Continuation) -> None:
     """At ``on_train_start``: arrange that the loop goes on as it would have gone on."""
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    patch.take_away(fit_loop, "reset")
     if continuation.mine is not None:
         _put_generators_back(fit_loop, continuation.mine["rng"])
     # Its loaders do not know where they were. Lightning would begin them anew and end the validation after the number of
     # batches that is left of it, which is one where it was over: a metric of those is none. It is done whole, or not at all.
     epoch_loop.val_loop.restarting = False
+    epoch_loop.val_loop._has_run = False  # a finder of learning rates has validated, too
     _count_reloads_on(trainer)
     if continuation.mid_epoch:
         _go_on_within_epoch(epoch_loop, continuation)
@@ -193,7 +197,7 @@ def continue_from(trainer: Any, continuation: Continuation) -> None:
 
 
 def _count_reloads_on(trainer: Any) -> None:
-    """With ``reload_dataloaders_every_n_epochs`` load in the epochs of an uninterrupted run. Lightning counts from the resume."""
+    """With ``reload_dataloaders_every_n_epochs`` load in the epochs of an uninterrupted run. Lightning counts anew."""
     fit_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
     begun, every = fit_loop.epoch_progress.current.ready, trainer.check_val_every_n_epoch or 1
 
@@ -339,7 +343,7 @@ class Noted:
         self.validation: dict[str, Any] | None = None
 
     def watch(self, trainer: Any) -> None:
-        """Note them from now on, until ``forget``."""
+        """Note them from now on, until ``let_be``."""
         epoch_loop = trainer.fit_loop.epoch_loop
         val_loop = epoch_loop.val_loop
         advanced, run, ended = epoch_loop.on_advance_end, val_loop.run, val_loop._on_evaluation_end
@@ -362,12 +366,13 @@ class Noted:
         patch.put(val_loop, "run", validate)
         patch.put(val_loop, "_on_evaluation_end", on_evaluation_end)
 
-    @staticmethod
-    def forget(trainer: Any) -> None:
-        """Let the loops be as they were."""
-        epoch_loop = trainer.fit_loop.epoch_loop
-        patch.take_away(epoch_loop, "on_advance_end")
-        patch.take_away(epoch_loop.val_loop, "run", "_on_evaluation_end")
+
+def let_be(trainer: Any) -> None:
+    """Let the loops be as they were, also where ``fit`` ended before what was arranged for it."""
+    fit_loop = trainer.fit_loop
+    patch.take_away(fit_loop, "reset", "on_advance_start")
+    patch.take_away(fit_loop.epoch_loop, "on_run_start", "advance", "on_advance_end")
+    patch.take_away(fit_loop.epoch_loop.val_loop, "setup_data", "run", "_on_evaluation_end")
 
 
 def _adds_a_validation(trainer: Any, data_fetcher: Any) -> bool:

@@ -19,7 +19,7 @@ from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import RendezvousTimeout, SaveError
 from safe_ckpt.events import Hook
-from safe_ckpt.lightning import contents, signals, strategies
+from safe_ckpt.lightning import contents, loop_state, signals, strategies
 from safe_ckpt.lightning import resume as resuming
 from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, report_commit
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
@@ -47,6 +47,7 @@ class TrainerSaver:
         auto_directory: the directory of a callback with ``resume="auto"``.
         resumed_from: the checkpoint that it chose there.
         training: whether the training loop has begun: before that there is nothing to continue.
+        searching: whether a finder of learning rates or batch sizes restores what it changed.
         stopping: whether a signal ended the run: a later checkpoint would be resumed from instead of ``stopped.ckpt``.
         stopper: the callback that asks for signals: the last one, after all others have saved.
         continuation: what remains to be done before a resumed loop continues.
@@ -64,6 +65,7 @@ class TrainerSaver:
         self.auto_directory: Path | None = None
         self.resumed_from: Path | None = None
         self.training = False
+        self.searching = False
         self.stopping = False
         self.stopper: SafeCheckpointCallback | None = None
         self.requeue_due = False
@@ -308,7 +310,8 @@ class TrainerSaver:
         finally:
             self.closed = True
             signals.undo_end_fit(self._trainer)
-            self._noted.forget(self._trainer)
+            loop_state.let_be(self._trainer)
+            resuming.undo(self._trainer)
             self.engine.close(quiet=interrupted, within_s=self._left_s() if interrupted else None)
 
     def _left_s(self) -> float:
