@@ -507,3 +507,23 @@ def test_a_trainer_that_has_not_trained_resumes(tmp_path, kind):
     assert Path(made.ckpt_path).name == f"step={step}.ckpt"
     assert made.global_step == 9
     assert fingerprint(module) == expected
+
+
+def test_a_signal_leaves_the_trainers_limits(tmp_path):
+    """min_epochs and min_steps hold for the next fit, too."""
+    pl = package("lightning.pytorch")
+
+    class Signal(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        saves = SafeCheckpointCallback(dirpath=tmp_path, config=CheckpointConfig(save_on_signals=("SIGTERM",)))
+        made = trainer(pl, [Signal(), saves], tmp_path, min_epochs=2, min_steps=5)
+        made.fit(module_class(pl)())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert made.global_step == 2
+    assert (made.min_epochs, made.min_steps) == (2, 5)

@@ -149,7 +149,6 @@ def let_next_epoch_begin(fit_loop: Any) -> None:
     With ``max_steps`` Lightning takes such a run for one that was interrupted within the epoch, trains one batch too many and
     ends the epoch a second time. With ``max_epochs`` it does what is arranged here.
     """
-
     reset = fit_loop.reset
 
     def begin_next() -> None:

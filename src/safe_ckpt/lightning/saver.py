@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import CheckpointInfo, Engine, OnCommit, Planned, SaveHandle, Tracking
+from safe_ckpt.adapters import CheckpointInfo, Engine, OnCommit, Patch, Planned, SaveHandle, Tracking
 from safe_ckpt.adapters.directories import DeleteListed, HeldDirectories
 from safe_ckpt.adapters.extras import Exporter, one_shot, open_coordinator
 from safe_ckpt.adapters.planning import Destination, Facts, Link, SaveRequest, Shards, know_models, prepare_memory
@@ -72,6 +72,7 @@ class TrainerSaver:
         self.continuation: Continuation | None = None
         self._noted = Noted()
         self._requeue_wished = False
+        self._limits: list[Patch] = []
         self._last_whole: SaveHandle | None = None
         self._shards = Shards(self.engine)
         self.directories = TrainerDirectories(self.engine)
@@ -309,7 +310,7 @@ class TrainerSaver:
                 self.land()
         finally:
             self.closed = True
-            signals.undo_end_fit(self._trainer)
+            signals.undo_end_fit(self._trainer, self._limits)
             loop_state.let_be(self._trainer)
             resuming.undo(self._trainer)
             self.engine.close(quiet=interrupted, within_s=self._left_s() if interrupted else None)
@@ -328,6 +329,10 @@ class TrainerSaver:
             self.engine.watch_signals(
                 functools.partial(signals.without_lightnings, at_requeue_signal=self._wish_requeue)
             )
+
+    def end_fit(self) -> None:
+        """Let ``fit`` return after this batch."""
+        self._limits = signals.end_fit(self._trainer)
 
     def _wish_requeue(self) -> None:
         self._requeue_wished = True
