@@ -15,7 +15,6 @@ from safe_ckpt.adapters.directories import HIDDEN, is_marked
 from safe_ckpt.adapters.extras import hugging_face
 from safe_ckpt.adapters.spool import is_url, spooled
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.events import Hook
 from safe_ckpt.lightning import dataloader, install, loop_state, signals
 from safe_ckpt.lightning import resume as resuming
@@ -266,7 +265,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         if saver is None:
             return
         try:
-            if self._should_save_on_exception(trainer) and self._all_ranks_are_here(saver, name):
+            if self._should_save_on_exception(trainer) and saver.all_ranks_met_an_exception(self._directory):
                 if saver.closed:  # the exception came after the teardown; another teardown ends this saver
                     saver, before = self._open(trainer), saver
                     saver.follow(before)
@@ -408,13 +407,3 @@ class SafeCheckpointCallback(ModelCheckpoint):
         saver = getattr(trainer.strategy.checkpoint_io, "saver", None)
         held = saver is not None and saver.holds(self._directory)
         return held or (self._directory.is_dir() and os.listdir(self._directory) == [HIDDEN])
-
-    def _all_ranks_are_here(self, saver: TrainerSaver, name: str) -> bool:
-        # A rank alone must not wait in a collective for ranks that continue to train.
-        try:
-            saver.agree_on_exception()
-        except SafeCheckpointError as error:
-            message = "%s was raised; no checkpoint is saved at it, for not all ranks met an exception: %s"
-            logger.warning(message, name, error)
-            return False
-        return True

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from safe_ckpt.adapters.extras import Exporter, one_shot, open_coordinator
 from safe_ckpt.adapters.planning import Destination, Facts, Link, SaveRequest, Shards, know_models, prepare_memory
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.errors import RendezvousTimeout, SaveError
+from safe_ckpt.errors import RendezvousTimeout, SafeCheckpointError, SaveError
 from safe_ckpt.events import Hook
 from safe_ckpt.lightning import contents, loop_state, signals, strategies
 from safe_ckpt.lightning import resume as resuming
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import torch
 
     from safe_ckpt.lightning.callback import SafeCheckpointCallback
+
+logger = logging.getLogger(__name__)
 
 
 class TrainerSaver:
@@ -72,6 +74,7 @@ class TrainerSaver:
         self.continuation: Continuation | None = None
         self._noted = Noted()
         self._requeue_wished = False
+        self._alone: SafeCheckpointError | None = None
         self._limits: list[Patch] = []
         self._last_whole: SaveHandle | None = None
         self._shards = Shards(self.engine)
@@ -185,6 +188,8 @@ class TrainerSaver:
         elif self.closed:
             self._save_without_pipeline(target, weights_only)
         else:
+            if self._interrupted and not self.all_ranks_met_an_exception(path):
+                return
             pending = PendingActions(saves=[str(target)])
             handle = self.save(pending, None, None, weights_only=weights_only, wait=True)
             handle.result()  # also with on_failure="warn": the caller must know that there is no file
@@ -301,7 +306,7 @@ class TrainerSaver:
         """Finish what is in flight and close the engine. After an exception nothing here raises, to not mask it."""
         if self.closed:
             return
-        interrupted = str(getattr(self._trainer.state.status, "value", "")) == "interrupted"
+        interrupted = self._interrupted
         try:
             if interrupted:
                 with contextlib.suppress(RendezvousTimeout):  # closing says so, and gives up on what is left
@@ -314,6 +319,10 @@ class TrainerSaver:
             loop_state.let_be(self._trainer)
             resuming.undo(self._trainer)
             self.engine.close(quiet=interrupted, within_s=self._left_s() if interrupted else None)
+
+    @property
+    def _interrupted(self) -> bool:
+        return str(getattr(self._trainer.state.status, "value", "")) == "interrupted"
 
     def _left_s(self) -> float:
         if self._out_by is None:
@@ -337,22 +346,19 @@ class TrainerSaver:
     def _wish_requeue(self) -> None:
         self._requeue_wished = True
 
-    def agree_on_exception(self) -> None:
-        """Learn, within ``peer_stall_s``, whether all ranks save at an exception. Each rank that does calls this.
+    def all_ranks_met_an_exception(self, wanted: Any) -> bool:
+        """Whether all ranks save ``wanted`` at an exception; known within ``peer_stall_s``. Each rank that does calls this.
 
-        Raises:
-            SafeCheckpointError: some are not.
+        A rank alone must not wait in a collective for ranks that continue to train. An error would mask the exception.
         """
-        timeout_s = self.config.timeouts.peer_stall_s
-        if not self.closed:
-            self.engine.coordinator.agree("exception", timeout_s=timeout_s)
-            return
-        timeouts = dataclasses.replace(self.config.timeouts, barrier_s=timeout_s)
-        coordinator = open_coordinator(None, timeouts, network=self.config.network)
-        try:
-            coordinator.agree("exception", timeout_s=timeout_s)
-        finally:
-            coordinator.release(keep=True)
+        if self._alone is None:  # who did not come will not come any more
+            try:
+                signals.meet_at_exception(None if self.closed else self.engine, self.config)
+            except SafeCheckpointError as error:
+                self._alone = error
+        if self._alone is not None:
+            logger.warning("%s: not saved at an exception, for not all ranks met one: %s", wanted, self._alone)
+        return self._alone is None
 
     def follow(self, before: TrainerSaver) -> None:
         """Continue for the ``fit`` of a saver that has ended."""

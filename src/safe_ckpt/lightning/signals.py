@@ -19,7 +19,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from safe_ckpt.adapters import patch
+from safe_ckpt.adapters import Engine, patch
+from safe_ckpt.adapters.extras import open_coordinator
 from safe_ckpt.config import CheckpointConfig
 
 STOPPED_NAME = "stopped"
@@ -64,6 +65,28 @@ def undo_end_fit(trainer: Any, limits: Iterable[patch.Patch]) -> None:
     patch.take_away(trainer.fit_loop.epoch_loop, "_should_check_val_fx")
     for limit in limits:
         limit.give_back()
+
+
+def meet_at_exception(engine: Engine | None, config: CheckpointConfig) -> None:
+    """Learn, within ``peer_stall_s``, whether all ranks save at an exception. Each rank that does calls this.
+
+    Args:
+        engine: where the ranks meet; None when it is closed.
+        config: the settings.
+
+    Raises:
+        SafeCheckpointError: some are not.
+    """
+    timeout_s = config.timeouts.peer_stall_s
+    if engine is not None:
+        engine.coordinator.agree("exception", timeout_s=timeout_s)
+        return
+    timeouts = dataclasses.replace(config.timeouts, barrier_s=timeout_s)
+    coordinator = open_coordinator(None, timeouts, network=config.network)
+    try:
+        coordinator.agree("exception", timeout_s=timeout_s)
+    finally:
+        coordinator.release(keep=True)
 
 
 def without_lightnings(handler: Any, at_requeue_signal: Callable[[], None]) -> Any:
