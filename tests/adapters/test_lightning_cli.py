@@ -7,6 +7,7 @@ import typing
 from datetime import timedelta
 
 import pytest
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -128,7 +129,15 @@ def test_a_value_that_is_not_allowed_is_refused_before_training(tmp_path, argume
 
 
 def test_the_environment_is_used_where_no_config_is_given(tmp_path, monkeypatch):
-    """The file of SAFE_CKPT_CONFIG and a variable over it; a config that is given is left as it is; both are checked."""
+    """The file of SAFE_CKPT_CONFIG and a variable over it; a config that is given is left as it is; both are checked.
+
+    What the environment says is refused when fit begins, on every rank: where the callback is made the ranks cannot meet.
+    """
+
+    def begin():
+        plain = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        Trainer(callbacks=[SafeCheckpointCallback(tmp_path)], max_steps=1, **plain).fit(BoringModel())
+
     file = tmp_path / "ckpt.yaml"
     file.write_text("timeouts: {barrier_s: 9}\nlease_s: 9")
     monkeypatch.setenv("SAFE_CKPT_CONFIG", str(file))
@@ -140,10 +149,10 @@ def test_the_environment_is_used_where_no_config_is_given(tmp_path, monkeypatch)
     with pytest.raises(
         ConfigError, match=r"ckpt\.yaml:1: retention\.keep_last: save_top_k.*take the rules of retention out"
     ):
-        SafeCheckpointCallback(tmp_path)
+        begin()
     monkeypatch.setenv("SAFE_CKPT__RETENTION__KEEP_LAST", "3")
     with pytest.raises(ConfigError, match=r"^SAFE_CKPT__RETENTION__KEEP_LAST: retention\.keep_last: save_top_k"):
-        SafeCheckpointCallback(tmp_path)
+        begin()
     with pytest.raises(ConfigError, match=r"config\.retention: save_top_k"):
         SafeCheckpointCallback(tmp_path, config=CheckpointConfig(retention=Retention(keep_last=2)))
 

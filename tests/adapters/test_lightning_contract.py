@@ -75,6 +75,12 @@ def test_the_seams_of_the_trainer_exist(name):
     for method in ("on_run_start", "on_advance_end"):
         assert list(inspect.signature(getattr(loop.epoch_loop, method)).parameters) == ["data_fetcher"]
     assert hasattr(loop.epoch_loop, "_skip_next_val")
+    assert loop.epoch_loop.restarted_on_train_batch_end is loop.epoch_loop.restarted_on_last is False
+    assert loop.epoch_loop.val_loop.restarting is False
+    assert loop._last_train_dl_reload_epoch == loop.epoch_loop.val_loop._last_val_dl_reload_epoch == float("-inf")
+    assert callable(loop.epoch_loop.val_loop.run)
+    assert loop.epoch_loop.val_loop._has_run is False
+    assert callable(loop.epoch_loop.val_loop._on_evaluation_end)
     assert list(inspect.signature(loop.epoch_loop._should_check_val_fx).parameters) == ["data_fetcher"]
     assert not inspect.signature(loop.epoch_loop._should_accumulate).parameters
     assert hasattr(loop.epoch_loop, "_batches_that_stepped")
@@ -86,6 +92,9 @@ def test_the_seams_of_the_trainer_exist(name):
     assert callable(trainer._signal_connector._sigterm_notifier_fn)
     assert list(inspect.signature(trainer._signal_connector._slurm_sigusr_handler_fn).parameters) == ["signum", "_"]
     assert connector._hpc_resume_path is None
+    assert connector._ckpt_path is None
+    assert connector._loaded_checkpoint == {}
+    assert next(iter(inspect.signature(connector.restore).parameters)) == "checkpoint_path"
     assert list(inspect.signature(connector.hpc_save_path).parameters) == ["folderpath"]
     assert hasattr(trainer._accelerator_connector, "cluster_environment")
     slurm = importlib.import_module(f"{name}.plugins.environments").SLURMEnvironment

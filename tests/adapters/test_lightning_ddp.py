@@ -219,7 +219,10 @@ def test_the_users_own_saves_on_two_ranks(tmp_path):
 
 
 def test_an_exception_on_one_rank_ends_promptly(tmp_path):
-    """Only rank 1 raises, and save_on_exception asks for a save that rank 0 will not join: no hang, no masked exception."""
+    """Only rank 1 raises, and save_on_exception asks for a save that rank 0 will not join: no hang, no masked exception.
+
+    Lightning's OnExceptionCheckpoint beside it is bound by the same wait.
+    """
     body = """
         if __name__ == "__main__":
             class Boom(pl.Callback):
@@ -228,7 +231,8 @@ def test_an_exception_on_one_rank_ends_promptly(tmp_path):
                         raise KeyError("mine")
             callback = SafeCheckpointCallback(dirpath=folder, config=CONFIG, save_on_exception=True, save_top_k=-1)
             note_start(folder)
-            made = trainer(pl, [Boom(), callback], folder, strategy="ddp", devices=2, max_epochs=8)
+            other = pl.callbacks.OnExceptionCheckpoint(folder / "other")
+            made = trainer(pl, [Boom(), other, callback], folder, strategy="ddp", devices=2, max_epochs=8)
             made.fit(module_class(pl)())
     """
     done = run(script(tmp_path, body), tmp_path / "exp")

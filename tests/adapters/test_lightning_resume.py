@@ -1,11 +1,13 @@
 """Resuming a Trainer: bit for bit, from any kind of save, with either Lightning package."""
 
 import contextlib
+import importlib
 import logging
 import os
 import pathlib
 import signal
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -448,3 +450,80 @@ def test_a_signal_saves_where_the_resume_looks(tmp_path, other):
     second = SafeCheckpointCallback(dirpath=tmp_path / "b", config=settings, **other)
     found, made, _ = resume_once(tmp_path / "a", second, config=settings)
     assert found == "stopped.ckpt"
+
+
+class Failure(Exception):
+    """What a hook of the user's raises."""
+
+
+@pytest.mark.parametrize("kind", ["lr_find", "finder", "failed setup", "new Trainer"])
+def test_a_trainer_that_has_not_trained_resumes(tmp_path, kind):
+    """Whatever came before: a finder, a fit that failed in a hook, another Trainer with the same callback."""
+    pl, step = package("lightning.pytorch"), 6 if kind == "finder" else 5
+    tuner = importlib.import_module("lightning.pytorch.tuner")
+
+    class Fails(pl.Callback):
+        left = 2
+
+        def setup(self, trainer, pl_module, stage):
+            if kind == "failed setup" and self.left:
+                self.left -= 1
+                raise Failure
+
+    class Module(module_class(pl)):
+        def __init__(self):
+            super().__init__(loader=resumable)
+            self.lr, self.batch_size = 0.1, 4
+
+    def run(folder, stop=None, *, resumed=False, seed=1):
+        pl.seed_everything(seed, verbose=False)
+        module = Module()
+        saves = SafeCheckpointCallback(
+            dirpath=folder, every_n_train_steps=1, save_top_k=-1, filename="{step}", resume="auto"
+        )
+        callbacks = [saves, Fails(), *([stop_at(pl, stop)] if stop is not None else [])]
+        if kind == "finder" and resumed:
+            callbacks.append(pl.callbacks.LearningRateFinder(num_training_steps=3))
+        made = trainer(pl, callbacks, tmp_path / "root", max_steps=9, max_epochs=-1)
+        if resumed and kind == "lr_find":
+            tuner.Tuner(made).lr_find(module, num_training=3)
+        while True:
+            with contextlib.suppress(Stop):
+                try:
+                    made.fit(module)
+                except Failure:
+                    continue
+            return module, saves, made
+
+    expected = fingerprint(run(tmp_path / "straight")[0])
+    _, saves, _ = run(tmp_path / "resumed", step)
+    if kind == "new Trainer":
+        pl.seed_everything(77, verbose=False)
+        module = Module()
+        made = trainer(pl, [saves], tmp_path / "root", max_steps=9, max_epochs=-1)
+        made.fit(module)
+    else:
+        module, saves, made = run(tmp_path / "resumed", resumed=True, seed=77)
+    assert Path(made.ckpt_path).name == f"step={step}.ckpt"
+    assert made.global_step == 9
+    assert fingerprint(module) == expected
+
+
+def test_a_signal_leaves_the_trainers_limits(tmp_path):
+    """min_epochs and min_steps hold for the next fit, too."""
+    pl = package("lightning.pytorch")
+
+    class Signal(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        saves = SafeCheckpointCallback(dirpath=tmp_path, config=CheckpointConfig(save_on_signals=("SIGTERM",)))
+        made = trainer(pl, [Signal(), saves], tmp_path, min_epochs=2, min_steps=5)
+        made.fit(module_class(pl)())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert made.global_step == 2
+    assert (made.min_epochs, made.min_steps) == (2, 5)

@@ -5,7 +5,14 @@ import time
 
 import pytest
 
-from safe_ckpt import CheckpointConfig, Checkpointer, Retention, SafeCheckpointError
+from safe_ckpt import (
+    CheckpointConfig,
+    Checkpointer,
+    Retention,
+    SafeCheckpointError,
+    consolidate_offloaded,
+    set_up_directory,
+)
 from safe_ckpt.core.coordination.agreed_config import config_of_all
 from safe_ckpt.errors import ConfigError, DesyncError
 from safe_ckpt.testing import spawn_ranks, values
@@ -80,3 +87,45 @@ def test_arguments_that_differ_are_an_error_at_once(tmp_path, configs, said):
     for error in errors:
         assert type(error) is DesyncError
         assert said in str(error)
+
+
+def _enter(rank, folder, bad):
+    """Each entry point, with a wrong environment on one rank: the error and the seconds, or what came of it."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from safe_ckpt.lightning import SafeCheckpointCallback
+
+    def train():
+        callback = SafeCheckpointCallback(dirpath=folder / "lightning")
+        plain = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        made = Trainer(callbacks=[callback], strategy="ddp", devices=2, max_epochs=0, **plain)
+        made.fit(BoringModel())
+
+    def modes():
+        set_up_directory(folder / "made", mode="any" if rank == bad else "fresh")
+
+    if rank == bad:
+        os.environ["SAFE_CKPT__TIMEOUTS__BARRIER_S"] = "0"
+    os.environ.update(
+        LOCAL_RANK=str(rank), WORLD_SIZE="2", RANK=str(rank), TORCHELASTIC_RUN_ID="1", LOCAL_WORLD_SIZE="2"
+    )
+    found = []
+    for enter in (lambda: consolidate_offloaded({}, folder / "offloaded"), modes, train):
+        begun = time.monotonic()
+        with pytest.raises(ConfigError) as raised:
+            enter()
+        found.append((str(raised.value), time.monotonic() - begun))
+    return found
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_what_one_rank_refuses_every_entry_point_refuses_on_all(tmp_path, bad):
+    """consolidate_offloaded, set_up_directory, Lightning's callback: what is wrong on one rank is the same error on both."""
+    first, second = values(spawn_ranks(_enter, 2, tmp_path, bad, timeout_s=120))
+    for one, other in zip(first, second, strict=True):
+        assert one[0] == other[0]
+        assert max(one[1], other[1]) < 20
+    assert f"(rank {bad})" in first[0][0]
+    assert "fresh" in first[1][0]
+    assert f"(rank {bad})" in first[2][0]

@@ -15,13 +15,11 @@ from safe_ckpt.adapters.directories import HIDDEN, is_marked
 from safe_ckpt.adapters.extras import hugging_face
 from safe_ckpt.adapters.spool import is_url, spooled
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.events import Hook
-from safe_ckpt.lightning import dataloader, loop_state, signals
+from safe_ckpt.lightning import dataloader, install, loop_state, signals
 from safe_ckpt.lightning import resume as resuming
 from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, known_paths, reconcile
 from safe_ckpt.lightning.compat import ModelCheckpoint
-from safe_ckpt.lightning.install import check_arguments, install, install_for_loading, overrides_saving, refuse_remote
 from safe_ckpt.lightning.saver import TrainerSaver
 
 logger = logging.getLogger(__name__)
@@ -57,8 +55,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
         enable_version_counter: see there.
         config: timeouts and the like; None takes what the environment says (``SAFE_CKPT_CONFIG``), or the defaults.
         resume: ``"auto"``: ``fit`` without a ``ckpt_path`` continues from the newest valid checkpoint in ``dirpath``, verified
-            and agreed by all ranks, or starts afresh when there never was one. Needs an explicit ``dirpath``. Of several
-            callbacks in a Trainer all that say so must name one directory.
+            and agreed by all ranks, or starts afresh when there never was one; a Trainer that has trained goes on as it is.
+            Needs an explicit ``dirpath``. Of several callbacks in a Trainer all that say so must name one directory.
         async_save: ``False``: ``fit`` goes on only when the checkpoint is committed.
         export_to: a directory that gets the module's weights, whole and in Hugging Face's layout, when ``fit`` has ended; not
             after a signal. See ``Checkpointer.export``.
@@ -67,7 +65,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
 
     Raises:
         ConfigError: ``resume="auto"`` without ``dirpath`` or with ``save_weights_only``; a remote ``dirpath``; a setting that
-            has no meaning here: a ``Retention``, ``on_busy``, ``max_in_flight``.
+            has no meaning here: a ``Retention``, ``on_busy``, ``max_in_flight``. One of the environment: when ``fit`` begins.
     """
 
     def __init__(
@@ -95,10 +93,11 @@ class SafeCheckpointCallback(ModelCheckpoint):
         hooks: Sequence[Hook] = (),
     ) -> None:
         hugging_face.parse_size(export_max_shard_size, "export_max_shard_size")
-        settings = CheckpointConfig.from_environment() if config is None else config
+        self._given = dirpath, config
+        self.config = config or install.settings_of_this_process()
         if dirpath is not None and is_url(dirpath, "dirpath"):
-            dirpath, settings = spooled(str(dirpath), settings, key="dirpath")
-        check_arguments(dirpath, settings, resume, save_weights_only=save_weights_only, from_environment=config is None)
+            dirpath, self.config = spooled(str(dirpath), self.config, key="dirpath")
+        install.check_arguments(dirpath, config or CheckpointConfig(), resume, save_weights_only=save_weights_only)
         super().__init__(
             dirpath=dirpath,
             filename=filename,
@@ -116,9 +115,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             save_on_train_epoch_end=save_on_train_epoch_end,
             enable_version_counter=enable_version_counter,
         )
-        self.config = settings
         self.resume = resume
-        self._resume_due = resume == "auto"
         self.async_save = async_save
         self.export_to = export_to
         self.export_max_shard_size = export_max_shard_size
@@ -128,8 +125,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
     # ------------------------------------------------------------------ identity
 
     def _generate_state_key(self, **kwargs: Any) -> str:
-        # ModelCheckpoint's own key, so that runs move between the two in both directions.
-        return f"ModelCheckpoint{kwargs!r}"
+        return f"ModelCheckpoint{kwargs!r}"  # its own key: runs move between the two in both directions
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in _LIVE}
@@ -148,29 +144,31 @@ class SafeCheckpointCallback(ModelCheckpoint):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Install the I/O, take the directory, and arrange the resume."""
+        fitting = str(getattr(stage, "value", stage)) == "fit" and not trainer.fast_dev_run
+        if fitting:
+            self.config = install.settings_of_all(self, *self._given)
         with warnings.catch_warnings():
             if self.resume == "auto" or self._holds_only_ours(trainer):
                 warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
-        refuse_remote(self.dirpath)
+        install.refuse_remote(self.dirpath)
         self._forget_live()
-        if str(getattr(stage, "value", stage)) != "fit" or trainer.fast_dev_run:
-            install_for_loading(trainer)
+        if not fitting:
+            install.install_for_loading(trainer)
             return
         saver = self._open(trainer)
         saver.stopper = self
-        if self._resume_due:
-            self._resume_due = False  # a second fit goes on with what is in memory
+        if self.resume == "auto":
             resuming.arrange(trainer, saver, self._directory, self.FILE_EXTENSION)
 
     def _open(self, trainer: Any) -> TrainerSaver:
-        self._saver = install(trainer, self.config, self.hooks, self._directory, self.FILE_EXTENSION)
+        self._saver = install.install(trainer, self.config, self.hooks, self._directory, self.FILE_EXTENSION)
         return self._saver
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Take this rank's part of the checkpoint."""
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        if self._saver is not None and self._saver.continuation is None:
+        if self._saver is not None and self._saver.continuation is None and not self._saver.searching:
             size = self._saver.engine.coordinator.size
             self._saver.continuation = loop_state.prepare(checkpoint, self._saver.engine.rank, size)
             if self._saver.continuation is not None:
@@ -224,7 +222,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             )
         saver.stopping = True
         saver.settle()
-        signals.end_fit(trainer)
+        saver.end_fit()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Requeue the job if that is due: everything is committed and no directory is held, so SLURM may end it now."""
@@ -265,7 +263,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         if saver is None:
             return
         try:
-            if self._should_save_on_exception(trainer) and self._all_ranks_are_here(saver, name):
+            if self._should_save_on_exception(trainer) and saver.all_ranks_met_an_exception(self._directory):
                 if saver.closed:  # the exception came after the teardown; another teardown ends this saver
                     saver, before = self._open(trainer), saver
                     saver.follow(before)
@@ -311,7 +309,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             self._saved_state = SavedCallbackState.of(self)
 
     def _monitor_candidates(self, trainer: Any) -> dict[str, Any]:
-        # A metric logged without sync_dist differs between ranks, and so would file names and scores: rank 0's value is used.
+        # Without sync_dist a metric differs between ranks, and so would names and scores: rank 0's value is used.
         candidates: dict[str, Any] = super()._monitor_candidates(trainer)
         if trainer.world_size == 1:
             return candidates
@@ -352,7 +350,9 @@ class SafeCheckpointCallback(ModelCheckpoint):
 
     def _is_looked_at(self, trainer: Any) -> bool:
         """Whether a subclass of this, or of the Trainer, may use the file right after the save."""
-        return type(self)._save_checkpoint is not SafeCheckpointCallback._save_checkpoint or overrides_saving(trainer)
+        return type(self)._save_checkpoint is not SafeCheckpointCallback._save_checkpoint or install.overrides_saving(
+            trainer
+        )
 
     def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:  # type: ignore[override]
         if self._pending is None:
@@ -405,13 +405,3 @@ class SafeCheckpointCallback(ModelCheckpoint):
         saver = getattr(trainer.strategy.checkpoint_io, "saver", None)
         held = saver is not None and saver.holds(self._directory)
         return held or (self._directory.is_dir() and os.listdir(self._directory) == [HIDDEN])
-
-    def _all_ranks_are_here(self, saver: TrainerSaver, name: str) -> bool:
-        # A rank alone must not wait in a collective for ranks that continue to train.
-        try:
-            saver.agree_on_exception()
-        except SafeCheckpointError as error:
-            message = "%s was raised; no checkpoint is saved at it, for not all ranks met an exception: %s"
-            logger.warning(message, name, error)
-            return False
-        return True

@@ -32,7 +32,7 @@ def planned(
     *,
     weights_only: bool | None,
     whole: bool,
-    broken_off: dict[str, Any] | None,
+    noted: loop_state.Noted,
     shards: Shards,
 ) -> Planned:
     """The planned files of this rank, or what went wrong. Nothing is raised before all ranks know of it.
@@ -44,11 +44,11 @@ def planned(
         path: the file's final name.
         weights_only: as in ``Trainer.save_checkpoint``.
         whole: whether the generators and loaders of all ranks belong to it.
-        broken_off: the generators' states at which this epoch was broken off; None where it was not.
+        noted: what the generators were where a resume has to go on.
         shards: plans states of which every rank has a part.
     """
     attempt = Attempt()
-    capture = functools.partial(loop_state.capture, trainer, broken_off) if whole else None
+    capture = functools.partial(loop_state.capture, trainer, noted) if whole else None
     checkpoint = _whole_checkpoint(engine, trainer, io, path, weights_only, capture, attempt)
     form = strategies.form_of(trainer.strategy)
     if form is not None and form.engine:

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from safe_ckpt.adapters import config_of_all
 from safe_ckpt.adapters.extras import refused_retention
+from safe_ckpt.adapters.spool import is_url, spooled
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
+from safe_ckpt.lightning import resume as resuming
 from safe_ckpt.lightning import signals, strategies
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.saver import TrainerSaver
@@ -53,6 +56,7 @@ def install(
         undo.callback(saver.give_up)
         saver.take(hooks, directory, suffix)
         undo.pop_all()
+    resuming.keep_from_tuner(trainer, saver)
     if strategies.form_of(strategy) is not None:
         strategies.guard(trainer, saver.engine, saver.land, saver.end)
     _let_savers_save(_home(trainer))
@@ -164,6 +168,36 @@ def check_arguments(
         message = 'is missing: resume="auto" needs it, for the default one is new with every run. Give a dirpath'
         raise ConfigError(key="dirpath", message=message)
     refuse_remote(dirpath)
+
+
+def settings_of_this_process() -> CheckpointConfig:
+    """The settings of the environment, or the defaults where it is wrong: ``settings_of_all`` says that, on all ranks."""
+    try:
+        return CheckpointConfig.from_environment()
+    except ConfigError:
+        return CheckpointConfig()
+
+
+def settings_of_all(callback: Any, given: str | Path | None, config: CheckpointConfig | None) -> CheckpointConfig:
+    """The settings of a callback, where the program gave none those of the environment. Every rank calls this.
+
+    Args:
+        callback: a SafeCheckpointCallback.
+        given: the ``dirpath`` that it was given; its own is another one where that is an address.
+        config: the settings that it was given.
+
+    Raises:
+        ConfigError: what one rank's environment says is not allowed; on every rank.
+        DesyncError: the ranks' environments say different things.
+    """
+    if config is not None:
+        return callback.config  # type: ignore[no-any-return]
+    config = config_of_all(None)
+    if given is not None and is_url(given, "dirpath"):
+        config = spooled(str(given), config, key="dirpath")[1]
+    resume, only = callback.resume, callback.save_weights_only
+    check_arguments(callback.dirpath, config, resume, save_weights_only=only, from_environment=True)
+    return config
 
 
 def refuse_remote(dirpath: str | Path | None) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import io
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,22 +27,23 @@ logger = logging.getLogger(__name__)
 KEY = "safe_ckpt"
 
 
-def capture(trainer: Any, broken_off: dict[str, Any] | None) -> dict[str, Any]:
+def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
     """What this rank contributes at a save.
 
     Args:
         trainer: in ``fit``.
-        broken_off: what the generators were where this epoch was broken off; None where it was not.
+        noted: what the generators were where it is to go on, if that is not here.
     """
     loop = trainer.fit_loop
     ended = at_end(loop)
-    rng = get_rng_state() if broken_off is None or ended else broken_off
+    broken_off = None if ended else noted.broken_off
+    rng = broken_off or noted.validation or get_rng_state()
     states = []
     if loop._combined_loader is not None:
         unseen = unprocessed(vars(loop.epoch_loop.batch_progress.current)) + _ahead(loop)
         states = dataloader.states(loop._combined_loader, ended=ended, unseen=unseen, now=rng)
-    due = not ended and broken_off is None and _is_validation_due(trainer)
-    return {"rng": rng, "loaders": states, "mid_epoch": not ended, "validation_due": due}
+    again = broken_off is None and noted.validation is not None
+    return {"rng": rng, "loaders": states, "mid_epoch": not ended, "validate_again": again}
 
 
 def to_text(contribution: Mapping[str, Any]) -> str:
@@ -68,12 +69,14 @@ class Continuation:
         mid_epoch: whether the epoch of the checkpoint had not ended.
         finish_epoch: whether it was saved after the last batch of an epoch, before what follows that.
         broken_off: whether it was saved after an epoch was broken off.
+        validate_again: whether it was saved within a validation.
     """
 
     mine: dict[str, Any] | None
     mid_epoch: bool
     finish_epoch: bool
     broken_off: bool
+    validate_again: bool
 
 
 def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | None:
@@ -100,22 +103,35 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
         )
     state, batch = fit_loop.get("state_dict", {}), fit_loop["epoch_loop.batch_progress"]
     mid_epoch = bool(saved[0]["mid_epoch"]) if saved else not ended(batch)
-    if mid_epoch:
-        batch["is_last_batch"] = False  # an exception came while that batch was trained on: it is to be done again
+    # One field, of the first rank: all ranks do the same, also those that were not there.
+    validate_again = bool(saved and saved[0].get("validate_again"))
     if saved:
         mine = saved[rank] if rank < len(saved) else None
     else:
         mine = _of_stock(state.get("combined_loader", []), batch["current"]) if size == 1 else None
     if mine is not None and "state_dict" in fit_loop:
         state["combined_loader"] = mine["loaders"]
-    if not mid_epoch and "combined_loader" in state:
+    if mid_epoch:
+        _take_back(batch)
+    elif "combined_loader" in state:
         state["combined_loader"] = [dataloader.at_end(one) for one in state["combined_loader"]]
     return Continuation(
         mine=mine,
         mid_epoch=mid_epoch,
-        finish_epoch=_let_epoch_end(fit_loop),
+        finish_epoch=_let_epoch_end(fit_loop) or (validate_again and not mid_epoch),
         broken_off=mid_epoch and go_on_within(fit_loop),
+        validate_again=validate_again,
     )
+
+
+def _take_back(batch_progress: dict[str, Any]) -> None:
+    """An exception came while a batch was trained on: it is to be done again, so that it does not count, as none does.
+
+    Lightning leaves it in the total, which tells when a validation is due with ``check_val_every_n_epoch=None``.
+    """
+    batch_progress["is_last_batch"] = False
+    for count in (batch_progress["total"], batch_progress["current"]):
+        count["ready"] = count["started"] = count["processed"]
 
 
 def _of_stock(states: Sequence[Any], batches: Mapping[str, int]) -> dict[str, Any] | None:
@@ -133,8 +149,9 @@ def let_next_epoch_begin(fit_loop: Any) -> None:
     With ``max_steps`` Lightning takes such a run for one that was interrupted within the epoch, trains one batch too many and
     ends the epoch a second time. With ``max_epochs`` it does what is arranged here.
     """
+    reset = fit_loop.reset
 
-    def begin_next(reset: Callable[[], None]) -> None:
+    def begin_next() -> None:
         counts = fit_loop.epoch_progress.current
         # An epoch that was broken off is not counted as processed any more: ``go_on_within``.
         if fit_loop.restarting and counts.ready == counts.started == counts.processed:
@@ -142,7 +159,7 @@ def let_next_epoch_begin(fit_loop: Any) -> None:
             fit_loop.epoch_loop.restarting = False
         reset()
 
-    patch.once(fit_loop, "reset", begin_next)
+    patch.put(fit_loop, "reset", begin_next)  # until training begins: a finder of learning rates runs this loop before
 
 
 def _let_epoch_end(fit_loop: dict[str, Any]) -> bool:
@@ -163,16 +180,43 @@ def _let_epoch_end(fit_loop: dict[str, Any]) -> bool:
 
 def continue_from(trainer: Any, continuation: Continuation) -> None:
     """At ``on_train_start``: arrange that the loop goes on as it would have gone on."""
-    fit_loop, mine = trainer.fit_loop, continuation.mine
-    if mine is not None:
-        _put_generators_back(fit_loop, mine["rng"])
-    if not continuation.mid_epoch:
-        _start_epoch_with(fit_loop.epoch_loop, finish=continuation.finish_epoch)
-        return
-    if continuation.broken_off:
-        _train_at_once(fit_loop.epoch_loop)
-    elif mine is not None and mine.get("validation_due"):
-        _validate_at_once(fit_loop.epoch_loop)
+    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    patch.take_away(fit_loop, "reset")
+    if continuation.mine is not None:
+        _put_generators_back(fit_loop, continuation.mine["rng"])
+    # Its loaders do not know where they were. Lightning would begin them anew and end the validation after the number of
+    # batches that is left of it, which is one where it was over: a metric of those is none. It is done whole, or not at all.
+    epoch_loop.val_loop.restarting = False
+    epoch_loop.val_loop._has_run = False  # a finder of learning rates has validated, too
+    _count_reloads_on(trainer)
+    if continuation.mid_epoch:
+        _go_on_within_epoch(epoch_loop, continuation)
+    else:
+        _start_epoch_with(epoch_loop, finish=continuation.finish_epoch)
+
+
+def _count_reloads_on(trainer: Any) -> None:
+    """With ``reload_dataloaders_every_n_epochs`` load in the epochs of an uninterrupted run. Lightning counts anew."""
+    fit_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+    begun, every = fit_loop.epoch_progress.current.ready, trainer.check_val_every_n_epoch or 1
+
+    def last(epochs: Iterable[int]) -> float:
+        found = float("-inf")
+        for epoch in epochs:
+            if epoch - found >= trainer.reload_dataloaders_every_n_epochs:
+                found = epoch
+        return found
+
+    def set_up(setup_data: Callable[[], None] = lambda: None) -> None:
+        setup_data()
+        val_loop._last_val_dl_reload_epoch = last(range(every - 1, max(begun, trainer.current_epoch + 1), every))
+
+    if trainer.reload_dataloaders_every_n_epochs and begun:
+        fit_loop._last_train_dl_reload_epoch = last(range(begun))
+        if val_loop._combined_loader is None:
+            patch.once(val_loop, "setup_data", set_up)
+        else:
+            set_up()
 
 
 def let_schedulers_step(trainer: Any) -> None:
@@ -194,33 +238,25 @@ def _put_generators_back(fit_loop: Any, rng: Mapping[str, Any]) -> None:
     patch.once(fit_loop, "on_advance_start", put_back)
 
 
-def _train_at_once(epoch_loop: Any) -> None:
-    """What follows a batch was done before the epoch was broken off: the validation, if it was due, and the schedulers."""
+def _go_on_within_epoch(epoch_loop: Any, continuation: Continuation) -> None:
+    """What followed the last batch was done before the save, and is not done again, but for a validation that was not over.
+
+    Lightning would leave that out. Where it was over, Lightning would draw from the generators once more.
+    """
 
     def begin(on_run_start: Callable[[Any], None], data_fetcher: Any) -> None:
         on_run_start(data_fetcher)
-        epoch_loop.restarting = False
-
-    patch.once(epoch_loop, "on_run_start", begin)
-
-
-def _validate_at_once(epoch_loop: Any) -> None:
-    """The save came before a validation within the epoch. Lightning would leave that validation out."""
+        before = epoch_loop.restarted_on_train_batch_end and not continuation.broken_off
+        if (before or continuation.validate_again) and epoch_loop._should_check_val_fx(data_fetcher):
+            patch.once(epoch_loop, "advance", leave_out_the_batch)
+        else:
+            epoch_loop.restarting = False
 
     def leave_out_the_batch(_: Callable[[Any], None], __: Any) -> None:
-        epoch_loop.val_loop.restarting = False
-        if not epoch_loop._should_accumulate():
+        if not epoch_loop.restarted_on_last and not epoch_loop._should_accumulate():
             epoch_loop._batches_that_stepped -= 1  # counted once already, for the restart
 
-    patch.once(epoch_loop, "advance", leave_out_the_batch)
-
-
-def _is_validation_due(trainer: Any) -> bool:
-    """Whether a validation within the epoch follows the batch that was trained on last."""
-    loop = trainer.fit_loop.epoch_loop
-    counts = loop.batch_progress.current
-    before = counts.ready == counts.processed == counts.completed + 1
-    return bool(before and not trainer.validating and loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
+    patch.once(epoch_loop, "on_run_start", begin)
 
 
 def _start_epoch_with(epoch_loop: Any, *, finish: bool) -> None:
@@ -289,36 +325,53 @@ def go_on_within(fit_loop: dict[str, Any]) -> bool:
     return True
 
 
-class BreakingOff:
-    """Notes what the random generators are when an epoch is broken off.
+class Noted:
+    """Notes what the random generators are where a resume may have to go on, if a save comes later than that.
 
-    What follows is not part of a run that goes on: the hooks at the end of an epoch, and the validation that Lightning adds
-    when it was told to stop. All of them may be random, and a validation loader is.
+    What follows when an epoch is broken off is not part of a run that goes on: the hooks at the end of an epoch, and the
+    validation that Lightning adds when it was told to stop. A validation that an exception breaks off is done again. All of
+    them may be random, and a validation loader is.
 
     Attributes:
-        rng: what they were; None while the epoch goes on.
+        broken_off: what they were when this epoch was broken off; None while it goes on.
+        validation: what they were before the validation that is under way; None where there is none, or it is over.
     """
 
     def __init__(self) -> None:
-        self.rng: dict[str, Any] | None = None
+        self.broken_off: dict[str, Any] | None = None
+        self.validation: dict[str, Any] | None = None
 
     def watch(self, trainer: Any) -> None:
-        """Note it from now on, until ``forget``."""
+        """Note them from now on, until ``let_be``."""
         epoch_loop = trainer.fit_loop.epoch_loop
-        original = epoch_loop.on_advance_end
+        val_loop = epoch_loop.val_loop
+        advanced, run, ended = epoch_loop.on_advance_end, val_loop.run, val_loop._on_evaluation_end
 
         def on_advance_end(data_fetcher: Any) -> None:
-            self.rng = get_rng_state() if _adds_a_validation(trainer, data_fetcher) else None
-            original(data_fetcher)
-            if self.rng is None and epoch_loop.done and not at_end(trainer.fit_loop):
-                self.rng = get_rng_state()
+            self.broken_off = get_rng_state() if _adds_a_validation(trainer, data_fetcher) else None
+            advanced(data_fetcher)
+            if self.broken_off is None and epoch_loop.done and not at_end(trainer.fit_loop):
+                self.broken_off = get_rng_state()
+
+        def validate() -> Any:
+            self.validation = get_rng_state()
+            return run()
+
+        def on_evaluation_end(*args: Any, **kwargs: Any) -> None:
+            self.validation = None  # from here on its result is used
+            ended(*args, **kwargs)
 
         patch.put(epoch_loop, "on_advance_end", on_advance_end)
+        patch.put(val_loop, "run", validate)
+        patch.put(val_loop, "_on_evaluation_end", on_evaluation_end)
 
-    @staticmethod
-    def forget(trainer: Any) -> None:
-        """Let the loop be as it was."""
-        patch.take_away(trainer.fit_loop.epoch_loop, "on_advance_end")
+
+def let_be(trainer: Any) -> None:
+    """Let the loops be as they were, also where ``fit`` ended before what was arranged for it."""
+    fit_loop = trainer.fit_loop
+    patch.take_away(fit_loop, "reset", "on_advance_start")
+    patch.take_away(fit_loop.epoch_loop, "on_run_start", "advance", "on_advance_end")
+    patch.take_away(fit_loop.epoch_loop.val_loop, "setup_data", "run", "_on_evaluation_end")
 
 
 def _adds_a_validation(trainer: Any, data_fetcher: Any) -> bool:

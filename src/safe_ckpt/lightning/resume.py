@@ -48,7 +48,10 @@ def notes(workspace: Workspace, *, links: list[Link], to_delete: list[Path], wei
 
 
 def arrange(trainer: Any, saver: TrainerSaver, directory: Path, suffix: str) -> None:
-    """Let the ``fit`` that is being set up resume from ``directory`` if it is given no path.
+    """Let the ``fit`` that is being set up resume from ``directory`` if it is given no path, and has nothing to go on with.
+
+    A Trainer that has trained goes on with what is in memory. One that has not resumes, whatever its callbacks did before, and
+    whatever became of an earlier ``fit``: a finder of learning rates, or a hook that failed.
 
     Raises:
         ConfigError: another directory is to be resumed from already.
@@ -65,12 +68,39 @@ def arrange(trainer: Any, saver: TrainerSaver, directory: Path, suffix: str) -> 
     # Lightning has no public seam here: when setup() runs, ckpt_path is a local variable of the Trainer already.
     def restore(original: Callable[..., None], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         rival = signals.requeue_resume_path(trainer) if checkpoint_path is not None else None
-        if checkpoint_path is None or (rival is not None and rival == Path(os.path.abspath(checkpoint_path))):
+        none_given = checkpoint_path is None or (rival is not None and rival == Path(os.path.abspath(checkpoint_path)))
+        if none_given and trainer.global_step == 0:
             chosen = saver.resume_from(directory, suffix, rival)
             checkpoint_path = str(chosen) if chosen is not None else None
         original(checkpoint_path, *args, **kwargs)
 
     patch.once(trainer._checkpoint_connector, "_restore_modules_and_callbacks", restore)
+
+
+def keep_from_tuner(trainer: Any, saver: TrainerSaver) -> None:
+    """Let a finder of learning rates or batch sizes, which restores a file of its own, leave what ``fit`` resumes from.
+
+    Such a callback runs between the two parts of a resume. Lightning would forget the second: the weights would be those of
+    the checkpoint, and the steps, the optimizers and the place in the data those of a new run.
+    """
+    connector = trainer._checkpoint_connector
+    original = connector.restore
+
+    def restore(*args: Any, **kwargs: Any) -> None:
+        kept = connector._ckpt_path, connector._loaded_checkpoint
+        saver.searching = True
+        try:
+            original(*args, **kwargs)
+        finally:
+            saver.searching = False
+            connector._ckpt_path, connector._loaded_checkpoint = kept
+
+    patch.put(connector, "restore", restore)
+
+
+def undo(trainer: Any) -> None:
+    """Take back what was arranged for this ``fit``, also where it ended before it restored anything."""
+    patch.take_away(trainer._checkpoint_connector, "_restore_modules_and_callbacks", "restore")
 
 
 def choose(engine: Engine, workspace: Workspace, suffix: str) -> Path | None:

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import CheckpointInfo, Engine, OnCommit, Planned, SaveHandle, Tracking
+from safe_ckpt.adapters import CheckpointInfo, Engine, OnCommit, Patch, Planned, SaveHandle, Tracking
 from safe_ckpt.adapters.directories import DeleteListed, HeldDirectories
 from safe_ckpt.adapters.extras import Exporter, one_shot, open_coordinator
 from safe_ckpt.adapters.planning import Destination, Facts, Link, SaveRequest, Shards, know_models, prepare_memory
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.errors import RendezvousTimeout, SaveError
+from safe_ckpt.errors import RendezvousTimeout, SafeCheckpointError, SaveError
 from safe_ckpt.events import Hook
-from safe_ckpt.lightning import contents, signals, strategies
+from safe_ckpt.lightning import contents, loop_state, signals, strategies
 from safe_ckpt.lightning import resume as resuming
 from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, report_commit
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.directories import TrainerDirectories
-from safe_ckpt.lightning.loop_state import BreakingOff, Continuation
+from safe_ckpt.lightning.loop_state import Continuation, Noted
 
 if TYPE_CHECKING:
     import torch
 
     from safe_ckpt.lightning.callback import SafeCheckpointCallback
+
+logger = logging.getLogger(__name__)
 
 
 class TrainerSaver:
@@ -47,6 +49,7 @@ class TrainerSaver:
         auto_directory: the directory of a callback with ``resume="auto"``.
         resumed_from: the checkpoint that it chose there.
         training: whether the training loop has begun: before that there is nothing to continue.
+        searching: whether a finder of learning rates or batch sizes restores what it changed.
         stopping: whether a signal ended the run: a later checkpoint would be resumed from instead of ``stopped.ckpt``.
         stopper: the callback that asks for signals: the last one, after all others have saved.
         continuation: what remains to be done before a resumed loop continues.
@@ -64,12 +67,15 @@ class TrainerSaver:
         self.auto_directory: Path | None = None
         self.resumed_from: Path | None = None
         self.training = False
+        self.searching = False
         self.stopping = False
         self.stopper: SafeCheckpointCallback | None = None
         self.requeue_due = False
         self.continuation: Continuation | None = None
-        self._breaking_off = BreakingOff()
+        self._noted = Noted()
         self._requeue_wished = False
+        self._alone: SafeCheckpointError | None = None
+        self._limits: list[Patch] = []
         self._last_whole: SaveHandle | None = None
         self._shards = Shards(self.engine)
         self.directories = TrainerDirectories(self.engine)
@@ -195,6 +201,8 @@ class TrainerSaver:
         elif self.closed:
             self._save_without_pipeline(target, weights_only)
         else:
+            if self._interrupted and not self.all_ranks_met_an_exception(path):
+                return
             pending = PendingActions(saves=[str(target)])
             handle = self.save(pending, None, None, weights_only=weights_only, wait=True)
             handle.result()  # also with on_failure="warn": the caller must know that there is no file
@@ -311,7 +319,7 @@ class TrainerSaver:
         """Finish what is in flight and close the engine. After an exception nothing here raises, to not mask it."""
         if self.closed:
             return
-        interrupted = str(getattr(self._trainer.state.status, "value", "")) == "interrupted"
+        interrupted = self._interrupted
         try:
             if interrupted:
                 with contextlib.suppress(RendezvousTimeout):  # closing says so, and gives up on what is left
@@ -320,9 +328,14 @@ class TrainerSaver:
                 self.land()
         finally:
             self.closed = True
-            signals.undo_end_fit(self._trainer)
-            self._breaking_off.forget(self._trainer)
+            signals.undo_end_fit(self._trainer, self._limits)
+            loop_state.let_be(self._trainer)
+            resuming.undo(self._trainer)
             self.engine.close(quiet=interrupted, within_s=self._left_s() if interrupted else None)
+
+    @property
+    def _interrupted(self) -> bool:
+        return str(getattr(self._trainer.state.status, "value", "")) == "interrupted"
 
     def _left_s(self) -> float:
         if self._out_by is None:
@@ -333,36 +346,37 @@ class TrainerSaver:
         """The loops are about to run, and Lightning's own signal handlers are in place. Every rank calls this."""
         if not self.training:
             self.training = True
-            self._breaking_off.watch(self._trainer)
+            self._noted.watch(self._trainer)
             prepare_memory(self.engine, [self._trainer.lightning_module, *self._trainer.optimizers])
             self.engine.watch_signals(
                 functools.partial(signals.without_lightnings, at_requeue_signal=self._wish_requeue)
             )
 
+    def end_fit(self) -> None:
+        """Let ``fit`` return after this batch."""
+        self._limits = signals.end_fit(self._trainer)
+
     def _wish_requeue(self) -> None:
         self._requeue_wished = True
 
-    def agree_on_exception(self) -> None:
-        """Learn, within ``peer_stall_s``, whether all ranks save at an exception. Each rank that does calls this.
+    def all_ranks_met_an_exception(self, wanted: Any) -> bool:
+        """Whether all ranks save ``wanted`` at an exception; known within ``peer_stall_s``. Each rank that does calls this.
 
-        Raises:
-            SafeCheckpointError: some are not.
+        A rank alone must not wait in a collective for ranks that continue to train. An error would mask the exception.
         """
-        timeout_s = self.config.timeouts.peer_stall_s
-        if not self.closed:
-            self.engine.coordinator.agree("exception", timeout_s=timeout_s)
-            return
-        timeouts = dataclasses.replace(self.config.timeouts, barrier_s=timeout_s)
-        coordinator = open_coordinator(None, timeouts, network=self.config.network)
-        try:
-            coordinator.agree("exception", timeout_s=timeout_s)
-        finally:
-            coordinator.release(keep=True)
+        if self._alone is None:  # who did not come will not come any more
+            try:
+                signals.meet_at_exception(None if self.closed else self.engine, self.config)
+            except SafeCheckpointError as error:
+                self._alone = error
+        if self._alone is not None:
+            logger.warning("%s: not saved at an exception, for not all ranks met one: %s", wanted, self._alone)
+        return self._alone is None
 
     def follow(self, before: TrainerSaver) -> None:
         """Continue for the ``fit`` of a saver that has ended."""
         self.training = before.training
-        self._breaking_off = before._breaking_off
+        self._noted = before._noted
 
     def agree_on_requeue(self) -> bool:
         """Whether the signal that ended the run was the one at which Lightning requeues the job. Every rank calls this."""
@@ -386,7 +400,7 @@ class TrainerSaver:
                 primary,
                 weights_only=weights_only,
                 whole=fitting and not weights_only,
-                broken_off=self._breaking_off.rng,
+                noted=self._noted,
                 shards=self._shards,
             )
         links = [Link(path=Path(os.path.abspath(path))) for path in pending.saves[1:]]

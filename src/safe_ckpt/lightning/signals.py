@@ -14,12 +14,13 @@ import functools
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from safe_ckpt.adapters import patch
+from safe_ckpt.adapters import Engine, patch
+from safe_ckpt.adapters.extras import open_coordinator
 from safe_ckpt.config import CheckpointConfig
 
 STOPPED_NAME = "stopped"
@@ -48,18 +49,44 @@ def _code(handler: object) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def end_fit(trainer: Any) -> None:
+def end_fit(trainer: Any) -> list[patch.Patch]:
     """Let ``fit`` return after this batch, without the validation that Lightning would run before."""
-    fit_loop = trainer.fit_loop
-    fit_loop.min_epochs = None  # else Lightning trains on until they are reached
-    fit_loop.epoch_loop.min_steps = None
-    patch.put(fit_loop.epoch_loop, "_should_check_val_fx", lambda _: False)
+    patch.put(trainer.fit_loop.epoch_loop, "_should_check_val_fx", lambda _: False)
     trainer.should_stop = True
+    # Else Lightning trains on until they are reached. The next fit asks for them again.
+    return [
+        patch.Patch(trainer.fit_loop, {"min_epochs": None}),
+        patch.Patch(trainer.fit_loop.epoch_loop, {"min_steps": None}),
+    ]
 
 
-def undo_end_fit(trainer: Any) -> None:
-    """Take back what ``end_fit`` put into the loops; harmless without it."""
+def undo_end_fit(trainer: Any, limits: Iterable[patch.Patch]) -> None:
+    """Take back what ``end_fit`` put into the loops, and give back the ``limits`` that it returned; harmless without it."""
     patch.take_away(trainer.fit_loop.epoch_loop, "_should_check_val_fx")
+    for limit in limits:
+        limit.give_back()
+
+
+def meet_at_exception(engine: Engine | None, config: CheckpointConfig) -> None:
+    """Learn, within ``peer_stall_s``, whether all ranks save at an exception. Each rank that does calls this.
+
+    Args:
+        engine: where the ranks meet; None when it is closed.
+        config: the settings.
+
+    Raises:
+        SafeCheckpointError: some are not.
+    """
+    timeout_s = config.timeouts.peer_stall_s
+    if engine is not None:
+        engine.coordinator.agree("exception", timeout_s=timeout_s)
+        return
+    timeouts = dataclasses.replace(config.timeouts, barrier_s=timeout_s)
+    coordinator = open_coordinator(None, timeouts, network=config.network)
+    try:
+        coordinator.agree("exception", timeout_s=timeout_s)
+    finally:
+        coordinator.release(keep=True)
 
 
 def without_lightnings(handler: Any, at_requeue_signal: Callable[[], None]) -> Any:

@@ -72,21 +72,25 @@ def set_up_directory(
         NoValidCheckpointError: ``"resume"`` and there is no checkpoint.
         RendezvousTimeout: some ranks did not come; names them.
     """
-    if mode not in get_args(Mode):
-        raise ConfigError(key="mode", message=f'expected "resume", "fresh" or "overwrite", got {mode!r}')
-    refuse_url(path, "path")
     target = Path(path)
     timeouts = Timeouts(barrier_s=timeout_s, shutdown_s=min(timeout_s, 120.0))
     coordinator = open_coordinator(group, timeouts)
     try:
         acts = {"resume": _check_resumable, "fresh": _create_fresh, "overwrite": _overwrite}
 
+        def asked() -> None:  # of one rank, all learn of it
+            if mode not in get_args(Mode):
+                raise ConfigError(key="mode", message=f'expected "resume", "fresh" or "overwrite", got {mode!r}')
+            refuse_url(path, "path")
+
         def act(_: object) -> str:
             with naming(rank=0, phase="setting up the directory", path=target):
                 return acts[mode](target, timeout_s)
 
         must_match = {"path": os.fspath(path), "mode": mode}
-        token = coordinator.agree("set_up_directory", must_match=must_match, timeout_s=timeout_s, decide=act)
+        token = coordinator.agree(
+            "set_up_directory", must_match=must_match, timeout_s=timeout_s, local=asked, decide=act
+        )
         await_shared(coordinator, target, token, timeout_s)
     finally:
         coordinator.release(keep=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from safe_ckpt.config import CheckpointConfig, Timeouts
+from safe_ckpt.core.coordination.agreed_config import config_of_all
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.coordination.processes import machine_id
 from safe_ckpt.core.directory.workspace import HIDDEN
@@ -68,10 +70,9 @@ def consolidate_offloaded(
         DirectoryInUseError: another job consolidates into it.
         SafeCheckpointError: whatever else went wrong, on every rank.
     """
-    refuse_url(destination, "destination")
     path = Path(os.path.abspath(destination))
     barrier_s = min(timeout_s, Timeouts().barrier_s)
-    usual = CheckpointConfig.from_environment()
+    usual = config_of_all(None, group)
     config = CheckpointConfig(
         timeouts=Timeouts(lengthy_s=timeout_s, barrier_s=barrier_s),
         record_events=False,
@@ -81,7 +82,10 @@ def consolidate_offloaded(
     engine = Engine(config, group=group)
     try:
         must_match = {"destination": path}
-        engine.agree("consolidate", must_match=must_match, decide=lambda _: refuse(path, ADAPTER, empty=True))
+        asked = functools.partial(refuse_url, destination, "destination")  # here, where all ranks learn of it
+        engine.agree(
+            "consolidate", must_match=must_match, local=asked, decide=lambda _: refuse(path, ADAPTER, empty=True)
+        )
         workspace = HeldDirectories(engine).hold(path)
         plan = agree_parts(engine, sources, ignore, destination=path)
         request = SaveRequest(
