@@ -45,8 +45,8 @@ class SafeCheckpointMixin(_Base):
     ``checkpoint-<step>/`` has the files that the Trainer itself would write, plus a manifest and the loaders' places in the
     data; a stock Trainer resumes from it.
     ``save_total_limit`` lets an old one go only after the new one is committed, and never the best or the newest.
-    ``resume_from_checkpoint=True`` takes the newest valid one, a path is verified first. Callbacks' ``on_save`` comes when the
-    snapshot is taken; the directory appears a moment later.
+    ``resume_from_checkpoint=True`` takes the newest valid one, a path is verified first. A save is written in the background,
+    unless a callback's ``on_save``, a ``_save_checkpoint`` of yours, or a push to the hub looks at it: then it is waited for.
 
     Attributes:
         checkpoint_config: settings, equal on all processes; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the
@@ -157,7 +157,6 @@ class SafeCheckpointMixin(_Base):
                 self.state.best_model_checkpoint = str(folder)
         path = saver.save(self, run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.args.push_to_hub:
-            saver.wait()
             self._push_from_checkpoint(str(path))
 
     def _determine_best_metric(self, *args: Any, **kwargs: Any) -> Any:

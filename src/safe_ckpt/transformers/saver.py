@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -27,6 +28,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.events import Hook
 from safe_ckpt.transformers.contents import catching
+from safe_ckpt.transformers.lookers import anyone_looks
 from safe_ckpt.transformers.strategies import Sharing
 
 ADAPTER = "transformers"
@@ -80,13 +82,22 @@ class TrainerSaver:
     def save(self, trainer: Any, path: Path) -> Path:
         """Take a snapshot of what the Trainer would write and have it written. Returns where it will be.
 
+        Where somebody on any process looks at it next, it is there when this returns.
+
         Raises:
-            SafeCheckpointError: it could not be started, or an earlier one failed; the same on every process.
+            SafeCheckpointError: it could not be started or committed, or an earlier one failed; the same on every process.
         """
         with self._engine.together():
             directory = self._hold(path.parent)
+            awaited: bool = self._engine.agree(
+                "on_save",
+                local=lambda: os.path.lexists(path) or anyone_looks(trainer),  # who made it there may go on with it
+                decide=lambda answers: any(answers.values()),
+            )
             with folder_for_others(self._engine, directory.workspace, path) as folder:
                 self._save(trainer, path, directory, folder)
+        if awaited:
+            self.wait()
         return path
 
     def spare_marked(self, state: Any) -> None:
