@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import transformers
 from transformers import Trainer, TrainerCallback
 from transformers.integrations import integration_utils
 from transformers_runs import CONFIG, SafeTrainer, names, trainer
@@ -258,3 +259,23 @@ def test_a_callback_on_one_rank_is_waited_for_by_all(tmp_path):
     found = values(spawn_ranks(_one_rank_looks, 2, tmp_path, init=False, timeout_s=90))
     assert [one[0] for one in found] == [[], [True]]
     assert [one[1] for one in found] == [4, 4]
+
+
+def test_every_trainer_can_be_made_safe_by_assigning_the_class(tmp_path, monkeypatch):
+    """To both names of Transformers: what is built by either name, and a class below it, saves safely and resumes."""
+
+    class Safe(SafeCheckpointMixin, Trainer):
+        checkpoint_config = CONFIG
+
+    monkeypatch.setattr(transformers, "Trainer", Safe)
+    monkeypatch.setattr(transformers.trainer, "Trainer", Safe)
+
+    class Below(transformers.Trainer):
+        pass
+
+    for name, kind in {"one": transformers.Trainer, "other": transformers.trainer.Trainer, "below": Below}.items():
+        trainer(tmp_path / name, kind, max_steps=2).train()
+        assert is_whole(tmp_path / name / "checkpoint-2"), name
+    made = trainer(tmp_path / "one", transformers.Trainer, max_steps=4)
+    made.train(resume_from_checkpoint=True)
+    assert names(tmp_path / "one") == ["checkpoint-2", "checkpoint-4"]

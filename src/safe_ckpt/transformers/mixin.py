@@ -129,7 +129,9 @@ class SafeCheckpointMixin(_Base):
         if self._safe_saver is None:  # not within train(): nothing is held
             super()._save_checkpoint(model, trial)
             return
-        saver, stock, saved = self._safe_saver, upstream.Trainer._save_checkpoint, False
+        # Not by its name: somebody may have given that to a safe class.
+        base: Any = next(kind for kind in reversed(type(self).__mro__) if "_save_checkpoint" in vars(kind))
+        saver, stock, saved = self._safe_saver, base._save_checkpoint, False
 
         def save(trainer: Any, *args: Any, **kwargs: Any) -> None:
             nonlocal saved
@@ -140,7 +142,7 @@ class SafeCheckpointMixin(_Base):
                 stock(trainer, *args, **kwargs)
 
         # A class between this one and Trainer may do more: TRL's write a model card first.
-        with Patch(upstream.Trainer, {"_save_checkpoint": save}):
+        with Patch(base, {"_save_checkpoint": save}):
             super()._save_checkpoint(model, trial)
         if not saved:
             message = "%s._save_checkpoint did not call Trainer's: what it wrote is not safe_ckpt's, and not verified"
