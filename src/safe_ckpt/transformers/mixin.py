@@ -15,6 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from safe_ckpt.adapters import Patch, config_of_all
 from safe_ckpt.adapters.directories import policy_of
 from safe_ckpt.adapters.extras import refused_retention
+from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
@@ -97,6 +98,8 @@ class SafeCheckpointMixin(_Base):
                     refuse_url(resume_from_checkpoint, "resume_from_checkpoint")
                     path = os.path.abspath(resume_from_checkpoint)
                     saver.verify(Path(path))
+                if path is not None:
+                    go_on(saver.engine, lambda: [self.model])
                 place = self._data_place = DataPlace(path, skips=not self.args.ignore_data_skip)
                 with Patch(upstream, {"skip_first_batches": self._skipping(place, path)}):
                     return super().train(path, *args, **kwargs)
