@@ -147,6 +147,7 @@ class Checkpointer:
         must_match = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
         if isinstance(state, Mapping) and error is None:
             fixed.learn(self._engine.known, plan.modules_of(state).values, recheck=self.config.health.recheck)
+            self._engine.trained.note(lambda: plan.modules_of(state), self._planner.trained(state, planned.views))
         if planned.sharded:
             images, error = self._plan_shards(planned.sharded, {"step": number, "path": path, **must_match})
         content: Content
@@ -255,6 +256,8 @@ class Checkpointer:
         with resume.naming_older(chosen.info.path, _BY_NAME):
             nowhere = self._engine.agree("fits", local=restoring.compare, decide=restoring.agree, phase="restore")
             resume.apply(self._engine, lambda: restoring.apply(nowhere))
+        modules = plan.modules_of(state)
+        self._engine.trained.expect(lambda: modules)
         self._engine.agree(
             "list", must_match={"directory": self.directory}, decide=lambda _: self._take_stock(self._listed())
         )

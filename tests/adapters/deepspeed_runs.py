@@ -229,5 +229,28 @@ def has_nvme():
     return AsyncIOBuilder().is_compatible(verbose=False) and any(root.glob("**/async_io.so"))
 
 
+def trains_others_after_a_load(rank, folder, stage):
+    """Freezes a layer before the save; in the engine that loads it is trained. What is warned of at each of two steps."""
+    from safe_ckpt.deepspeed import install
+
+    run = engine(stage)
+    handle = install(run)
+    train(run, rank, 0, 1)
+    run.module[0].requires_grad_(False)
+    run.save_checkpoint(folder)
+    handle.wait()
+    again = engine(stage)
+    install(again)
+    said = []
+    log = logging.getLogger("safe_ckpt.core.state.trained")
+    log.addFilter(lambda record: said.append(record.getMessage()) or True)
+    again.load_checkpoint(folder)
+    counts = [len(said)]
+    for number in (1, 2):
+        train(again, rank, number, number + 1)
+        counts.append(len(said))
+    return counts, said
+
+
 def spawn(function, *args, **options):
     return spawn_ranks(function, 2, *args, timeout_s=150, **options)

@@ -512,3 +512,12 @@ def test_latest_never_names_what_lacks_a_rank(tmp_path, stage, moment):
     outcomes = spawn(lose_a_rank, str(tmp_path), stage, moment)
     assert [outcome.exit_code for outcome in outcomes] == [0, -9]
     assert (latest(tmp_path), tags(tmp_path)) == ("good", ["good"])
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_other_trained_parameters_after_a_load_are_named(tmp_path, stage):
+    """At the first step, once, on rank 0; also where ZeRO's optimizer has copies of the parameters."""
+    first, second = values(spawn(runs.trains_others_after_a_load, tmp_path, stage))
+    assert first[0] == [0, 1, 1]
+    assert "0.weight, 0.bias now" in first[1][0]
+    assert second == ([0, 0, 0], [])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
 import yaml
 
 ABSENT = "no result"
+OMISSIONS = "not compared"
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The differences that are expected of one framework, and the reasons: name -> (why, where docs/migrating.md tells it)."""
+    """What is expected of one framework.
+
+    Attributes:
+        rows: the differences.
+        reasons: theirs: name -> (why, where docs/migrating.md tells it).
+        omissions: pattern of a message -> why a test that is skipped with it cannot be compared on any machine of ours.
+    """
 
     rows: tuple[Row, ...]
     reasons: Mapping[str, tuple[str, str]]
+    omissions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,30 @@ def compare(found: Iterable[Difference], rows: Iterable[Row]) -> Comparison:
     return Comparison(tuple(explained), tuple(unexplained), tuple(obsolete))
 
 
+def not_compared(stock: Mapping[str, Outcome], table: Table) -> list[str]:
+    """The tests and files that no run compares: skipped for a reason that is not in the table, or not even collected."""
+    return [
+        test
+        for test, outcome in sorted(stock.items())
+        if (outcome.kind == "error" and outcome.message.startswith("collection "))
+        or (outcome.kind == "skipped" and _omission(outcome, table) is None)
+    ]
+
+
+def left_out(stock: Mapping[str, Outcome], table: Table) -> dict[str, list[str]]:
+    """The tests that are skipped for a reason that is in the table: why -> which."""
+    found: dict[str, list[str]] = {}
+    for test, outcome in sorted(stock.items()):
+        why = _omission(outcome, table) if outcome.kind == "skipped" else None
+        if why is not None:
+            found.setdefault(why, []).append(test)
+    return found
+
+
+def _omission(outcome: Outcome, table: Table) -> str | None:
+    return next((why for pattern, why in table.omissions.items() if re.search(pattern, outcome.message)), None)
+
+
 def read_table(path: Path, page: Path, variants: tuple[str, ...]) -> Table:
     """Read the table of one framework.
 
@@ -143,7 +175,9 @@ def read_table(path: Path, page: Path, variants: tuple[str, ...]) -> Table:
     """
     anchors = {_anchor(line) for line in page.read_text().splitlines() if line.startswith("#")}
     reasons, rows = {}, []
-    for name, entry in (yaml.safe_load(path.read_text()) or {}).items():
+    table = yaml.safe_load(path.read_text()) or {}
+    omissions = table.pop(OMISSIONS, {})
+    for name, entry in table.items():
         if not entry.get("why") or entry.get("see") not in anchors:
             raise ValueError(f"{path.name}: {name!r} needs a `why`, and a `see` that is a heading of {page}")
         reasons[name] = (" ".join(entry["why"].split()), entry["see"])
@@ -159,7 +193,7 @@ def read_table(path: Path, page: Path, variants: tuple[str, ...]) -> Table:
                     says=row.get("says", entry.get("says", "")),
                 )
             )
-    return Table(tuple(rows), reasons)
+    return Table(tuple(rows), reasons, omissions)
 
 
 def _anchor(heading: str) -> str:

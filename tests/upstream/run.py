@@ -19,7 +19,19 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from outcomes import Comparison, Difference, Outcome, Table, compare, differences, read_junit, read_table
+from outcomes import (
+    Comparison,
+    Difference,
+    Outcome,
+    Table,
+    compare,
+    differences,
+    left_out,
+    not_compared,
+    read_junit,
+    read_table,
+)
+from saves import counted
 from suites import SUITES, Suite
 
 HERE = Path(__file__).resolve().parent
@@ -47,7 +59,8 @@ def main() -> int:
     if 2 * bad >= len(stock):
         print(f"most of these tests fail without ours: see {keep}/stock.log and README.md for what they need")
         return 2
-    good = [_judge(runs, variant, stock, table) for variant in options.variant or suite.variants]
+    complete = _all_compared(stock, table)
+    good = [complete, *(_judge(runs, variant, stock, table) for variant in options.variant or suite.variants)]
     return 0 if all(good) else 1
 
 
@@ -97,14 +110,19 @@ class Runs:
         junit = self.keep / f"{name}.xml"
         if not (self.options.reuse and junit.exists()):
             junit.unlink(missing_ok=True)
+            self.saves(name).unlink(missing_ok=True)
             with (self.keep / f"{name}.log").open("wb") as log:
-                self._pytest(variant, junit, log, tests)
+                self._pytest(name, variant, junit, log, tests)
         if not junit.exists():
             print(f"{name}: pytest left no result: see {self.keep}/{name}.log")
             return {}
         return read_junit(junit, self.suite.folder)
 
-    def _pytest(self, variant: str, junit: Path, log: object, tests: list[str] | None) -> None:
+    def saves(self, name: str) -> Path:
+        """Where the saves of a run are counted."""
+        return self.keep / f"{name}.saves"
+
+    def _pytest(self, name: str, variant: str, junit: Path, log: object, tests: list[str] | None) -> None:
         suite = self.suite
         paths = [str(HERE), str(self.checkout / suite.importable), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         environment = {
@@ -114,6 +132,7 @@ class Runs:
             **suite.environment,
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "UPSTREAM_VARIANT": variant,
+            "UPSTREAM_SAVES": str(self.saves(name)),
         }
         environment.pop("PYTEST_PLUGINS", None)
         if variant != "stock" or suite.plugin_for_stock:  # not -p: a worker of xdist would load it after the conftest
@@ -149,6 +168,20 @@ class Runs:
         return [*workers, *(["-k", chosen] if chosen else []), *self.suite.paths(self.checkout)]
 
 
+def _all_compared(stock: dict[str, Outcome], table: Table) -> bool:
+    for why, tests in left_out(stock, table).items():
+        print(f"\n  left out ({len(tests)}): {why}")
+    missing = not_compared(stock, table)
+    for test in missing:
+        print(f"\n  NOT COMPARED: {test}: {stock[test].kind}\n    {stock[test].message[:400]}")
+    failed = sorted(test for test, outcome in stock.items() if outcome.kind in ("failed", "error"))
+    for test in failed:
+        if test not in missing:
+            print(f"\n  fails without ours: {test}\n    {stock[test].message[:200]}")
+    print(f"\nstock: {len(missing)} not compared that should be, {len(failed)} fail without ours")
+    return not missing
+
+
 def _judge(runs: Runs, variant: str, stock: dict[str, Outcome], table: Table) -> bool:
     ours = runs.run(variant)
     if not ours:
@@ -160,8 +193,12 @@ def _judge(runs: Runs, variant: str, stock: dict[str, Outcome], table: Table) ->
     notes = _look_again(runs, variant, comparison.unexplained)
     unsteady = {test for test, note in notes.items() if note is None}
     _print(variant, ours, comparison, table, notes)
+    saves = counted(runs.saves(variant))
+    print(f"{variant}: {saves} saves went through ours")
+    if not saves:
+        print(f"NOTHING WAS COMPARED: swap_{runs.framework}.py has no effect, or no test saves")
     left = [difference for difference in comparison.unexplained if difference.test not in unsteady]
-    return not left and not comparison.obsolete
+    return bool(saves) and not left and not comparison.obsolete
 
 
 def _look_again(runs: Runs, variant: str, found: Sequence[Difference]) -> dict[str, str | None]:

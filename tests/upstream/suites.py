@@ -92,7 +92,6 @@ SUITES = {
         folder=".",
         importable=".",
         tests=("tests/trainer/test_trainer*.py",),
-        variants=("async",),
     ),
     "deepspeed": Suite(
         package="deepspeed",

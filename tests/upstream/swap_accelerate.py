@@ -6,6 +6,7 @@ Not when it is built: most of these tests build one that is never saved. ``UPSTR
 import functools
 import os
 
+import saves
 from accelerate import Accelerator
 
 from safe_ckpt.accelerate import Handle, register
@@ -28,3 +29,4 @@ if os.environ.get("UPSTREAM_VARIANT") == "sync":
     Handle.save_state.__kwdefaults__["async_save"] = False
 for _name in ("save_state", "load_state", "save_model"):
     setattr(Accelerator, _name, _registering(_name))
+saves.count()

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 
 import deepspeed
+import saves
 
 _VARIANT = os.environ["UPSTREAM_VARIANT"]
 
@@ -29,4 +30,5 @@ def _swap() -> None:
 
 if _VARIANT != "stock":
     _swap()
+    saves.count()
 multiprocessing.set_forkserver_preload([__name__])

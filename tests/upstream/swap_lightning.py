@@ -10,6 +10,7 @@ import pathlib
 import sys
 
 import lightning.pytorch
+import saves
 from lightning.pytorch.callbacks import model_checkpoint
 
 from safe_ckpt.core.directory.workspace import HIDDEN
@@ -57,3 +58,4 @@ if os.environ.get("UPSTREAM_VARIANT") == "sync":
     _wait_for_each_save()
     _leave_out_the_hidden_folder()
 _swap()
+saves.count()

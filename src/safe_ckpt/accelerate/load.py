@@ -15,6 +15,7 @@ from safe_ckpt.accelerate.dataloaders import KEY
 from safe_ckpt.accelerate.directories import CheckpointDirectory, next_number
 from safe_ckpt.accelerate.save import Context
 from safe_ckpt.adapters.directories import manifest_of, presence, resume, verify, warn_if_foreign
+from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.errors import NoValidCheckpointError
 
@@ -60,6 +61,7 @@ def load(
 
     with strategies.loading(engine, accelerator, path, arguments):
         resume.apply(engine, apply, path, "load_state(path)")
+    go_on(engine, lambda: accelerator._models)
     own = accelerator.project_configuration.iteration
     accelerator.project_configuration.iteration = engine.agree(
         "iteration", must_match={"path": path}, decide=lambda _: max(own, _next(context.directories, path))

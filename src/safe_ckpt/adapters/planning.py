@@ -51,6 +51,7 @@ __all__ = [
     "checked_metrics",
     "file_plan",
     "gather_whole",
+    "go_on",
     "know_models",
     "prepare_memory",
     "reraise",
@@ -210,5 +211,16 @@ def gather_whole(engine: Engine, states: Mapping[str, Any]) -> dict[str, Any] | 
 
 
 def know_models(engine: Engine, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
-    """Before each save: tell which tensors may be infinite by design, by the models that it saves."""
+    """Before each save: tell which tensors may be infinite by design, and which are trained, by the models that it saves."""
     fixed.learn(engine.known, modules, recheck=engine.config.health.recheck)
+    engine.trained.note(lambda: _by_name(modules()))
+
+
+def go_on(engine: Engine, modules: Callable[[], Iterable[Any]]) -> None:
+    """After a resume, as soon as training begins: have it warn if other parameters of these models are trained."""
+    engine.trained.expect(lambda: _by_name(modules()))
+
+
+def _by_name(modules: Iterable[Any]) -> dict[str, torch.nn.Module]:
+    listed = list(modules)
+    return {"": listed[0]} if len(listed) == 1 else {str(number): module for number, module in enumerate(listed)}

@@ -16,6 +16,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from safe_ckpt import events
 from safe_ckpt.adapters import Engine, Patch
 from safe_ckpt.adapters.directories import HIDDEN, manifest_of, presence, resume, verify, warn_if_foreign
+from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.deepspeed import arguments, directories, nvme, universal
 from safe_ckpt.deepspeed.directories import Context
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError
@@ -72,6 +73,7 @@ def load(
         place = context.data_place
         if place is not None and optimizer_states:
             resume.apply(core, functools.partial(place.load, path))
+        go_on(core, lambda: [engine.module])
         manifest = manifest_of(path)
         step, seconds = manifest.step if manifest is not None else -1, time.monotonic() - begun
         core.emit(events.Resumed(rank=core.rank, path=str(path), step=step, seconds=seconds, rejected=rejected))

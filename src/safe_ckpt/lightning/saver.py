@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 from safe_ckpt.adapters import CheckpointInfo, Engine, OnCommit, Patch, Planned, SaveHandle, Tracking
 from safe_ckpt.adapters.directories import DeleteListed, HeldDirectories
 from safe_ckpt.adapters.extras import Exporter, one_shot, open_coordinator
-from safe_ckpt.adapters.planning import Destination, Facts, Link, SaveRequest, Shards, know_models, prepare_memory
+from safe_ckpt.adapters.planning import (
+    Destination,
+    Facts,
+    Link,
+    SaveRequest,
+    Shards,
+    go_on,
+    know_models,
+    prepare_memory,
+)
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import RendezvousTimeout, SafeCheckpointError, SaveError
@@ -347,6 +356,9 @@ class TrainerSaver:
         if not self.training:
             self.training = True
             self._noted.watch(self._trainer)
+            if self.resumed_from is None and self._trainer.ckpt_path:
+                self.engine.trained.recall_from(Path(os.path.abspath(self._trainer.ckpt_path)))
+            go_on(self.engine, lambda: [self._trainer.lightning_module])
             prepare_memory(self.engine, [self._trainer.lightning_module, *self._trainer.optimizers])
             self.engine.watch_signals(
                 functools.partial(signals.without_lightnings, at_requeue_signal=self._wish_requeue)

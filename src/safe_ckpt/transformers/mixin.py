@@ -15,6 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from safe_ckpt.adapters import Patch, config_of_all
 from safe_ckpt.adapters.directories import policy_of
 from safe_ckpt.adapters.extras import refused_retention
+from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
@@ -45,8 +46,8 @@ class SafeCheckpointMixin(_Base):
     ``checkpoint-<step>/`` has the files that the Trainer itself would write, plus a manifest and the loaders' places in the
     data; a stock Trainer resumes from it.
     ``save_total_limit`` lets an old one go only after the new one is committed, and never the best or the newest.
-    ``resume_from_checkpoint=True`` takes the newest valid one, a path is verified first. Callbacks' ``on_save`` comes when the
-    snapshot is taken; the directory appears a moment later.
+    ``resume_from_checkpoint=True`` takes the newest valid one, a path is verified first. A save is written in the background,
+    unless a callback's ``on_save``, a ``_save_checkpoint`` of yours, or a push to the hub looks at it: then it is waited for.
 
     Attributes:
         checkpoint_config: settings, equal on all processes; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the
@@ -97,6 +98,8 @@ class SafeCheckpointMixin(_Base):
                     refuse_url(resume_from_checkpoint, "resume_from_checkpoint")
                     path = os.path.abspath(resume_from_checkpoint)
                     saver.verify(Path(path))
+                if path is not None:
+                    go_on(saver.engine, lambda: [self.model])
                 place = self._data_place = DataPlace(path, skips=not self.args.ignore_data_skip)
                 with Patch(upstream, {"skip_first_batches": self._skipping(place, path)}):
                     return super().train(path, *args, **kwargs)
@@ -129,7 +132,9 @@ class SafeCheckpointMixin(_Base):
         if self._safe_saver is None:  # not within train(): nothing is held
             super()._save_checkpoint(model, trial)
             return
-        saver, stock, saved = self._safe_saver, upstream.Trainer._save_checkpoint, False
+        # Not by its name: somebody may have given that to a safe class.
+        base: Any = next(kind for kind in reversed(type(self).__mro__) if "_save_checkpoint" in vars(kind))
+        saver, stock, saved = self._safe_saver, base._save_checkpoint, False
 
         def save(trainer: Any, *args: Any, **kwargs: Any) -> None:
             nonlocal saved
@@ -140,7 +145,7 @@ class SafeCheckpointMixin(_Base):
                 stock(trainer, *args, **kwargs)
 
         # A class between this one and Trainer may do more: TRL's write a model card first.
-        with Patch(upstream.Trainer, {"_save_checkpoint": save}):
+        with Patch(base, {"_save_checkpoint": save}):
             super()._save_checkpoint(model, trial)
         if not saved:
             message = "%s._save_checkpoint did not call Trainer's: what it wrote is not safe_ckpt's, and not verified"
@@ -157,7 +162,6 @@ class SafeCheckpointMixin(_Base):
                 self.state.best_model_checkpoint = str(folder)
         path = saver.save(self, run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.args.push_to_hub:
-            saver.wait()
             self._push_from_checkpoint(str(path))
 
     def _determine_best_metric(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -28,6 +29,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.events import Hook
 from safe_ckpt.transformers.contents import catching
+from safe_ckpt.transformers.lookers import anyone_looks
 from safe_ckpt.transformers.strategies import Sharing, is_shared
 
 ADAPTER = "transformers"
@@ -40,11 +42,14 @@ class TrainerSaver:
     Args:
         config: settings.
         hooks: called with what happens.
+
+    Attributes:
+        engine: where the processes meet.
     """
 
     def __init__(self, config: CheckpointConfig, hooks: Iterable[Hook] = ()) -> None:
-        self._engine = Engine(config, hooks=hooks, owner="a Transformers Trainer; it is free when train() has ended")
-        self._sharing = Sharing(self._engine)
+        self.engine = Engine(config, hooks=hooks, owner="a Transformers Trainer; it is free when train() has ended")
+        self._sharing = Sharing(self.engine)
         self._held: dict[Path, OpenDirectory] = {}
         self._handles: dict[int, SaveHandle] = {}
         self._best: tuple[Any, Any, Any] = None, None, None
@@ -55,10 +60,10 @@ class TrainerSaver:
         Raises:
             NoValidCheckpointError: there is none.
         """
-        info = self._hold(folder).newest(self._engine, lambda: candidates(folder))
+        info = self._hold(folder).newest(self.engine, lambda: candidates(folder))
         if info is None:
             raise NoValidCheckpointError(path=str(folder), message="there is no checkpoint to resume from")
-        warn_if_foreign(self._engine, info.file_path)
+        warn_if_foreign(self.engine, info.file_path)
         return info.file_path
 
     def verify(self, path: Path) -> None:
@@ -67,12 +72,12 @@ class TrainerSaver:
         Raises:
             CorruptCheckpointError: it is damaged.
         """
-        there: bool = self._engine.agree(
+        there: bool = self.engine.agree(
             "checkpoint", must_match={"path": path}, decide=lambda _: presence.is_directory(path)
         )
         if there:  # else the Trainer reports what is missing
-            verify(self._engine, path)
-            warn_if_foreign(self._engine, path)
+            verify(self.engine, path)
+            warn_if_foreign(self.engine, path)
 
     def loading(self, trainer: Any) -> AbstractContextManager[None]:
         """While this is entered, what the Trainer loads is complete."""
@@ -81,13 +86,22 @@ class TrainerSaver:
     def save(self, trainer: Any, path: Path) -> Path:
         """Take a snapshot of what the Trainer would write and have it written. Returns where it will be.
 
+        Where somebody on any process looks at it next, it is there when this returns.
+
         Raises:
-            SafeCheckpointError: it could not be started, or an earlier one failed; the same on every process.
+            SafeCheckpointError: it could not be started or committed, or an earlier one failed; the same on every process.
         """
-        with self._engine.together("Trainer._save_checkpoint"):
+        with self.engine.together("Trainer._save_checkpoint"):
             directory = self._hold(path.parent)
-            with folder_for_others(self._engine, directory.workspace, path) as folder:
+            awaited: bool = self.engine.agree(
+                "on_save",
+                local=lambda: os.path.lexists(path) or anyone_looks(trainer),  # who made it there may go on with it
+                decide=lambda answers: any(answers.values()),
+            )
+            with folder_for_others(self.engine, directory.workspace, path) as folder:
                 self._save(trainer, path, directory, folder)
+        if awaited:
+            self.wait()
         return path
 
     def spare_marked(self, state: Any) -> None:
@@ -112,7 +126,7 @@ class TrainerSaver:
         Raises:
             SafeCheckpointError: a save failed, and its error was not raised yet.
         """
-        self._engine.wait()
+        self.engine.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -120,13 +134,13 @@ class TrainerSaver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        within_s = None if error is None else self._engine.config.timeouts.shutdown_s
-        self._engine.close(quiet=error is not None, within_s=within_s)
+        within_s = None if error is None else self.engine.config.timeouts.shutdown_s
+        self.engine.close(quiet=error is not None, within_s=within_s)
 
     def _save(self, trainer: Any, path: Path, directory: OpenDirectory, folder: Path) -> None:
         best = trainer.state.best_model_checkpoint
         limit = trainer.args.save_total_limit
-        know_models(self._engine, lambda: [trainer.model])
+        know_models(self.engine, lambda: [trainer.model])
         attempt = Attempt()
         noting = self._sharing.noting(trainer, folder)
         with noting as noted, catching(folder, shards=trainer.is_fsdp_enabled) as caught, attempt:
@@ -138,7 +152,7 @@ class TrainerSaver:
         planned = Planned.joined([Planned(files=caught.files), shared])
         retention = KeepNewest(limit=limit, best=Path(best) if best else None) if limit else None
         self._handles[int(trainer.state.global_step)] = directory.save(
-            self._engine,
+            self.engine,
             path,
             planned.content(),
             step=int(trainer.state.global_step),
@@ -151,7 +165,7 @@ class TrainerSaver:
         if folder not in self._held:
             # A folder whose name begins with an underscore is not pushed to the hub.
             hidden = folder / HIDDEN
-            self._held[folder] = OpenDirectory.take(self._engine, folder, lambda: candidates(folder), hidden=hidden)
+            self._held[folder] = OpenDirectory.take(self.engine, folder, lambda: candidates(folder), hidden=hidden)
         return self._held[folder]
 
 

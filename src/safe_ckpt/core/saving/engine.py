@@ -30,6 +30,7 @@ from safe_ckpt.core.saving.job import SaveHandle, SaveJob, skipped
 from safe_ckpt.core.saving.request import Root, SaveRequest, answer, decide
 from safe_ckpt.core.saving.save_queue import SaveQueue, failed
 from safe_ckpt.core.saving.stager import Stager
+from safe_ckpt.core.state.trained import Trained
 from safe_ckpt.core.transfer.mirror import Mirror
 from safe_ckpt.errors import (
     ClosedError,
@@ -94,6 +95,7 @@ class Engine:
         self._stager = Stager(config, self.rank)
         self._save_queue = SaveQueue(self.coordinator, config, self.emit, self._stager.give_back)
         self.known, self.unchanged = self._save_queue.known, self._stager.unchanged
+        self.trained = Trained(self.rank)
         self.mirror: Mirror | None = None
         self._handles: list[SaveHandle] = []
         self._closed = False
@@ -325,7 +327,7 @@ class Engine:
                 "save",
                 must_match={"step": request.facts.step, "path": request.destination.path, **request.must_match},
                 local=lambda: answer(request, earlier, self.rank, self.unchanged),
-                decide=lambda answers: decide(request, answers, busy=busy),
+                decide=lambda answers: decide(request, answers, busy=busy, notes=self.trained.take()),
                 phase="planning the save",
             )
         except Exception as problem:
@@ -391,6 +393,7 @@ class Engine:
             logger.exception("the mirror could not be closed")
 
     def _end(self) -> None:
+        self.trained.forget()
         if self._preemption is not None:
             self._preemption.close()
         self._stager.close()

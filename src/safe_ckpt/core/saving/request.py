@@ -255,13 +255,14 @@ def answer(
     }
 
 
-def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool) -> dict[str, Any]:
+def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool, notes: Mapping[str, Any]) -> dict[str, Any]:
     """What rank 0 makes of the answers.
 
     Args:
         request: rank 0's own.
         answers: what ``answer`` returned on every rank.
         busy: as many saves are in flight as may be, and this one is not to wait.
+        notes: what the manifest notes besides.
 
     Returns:
         ``earlier``: the failed save that every rank reports instead of starting this one. Or the ``manifest`` of the save that
@@ -283,7 +284,7 @@ def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool) -> d
         step=request.facts.step,
         world_size=len(ranks),
         metrics=dict(request.facts.metrics),
-        notes=dict(request.facts.notes),
+        notes={**request.facts.notes, **notes},
     )
     return {
         "manifest": manifest.to_json(),

@@ -134,9 +134,8 @@ def choose(
             rejected[name] = verdict["why"]
             if verdict["damaged"]:
                 damaged[name] = verdict["why"]
-            logger.warning(
-                "%s %s: %s", path, "cannot be used" if verdict["damaged"] else "is passed over", verdict["why"]
-            )
+            how = "cannot be used" if verdict["damaged"] else "is passed over"
+            logger.warning("%s %s: %s", path, how, verdict["why"])
         if rejected or plan["quarantined"]:
             seen = {**rejected, **dict.fromkeys(plan["quarantined"], "in quarantine")}
             message = "there are checkpoints, but none is usable. Repair one, or delete them all to start afresh"
@@ -144,11 +143,12 @@ def choose(
         return None
 
 
-def _health_of(info: CheckpointInfo, listed: Manifest | None) -> Mapping[str, Any]:
+def _known_of(engine: Engine, info: CheckpointInfo, listed: Manifest | None) -> Mapping[str, Any]:
     """What is known of the chosen one's numbers. On rank 0: that of all candidates would be much to tell every rank."""
     try:
         if listed is None and info.verified:  # it came from the mirror
             listed = read_manifest(info.path)
+        engine.trained.recall(listed, info.path)
         return listed.health if listed is not None else {}
     except (OSError, SafeCheckpointError) as error:
         logger.warning("%s: its manifest cannot be read again, so masks are learnt anew: %s", info.path, error)
@@ -172,7 +172,7 @@ def _settle(
 ) -> Mapping[str, Any]:
     """Rank 0, once a checkpoint was chosen: the damaged ones are moved. Returns what is known of the chosen one's numbers."""
     _quarantine(engine, workspace, damaged)
-    return _health_of(info, listed)
+    return _known_of(engine, info, listed)
 
 
 def check(engine: Engine, path: Path, load: Load) -> None:
@@ -187,6 +187,7 @@ def check(engine: Engine, path: Path, load: Load) -> None:
     if verdict is not None:
         kind = CorruptCheckpointError if verdict["damaged"] else IncompleteCheckpointError
         raise kind(path=str(path), message=verdict["why"])
+    engine.trained.recall_from(path)
 
 
 @contextlib.contextmanager

@@ -97,6 +97,18 @@ class Planner:
             self._known = {name: known for name, known in self._known.items() if name in state}
         return Plan(items=items, sharded=sharded, views=views, held=self._held)
 
+    def trained(self, state: Mapping[str, Any], views: Mapping[str, Any]) -> list[Any] | None:
+        """Equal for two states only if the same parameters of their modules are trained; None where that is not known.
+
+        Args:
+            state: as it was planned last.
+            views: of that plan.
+        """
+        names = plan.modules_of(state).keys()
+        if not names <= views.keys():
+            return None
+        return [(name, list(map(attrgetter("requires_grad"), views[name].whole))) for name in names]
+
     def overlap(self, state: Mapping[str, Any], views: Mapping[str, Any]) -> OverlapPlan | None:
         """Which tensors of a state may be copied after ``save`` has returned; None for none.
 

@@ -1,0 +1,188 @@
+"""Which parameters are trained: noted at each save, and compared where training goes on from it.
+
+What a schedule has unfrozen is frozen again in a fresh model, and no ``state_dict`` says so. The comparison waits for the first
+step of each optimizer: until then callbacks may set what they set. What is frozen when training goes on, and trained by then,
+was unfrozen by a schedule that works. Only the parameters of that optimizer are compared, because those of others may be
+switched off meanwhile, as in the training of two networks against each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from safe_ckpt.core.formats.manifest import Manifest, read_manifest
+from safe_ckpt.core.names import plain_names
+from safe_ckpt.errors import SafeCheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+    from safe_ckpt.core.storage.objects.place import Place
+
+logger = logging.getLogger(__name__)
+NOTE = "frozen"
+"""The entry of a manifest's notes: names of parameters that are not trained; ``*`` stands for every number in that place."""
+_MOST_NAMES = 4096
+_MOST_TOLD = 5
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+Modules = Callable[[], Mapping[str, "torch.nn.Module"]]
+"""The models by name; "" for the only one."""
+
+_expecting: tuple[Trained, ...] = ()
+_hooked = False
+
+
+class Trained:
+    """What rank 0 knows of that; other ranks note and expect nothing. Used on the thread that trains.
+
+    Args:
+        rank: this rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._key: Any = None
+        self._noted: list[str] | None = None
+        self._is_fresh = False
+        self._before: frozenset[str] | None = None
+        self._path: Place | None = None
+        self._modules: Modules = dict
+        self._waiting: frozenset[str] = frozenset()
+        self._stepped: set[int] = set()
+
+    def note(self, modules: Modules, key: object = None) -> None:
+        """Before a save: see which parameters of its models are trained. Never raises: the save can do without.
+
+        Args:
+            modules: its models.
+            key: equal to that of the save before only if nothing has changed; None to look at every parameter.
+        """
+        if self._rank != 0:
+            return
+        try:
+            found = modules()
+            if key is None:
+                key = [(name, _flags(module)) for name, module in found.items()]
+            if self._noted is None or key != self._key:
+                self._key, self._noted = key, _frozen(found)
+            self._is_fresh = bool(found)
+        except Exception as error:  # from a module's own way to name what it has
+            logger.warning("which parameters are trained is not known: %s", error)
+
+    def take(self) -> dict[str, list[str]]:
+        """What the manifest of the next save says of it; once after each ``note``."""
+        fresh, self._is_fresh = self._is_fresh, False
+        noted = self._noted if fresh else None
+        return {NOTE: noted} if noted is not None and len(noted) <= _MOST_NAMES else {}
+
+    def recall(self, manifest: Manifest | None, path: Place) -> None:
+        """Training may go on from this checkpoint."""
+        noted = manifest.notes.get(NOTE) if manifest is not None else None
+        self._path, self._before = path, frozenset(map(str, noted)) if isinstance(noted, list) else None
+
+    def recall_from(self, path: Place) -> None:
+        """The same, where only its path is known: another tool's has no manifest."""
+        if self._rank != 0:
+            return
+        try:
+            self.recall(read_manifest(path), path)
+        except (OSError, SafeCheckpointError):
+            self.recall(None, path)
+
+    def expect(self, modules: Modules) -> None:
+        """Training goes on from what was recalled: warn at the first steps if it trains other parameters of these models."""
+        global _expecting, _hooked  # noqa: PLW0603 - the hook is the process's, so is what it looks at
+        self.forget()
+        if self._before is None:
+            return
+        try:
+            still = frozenset(
+                name for name, was_trained, p in self._compared(modules()) if not was_trained | p.requires_grad
+            )
+        except Exception as error:
+            logger.warning("which parameters are trained is not known: %s", error)
+            return
+        self._modules, self._waiting, self._stepped = modules, still, set()
+        if not _hooked:
+            register_optimizer_step_pre_hook(_before_step)  # for good: see ``optimizer_gate``
+            _hooked = True
+        _expecting = (*_expecting, self)
+
+    def forget(self) -> None:
+        """Nothing is expected any more."""
+        global _expecting  # noqa: PLW0603
+        _expecting = tuple(one for one in _expecting if one is not self)
+        self._modules = dict
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+        try:
+            if id(optimizer) in self._stepped:
+                self.forget()  # all of them have stepped
+                return
+            self._stepped.add(id(optimizer))
+            frozen, thawed = self._differences(optimizer)
+        except Exception as error:
+            logger.warning("which parameters are trained is not known: %s", error)
+            self.forget()
+            return
+        if frozen or thawed:
+            self.forget()
+            told = [f"{_told(names)} {word}" for names, word in ((frozen, "no longer"), (thawed, "now")) if names]
+            logger.warning(
+                "training goes on from %s with other trained parameters (requires_grad) than at its save: %s. "
+                "What froze or unfroze them has to do so again after a resume",
+                self._path,
+                "; ".join(told),
+            )
+
+    def _differences(self, optimizer: torch.optim.Optimizer) -> tuple[list[str], list[str]]:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        compared = self._compared(self._modules())
+        # One that has copies of its own, such as DeepSpeed's, trains all.
+        compared = [one for one in compared if id(one[2]) in own] or compared
+        frozen = [name for name, was_trained, p in compared if was_trained and not p.requires_grad]
+        thawed = [name for name, was_trained, p in compared if p.requires_grad and not was_trained]
+        return frozen, [name for name in thawed if name not in self._waiting]
+
+    def _compared(self, modules: Mapping[str, torch.nn.Module]) -> list[tuple[str, bool, torch.nn.Parameter]]:
+        """The name of each parameter, whether it was trained, and itself."""
+        before = self._before or frozenset()
+        named = [one for key, module in modules.items() for one in _named(key, module)]
+        return [(name, before.isdisjoint((name, _NUMBER.sub("*", name))), p) for name, p in named]
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for one in _expecting:
+        one.look(optimizer)
+
+
+def _flags(module: torch.nn.Module) -> list[bool]:
+    parts = (part._parameters.values() for part in module.modules())
+    return [parameter.requires_grad for held in parts for parameter in held if parameter is not None]
+
+
+def _named(key: str, module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    before, named = f"{key}." if key else "", dict(module.named_parameters())
+    plain = plain_names(named, module)
+    return [(before + plain[name], parameter) for name, parameter in named.items()]
+
+
+def _frozen(modules: Mapping[str, torch.nn.Module]) -> list[str]:
+    """The names of what is not trained, those that differ in numbers only as one if all of them are."""
+    flags = {name: p.requires_grad for key, module in modules.items() for name, p in _named(key, module)}
+    trained = Counter(_NUMBER.sub("*", name) for name, is_trained in flags.items() if is_trained)
+    frozen = [name for name, is_trained in flags.items() if not is_trained]
+    return sorted({name if _NUMBER.sub("*", name) in trained else _NUMBER.sub("*", name) for name in frozen})
+
+
+def _told(names: list[str]) -> str:
+    more = len(names) - _MOST_TOLD
+    return ", ".join(names[:_MOST_TOLD]) + (f" and {more} more" if more > 0 else "")
