@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safe_ckpt.adapters import Attempt, Engine, FilePlan, Planned, torch_file
+from safe_ckpt.adapters.extras import one_shot, open_coordinator
 from safe_ckpt.adapters.layouts import META
 from safe_ckpt.adapters.planning import OverlapPlan, Shards, file_plan, reraise
+from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.lightning import loop_state, strategies
 from safe_ckpt.lightning.checkpoint_io import Box, SafeCheckpointIO
+from safe_ckpt.lightning.resume import WEIGHTS_NOTE
 
 UNEXAMINED = tuple(f"{part}.*" for part in ("callbacks", "loops", "lr_schedulers", "hyper_parameters", loop_state.KEY))
 """Of a checkpoint: a score that is infinite before the first validation is no sign that training went bad."""
@@ -154,3 +157,37 @@ def overlap_plan(trainer: Any, mode: Literal["auto", "eager", "overlapped"]) -> 
     if mode != "overlapped" or kinds & _SWAPPERS or hasattr(trainer.strategy, "deepspeed_engine"):
         return None
     return OverlapPlan([trainer.lightning_module], trainer.optimizers) or None
+
+
+def save_after_fit(
+    trainer: Any,
+    io: SafeCheckpointIO,
+    config: CheckpointConfig,
+    path: Path,
+    next_sequence: Callable[[], int],
+    *,
+    weights_only: bool | None,
+) -> None:
+    """Save without an engine: rank 0 writes in this process, and the others wait for the outcome. Every rank calls this.
+
+    Raises:
+        SafeCheckpointError: it failed, with the same error on every rank.
+    """
+    checkpoint: dict[str, Any] | None = None
+
+    def take() -> None:
+        nonlocal checkpoint
+        checkpoint = dump(trainer, io, path, weights_only)
+
+    def write(_: object) -> None:
+        if checkpoint is not None:
+            step, notes = int(trainer.global_step), {WEIGHTS_NOTE: bool(weights_only)}
+            one_shot.save_archive(checkpoint, path, sequence=next_sequence(), step=step, notes=notes)
+
+    coordinator = open_coordinator(None, config.timeouts)
+    try:
+        limit_s, values = config.timeouts.lengthy_s, {"path": path}
+        phase = f"saving {path.name}"
+        coordinator.agree("save", timeout_s=limit_s, must_match=values, local=take, decide=write, phase=phase)
+    finally:
+        coordinator.release(keep=True)

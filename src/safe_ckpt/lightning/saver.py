@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import CheckpointInfo, Engine, OnCommit, Patch, Planned, SaveHandle, Tracking
 from safe_ckpt.adapters.directories import DeleteListed, HeldDirectories
-from safe_ckpt.adapters.extras import Exporter, one_shot, open_coordinator
+from safe_ckpt.adapters.extras import Exporter
 from safe_ckpt.adapters.planning import (
     Destination,
     Facts,
@@ -208,7 +208,8 @@ class TrainerSaver:
         elif self.closed and strategies.form_of(self._trainer.strategy) is not None:
             self._save_with_another(target, weights_only)
         elif self.closed:
-            self._save_without_pipeline(target, weights_only)
+            sequence = functools.partial(self.next_sequence, target)
+            contents.save_after_fit(self._trainer, self._io, self.config, target, sequence, weights_only=weights_only)
         else:
             if self._interrupted and not self.all_ranks_met_an_exception(path):
                 return
@@ -266,27 +267,6 @@ class TrainerSaver:
             again.save(PendingActions(saves=[str(path)]), None, None, weights_only=weights_only, wait=True).result()
         finally:
             again.engine.close(quiet=True)
-
-    def _save_without_pipeline(self, path: Path, weights_only: bool | None) -> None:
-        """After ``fit``: rank 0 writes in this process, and the others wait for the outcome."""
-        checkpoint: dict[str, Any] | None = None
-
-        def dump() -> None:
-            nonlocal checkpoint
-            checkpoint = contents.dump(self._trainer, self._io, path, weights_only)
-
-        def write(_: object) -> None:
-            if checkpoint is not None:
-                step, notes = int(self._trainer.global_step), {resuming.WEIGHTS_NOTE: bool(weights_only)}
-                one_shot.save_archive(checkpoint, path, sequence=self.next_sequence(path), step=step, notes=notes)
-
-        coordinator = open_coordinator(None, self.config.timeouts)
-        try:
-            limit_s, values = self.config.timeouts.lengthy_s, {"path": path}
-            phase = f"saving {path.name}"
-            coordinator.agree("save", timeout_s=limit_s, must_match=values, local=dump, decide=write, phase=phase)
-        finally:
-            coordinator.release(keep=True)
 
     @contextlib.contextmanager
     def _within(self, call: str = "") -> Iterator[None]:
