@@ -106,8 +106,7 @@ class RestoreError(SafeCheckpointError, ValueError):
     key: str = ""
 
     def __str__(self) -> str:
-        where = f" {self.key}" if self.key else ""
-        return f"cannot restore{where} from {self.path}: {self.message}"
+        return f"cannot restore{f' {self.key}' if self.key else ''} from {self.path}: {self.message}"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -396,8 +395,8 @@ class ClosedError(SafeCheckpointError, RuntimeError):
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    shown, more = ", ".join(map(str, sorted(ranks)[:16])), len(ranks) - 16
-    return f"[{shown}{f', and {more} more' if more > 0 else ''}]"
+    more = len(ranks) - 16
+    return f"[{', '.join(map(str, sorted(ranks)[:16]))}{f', and {more} more' if more > 0 else ''}]"
 
 
 class naming(contextlib.AbstractContextManager["naming"]):  # noqa: N801 - called as contextlib's own are

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from safe_ckpt.core.formats import safetensors, torch_archive
+from safe_ckpt.core.formats import safetensors, torch_archive, torch_reading
 from safe_ckpt.core.formats.safetensors import safetensors_image
 from safe_ckpt.core.formats.torch_archive import torch_image
 from safe_ckpt.core.staging import snapshot
@@ -66,7 +66,7 @@ def archive():
 def test_an_archive_is_read_without_a_copy(archive):
     """Contract with torch: the tensors lie in the memory that was read. A release where this fails still reads, with a copy."""
     memory, length = archive
-    loaded = torch_archive.parse_archive(memory, length)
+    loaded = torch_reading.parse_archive(memory, length)
     begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     assert begin <= loaded["a"].data_ptr() < begin + len(memory)
     assert loaded["a"].equal(torch.arange(5000.0))
@@ -82,7 +82,7 @@ def test_an_archive_is_read_where_torch_has_other_insides(archive, monkeypatch):
         raise TypeError("no such overload")
 
     monkeypatch.setattr(torch_archive, "_View", refuse)
-    loaded = torch_archive.parse_archive(memory, length)
+    loaded = torch_reading.parse_archive(memory, length)
     assert loaded["a"].equal(torch.arange(5000.0))
     assert loaded["b"][1] == "x"
 
@@ -99,7 +99,7 @@ def test_an_archive_is_read_whatever_a_release_made_of_its_own_loader(archive, m
         raise error("another signature")
 
     monkeypatch.setattr(torch.serialization, "_load", refuse)
-    loaded = torch_archive.parse_archive(memory, length)
+    loaded = torch_reading.parse_archive(memory, length)
     assert loaded["a"].equal(torch.arange(5000.0))
     assert loaded["b"][1] == "x"
 
@@ -118,11 +118,11 @@ def test_sparse_tensors_are_read_without_a_warning_and_never_lead_outside(in_pla
         memory = mmap.mmap(-1, 1 << 16)
         memory[: len(buffer.getvalue())] = buffer.getvalue()
         if fits:
-            loaded = torch_archive.parse_archive(memory, len(buffer.getvalue()))
+            loaded = torch_reading.parse_archive(memory, len(buffer.getvalue()))
             assert all(loaded[name].to_dense().equal(torch.eye(3)) for name in state)
         else:
             with pytest.raises(RuntimeError, match=r"size is inconsistent|found index"):
-                torch_archive.parse_archive(memory, len(buffer.getvalue()))
+                torch_reading.parse_archive(memory, len(buffer.getvalue()))
 
 
 def test_an_archive_with_code_in_it_is_refused(archive):
@@ -132,7 +132,7 @@ def test_an_archive_with_code_in_it_is_refused(archive):
     memory = mmap.mmap(-1, 1 << 16)
     memory[: len(buffer.getvalue())] = buffer.getvalue()
     with pytest.raises(pickle.UnpicklingError):
-        torch_archive.parse_archive(memory, len(buffer.getvalue()))
+        torch_reading.parse_archive(memory, len(buffer.getvalue()))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -165,7 +165,7 @@ def test_an_archive_of_ours_in_memory(tmp_path):
     buffer.close()
     memory, digest = read_whole(tmp_path / "x.pt", result.size_bytes)
     assert digest == result.xxh3_128
-    loaded = torch_archive.parse_archive(memory, result.size_bytes)
+    loaded = torch_reading.parse_archive(memory, result.size_bytes)
     expected = torch.load(tmp_path / "x.pt", weights_only=True)
     assert loaded["numbers"] == expected["numbers"]
     for name in ("dtypes", "views", "empty"):

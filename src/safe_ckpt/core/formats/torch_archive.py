@@ -9,17 +9,15 @@ from __future__ import annotations
 import codecs
 import io
 import logging
-import mmap
 import pickle
 import secrets
 import struct
 import sys
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.storage import TypedStorage, UntypedStorage
@@ -370,67 +368,3 @@ def with_floats(data: bytes, places: Sequence[int], floats: bytes) -> bytes:
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def parse_archive(memory: mmap.mmap, length: int) -> Any:
-    """A torch archive, as ``torch.load(weights_only=True, map_location="cpu")`` reads it."""
-    try:
-        return _parse_in_place(memory, length)
-    except MemoryError:
-        raise
-    except Exception as error:  # torch has other insides, or refuses the content: torch's public function says which
-        logger.debug("an archive is read with a copy: %s: %s", type(error).__name__, error)
-    return load_plain(io.BytesIO(memory[:length]))
-
-
-def load_plain(stream: IO[bytes]) -> Any:
-    """``torch.load(weights_only=True, map_location="cpu")``. Checks the indices of sparse tensors, and does not warn of it."""
-    with warnings.catch_warnings(), _checked():
-        warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
-        return torch.load(stream, map_location="cpu", weights_only=True)
-
-
-def _checked() -> Any:
-    """Indices of sparse tensors that lead outside of them are refused."""
-    return torch.sparse.check_sparse_tensor_invariants()  # type: ignore[no-untyped-call]
-
-
-def _parse_in_place(memory: mmap.mmap, length: int) -> Any:
-    # What torch.load does with mmap=True; it has no public way to be given memory instead of a path.
-    serialization: Any = torch.serialization
-    reader = torch._C.PyTorchFileReader(_View(memory, length))  # type: ignore[call-overload]
-    unpickler, whole = serialization._weights_only_unpickler, torch.frombuffer(memory, dtype=torch.uint8)
-    storage = whole.untyped_storage()
-    with _checked():
-        return serialization._load(reader, "cpu", unpickler, overall_storage=storage, encoding="utf-8")
-
-
-class _View(io.RawIOBase):
-    """Memory as a file."""
-
-    def __init__(self, memory: mmap.mmap, length: int) -> None:
-        super().__init__()
-        self._memory = memory
-        self._length = length
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        with memoryview(buffer).cast("B") as room:
-            count = max(0, min(len(room), self._length - self._at))
-            room[:count] = self._memory[self._at : self._at + count]
-        self._at += count
-        return count

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from safe_ckpt.core.formats import torch_archive
+from safe_ckpt.core.formats import torch_reading
 from safe_ckpt.core.names import matched, plain_names
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dcp_plan import METADATA
@@ -68,7 +68,7 @@ def _is_record(found: object, module: str) -> bool:
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        torch_archive.load_plain(value)  # raises where the next line would run code
+        torch_reading.load_plain(value)  # raises where the next line would run code
         value.seek(0)
         super().load_bytes(read_item, value)
 

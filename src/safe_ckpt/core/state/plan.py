@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from safe_ckpt.core.formats import file_plan, hugging_face, safetensors, torch_archive
+from safe_ckpt.core.formats import file_plan, hugging_face, safetensors, torch_archive, torch_reading
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest
 from safe_ckpt.core.names import plain_name, plain_names
@@ -382,6 +382,6 @@ def load_file(folder: Place, entry: FileEntry, item: Mapping[str, Any], name: st
         raise CorruptCheckpointError(path=str(folder), file=entry.path, message=message)
     if file.suffix == ".json":
         return file_plan.parse_json(memory, entry.size_bytes)
-    parse = safetensors.parse_safetensors if file.suffix == ".safetensors" else torch_archive.parse_archive
+    parse = safetensors.parse_safetensors if file.suffix == ".safetensors" else torch_reading.parse_archive
     loaded = parse(memory, entry.size_bytes)
     return loaded[name] if item["form"] == "tensor" else loaded
