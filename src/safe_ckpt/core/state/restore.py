@@ -206,8 +206,10 @@ def _fit(name: str, target: Any, loaded: Any, state: Mapping[str, Any]) -> Fitte
 
 def _check_names(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
     missing, besides = sorted(own.keys() - loaded.keys()), sorted(map(str, loaded.keys() - own.keys()))
-    if missing or besides:
-        raise ValueError(f"the checkpoint has nothing for {missing}, and the module has no place for {besides}")
+    told = [f"the checkpoint has nothing for {missing} (Missing key(s), as torch says it)"] if missing else []
+    told += [f"the module has no place for {besides} (Unexpected key(s), as torch says it)"] if besides else []
+    if told:
+        raise ValueError(", and ".join(told))
 
 
 def _check_module(own: Mapping[str, Any], loaded: Any) -> None:
