@@ -261,8 +261,13 @@ def unprocessed(batches: Mapping[str, int]) -> int:
 
 
 def _ahead(fit_loop: Any) -> int:
-    """How many batches the fetcher has taken and not handed on: one, of loaders that have no length."""
-    return len(getattr(fit_loop._data_fetcher, "batches", ()))
+    """How many batches the fetcher has taken and not handed on: one, of loaders that have no length.
+
+    It drops that one where the next one cannot be fetched.
+    """
+    fetcher = fit_loop._data_fetcher
+    dropped = fetcher.fetched - fit_loop.epoch_loop.batch_progress.current.ready if fetcher is not None else 0
+    return max(len(getattr(fetcher, "batches", ())), dropped)
 
 
 def go_on_within(fit_loop: dict[str, Any]) -> bool:
