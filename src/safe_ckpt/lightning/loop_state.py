@@ -164,6 +164,7 @@ def _let_epoch_end(fit_loop: dict[str, Any]) -> bool:
 def continue_from(trainer: Any, continuation: Continuation) -> None:
     """At ``on_train_start``: arrange that the loop goes on as it would have gone on."""
     fit_loop, mine = trainer.fit_loop, continuation.mine
+    dataloader.refuse_unused(fit_loop)
     if mine is not None:
         _put_generators_back(fit_loop, mine["rng"])
     if not continuation.mid_epoch:
