@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from torch.utils.data import DataLoader
 
 from safe_ckpt.adapters.extras import get_rng_state
+from safe_ckpt.data import facts
 from safe_ckpt.data.facts import is_map, is_placed, name_of
 from safe_ckpt.data.loader import Resumable, Seeding, made_of
 from safe_ckpt.data.position import Position
@@ -57,29 +58,57 @@ def let_places_be_used() -> None:
     """
     for fit_loop in fit_loops():
         if not hasattr(fit_loop.setup_data, _MARK):
-            fit_loop.setup_data = _going_to_places(fit_loop.setup_data)
+            fit_loop.setup_data = _loading_late(fit_loop.setup_data)
+            fit_loop._load_combined_loader_states = _load_places
 
 
-def _going_to_places(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+def _loading_late(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(stock)
     def setup_data(fit_loop: Any) -> None:
-        saved = fit_loop._combined_loader_states_to_load
-        if saved:
-            batches = fit_loop.epoch_loop.batch_progress
-            unseen = max(0, batches.current.ready - batches.current.processed)
-            over = batches.is_last_batch and not unseen
-            saved = [at_end(one) if over else at_batch(one, unseen=unseen) for one in saved]
-            fit_loop._combined_loader_states_to_load = saved
         stock(fit_loop)
-        if not fit_loop._combined_loader_states_to_load or fit_loop._combined_loader is None:
-            return
-        fit_loop._combined_loader_states_to_load = []
-        if fit_loop.restarting or all(_is_ours(one) for one in saved):
-            fit_loop._combined_loader._load_state_dicts(saved)
+        if fit_loop._combined_loader is not None and fit_loop._combined_loader_states_to_load:
+            fit_loop._load_combined_loader_states()
             iter(fit_loop._data_fetcher)  # it has begun, and may have taken a batch
 
     setattr(setup_data, _MARK, True)
     return setup_data
+
+
+def _load_places(fit_loop: Any) -> None:
+    """Stands in for the method of a ``_FitLoop``: where an epoch had ended, a loader of ours is between two epochs."""
+    saved, batches = fit_loop._combined_loader_states_to_load, fit_loop.epoch_loop.batch_progress
+    if not saved or fit_loop._combined_loader is None:
+        return
+    fit_loop._combined_loader_states_to_load = []
+    unseen = max(0, batches.current.ready - batches.current.processed)
+    over = batches.is_last_batch and not unseen
+    if fit_loop.restarting or all(map(_is_ours, saved)):
+        places = [at_end(one) if over else at_batch(one, unseen=unseen) for one in saved]
+        fit_loop._combined_loader._load_state_dicts(places)
+
+
+def load_again(fit_loop: Any, saved: Sequence[Any]) -> None:
+    """Between two epochs, before the next one begins: what was taken ahead is given again, by the generators as they were.
+
+    Args:
+        fit_loop: whose fetcher may have taken a batch.
+        saved: the states of its loaders.
+    """
+    fetcher, loaders = fit_loop._data_fetcher, fit_loop._combined_loader
+    if fetcher is not None and fetcher.fetched and saved and all(map(_is_ours, saved)):
+        loaders._load_state_dicts([at_end(one) for one in saved])
+
+
+def own_generators(loaders: Any) -> list[dict[str, str]]:
+    """The generators that the user gave to loaders that do not save them: an epoch begins with them."""
+    return [{} if isinstance(one, Resumable) else facts.own_as_text(one) for one in loaders.flattened]
+
+
+def put_own_back(loaders: Any, saved: Sequence[Mapping[str, str]]) -> None:
+    """Set them, before an epoch begins."""
+    for loader, texts in zip(loaders.flattened, saved, strict=False):
+        if texts and isinstance(loader, DataLoader):
+            facts.put_back(loader, texts)
 
 
 def _is_ours(state: Any) -> bool:
