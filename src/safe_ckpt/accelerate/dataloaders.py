@@ -58,6 +58,9 @@ class Loaders:
         if not isinstance(placed, Placed):
             return False
         pending = placed.pending()
+        if placed.is_over() and batches == 0:  # of the next epoch
+            placed.begin_anew()
+            return True
         if pending is not None and pending != batches:
             logger.warning(
                 "skip_first_batches(%d), and the checkpoint was saved behind batch %d of the epoch: the script's number "
@@ -65,7 +68,7 @@ class Loaders:
                 batches,
                 pending,
             )
-            placed_loaders.forget(loader)
+            placed.begin_anew()
         return (pending or 0) == batches
 
     def states(self, loaders: Sequence[Any]) -> list[dict[str, Any] | None]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch._utils import ExceptionWrapper
 
+from safe_ckpt.core.coordination.process_groups import world_rank
 from safe_ckpt.data import generators
 from safe_ckpt.data.facts import is_map, name_of
+from safe_ckpt.data.position import Position
 from safe_ckpt.data.workers import Delivered
 from safe_ckpt.errors import RestoreError
 
@@ -18,32 +22,76 @@ _LOOKED_BACK = 3  # a framework has given training one batch less than it took, 
 
 
 class Counter:
-    """How many batches were given since an epoch began, or was resumed, and what their workers were at after them.
+    """How many batches were handed out since an epoch began, or was resumed, and what their workers were at after them.
+
+    One that could not be made was handed to nobody. torch has left it behind if the data set raised. Then it counts once the
+    caller goes on: that error is handled, or a later batch is handed out.
 
     Args:
         looked_back: how many batches may have to be given again.
 
     Attributes:
         before: how many of the epoch were given before.
+        taken: how many batches torch has left behind it, if its iterator is one of ours.
+        failed: how often none could be made since the last one.
+        lost: whether one may be among them that could have been made.
         workers: what they are at.
         turn: which of them makes the next batch.
         undo: what it was before the last batches: see ``Position``.
     """
 
-    __slots__ = ("before", "count", "turn", "undo", "workers")
+    __slots__ = ("_aside", "_error", "before", "count", "failed", "lost", "taken", "turn", "undo", "workers")
 
     def __init__(self, looked_back: int = _LOOKED_BACK) -> None:
-        self.before = self.count = self.turn = 0
+        self.before = self.count = self.turn = self.taken = self.failed = 0
+        self.lost, self._error = False, 0
+        self._aside: list[Delivered] = []
         self.workers: dict[str, Mapping[str, Any]] = {}
         self.undo: deque[Undo] = deque(maxlen=looked_back)
+
+    def fail(self, error: BaseException) -> None:
+        """No batch came, but this error."""
+        self.failed += 1
+        self.lost |= not isinstance(error, Exception)
+        self._error = id(error)  # not itself: its traceback holds the loop
+
+    def is_over(self) -> bool:
+        """Whether the caller has handled the error of a data set, and so leaves that batch out."""
+        active, seen = sys.exc_info()[1], set[int]()
+        while active is not None and id(active) not in seen:
+            if id(active) == self._error:
+                return False
+            seen.add(id(active))
+            active = active.__cause__ or active.__context__
+        return not self.lost
+
+    def passed(self) -> None:
+        """Training goes on behind what could not be made."""
+        self.count = max(self.count, self.taken) if self.taken else self.count + self.failed
+        self.failed, self.lost = 0, False
+        for delivered in self._aside:
+            self._note(delivered)
+        self._aside.clear()
 
     def took(self, delivered: Delivered, drawn: Mapping[str, Any] | None) -> Any:
         """The batch that has just been counted, and what the generators of this process were before."""
         worker = str(delivered.worker)
         self.undo.append((self.before + self.count, worker, self.workers.get(worker), drawn))
-        self.workers[worker] = delivered.state
-        self.turn = delivered.worker + 1
+        self._note(delivered)
         return delivered.batch
+
+    def refuse(self, delivered: Delivered, error: ExceptionWrapper) -> None:
+        """Raise what came in the place of a batch. Its worker went on, but nobody was given that batch."""
+        self._aside.append(delivered)
+        try:
+            error.reraise()  # type: ignore[no-untyped-call]
+        except BaseException as raised:
+            self.fail(raised)
+            raise
+
+    def _note(self, delivered: Delivered) -> None:
+        self.workers[str(delivered.worker)] = delivered.state
+        self.turn = delivered.worker + 1
 
 
 class Batches:
@@ -75,28 +123,53 @@ class Batches:
                 message = "its class has an iteration of its own, so that its place cannot be found again"
                 raise RestoreError(key=name_of(self._loader), message=message)
             return batch
+        if self._loader._pending is not None:
+            message = (
+                "a place was loaded within a loop over it, which goes on elsewhere: leave the loop, and begin a new one"
+            )
+            raise RestoreError(key=name_of(self._loader), message=message)
         return self._given(inner)
 
     def _given(self, inner: Iterator[Any]) -> Any:
         drawn = generators.snapshot() if self._noted else None
+        counter = self._counter
         try:
             batch = next(inner)
         except StopIteration:
-            self._loader._end(self._counter)
+            self._loader._end(counter)
             raise
-        except Exception:
-            self._counter.count += 1  # torch goes on with the next one, if the caller does
+        except BaseException as error:
+            counter.fail(error)
             raise
-        counter = self._counter
+        delivered = batch if type(batch) is Delivered else None
+        if delivered is not None and isinstance(delivered.batch, ExceptionWrapper):
+            counter.refuse(delivered, delivered.batch)
         counter.count += 1
-        if type(batch) is Delivered:
-            found = counter.took(batch, drawn)
-            if isinstance(found, ExceptionWrapper):
-                found.reraise()  # type: ignore[no-untyped-call]
-            return found
+        if counter.failed:
+            counter.passed()
+        if delivered is not None:
+            return counter.took(delivered, drawn)
         if drawn is not None:
             counter.undo.append((counter.before + counter.count, "0", None, drawn))
         return batch
 
     def __reduce__(self) -> tuple[Any, ...]:
         return iter, ((),)
+
+
+def again_from(batches: Iterator[Any], pending: Position) -> Iterator[Any]:
+    """The same batches; those that were taken and not used are made at once, as they were made then."""
+    if not pending.again:
+        return batches
+    generators.put_snapshot_back(pending.before)
+    return itertools.chain([next(batches) for _ in range(pending.again)], batches)
+
+
+def shown(batches: int, what: str) -> Iterable[int]:
+    """Numbers to go through, with a progress bar on rank 0 where tqdm is installed."""
+    try:
+        from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        return range(batches)
+    bar: Iterable[int] = tqdm(range(batches), desc=what, unit="batch", disable=world_rank() != 0)
+    return bar

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from safe_ckpt.core.coordination.process_groups import world_rank
 from safe_ckpt.data import generators, order, seeding, workers
-from safe_ckpt.data.batches import Batches, Counter
+from safe_ckpt.data.batches import Batches, Counter, again_from, shown
 from safe_ckpt.data.facts import (
     each_of,
     epoch_of,
@@ -32,6 +31,7 @@ from safe_ckpt.data.facts import (
     loses_its_buffer,
     most_of,
     name_of,
+    own_as_text,
     own_generators,
     put_back,
     sampler_of,
@@ -65,7 +65,7 @@ class Resumable:
     _place = Position()
     _pending: Position | None = None
     _given: Counter | None = None
-    _found = False
+    _found = _in_vain = False
     _undo: Mapping[str, torch.Tensor] | None = None
     _restored: Position | None = None
     _ended: Position | None = None
@@ -132,12 +132,15 @@ class Resumable:
     def _now(self) -> Position:
         if self._pending is not None:
             return self._pending
-        place, own = self._place, own_generators(self)
-        now = {name: generators.to_text(one.get_state()) for name, one in own.items()}
+        place, now = self._place, own_as_text(self)
         if not place.begun:
             warm, epoch = is_warm(self), epoch_of(sampler_of(self))
             return dataclasses.replace(place, now=now, warm=warm, sampler_epoch=epoch, facts=facts_of(self))
         given = self._given or Counter()
+        if (
+            given.failed and not self.looks_ahead and given.is_over()
+        ):  # under a framework no loop goes on after an error
+            given.passed()
         return dataclasses.replace(
             place,
             batches=place.batches + given.count,
@@ -182,18 +185,21 @@ class Resumable:
             own["dataset"] = (workers.PlacedDataset if is_placed(self) else workers.WatchedDataset)(dataset, maker)
             own["collate_fn"] = workers.Collate(collate, maker)
         try:
-            return self._workers(before) if in_worker else super()._get_iterator()  # type: ignore[misc]
+            return self._iterator_of(before)
         finally:
             own["dataset"], own["collate_fn"] = dataset, collate
 
-    def _workers(self, before: Position | None) -> Any:
+    def _iterator_of(self, before: Position | None) -> Any:
         kind: Any = type(self)
         if kind.__bases__[1]._get_iterator is not DataLoader._get_iterator:
             return super()._get_iterator()  # type: ignore[misc]
+        count = self.__dict__["num_workers"]
+        if not count:
+            return workers.Alone(self)
+        self._in_vain = self._undo is not None
         self.check_worker_number_rationality()  # type: ignore[attr-defined]
         if before is None:
             return workers.Workers(self, None, 0)
-        count = self.__dict__["num_workers"]
         turn = before.batches if is_map(self) else before.turn
         return workers.Workers(self, before.base_seed, turn % count if before.begun and self.skip != "read" else 0)
 
@@ -233,13 +239,18 @@ class Resumable:
         elif is_warm(self) and not self._place.begun:
             given.workers = dict(self._place.workers)
         batches = self._resumed(pending) if pending is not None and pending.begun else self._started()
-        self._restored = None
+        self._restored, given.taken = None, pending.again if pending is not None else 0
         if self._undo is not None and not is_map(self):
             self._take_back_draws()
         if self.__dict__["num_workers"]:
             seed = getattr(batches, "_base_seed", None)
             self._place = dataclasses.replace(self._place, base_seed=seed, rank=world_rank())
         return batches
+
+    def _asked_in_vain(self) -> bool:
+        """Whether this order is none: new workers have it asked for twice, and those that went on running had it once."""
+        vain, self._in_vain = self._in_vain, False
+        return vain
 
     def _take_back_draws(self) -> None:
         """What torch drew to begin with, and would not have drawn in an uninterrupted run."""
@@ -252,6 +263,8 @@ class Resumable:
 
     def _end(self, given: Counter) -> None:
         if self._given is given:  # else another iteration has begun since
+            if given.failed:
+                given.passed()
             self._ended = self._now()
             self._place, self._given, self._drawn = self._ended.at_end(), None, {}
 
@@ -303,7 +316,7 @@ class Resumable:
         if again:
             return self._read_up_to(pending)
         with generators.borrowed():  # what torch draws to start an epoch was drawn before the save
-            return _again(super().__iter__(), pending)  # type: ignore[misc]
+            return again_from(super().__iter__(), pending)  # type: ignore[misc]
 
     def _read_up_to(self, pending: Position) -> Iterator[Any]:
         began_s = time.monotonic()
@@ -313,7 +326,7 @@ class Resumable:
             for _ in shown(pending.batches, f"{name_of(self)}: reading up to its place"):
                 with contextlib.suppress(Exception):  # as training went on after it
                     next(batches, None)
-            batches = _again(batches, pending)
+            batches = again_from(batches, pending)
         took_s = time.monotonic() - began_s
         logger.info("%s: read %d batches again in %.1f s to find its place", name_of(self), pending.batches, took_s)
         return batches
@@ -388,27 +401,9 @@ def make(
     return made
 
 
-def _again(batches: Iterator[Any], pending: Position) -> Iterator[Any]:
-    """The same batches; those that were taken and not used are made at once, as they were made then."""
-    if not pending.again:
-        return batches
-    generators.put_snapshot_back(pending.before)
-    return itertools.chain([next(batches) for _ in range(pending.again)], batches)
-
-
 def _as_text(state: Any) -> str:
     return state if isinstance(state, str) else generators.to_text(state)
 
 
 def _plain(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**state, workers.RNG: generators.snapshot_to_text(state[workers.RNG])} if workers.RNG in state else state
-
-
-def shown(batches: int, what: str) -> Iterable[int]:
-    """Numbers to go through, with a progress bar on rank 0 where tqdm is installed."""
-    try:
-        from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
-    except ImportError:
-        return range(batches)
-    bar: Iterable[int] = tqdm(range(batches), desc=what, unit="batch", disable=world_rank() != 0)
-    return bar

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +29,7 @@ class Remaining:
 
     def __iter__(self) -> Iterator[Any]:
         loader = self._loader()
-        if loader is None:
+        if loader is None or loader._asked_in_vain():
             return iter(())
         given = self._given
         # A sampler of somebody's own may draw in its ``__iter__``, which torch calls before it draws itself.
@@ -68,8 +67,7 @@ class Remaining:
         with generators.borrowed():
             generators.put_back(None, saved) if name == generators.TORCH else generators.put_all_back(saved)
             indices = order.indices(sampler, start)
-            first = next(indices, _END)
-        return iter(()) if first is _END else itertools.chain([first], indices)
+            return _borrowing(indices, generators.taken())
 
 
 def _lazily(remaining: Remaining, loader: Any) -> Iterator[Any]:
@@ -89,6 +87,16 @@ def _noting(indices: Iterator[Any], loader: Any, name: str) -> Iterator[Any]:
         held._drawn = {**held._drawn, name: _state(name)}
     del held
     yield from indices
+
+
+def _borrowing(indices: Iterator[Any], then: tuple[Any, Any, Any]) -> Iterator[Any]:
+    """The same, the first one drawn with the generators at ``then``. torch asks for two orders, and uses one of them only."""
+    with generators.borrowed():
+        generators.set_to(then)
+        first = next(indices, _END)
+    if first is not _END:
+        yield first
+        yield from indices
 
 
 def _state(name: str) -> str:

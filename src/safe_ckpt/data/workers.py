@@ -13,7 +13,7 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from safe_ckpt.data import generators
 from safe_ckpt.data.stand_in import StandIn
@@ -211,6 +211,23 @@ class Collate:
         return Delivered(batch, self._maker.worker, state) if state else batch
 
 
+class Alone(_SingleProcessDataLoaderIter):
+    """Makes batches in this process, and counts those that it has left behind, made or not.
+
+    Args:
+        loader: the loader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._counter = loader._given
+        super().__init__(loader)
+
+    def _next_index(self) -> Any:
+        index = super()._next_index()  # type: ignore[no-untyped-call]
+        self._counter.taken += 1
+        return index
+
+
 class Workers(_MultiProcessingDataLoaderIter):
     """The workers of a loader, seeded as they were, and asked in turn from a certain one on.
 
@@ -224,6 +241,14 @@ class Workers(_MultiProcessingDataLoaderIter):
         self._given_seed, self._turn = seed, turn
         super().__init__(loader)
 
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self._counter = loader._given
+        super()._reset(loader, first_iter)
+
+    def _process_data(self, *args: Any) -> Any:
+        self._counter.taken += 1
+        return super()._process_data(*args)  # type: ignore[no-untyped-call]
+
     @property
     def _base_seed(self) -> int:
         return self._seed
@@ -236,4 +261,8 @@ class Workers(_MultiProcessingDataLoaderIter):
         turn, self._turn = self._turn, 0
         for _ in range(turn):
             next(self._worker_queue_idx_cycle)
-        super()._try_put_index()
+        try:
+            super()._try_put_index()
+        except BaseException:
+            self._counter.lost = True  # torch drops the batch that it was about to give
+            raise

@@ -15,8 +15,8 @@ from safe_ckpt.adapters.spool import is_url, spooled
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
+from safe_ckpt.lightning import dataloader, signals, strategies
 from safe_ckpt.lightning import resume as resuming
-from safe_ckpt.lightning import signals, strategies
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.saver import TrainerSaver
 
@@ -60,6 +60,7 @@ def install(
     if strategies.form_of(strategy) is not None:
         strategies.guard(trainer, saver.engine, saver.land, saver.end)
     _let_savers_save(_home(trainer))
+    dataloader.let_places_be_used()
     return saver
 
 

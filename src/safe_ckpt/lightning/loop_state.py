@@ -38,12 +38,13 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
     ended = at_end(loop)
     broken_off = None if ended else noted.broken_off
     rng = broken_off or noted.validation or get_rng_state()
-    states = []
+    states, own = [], []
     if loop._combined_loader is not None:
+        own = dataloader.own_generators(loop._combined_loader) if ended else []
         unseen = unprocessed(vars(loop.epoch_loop.batch_progress.current)) + _ahead(loop)
         states = dataloader.states(loop._combined_loader, ended=ended, unseen=unseen, now=rng)
     again = broken_off is None and noted.validation is not None
-    return {"rng": rng, "loaders": states, "mid_epoch": not ended, "validate_again": again}
+    return {"rng": rng, "loaders": states, "generators": own, "mid_epoch": not ended, "validate_again": again}
 
 
 def to_text(contribution: Mapping[str, Any]) -> str:
@@ -180,10 +181,11 @@ def _let_epoch_end(fit_loop: dict[str, Any]) -> bool:
 
 def continue_from(trainer: Any, continuation: Continuation) -> None:
     """At ``on_train_start``: arrange that the loop goes on as it would have gone on."""
-    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    fit_loop, epoch_loop, mine = trainer.fit_loop, trainer.fit_loop.epoch_loop, continuation.mine
     patch.take_away(fit_loop, "reset")
-    if continuation.mine is not None:
-        _put_generators_back(fit_loop, continuation.mine["rng"])
+    dataloader.refuse_unused(fit_loop)
+    if mine is not None:
+        _put_generators_back(fit_loop, mine["rng"])
     # Its loaders do not know where they were. Lightning would begin them anew and end the validation after the number of
     # batches that is left of it, which is one where it was over: a metric of those is none. It is done whole, or not at all.
     epoch_loop.val_loop.restarting = False
@@ -191,8 +193,11 @@ def continue_from(trainer: Any, continuation: Continuation) -> None:
     _count_reloads_on(trainer)
     if continuation.mid_epoch:
         _go_on_within_epoch(epoch_loop, continuation)
-    else:
-        _start_epoch_with(epoch_loop, finish=continuation.finish_epoch)
+        return
+    if mine is not None and fit_loop._combined_loader is not None:
+        dataloader.put_own_back(fit_loop._combined_loader, mine.get("generators", []))
+        dataloader.load_again(fit_loop, mine["loaders"])
+    _start_epoch_with(epoch_loop, finish=continuation.finish_epoch)
 
 
 def _count_reloads_on(trainer: Any) -> None:
@@ -297,8 +302,13 @@ def unprocessed(batches: Mapping[str, int]) -> int:
 
 
 def _ahead(fit_loop: Any) -> int:
-    """How many batches the fetcher has taken and not handed on: one, of loaders that have no length."""
-    return len(getattr(fit_loop._data_fetcher, "batches", ()))
+    """How many batches the fetcher has taken and not handed on: one, of loaders that have no length.
+
+    It drops that one where the next one cannot be fetched.
+    """
+    fetcher = fit_loop._data_fetcher
+    dropped = fetcher.fetched - fit_loop.epoch_loop.batch_progress.current.ready if fetcher is not None else 0
+    return max(len(getattr(fetcher, "batches", ())), dropped)
 
 
 def go_on_within(fit_loop: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from safe_ckpt.data import resumable
 
@@ -105,6 +105,48 @@ def test_a_sampler_that_draws_at_once_gives_the_stock_order(batched, workers):
     again = loaded(resumable(made()), state)
     torch.set_rng_state(now)
     assert [*seen, *again, *resumable(made())] == stock
+
+
+class Own(Sampler):
+    """Batches by a generator of its own; drawn in ``__iter__``, or when the first one is asked for."""
+
+    def __init__(self, at_once):
+        self.generator, self.at_once = torch.Generator().manual_seed(5), at_once
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        return iter(self.batches()) if self.at_once else (batch for wait in (1,) for batch in self.batches())
+
+    def batches(self):
+        return torch.randperm(12, generator=self.generator).view(6, 2).tolist()
+
+
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("kind", ["at once", "later", "a subclass"])
+def test_a_batch_sampler_with_a_generator_of_its_own(kind, stays):
+    """torch asks it for two orders where there are workers, and takes one: the batches are those of the stock loader."""
+
+    def made():
+        given = Own(kind == "at once")
+        if kind == "a subclass":
+            given = type("Batched", (BatchSampler,), {})(RandomSampler(range(12), generator=given.generator), 2, False)
+        return DataLoader(range(12), batch_sampler=given, collate_fn=list, persistent_workers=stays, **FORKED)
+
+    def train(loader, seen, begun=0, stop=None):
+        for epoch in range(begun, 3):
+            for batch in loader:
+                seen.append(batch)
+                if len(seen) == stop:
+                    return seen, stored(loader), epoch
+        return seen
+
+    whole = train(made(), [])
+    assert train(resumable(made()), []) == whole
+    for stop in (2, 6, 7, 15):
+        seen, state, epoch = train(resumable(made()), [], stop=stop)
+        assert train(loaded(resumable(made()), state), seen, epoch) == whole, stop
 
 
 def test_two_loaders_that_are_read_together():

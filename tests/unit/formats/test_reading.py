@@ -81,7 +81,7 @@ def test_an_archive_is_read_where_torch_has_other_insides(archive, monkeypatch):
     def refuse(*_):
         raise TypeError("no such overload")
 
-    monkeypatch.setattr(torch_archive, "_View", refuse)
+    monkeypatch.setattr(torch_reading, "_View", refuse)
     loaded = torch_reading.parse_archive(memory, length)
     assert loaded["a"].equal(torch.arange(5000.0))
     assert loaded["b"][1] == "x"
@@ -109,7 +109,7 @@ def test_an_archive_is_read_whatever_a_release_made_of_its_own_loader(archive, m
 def test_sparse_tensors_are_read_without_a_warning_and_never_lead_outside(in_place, monkeypatch):
     """A newer torch warns that it checks their indices: we do not. In every release wrong indices are refused."""
     if not in_place:
-        monkeypatch.setattr(torch_archive, "_View", None)
+        monkeypatch.setattr(torch_reading, "_View", None)
     state = {"good": torch.eye(3).to_sparse(), "more": torch.eye(3).to_sparse()}
     bad = torch.sparse_coo_tensor(torch.tensor([[0, 99]]), torch.ones(2), (3,), check_invariants=False)
     for content, fits in ((state, True), ({"bad": bad}, False)):
