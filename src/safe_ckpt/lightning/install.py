@@ -35,7 +35,7 @@ def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
     saver = TrainerSaver(trainer, config, io)
     io.saver = saver
     if strategies.form_of(strategy) is not None:
-        strategies.guard(trainer, saver.engine, saver.land, saver.end)
+        strategies.guard(trainer, saver.engine, saver.land, saver.end, saver.trusts)
     _let_savers_save(_home(trainer))
     return saver
 
