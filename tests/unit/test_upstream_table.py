@@ -9,7 +9,17 @@ import pytest
 UPSTREAM = Path(__file__).parents[1] / "upstream"
 PAGE = UPSTREAM.parents[1] / "docs" / "migrating.md"
 sys.path.insert(0, str(UPSTREAM))
-from outcomes import Outcome, Row, compare, differences, read_junit, read_table  # noqa: E402
+from outcomes import (  # noqa: E402
+    Outcome,
+    Row,
+    compare,
+    differences,
+    left_out,
+    not_compared,
+    read_junit,
+    read_table,
+)
+from saves import counted  # noqa: E402
 from suites import SUITES  # noqa: E402
 
 PASSED, FAILED = Outcome("passed"), Outcome("failed", "because")
@@ -43,6 +53,42 @@ def test_what_no_row_explains_and_what_no_test_needs_any_more_are_told_apart():
     ]
     assert [each.test for each in told.unexplained] == ["f.py::ab", "f.py::e"]
     assert list(told.obsolete) == [wrong_outcome, wrong_words, fixed]
+
+
+def test_what_is_not_compared_is_a_failure(tmp_path):
+    """A file that cannot be collected, and a test that is skipped for a reason that the table does not have, are named."""
+    table = tmp_path / "expected_any.yaml"
+    table.write_text("not compared:\n  requires (GPU|TPU): there is none\n")
+    known = read_table(table, PAGE, ("sync",))
+    stock = {
+        "f.py::a": PASSED,
+        "f.py::b": Outcome("skipped", "test requires GPU"),
+        "f.py::c": Outcome("skipped", "test requires sentencepiece"),
+        "f.py::d": Outcome("xfailed", ""),
+        "f.py::e": Outcome("error", "OSError"),
+        "g.py": Outcome("error", "collection failure"),
+    }
+    assert not_compared(stock, known) == ["f.py::c", "g.py"]
+    assert left_out(stock, known) == {"there is none": ["f.py::b"]}
+
+
+def test_a_file_that_cannot_be_collected_is_in_the_results(tmp_path):
+    """As pytest writes it: that is how it is found."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_it.py").write_text("import there_is_no_such_package\n")
+    command = [sys.executable, "-m", "pytest", "-q", f"--rootdir={tmp_path}", "-p", "no:cacheprovider", "tests"]
+    command += [f"--junitxml={tmp_path / 'j.xml'}", "-o", "junit_family=xunit1"]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, check=False, timeout=60)
+    found = read_junit(tmp_path / "j.xml", "tests")
+    assert not_compared(found, read_table(UPSTREAM / "expected_lightning.yaml", PAGE, ("sync",))) == list(found)
+    assert len(found) == 1
+
+
+def test_saves_are_counted(tmp_path):
+    """A run in which nothing went through ours has none."""
+    assert counted(tmp_path / "sync.saves") == 0
+    (tmp_path / "sync.saves").write_bytes(b"...")
+    assert counted(tmp_path / "sync.saves") == 3
 
 
 @pytest.mark.parametrize("framework", sorted(SUITES))

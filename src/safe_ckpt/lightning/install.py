@@ -58,7 +58,7 @@ def install(
         undo.pop_all()
     resuming.keep_from_tuner(trainer, saver)
     if strategies.form_of(strategy) is not None:
-        strategies.guard(trainer, saver.engine, saver.land, saver.end)
+        strategies.guard(trainer, saver.engine, saver.land, saver.end, saver.trusts)
     _let_savers_save(_home(trainer))
     dataloader.let_places_be_used()
     return saver

@@ -114,7 +114,7 @@ def choose(engine: Engine, workspace: Workspace, suffix: str) -> Path | None:
     def verified(path: Path) -> None:
         if presence.is_directory(path):
             verify_share(path, rank, size)
-        else:
+        elif rank == 0:  # all ranks read all of it right afterwards
             _verify(path)
 
     def judged() -> list[Candidate]:

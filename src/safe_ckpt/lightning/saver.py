@@ -304,6 +304,11 @@ class TrainerSaver:
         self._io.trusted = self.resumed_from
         return self.resumed_from or rival
 
+    def trusts(self, path: Path) -> bool:
+        """Whether all ranks together have verified this one a moment ago. Once."""
+        trusted, self._io.trusted = self._io.trusted, None
+        return trusted == path
+
     def end(self) -> None:
         """Finish what is in flight and close the engine. After an exception nothing here raises, to not mask it."""
         if self.closed:

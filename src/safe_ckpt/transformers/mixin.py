@@ -99,6 +99,7 @@ class SafeCheckpointMixin(_Base):
                     path = os.path.abspath(resume_from_checkpoint)
                     saver.verify(Path(path))
                 if path is not None:
+                    saver.warn_if_weights_only(Path(path))
                     go_on(saver.engine, lambda: [self.model])
                 place = self._data_place = DataPlace(path, skips=not self.args.ignore_data_skip)
                 with Patch(upstream, {"skip_first_batches": self._skipping(place, path)}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -34,6 +35,8 @@ from safe_ckpt.transformers.strategies import Sharing, is_shared
 
 ADAPTER = "transformers"
 HIDDEN = "_safe_ckpt"
+_OPTIMIZER = ("optimizer", "global_step")  # also of FSDP2 and DeepSpeed, which make folders of it
+logger = logging.getLogger(__name__)
 
 
 class TrainerSaver:
@@ -78,6 +81,16 @@ class TrainerSaver:
         if there:  # else the Trainer reports what is missing
             verify(self.engine, path)
             warn_if_foreign(self.engine, path)
+
+    def warn_if_weights_only(self, path: Path) -> None:
+        """Log, once, that a checkpoint that training goes on from has no state of the optimizer."""
+        names = os.listdir(path) if self.engine.rank == 0 and presence.is_directory(path) else None
+        if names is not None and not any(name.startswith(_OPTIMIZER) for name in names):
+            logger.warning(
+                "%s has the weights of the model alone, as with save_only_model=True: the steps go on from there, but the "
+                "optimizer, its schedule and the generators begin afresh. To resume exactly, save with save_only_model=False",
+                path,
+            )
 
     def loading(self, trainer: Any) -> AbstractContextManager[None]:
         """While this is entered, what the Trainer loads is complete."""

@@ -34,7 +34,7 @@ def verify(path: Path, manifest: Manifest, only: set[str] | None = None, *, cach
         path: the directory or file.
         manifest: its manifest.
         only: of a directory, verify just these files.
-        cached: of a directory, through the page cache: what is verified is read once more in a moment.
+        cached: through the page cache: what is verified is read once more in a moment.
 
     Raises:
         CorruptCheckpointError: they differ; names the file, or the archive's record.
@@ -42,7 +42,7 @@ def verify(path: Path, manifest: Manifest, only: set[str] | None = None, *, cach
         OSError: they could not be read. They are not treated as corrupt.
     """
     if presence.is_file(path):
-        return verify_archive(path)
+        return verify_archive(path, cached=cached)
     if not presence.is_directory(path):  # a file that vanished: nothing of it was read
         raise IncompleteCheckpointError(path=str(path), message="is missing")
     chosen = [entry for entry in manifest.files if only is None or entry.path in only]
@@ -123,7 +123,7 @@ def verify_if_ours(path: Path) -> bool:
         manifest = read_manifest(path)
     except UnsupportedFormatError:
         return False
-    verify(path, manifest)
+    verify(path, manifest, cached=True)  # a framework reads it right afterwards
     return True
 
 

@@ -1,0 +1,54 @@
+"""A restart from weights alone, which every framework can save, is never silent."""
+
+import logging
+
+import pytest
+import torch
+from lightning_runs import fit
+from transformers import Trainer
+from transformers_runs import SafeTrainer, trainer
+
+from safe_ckpt import Checkpointer
+from safe_ckpt.errors import NoValidCheckpointError, RestoreError
+
+
+def told(caplog):
+    return [text for text in caplog.messages if "save_only_model" in text]
+
+
+@pytest.mark.parametrize("kind", [SafeTrainer, Trainer], ids=["ours", "stock"])
+def test_transformers_says_so_once(tmp_path, caplog, kind):
+    """``save_only_model=True``, saved by ours or by a stock Trainer, resumed as True or by its path."""
+    trainer(tmp_path, kind, max_steps=2, save_only_model=True).train()
+    for path in (True, str(tmp_path / "checkpoint-2")):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "safe_ckpt"):
+            trainer(tmp_path, max_steps=3, save_strategy="no").train(resume_from_checkpoint=path)
+        (said,) = told(caplog)
+        assert "checkpoint-2 has the weights of the model alone" in said
+
+
+def test_transformers_says_nothing_of_a_whole_one(tmp_path, caplog):
+    """Nor where weights alone are saved from now on, but what is resumed from is whole."""
+    trainer(tmp_path, max_steps=2).train()
+    trainer(tmp_path, max_steps=3, save_only_model=True).train(resume_from_checkpoint=True)
+    assert told(caplog) == []
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_lightning_refuses(tmp_path):
+    """Weights of ``save_weights_only`` are no checkpoint for ``resume="auto"``, and an error as ``ckpt_path``."""
+    fit(tmp_path, save_weights_only=True, filename="weights", settings={"max_epochs": 1})
+    with pytest.raises(NoValidCheckpointError, match="weights"):
+        fit(tmp_path, resume="auto")
+    with pytest.raises(KeyError, match="contains only the model"):
+        fit(tmp_path, path=str(tmp_path / "weights.ckpt"))
+
+
+def test_a_plain_loop_refuses(tmp_path):
+    """A checkpoint without the optimizer that is asked for does not fit."""
+    module = torch.nn.Linear(1, 1)
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"model": module})
+    with Checkpointer(tmp_path) as ckpt, pytest.raises(RestoreError, match="optimizer"):
+        ckpt.resume({"model": module, "optimizer": torch.optim.AdamW(module.parameters())})
