@@ -125,6 +125,13 @@ TRANSFORMERS = [
     Part(Trainer, "_load_rng_state", "transformers/mixin.py", "is overridden", ("self", "checkpoint")),
     Part(Trainer, "_finalize_training", "transformers/mixin.py", "is overridden", optional=True),
     Part(Trainer, "_sorted_checkpoints", "transformers/mixin.py", "is overridden, before 5.3", optional=True),
+    Part(
+        Trainer,
+        "_load_from_checkpoint",
+        "transformers/mixin.py",
+        "its errors name the checkpoint",
+        ("self", "resume_from_checkpoint", "model"),
+    ),
     Part(Trainer, "_get_output_dir", "transformers/mixin.py", "where the checkpoints go", ("self", "trial")),
     Part(Trainer, "_push_from_checkpoint", "transformers/mixin.py", "pushes one", ("self", "checkpoint_folder")),
     Part(Trainer, "store_flos", "transformers/mixin.py", "is called before a save", SELF),

@@ -72,7 +72,11 @@ def arrange(trainer: Any, saver: TrainerSaver, directory: Path, suffix: str) -> 
         if none_given and trainer.global_step == 0:
             chosen = saver.resume_from(directory, suffix, rival)
             checkpoint_path = str(chosen) if chosen is not None else None
-        original(checkpoint_path, *args, **kwargs)
+        if checkpoint_path is None:
+            original(None, *args, **kwargs)
+            return
+        with resume.naming_older(Path(checkpoint_path), "fit(..., ckpt_path=...)"):
+            original(checkpoint_path, *args, **kwargs)
 
     patch.once(trainer._checkpoint_connector, "_restore_modules_and_callbacks", restore)
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -82,7 +83,7 @@ class TrainerSaver:
         self.requeue_due = False
         self.continuation: Continuation | None = None
         self._noted = Noted()
-        self._requeue_wished = False
+        self._requeue_wished = threading.Event()
         self._alone: SafeCheckpointError | None = None
         self._limits: list[Patch] = []
         self._last_whole: SaveHandle | None = None
@@ -332,8 +333,7 @@ class TrainerSaver:
         return str(getattr(self._trainer.state.status, "value", "")) == "interrupted"
 
     def _left_s(self) -> float:
-        if self._out_by is None:
-            self._out_by = time.monotonic() + self.config.timeouts.shutdown_s
+        self._out_by = self._out_by or time.monotonic() + self.config.timeouts.shutdown_s
         return max(0.0, self._out_by - time.monotonic())
 
     def begin_training(self) -> None:
@@ -345,16 +345,12 @@ class TrainerSaver:
                 self.engine.trained.recall_from(Path(os.path.abspath(self._trainer.ckpt_path)))
             go_on(self.engine, lambda: [self._trainer.lightning_module])
             prepare_memory(self.engine, [self._trainer.lightning_module, *self._trainer.optimizers])
-            self.engine.watch_signals(
-                functools.partial(signals.without_lightnings, at_requeue_signal=self._wish_requeue)
-            )
+            asked = self._requeue_wished.set
+            self.engine.watch_signals(functools.partial(signals.without_lightnings, at_requeue_signal=asked))
 
     def end_fit(self) -> None:
         """Let ``fit`` return after this batch."""
         self._limits = signals.end_fit(self._trainer)
-
-    def _wish_requeue(self) -> None:
-        self._requeue_wished = True
 
     def all_ranks_met_an_exception(self, wanted: Any) -> bool:
         """Whether all ranks save ``wanted`` at an exception; known within ``peer_stall_s``. Each rank that does calls this.
@@ -379,7 +375,7 @@ class TrainerSaver:
         """Whether the signal that ended the run was the one at which Lightning requeues the job. Every rank calls this."""
         with self._within():
             self.requeue_due = self.engine.agree(
-                "requeue", local=lambda: self._requeue_wished, decide=lambda answers: any(answers.values())
+                "requeue", local=self._requeue_wished.is_set, decide=lambda answers: any(answers.values())
             )
         return self.requeue_due
 

@@ -13,7 +13,7 @@ from transformers import trainer as upstream
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from safe_ckpt.adapters import Patch, config_of_all
-from safe_ckpt.adapters.directories import policy_of
+from safe_ckpt.adapters.directories import policy_of, resume
 from safe_ckpt.adapters.extras import refused_retention
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.spool import refuse_url
@@ -59,6 +59,7 @@ class SafeCheckpointMixin(_Base):
     checkpoint_config: CheckpointConfig | None = None
     checkpoint_hooks: Sequence[Hook] = ()
     _safe_saver: TrainerSaver | None = None
+    _begun_in = ""
     _data_place: DataPlace | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -90,6 +91,7 @@ class SafeCheckpointMixin(_Base):
         refuse_url(self.args.output_dir or ".", "output_dir")
         with TrainerSaver(config, self.checkpoint_hooks) as saver, saver.loading(self):
             self._safe_saver = saver
+            self._begun_in = os.getcwd()  # a relative output_dir means the place that it names now
             try:
                 path: str | None = None
                 if resume_from_checkpoint is True:
@@ -106,6 +108,10 @@ class SafeCheckpointMixin(_Base):
                     return super().train(path, *args, **kwargs)
             finally:
                 self._safe_saver = self._data_place = None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        with resume.naming_older(Path(resume_from_checkpoint), "train(resume_from_checkpoint=...)"):
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """See ``Trainer.get_train_dataloader``. Within ``train()`` the loader counts what it gives."""
@@ -155,7 +161,7 @@ class SafeCheckpointMixin(_Base):
     def _save_safely(self, saver: TrainerSaver, trial: Any) -> None:
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        run = Path(os.path.abspath(self._get_output_dir(trial=trial)))
+        run = Path(os.path.normpath(os.path.join(self._begun_in, self._get_output_dir(trial=trial))))
         best = self.state.best_global_step
         if best and self.args.save_strategy in ("steps", "epoch", "best"):
             folder = run / f"{PREFIX_CHECKPOINT_DIR}-{best}"

@@ -61,7 +61,7 @@ def set_up_directory(
         timeout_s: how long to wait for the other ranks and for rank 0.
 
     Returns:
-        The path.
+        The path, absolute.
 
     Raises:
         ConfigError: the mode is none of the three.
@@ -72,7 +72,7 @@ def set_up_directory(
         NoValidCheckpointError: ``"resume"`` and there is no checkpoint.
         RendezvousTimeout: some ranks did not come; names them.
     """
-    target = Path(path)
+    target = Path(os.path.abspath(path))  # a program may change its working directory
     timeouts = Timeouts(barrier_s=timeout_s, shutdown_s=min(timeout_s, 120.0))
     coordinator = open_coordinator(group, timeouts)
     try:
@@ -87,7 +87,7 @@ def set_up_directory(
             with naming(rank=0, phase="setting up the directory", path=target):
                 return acts[mode](target, timeout_s)
 
-        must_match = {"path": os.fspath(path), "mode": mode}
+        must_match = {"path": str(target), "mode": mode}
         token = coordinator.agree(
             "set_up_directory", must_match=must_match, timeout_s=timeout_s, local=asked, decide=act
         )
