@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -85,6 +86,13 @@ def _load_places(fit_loop: Any) -> None:
     if fit_loop.restarting or all(map(_is_ours, saved)):
         places = [at_end(one) if over else at_batch(one, unseen=unseen) for one in saved]
         fit_loop._combined_loader._load_state_dicts(places)
+        for one in filter(_reads_here, fit_loop._combined_loader.flattened):
+            one.__dict__["_data_at_load"] = copy.deepcopy(one.dataset.state_dict())
+
+
+def _reads_here(loader: Any) -> bool:
+    """Whether it is a stream that knows its place, and is read in this process."""
+    return isinstance(loader, Resumable) and is_placed(loader) and not loader.__dict__["num_workers"]
 
 
 def load_again(fit_loop: Any, saved: Sequence[Any]) -> None:
@@ -97,6 +105,9 @@ def load_again(fit_loop: Any, saved: Sequence[Any]) -> None:
     fetcher, loaders = fit_loop._data_fetcher, fit_loop._combined_loader
     if fetcher is not None and fetcher.fetched and saved and all(map(_is_ours, saved)):
         loaders._load_state_dicts([at_end(one) for one in saved])
+        for one in filter(_reads_here, loaders.flattened):
+            if "_data_at_load" in one.__dict__:
+                one.dataset.load_state_dict(one.__dict__.pop("_data_at_load"))
 
 
 def own_generators(loaders: Any) -> list[dict[str, str]]:
