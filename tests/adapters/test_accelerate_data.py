@@ -10,11 +10,11 @@ import pytest
 import torch
 from accelerate.utils import DataLoaderConfiguration
 from accelerate_launch import run as run_ranks
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from accelerate_runs import Counter, Training, forget, fresh, registered
 from safe_ckpt.data import resumable
-from safe_ckpt.errors import NoValidCheckpointError
+from safe_ckpt.errors import NoValidCheckpointError, RestoreError
 
 SIZE, PER_EPOCH = 22, 6
 
@@ -165,6 +165,23 @@ def test_the_last_step_of_an_epoch_belongs_to_that_epoch(tmp_path, case, numbere
         assert (json.dumps(before + after[0]), *after[1:]) == (json.dumps(whole[0]), *whole[1:]), place
 
 
+def test_a_place_that_was_saved_is_used_or_refused(tmp_path):
+    """A loader that is prepared after the load goes there; one that knows no place is named, and nothing is restored."""
+    seen, _ = run(tmp_path / "whole", "nothing drawn")
+    run(tmp_path / "x", "nothing drawn", stop_at=PER_EPOCH + 2)
+    with registered(tmp_path / "x") as (accelerator, _):
+        training = Training(accelerator, data=Plain(), shuffle=False)
+        before = training.fingerprint()
+        with pytest.raises(RestoreError, match=r"DataLoaderShard over Plain.*resumable\(loader\)"):
+            accelerator.load_state()
+        assert training.fingerprint() == before
+        accelerator._dataloaders.clear()
+        accelerator.load_state()
+        training.loader = accelerator.prepare(resumable(DataLoader(Plain(), batch_size=4)))
+        training.epoch()
+        assert training.seen == seen[PER_EPOCH + 2 : 2 * PER_EPOCH]
+
+
 def test_a_loop_that_begins_with_the_next_epoch_says_so(tmp_path, caplog):
     """With set_epoch it trains that epoch. Without, the loop is the rest of the epoch that was saved, and a warning says so."""
     seen, _ = run(tmp_path / "whole", "nothing drawn")
@@ -221,7 +238,7 @@ RANKS = """
     import contextlib, json
     from accelerate.utils import DataLoaderConfiguration
     from safe_ckpt.data import resumable
-    from safe_ckpt.errors import NoValidCheckpointError
+    from safe_ckpt.errors import NoValidCheckpointError, RestoreError
     from test_accelerate_data import Drawing, Placed, Stream
     how, loading, stop = json.loads(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
     data = {"map": Drawing, "stream": Placed, "blind": Stream}[loading.pop("data", "map")]()

@@ -23,7 +23,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.utils.data._utils.pin_memory
 from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderShard
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.utils.offload import PrefixedDataset
 from contracts import SOURCES, Part, overridden, private_names
@@ -185,11 +185,16 @@ ELSEWHERE = {
     "_starting_state_dict": "test_what_a_stream_of_datasets_keeps",
     "_restarting": "test_the_fields_of_lightnings_loops",
     "_state_dict_type": "test_the_fields_of_lightnings_loops",
+    "_drop_last": "test_a_prepared_loader_leaves_out_batches",
     **dict.fromkeys(
         [
             "_checkpoint_connector",
             "_restore_modules_and_callbacks",
             "_combined_loader",
+            "_combined_loader_states_to_load",
+            "_load_combined_loader_states",
+            "_load_state_dicts",
+            "_FitLoop",
             "_skip_next_val",
             "_should_check_val_fx",
             "_should_accumulate",
@@ -472,3 +477,13 @@ def test_the_fields_of_lightnings_loops():
     assert isinstance(StatefulDataLoader([1]), _Stateful), (
         "lightning/dataloader.py: such a loader is asked for its state"
     )
+
+
+def test_a_prepared_loader_leaves_out_batches():
+    """accelerate/placed_loaders.py lets a loop begin behind the last batch by these, which are asked at each turn."""
+    for kind in (DataLoaderShard, DataLoaderDispatcher):
+        source = inspect.getsource(kind.__iter__)
+        assert source.index("self.begin()") < source.index("self.set_epoch(self.iteration)")
+        assert "if batch_index >= self.skip_batches" in source
+        assert source.rindex("self.iteration += 1") < source.rindex("self.end()")
+        assert "_drop_last" in inspect.signature(kind.__init__).parameters

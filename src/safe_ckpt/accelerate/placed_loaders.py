@@ -94,10 +94,9 @@ class Placed:
                 and the next loop, which is the rest of that epoch, gives nothing: as with a loader that nobody prepared.
         """
         within, last = is_within(self._loader), bool(getattr(self._loader, "end_of_dataloader", False))
-        end = self._base.ended() if within and last and not between else None
-        if end is not None or self._over is not None:
-            place = self._base.position(self._taken() if end is not None else 0)
-            over = end.batches if end is not None else self._over
+        over = self._steps() if within and last and not between else self._over
+        if over is not None:
+            place = self._base.position(self._taken() if self._over is None else 0)
             return {"position": place.to_json(), "iteration": self._loader.iteration, "over": over}
         place = self._base.position(self._taken() if within and not last else 0)
         # The number of the epoch increases only when the loop is left, and the resume begins the next one.
@@ -165,6 +164,14 @@ class Placed:
 
         loader.skip_batches = skipped + 1
         patch.once(loader, "end", end)
+
+    def _steps(self) -> int:
+        """How many steps the epoch had that is over. Where batches are dispatched, only the main process reads them."""
+        end = self._base.ended()
+        try:
+            return len(self._loader)
+        except TypeError:
+            return -(-end.batches // _ahead(self._loader)) if end is not None else 0
 
     def _taken(self) -> int:
         """How many batches were taken that training was not given."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -67,15 +68,25 @@ def _loading_late(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     def setup_data(fit_loop: Any) -> None:
         stock(fit_loop)
         if fit_loop._combined_loader is not None and fit_loop._combined_loader_states_to_load:
-            fit_loop._load_combined_loader_states()
-            iter(fit_loop._data_fetcher)  # it has begun, and may have taken a batch
+            _go_to_places(fit_loop)
+            _give_back(fit_loop)
+            iter(fit_loop._data_fetcher)
 
     setattr(setup_data, _MARK, True)
     return setup_data
 
 
 def _load_places(fit_loop: Any) -> None:
-    """Stands in for the method of a ``_FitLoop``: where an epoch had ended, a loader of ours is between two epochs."""
+    """Stands in for the method of a ``_FitLoop``, which it calls before the first batch can be taken."""
+    for one in filter(
+        _reads_here, fit_loop._combined_loader.flattened if fit_loop._combined_loader is not None else ()
+    ):
+        one.__dict__["data_at_first"] = copy.deepcopy(one.dataset.state_dict())
+    _go_to_places(fit_loop)
+
+
+def _go_to_places(fit_loop: Any) -> None:
+    """Load the states of the loaders. Where an epoch had ended, a loader of ours is between two epochs."""
     saved, batches = fit_loop._combined_loader_states_to_load, fit_loop.epoch_loop.batch_progress
     if not saved or fit_loop._combined_loader is None:
         return
@@ -85,6 +96,17 @@ def _load_places(fit_loop: Any) -> None:
     if fit_loop.restarting or all(map(_is_ours, saved)):
         places = [at_end(one) if over else at_batch(one, unseen=unseen) for one in saved]
         fit_loop._combined_loader._load_state_dicts(places)
+
+
+def _give_back(fit_loop: Any) -> None:
+    """What was taken of streams before they went to their places is given again."""
+    for one in filter(_reads_here, fit_loop._combined_loader.flattened):
+        one.dataset.load_state_dict(one.__dict__["data_at_first"])
+
+
+def _reads_here(loader: Any) -> bool:
+    """Whether it is a stream that knows its place, and is read in this process."""
+    return isinstance(loader, Resumable) and is_placed(loader) and not loader.__dict__["num_workers"]
 
 
 def load_again(fit_loop: Any, saved: Sequence[Any]) -> None:
@@ -97,6 +119,7 @@ def load_again(fit_loop: Any, saved: Sequence[Any]) -> None:
     fetcher, loaders = fit_loop._data_fetcher, fit_loop._combined_loader
     if fetcher is not None and fetcher.fetched and saved and all(map(_is_ours, saved)):
         loaders._load_state_dicts([at_end(one) for one in saved])
+        _give_back(fit_loop)
 
 
 def own_generators(loaders: Any) -> list[dict[str, str]]:
