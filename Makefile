@@ -11,7 +11,7 @@ DEEPSPEED := .venv/with-deepspeed/bin
 DEEPSPEED_ENV := PATH="$(CURDIR)/$(DEEPSPEED):$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu \
   TORCH_EXTENSIONS_DIR="$(CURDIR)/.venv/torch_extensions" CXX="$(CURDIR)/$(DEEPSPEED)/quick-g++"
 
-.PHONY: demo test test-short test-long test-schedulers test-all test-deepspeed test-upstream faults lint package docs docs-reference bench examples clean
+.PHONY: demo test test-short test-long test-schedulers test-all test-versions test-deepspeed test-upstream faults lint package docs docs-reference bench examples clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -49,6 +49,11 @@ test-schedulers: .venv/ready
 
 test-all: .venv/ready  ## the same with the tests marked thorough, and of the others all rounds
 	$(MAKE) --no-print-directory test MORE=--all
+
+# Several GB for each end, made once in .venv/versions: not for continuous integration, which prints what was run last.
+# OLDEST_PYTHON and NEWEST_PYTHON name the two Pythons; ENDS=newest runs one end.
+test-versions: .venv/ready  ## the oldest and the newest of everything that may be installed; writes docs/compatibility.md's tables
+	$(BIN)/python tests/versions/both_ends.py $(ENDS)
 
 faults: .venv/ready  ## the whole fault matrix, printed with counts: more than an hour on two cores
 	$(BIN)/python -m pytest --all -q -n 3 --dist worksteal tests/faults

@@ -1,5 +1,6 @@
 import os
 import signal
+import zlib
 
 import pytest
 
@@ -19,6 +20,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also the tests marked thorough, and of the others all rounds")
+    parser.addoption("--third", action="store_true", help="a third of them, always the same: see make test-versions")
 
 
 def pytest_configure(config):
@@ -41,12 +43,18 @@ def be_patient(items):
 
 def pytest_collection_modifyitems(config, items):
     be_patient(items)
+    if config.getoption("--third"):
+        _leave_out(config, items, [item for item in items if zlib.crc32(item.nodeid.encode()) % 3])
     if thorough.THOROUGH:
         return
-    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    _leave_out(config, items, [item for item in items if item.get_closest_marker("thorough")])
+
+
+def _leave_out(config, items, left_out):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+        gone = set(map(id, left_out))
+        items[:] = [item for item in items if id(item) not in gone]
 
 
 @pytest.fixture(scope="session")

@@ -127,9 +127,10 @@ def kept_from_json(data: Any, plan: SavePlan, *, rank: int) -> list[int]:
 def _item_to_json(item: WriteItem) -> list[Any]:
     name = item.index.fqn
     offset = None if item.index.offset is None else list(item.index.offset)
-    length = None if item.bytes_io_data is None else item.bytes_io_data.nbytes
+    about = getattr(item, "bytes_io_data", None)  # since torch 2.7
+    length = None if about is None else about.nbytes
     tensor = None if item.tensor_data is None else _tensor_to_json(name, item.tensor_data)
-    parts = [item, item.index, item.bytes_io_data]
+    parts = [item, item.index, about]
     if item.tensor_data is not None:
         parts += [item.tensor_data, item.tensor_data.chunk, item.tensor_data.properties]
     more = _more_of(*parts)
@@ -323,7 +324,9 @@ class _Reader:
         more = self.more(row[6] if len(row) > 6 else {}, name)
         data = tensor = None
         if row[4] is not None:
-            data = self.built(planner.BytesIOWriteData, {"nbytes": self.number(row[4], _MOST_BYTES, name)}, more)
+            about = {"nbytes": self.number(row[4], _MOST_BYTES, name)}
+            if hasattr(planner, "BytesIOWriteData"):
+                data = self.built(planner.BytesIOWriteData, about, more)
         if (row[5] is None) is not (kind == WriteItemType.BYTE_IO):
             self.refuse(name, f"as {kind.name} it has {'no' if row[5] is None else 'a'} tensor")
         if row[5] is not None:
