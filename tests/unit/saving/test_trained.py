@@ -8,7 +8,6 @@ import torch
 
 from safe_ckpt import Checkpointer
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.state.trained import NOTE
 
 
 class Net(torch.nn.Module):
@@ -87,15 +86,15 @@ def test_the_same_parameters_are_not_spoken_of(tmp_path, caplog):
 def test_wrappers_do_not_matter(tmp_path, caplog, wrap):
     """A model that is wrapped has the names of the plain one in the note and in the warning."""
     path = saved(tmp_path, wrap(frozen()) if wrap is torch.nn.DataParallel else wrap(frozen(), backend="eager"))
-    assert read_manifest(path).notes[NOTE] == ["model.body.*.bias", "model.body.*.weight"]
+    assert read_manifest(path).frozen == ["model.body.*.bias", "model.body.*.weight"]
 
 
 def test_names_are_few_and_right_where_layers_differ(tmp_path):
     """Names that differ in numbers are one, unless only some of them are frozen; nothing frozen is said, too."""
     model = Net()
     model.body[1].requires_grad_(False)
-    assert read_manifest(saved(tmp_path / "a", model)).notes[NOTE] == ["model.body.1.bias", "model.body.1.weight"]
-    assert read_manifest(saved(tmp_path / "b", Net())).notes[NOTE] == []
+    assert read_manifest(saved(tmp_path / "a", model)).frozen == ["model.body.1.bias", "model.body.1.weight"]
+    assert read_manifest(saved(tmp_path / "b", Net())).frozen == []
 
 
 def test_it_is_noted_anew_when_it_changes(tmp_path):
@@ -107,7 +106,7 @@ def test_it_is_noted_anew_when_it_changes(tmp_path):
             if number == 2:
                 model.requires_grad_(True)
             step(state)
-            notes.append(read_manifest(ckpt.save(number, state).result().path).notes[NOTE])
+            notes.append(read_manifest(ckpt.save(number, state).result().path).frozen)
     names = ["model.body.*.bias", "model.body.*.weight"]
     assert notes == [names, names, [], []]
 
@@ -148,7 +147,7 @@ def test_a_checkpoint_without_the_note(tmp_path, caplog):
     """A state without a model has none, and a resume into a model from such a one is silent."""
     with Checkpointer(tmp_path) as ckpt:
         info = ckpt.save(1, {"model": copy.deepcopy(Net().state_dict())}).result()
-    assert NOTE not in read_manifest(info.path).notes
+    assert read_manifest(info.path).frozen is None
     with Checkpointer(tmp_path) as ckpt, caplog.at_level(logging.WARNING, "safe_ckpt"):
         model = frozen()
         ckpt.resume({"model": model})

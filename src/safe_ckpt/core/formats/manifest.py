@@ -19,7 +19,7 @@ import sys
 import uuid
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -108,6 +108,7 @@ class Manifest:
         op_id: unique to the save.
         items: name given to ``save`` -> how it was stored.
         notes: what an adapter wants to remember.
+        frozen: names of parameters that are not trained, see ``core.state.trained``; None where that is not known.
         written_by: host and process of rank 0; empty where the manifest does not say.
         files: every file of a directory checkpoint; empty for a single file.
         health: of its numbers, as ``health.verdict.of_checkpoint`` has it; empty where they were not looked at.
@@ -123,6 +124,7 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=versions)
     items: Mapping[str, Any] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
+    frozen: Sequence[str] | None = None
     written_by: Mapping[str, Any] = field(default_factory=lambda: {"host": socket.gethostname(), "pid": os.getpid()})
     files: tuple[FileEntry, ...] = ()
     health: Mapping[str, Any] = field(default_factory=dict)
@@ -134,7 +136,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data, without digest."""
-        facts = {key: value for key, value in vars(self).items() if key != "files"}
+        facts = {key: value for key, value in vars(self).items() if key != "files" and value is not None}
         files = [{key: value for key, value in vars(entry).items() if key != "age" or value} for entry in self.files]
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **facts, "files": files}
 
@@ -178,9 +180,10 @@ class Manifest:
                 _number(value)
             maps["written_by"] = _typed(data.get("written_by", {}), dict)
             maps["health"] = checked_health(data.get("health", {}))
+            frozen = [_typed(name, str) for name in _typed(data["frozen"], list)] if "frozen" in data else None
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"damaged manifest: {error}") from error
-        return cls(**texts, **numbers, **maps, files=files)
+        return cls(**texts, **numbers, **maps, files=files, frozen=frozen)
 
 
 @dataclass(frozen=True, kw_only=True)

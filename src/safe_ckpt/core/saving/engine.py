@@ -327,7 +327,7 @@ class Engine:
                 "save",
                 must_match={"step": request.facts.step, "path": request.destination.path, **request.must_match},
                 local=lambda: answer(request, earlier, self.rank, self.unchanged),
-                decide=lambda answers: decide(request, answers, busy=busy, notes=self.trained.take()),
+                decide=lambda answers: decide(request, answers, busy=busy, frozen=self.trained.take()),
                 phase="planning the save",
             )
         except Exception as problem:

@@ -255,14 +255,16 @@ def answer(
     }
 
 
-def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool, notes: Mapping[str, Any]) -> dict[str, Any]:
+def decide(
+    request: SaveRequest, answers: Mapping[int, Any], *, busy: bool, frozen: Sequence[str] | None
+) -> dict[str, Any]:
     """What rank 0 makes of the answers.
 
     Args:
         request: rank 0's own.
         answers: what ``answer`` returned on every rank.
         busy: as many saves are in flight as may be, and this one is not to wait.
-        notes: what the manifest notes besides.
+        frozen: names of parameters that are not trained; None where that is not known.
 
     Returns:
         ``earlier``: the failed save that every rank reports instead of starting this one. Or the ``manifest`` of the save that
@@ -284,7 +286,8 @@ def decide(request: SaveRequest, answers: Mapping[int, Any], *, busy: bool, note
         step=request.facts.step,
         world_size=len(ranks),
         metrics=dict(request.facts.metrics),
-        notes={**request.facts.notes, **notes},
+        notes=dict(request.facts.notes),
+        frozen=frozen,
     )
     return {
         "manifest": manifest.to_json(),

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from safe_ckpt.core.storage.objects.place import Place
 
 logger = logging.getLogger(__name__)
-NOTE = "frozen"
-"""The entry of a manifest's notes: names of parameters that are not trained; ``*`` stands for every number in that place."""
 _MOST_NAMES = 4096
 _MOST_TOLD = 5
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -76,16 +74,19 @@ class Trained:
         except Exception as error:  # from a module's own way to name what it has
             logger.warning("which parameters are trained is not known: %s", error)
 
-    def take(self) -> dict[str, list[str]]:
-        """What the manifest of the next save says of it; once after each ``note``."""
+    def take(self) -> list[str] | None:
+        """The names of what is not trained, for the manifest of the next save; once after each ``note``.
+
+        ``*`` stands for every number in its place. None where that is not known.
+        """
         fresh, self._is_fresh = self._is_fresh, False
         noted = self._noted if fresh else None
-        return {NOTE: noted} if noted is not None and len(noted) <= _MOST_NAMES else {}
+        return noted if noted is not None and len(noted) <= _MOST_NAMES else None
 
     def recall(self, manifest: Manifest | None, path: Place) -> None:
         """Training may go on from this checkpoint."""
-        noted = manifest.notes.get(NOTE) if manifest is not None else None
-        self._path, self._before = path, frozenset(map(str, noted)) if isinstance(noted, list) else None
+        noted = manifest.frozen if manifest is not None else None
+        self._path, self._before = path, None if noted is None else frozenset(noted)
 
     def recall_from(self, path: Place) -> None:
         """The same, where only its path is known: another tool's has no manifest."""
