@@ -19,8 +19,8 @@ from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate, Catalog, is_of
 from safe_ckpt.core.directory.retention import DeleteListed, KeepNewest, policy_of
 from safe_ckpt.core.directory.shared import listed
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, is_marked, read_manifest
-from safe_ckpt.core.formats.verify import verify_if_ours, verify_share
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
+from safe_ckpt.core.formats.verify import is_marked, verify_if_ours, verify_share
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.held_directories import NAMES, HeldDirectories, refuse
 from safe_ckpt.core.saving.mirror_resume import Mirrored

@@ -268,14 +268,6 @@ def read_manifest(path: Place) -> Manifest:
     return _read_from_archive(path) if presence.is_file(path) else _read_from_directory(path)
 
 
-def is_marked(path: Path) -> bool:
-    """Whether a checkpoint has bad numbers. False where it is not there, or not ours, or cannot be read."""
-    try:
-        return read_manifest(path).marked
-    except (OSError, SafeCheckpointError):
-        return False
-
-
 @contextlib.contextmanager
 def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
     """Open a single-file checkpoint with ``zipfile``, unless its directory is larger than that of any checkpoint.

@@ -22,7 +22,12 @@ from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.reader import ReadProgress, digest_of
-from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from safe_ckpt.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    SafeCheckpointError,
+    UnsupportedFormatError,
+)
 
 UNEQUAL = "its bytes are not those that were written"
 
@@ -47,6 +52,14 @@ def verify(path: Path, manifest: Manifest, only: set[str] | None = None, *, cach
         raise IncompleteCheckpointError(path=str(path), message="is missing")
     chosen = [entry for entry in manifest.files if only is None or entry.path in only]
     return sum(verify_entry(path, entry, cached=cached) for entry in chosen)
+
+
+def is_marked(path: Path) -> bool:
+    """Whether a checkpoint has bad numbers. False where it is not there, or not ours, or cannot be read."""
+    try:
+        return read_manifest(path).marked
+    except (OSError, SafeCheckpointError):
+        return False
 
 
 def refuse_unreadable(path: Path) -> None:

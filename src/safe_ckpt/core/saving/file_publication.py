@@ -12,8 +12,8 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core.directory import extra_files
 from safe_ckpt.core.directory.shared import Patience, await_visible
 from safe_ckpt.core.directory.workspace import Workspace
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, is_marked
-from safe_ckpt.core.formats.verify import refuse_unreadable
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
+from safe_ckpt.core.formats.verify import is_marked, refuse_unreadable
 from safe_ckpt.core.saving.job import SaveJob
 from safe_ckpt.core.storage import durable as commit
 from safe_ckpt.core.storage.durable import sync_directory

@@ -64,16 +64,18 @@ def _kind_of(inner: Any) -> str:
 
 
 def _facts(state: Any) -> Iterator[str]:
-    """Name, type and shape of every tensor. Cycles are walked once."""
-    waiting: list[tuple[tuple[Any, ...], Any, tuple[int, ...]]] = [((), state, ())]
+    """Name, type and shape of every tensor. What lies in several places is walked once."""
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), state)]
+    seen: set[int] = set()
     while waiting:
-        path, value, above = waiting.pop()
+        path, value = waiting.pop()
         if isinstance(value, torch.Tensor):
             of_any_size = bool(path) and is_extra_state(str(path[-1]))
             yield repr(path) if of_any_size else f"{path!r} {value.dtype} {_shape_of(value)}"
-        elif isinstance(value, Mapping | list | tuple) and id(value) not in above:
+        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
             inner = value.items() if isinstance(value, Mapping) else enumerate(value)
-            waiting += [((*path, key), part, (*above, id(value))) for key, part in inner]
+            waiting += [((*path, key), part) for key, part in inner]
 
 
 def _shape_of(tensor: torch.Tensor) -> object:
