@@ -91,6 +91,13 @@ def test_the_seams_of_the_trainer_exist(name):
     assert {"auto_requeue", "requeue_signal"} <= set(inspect.signature(slurm).parameters)
     assert hasattr(loop.epoch_loop.batch_progress, "is_last_batch")
     assert hasattr(loop, "_combined_loader")
+    assert type(loop) is importlib.import_module(f"{name}.loops.fit_loop")._FitLoop
+    assert loop._combined_loader_states_to_load == []
+    loads = "self._load_combined_loader_states()"  # before the first batch can be taken
+    source = inspect.getsource(inspect.unwrap(type(loop).setup_data))
+    assert source.index(loads) < source.index("iter(self._data_fetcher)")
+    combined = pl.utilities.CombinedLoader([])
+    assert list(inspect.signature(combined._load_state_dicts).parameters) == ["states"]
     assert type(trainer.strategy).save_checkpoint.__qualname__ == "Strategy.save_checkpoint"
     assert pl.strategies.DDPStrategy.save_checkpoint.__qualname__ == "Strategy.save_checkpoint"
     for sharded in ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"):

@@ -6,7 +6,10 @@ import pytest
 import torch
 from lightning_runs import package, trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+from safe_ckpt import data
+from safe_ckpt.errors import RestoreError
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
 
 pytestmark = [
@@ -14,6 +17,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
 ]
 SIZE = 22
 
@@ -92,3 +97,79 @@ def test_a_batch_that_could_not_be_made_is_trained_on_after_the_resume(tmp_path,
     assert before
     assert after
     assert [index for batch in before + after for index in batch] == list(range(SIZE))
+
+
+def early(module):
+    """What OneCycleLR and every warm-up ask for."""
+    assert module.trainer.estimated_stepping_batches
+
+
+class Fresh(IterableDataset):
+    """To be read again, from its beginning."""
+
+    def __iter__(self):
+        return iter([torch.tensor([float(index), 0.0]) for index in range(SIZE)])
+
+
+def own():
+    return torch.Generator().manual_seed(4)
+
+
+LOADERS = {
+    "in order": lambda: resumable(DataLoader(Rows(), batch_size=5)),
+    "shuffle": lambda: resumable(DataLoader(Rows(), batch_size=5, shuffle=True, generator=own(), num_workers=1)),
+    "stream": lambda: resumable(DataLoader(Stream(), batch_size=5)),
+    "stream that is read again": lambda: resumable(DataLoader(Fresh(), batch_size=5)),
+    "of safe_ckpt.data": lambda: data.resumable(DataLoader(Rows(), batch_size=5, shuffle=True, generator=own())),
+    "torchdata": lambda: StatefulDataLoader(Rows(), batch_size=5, shuffle=True),
+    "not resumable": lambda: DataLoader(Rows(), batch_size=5, shuffle=True, generator=own()),
+}
+
+
+def saving(folder, kind, every):
+    kinds = {"ours": SafeCheckpointCallback, "stock": package("lightning.pytorch").callbacks.ModelCheckpoint}
+    ends = {"every_n_epochs": 1, "save_on_train_epoch_end": True}
+    how = ends if every == "epoch" else {"every_n_train_steps": 1}
+    return kinds[kind](folder, filename="{step}", save_top_k=-1, **how)
+
+
+def is_exact(folder, name, places, *, kind="ours", every="step", **more):
+    """Every place: what was trained on before it, and after a resume, is what a run without a stop trained on."""
+    settings = {"max_epochs": 3, **more}
+    whole = fit(folder / "whole", LOADERS[name](), callback=saving(folder / "whole", kind, every), **settings)
+    assert len(whole) == 15
+    for place in places:
+        path = folder / "whole" / f"step={place}.ckpt"
+        again = saving(folder / str(place), kind, every)
+        after = fit(folder / str(place), LOADERS[name](), callback=again, ckpt_path=path, **settings)
+        assert after == whole[place:], (name, place)
+
+
+@pytest.mark.parametrize("name", [name for name in LOADERS if name != "not resumable"])
+def test_loaders_that_were_set_up_before_the_states_came(tmp_path, name):
+    """``trainer.estimated_stepping_batches`` sets them up. The place is used all the same, within an epoch and at its end."""
+    is_exact(tmp_path, name, (3, 5), before=early)
+
+
+@pytest.mark.parametrize("before", [early, lambda module: None])
+@pytest.mark.parametrize("name", ["in order", "shuffle", "stream"])
+def test_a_stock_checkpoint_callback(tmp_path, name, before):
+    """With ``safe_ckpt.lightning.resumable`` and nothing else of ours: each batch once in each epoch, at its end too."""
+    is_exact(tmp_path, name, (3, 5, 10), kind="stock", before=before)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_next_epoch_has_an_order_of_its_own(tmp_path, name):
+    """Saved at the end of an epoch: no loader repeats the order of the last, whatever keeps its generator."""
+    is_exact(tmp_path, name, (5, 10), every="epoch")
+
+
+def test_a_place_that_no_loader_took_is_an_error(tmp_path):
+    """Never silence: the loader that knew its place is now one that knows none, or one of another kind."""
+    fit(tmp_path, LOADERS["in order"](), callback=saving(tmp_path, "ours", "step"))
+    with pytest.raises(RuntimeError, match="stateful loaders"):
+        fit(tmp_path, DataLoader(Rows(), batch_size=5), ckpt_path=tmp_path / "step=3.ckpt")
+    torchdata = saving(tmp_path / "x", "ours", "step")
+    fit(tmp_path / "x", LOADERS["torchdata"](), callback=torchdata)
+    with pytest.raises(RestoreError, match="not a position"):
+        fit(tmp_path / "x", LOADERS["in order"](), ckpt_path=tmp_path / "x" / "step=3.ckpt")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from safe_ckpt.core.coordination.process_groups import world_rank
 from safe_ckpt.data import generators, order
@@ -70,6 +70,12 @@ def own_generators(loader: Any) -> dict[str, torch.Generator]:
         for name, one in found.items()
         if isinstance(one, torch.Generator) and seen.setdefault(id(one), name) == name
     }
+
+
+def own_as_text(loader: Any) -> dict[str, str]:
+    """These generators as they are now, encoded; none of what is no stock loader."""
+    found = own_generators(loader) if isinstance(loader, DataLoader) else {}
+    return {name: generators.to_text(one.get_state()) for name, one in found.items()}
 
 
 def put_back(loader: Any, texts: Mapping[str, str]) -> None:

@@ -31,6 +31,7 @@ from safe_ckpt.data.facts import (
     loses_its_buffer,
     most_of,
     name_of,
+    own_as_text,
     own_generators,
     put_back,
     sampler_of,
@@ -131,8 +132,7 @@ class Resumable:
     def _now(self) -> Position:
         if self._pending is not None:
             return self._pending
-        place, own = self._place, own_generators(self)
-        now = {name: generators.to_text(one.get_state()) for name, one in own.items()}
+        place, now = self._place, own_as_text(self)
         if not place.begun:
             warm, epoch = is_warm(self), epoch_of(sampler_of(self))
             return dataclasses.replace(place, now=now, warm=warm, sampler_epoch=epoch, facts=facts_of(self))

@@ -26,4 +26,11 @@ else:
     ModelCheckpoint = _derive("ModelCheckpoint", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
     CheckpointIO = _derive("CheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins")
 
-__all__ = ["CheckpointIO", "ModelCheckpoint"]
+
+def fit_loops() -> list[Any]:
+    """The classes of the loops of ``fit``: those of all packages that are installed."""
+    homes = ("lightning.pytorch.loops.fit_loop", "pytorch_lightning.loops.fit_loop")
+    return [import_module(home)._FitLoop for home in homes if find_spec(home.partition(".")[0])]
+
+
+__all__ = ["CheckpointIO", "ModelCheckpoint", "fit_loops"]

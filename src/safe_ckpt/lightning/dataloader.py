@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from torch.utils.data import DataLoader
 
 from safe_ckpt.adapters.extras import get_rng_state
+from safe_ckpt.data import facts
 from safe_ckpt.data.facts import is_map, is_placed, name_of
 from safe_ckpt.data.loader import Resumable, Seeding, made_of
 from safe_ckpt.data.position import Position
+from safe_ckpt.errors import RestoreError
+from safe_ckpt.lightning.compat import fit_loops
 
 logger = logging.getLogger(__name__)
 _Loader = TypeVar("_Loader", bound="DataLoader[Any]")
 _KEY = "safe_ckpt.position"
+_MARK = "_safe_ckpt"
+_VERSION = "version"
 _PLACES, _AHEAD, _NOW = "places", "ahead", "now"
 
 
@@ -32,13 +39,114 @@ class ForLightning(Resumable):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go there at the start of the next iteration."""
         if _KEY not in state:
-            return  # of a loader of another kind
+            super().load_state_dict(state)  # of ``safe_ckpt.data.resumable``, or refused by name
+            return
         if _PLACES not in state[_KEY]:
             logger.warning(
                 "the place in the data was saved by an earlier version of safe_ckpt and is not known: the epoch starts afresh"
             )
             return
         super().load_state_dict(state[_KEY][_PLACES][0])
+
+
+def let_places_be_used() -> None:
+    """Have the loops of ``fit`` go to the places of their loaders, whenever those were set up, and whatever saved them.
+
+    Lightning leaves places out where the loaders were set up before the states came (``trainer.estimated_stepping_batches``
+    sets them up, and schedulers with a warm-up ask for it), and where an epoch had ended. After the last batch of an epoch it
+    begins the next one with loaders that have nothing left. The method of the class is replaced: a stock ``ModelCheckpoint``
+    has no part in this.
+    """
+    for fit_loop in fit_loops():
+        if not hasattr(fit_loop.setup_data, _MARK):
+            fit_loop.setup_data = _loading_late(fit_loop.setup_data)
+            fit_loop._load_combined_loader_states = _load_places
+
+
+def _loading_late(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(stock)
+    def setup_data(fit_loop: Any) -> None:
+        stock(fit_loop)
+        if fit_loop._combined_loader is not None and fit_loop._combined_loader_states_to_load:
+            _go_to_places(fit_loop)
+            _give_back(fit_loop)
+            iter(fit_loop._data_fetcher)
+
+    setattr(setup_data, _MARK, True)
+    return setup_data
+
+
+def _load_places(fit_loop: Any) -> None:
+    """Stands in for the method of a ``_FitLoop``, which it calls before the first batch can be taken."""
+    for one in filter(
+        _reads_here, fit_loop._combined_loader.flattened if fit_loop._combined_loader is not None else ()
+    ):
+        one.__dict__["data_at_first"] = copy.deepcopy(one.dataset.state_dict())
+    _go_to_places(fit_loop)
+
+
+def _go_to_places(fit_loop: Any) -> None:
+    """Load the states of the loaders. Where an epoch had ended, a loader of ours is between two epochs."""
+    saved, batches = fit_loop._combined_loader_states_to_load, fit_loop.epoch_loop.batch_progress
+    if not saved or fit_loop._combined_loader is None:
+        return
+    fit_loop._combined_loader_states_to_load = []
+    unseen = max(0, batches.current.ready - batches.current.processed)
+    over = batches.is_last_batch and not unseen
+    if fit_loop.restarting or all(map(_is_ours, saved)):
+        places = [at_end(one) if over else at_batch(one, unseen=unseen) for one in saved]
+        fit_loop._combined_loader._load_state_dicts(places)
+
+
+def _give_back(fit_loop: Any) -> None:
+    """What was taken of streams before they went to their places is given again."""
+    for one in filter(_reads_here, fit_loop._combined_loader.flattened):
+        one.dataset.load_state_dict(one.__dict__["data_at_first"])
+
+
+def _reads_here(loader: Any) -> bool:
+    """Whether it is a stream that knows its place, and is read in this process."""
+    return isinstance(loader, Resumable) and is_placed(loader) and not loader.__dict__["num_workers"]
+
+
+def load_again(fit_loop: Any, saved: Sequence[Any]) -> None:
+    """Between two epochs, before the next one begins: what was taken ahead is given again, by the generators as they were.
+
+    Args:
+        fit_loop: whose fetcher may have taken a batch.
+        saved: the states of its loaders.
+    """
+    fetcher, loaders = fit_loop._data_fetcher, fit_loop._combined_loader
+    if fetcher is not None and fetcher.fetched and saved and all(map(_is_ours, saved)):
+        loaders._load_state_dicts([at_end(one) for one in saved])
+        _give_back(fit_loop)
+
+
+def own_generators(loaders: Any) -> list[dict[str, str]]:
+    """The generators that the user gave to loaders that do not save them: an epoch begins with them."""
+    return [{} if isinstance(one, Resumable) else facts.own_as_text(one) for one in loaders.flattened]
+
+
+def put_own_back(loaders: Any, saved: Sequence[Mapping[str, str]]) -> None:
+    """Set them, before an epoch begins."""
+    for loader, texts in zip(loaders.flattened, saved, strict=False):
+        if texts and isinstance(loader, DataLoader):
+            facts.put_back(loader, texts)
+
+
+def _is_ours(state: Any) -> bool:
+    return isinstance(state, dict) and (_KEY in state or _VERSION in state)
+
+
+def refuse_unused(fit_loop: Any) -> None:
+    """Before the first batch after a resume.
+
+    Raises:
+        RestoreError: the checkpoint has places of loaders, and they were not loaded.
+    """
+    if fit_loop._combined_loader_states_to_load:
+        message = "the checkpoint has a place in the data, and training would begin elsewhere: no loader took it"
+        raise RestoreError(key="train_dataloader", message=message)
 
 
 def states(loaders: Any, *, ended: bool, unseen: int, now: dict[str, Any]) -> list[dict[str, Any]]:
@@ -76,7 +184,11 @@ def _state(loader: Resumable, place: Position, now: dict[str, Any]) -> dict[str,
 
 def at_end(state: Any) -> Any:
     """The state of a loader after the last batch of an epoch. Lightning does not ask for more, so the loader cannot know."""
-    if not isinstance(state, dict) or _PLACES not in state.get(_KEY, {}):
+    if not _is_ours(state):
+        return state
+    if _KEY not in state:  # safe_ckpt.data.resumable made it
+        return Position.from_json(state).at_end().to_json()
+    if _PLACES not in state[_KEY]:
         return state
     place = Position.from_json(state[_KEY][_PLACES][0]).at_end()
     return {_KEY: {**state[_KEY], _PLACES: [place.to_json()]}}
@@ -147,6 +259,7 @@ def resumable(loader: _Loader, *, worker_seeding: Seeding = "stock", skip: Liter
     """
     if isinstance(loader, DataLoader) and not is_map(loader) and not is_placed(loader):
         skip = "read"
+    let_places_be_used()
     return made_of(loader, worker_seeding, skip, ForLightning)
 
 

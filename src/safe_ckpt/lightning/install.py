@@ -10,7 +10,7 @@ from typing import Any
 from safe_ckpt.adapters.extras import refused_retention
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.lightning import signals, strategies
+from safe_ckpt.lightning import dataloader, signals, strategies
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.saver import TrainerSaver
 
@@ -37,6 +37,7 @@ def install(trainer: Any, config: CheckpointConfig) -> TrainerSaver:
     if strategies.form_of(strategy) is not None:
         strategies.guard(trainer, saver.engine, saver.land, saver.end)
     _let_savers_save(_home(trainer))
+    dataloader.let_places_be_used()
     return saver
 
 

@@ -37,12 +37,13 @@ def capture(trainer: Any, broken_off: dict[str, Any] | None) -> dict[str, Any]:
     loop = trainer.fit_loop
     ended = at_end(loop)
     rng = get_rng_state() if broken_off is None or ended else broken_off
-    states = []
+    states, own = [], []
     if loop._combined_loader is not None:
+        own = dataloader.own_generators(loop._combined_loader) if ended else []
         unseen = unprocessed(vars(loop.epoch_loop.batch_progress.current)) + _ahead(loop)
         states = dataloader.states(loop._combined_loader, ended=ended, unseen=unseen, now=rng)
     due = not ended and broken_off is None and _is_validation_due(trainer)
-    return {"rng": rng, "loaders": states, "mid_epoch": not ended, "validation_due": due}
+    return {"rng": rng, "loaders": states, "generators": own, "mid_epoch": not ended, "validation_due": due}
 
 
 def to_text(contribution: Mapping[str, Any]) -> str:
@@ -164,9 +165,13 @@ def _let_epoch_end(fit_loop: dict[str, Any]) -> bool:
 def continue_from(trainer: Any, continuation: Continuation) -> None:
     """At ``on_train_start``: arrange that the loop goes on as it would have gone on."""
     fit_loop, mine = trainer.fit_loop, continuation.mine
+    dataloader.refuse_unused(fit_loop)
     if mine is not None:
         _put_generators_back(fit_loop, mine["rng"])
     if not continuation.mid_epoch:
+        if mine is not None and fit_loop._combined_loader is not None:
+            dataloader.put_own_back(fit_loop._combined_loader, mine.get("generators", []))
+            dataloader.load_again(fit_loop, mine["loaders"])
         _start_epoch_with(fit_loop.epoch_loop, finish=continuation.finish_epoch)
         return
     if continuation.broken_off:
