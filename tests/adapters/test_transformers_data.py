@@ -88,12 +88,12 @@ CASES = {
 }
 
 
-def run(folder, case, *, stop=None, resume=False, **more):
+def run(folder, case, *, stop=None, resume=False, collator=collate, **more):
     data, settings = CASES[case]
     callbacks = [Stop(stop)] if stop else []
     settings = {"max_steps": 18, "save_steps": 1, "seed": 3, "remove_unused_columns": False, **settings, **more}
     made = trainer(folder, Noting, callbacks=callbacks, **settings)
-    made.seen, made.train_dataset, made.data_collator = [], data(), collate
+    made.seen, made.train_dataset, made.data_collator = [], data(), collator
     with contextlib.suppress(KeyboardInterrupt):
         made.train(resume_from_checkpoint=resume or None)
     return made
@@ -116,6 +116,37 @@ def test_the_samples_are_those_of_an_uninterrupted_run(tmp_path, case):
         assert steps > 1 or done == stop - 1  # the save at the step of the stop comes after it
         assert json.dumps(before.seen[:done] + after.seen) == json.dumps(whole.seen), (case, stop)
         assert fingerprint(after) == fingerprint(whole)
+
+
+def shards():
+    """A stream of Hugging Face, whose order of shards depends on the number of the pass."""
+    datasets = pytest.importorskip("datasets")
+    numbers = datasets.Dataset.from_dict({"at": list(range(ROWS))}).to_iterable_dataset(num_shards=4)
+    return numbers.map(
+        lambda one: {name: value.tolist() for name, value in row(one["at"], 0).items()}, remove_columns="at"
+    )
+
+
+def collate_lists(rows):
+    return collate([{name: torch.tensor(value) for name, value in one.items()} for one in rows])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_passes_over_a_stream_of_shards(tmp_path, workers):
+    """Stopped between the first pass and the second, and within the third: each pass has the shards that it would have had."""
+    CASES["shards"] = shards, {"dataloader_num_workers": workers, "max_steps": 26}
+    collator, per_pass = collate_lists, 7 if not workers else 8
+    try:
+        whole = run(tmp_path / "whole", "shards", collator=collator)
+        assert whole.seen[0][0] != whole.seen[2 * per_pass][0]
+        for stop in (per_pass + 1, 2 * per_pass + 4):
+            before = run(tmp_path / str(stop), "shards", stop=stop, collator=collator)
+            after = run(tmp_path / str(stop), "shards", resume=True, collator=collator)
+            done = len(whole.seen) - len(after.seen)
+            assert done == stop - 1
+            assert json.dumps(before.seen[:done] + after.seen) == json.dumps(whole.seen), stop
+    finally:
+        del CASES["shards"]
 
 
 @pytest.mark.parametrize("data", [Rows, Placed])

@@ -50,7 +50,7 @@ class DataPlace:
     def save(self, folder: str, rank: int) -> None:
         """Write the state of this process's loader."""
         if self._placed is not None:
-            torch.save(self._placed.state(), Path(folder) / _FILE.format(rank=rank))
+            torch.save(self._placed.state(between=True), Path(folder) / _FILE.format(rank=rank))
 
     def skip(self, loader: Any, batches: int, rank: int, stock: Callable[..., Any], rng: Callable[[], None]) -> Any:
         """Stands in for ``skip_first_batches``: the same loader, which begins behind these batches, if that is its place.
@@ -66,12 +66,12 @@ class DataPlace:
         if state is None or not self._go_to(state):
             return stock(loader, batches)
         if not _has_length(loader):
-            _count_on(loader, state["iteration"])
-        elif self._placed is None or self._placed.pending() != batches:
+            _count_on(loader)
+        elif self._placed is not None and self._placed.pending() != batches:
             logger.warning(
                 "the loader's place is not behind batch %d of its epoch: leaving out that many instead", batches
             )
-            placed_loaders.forget(loader)
+            self._placed.begin_anew()
             return stock(loader, batches)
         rng()
         self._is_there = True
@@ -110,13 +110,11 @@ def _has_length(loader: Any) -> bool:
         return False
 
 
-def _count_on(loader: Any, epoch: int) -> None:
-    """Count epochs from this one on. The Trainer does not know how many passes over a stream were made, and begins at 0."""
-    stock, ahead = loader.set_epoch, None
+def _count_on(loader: Any) -> None:
+    """Go by the loader's own count of passes. The Trainer does not know how many were made over a stream, and begins at 0."""
+    stock = loader.set_epoch
 
-    def set_epoch(number: int) -> None:
-        nonlocal ahead
-        ahead = epoch - number if ahead is None else ahead
-        stock(number + ahead)
+    def set_epoch(_: int) -> None:
+        stock(loader.iteration)
 
     loader.set_epoch = set_epoch
