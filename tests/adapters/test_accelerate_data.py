@@ -10,11 +10,11 @@ import pytest
 import torch
 from accelerate.utils import DataLoaderConfiguration
 from accelerate_launch import run as run_ranks
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from accelerate_runs import Training, forget, fresh, registered
+from accelerate_runs import Counter, Training, forget, fresh, registered
 from safe_ckpt.data import resumable
-from safe_ckpt.errors import NoValidCheckpointError
+from safe_ckpt.errors import NoValidCheckpointError, RestoreError
 
 SIZE, PER_EPOCH = 22, 6
 
@@ -100,9 +100,11 @@ def run(folder, case, *, stop_at=None, skips=False, skip=None):
                 raise KeyboardInterrupt
 
         with contextlib.suppress(KeyboardInterrupt):
-            for epoch in range(max(begun, 0) // PER_EPOCH, 3):
+            # A script saves the number of its epoch, or counts steps and says how many to skip.
+            first = begun // PER_EPOCH if skips else max(begun - 1, 0) // PER_EPOCH
+            for epoch in range(first, 3):
                 whole = training.loader
-                if skips and epoch == begun // PER_EPOCH and begun % PER_EPOCH:
+                if skips and epoch == first:
                     training.loader = accelerator.skip_first_batches(whole, begun % PER_EPOCH if skip is None else skip)
                 training.epoch(after)
                 training.loader = whole
@@ -124,13 +126,88 @@ def test_a_resume_within_an_epoch_is_exact(tmp_path, case):
         assert found == end
 
 
-def test_scripts_that_skip_batches_stay_as_they_are(tmp_path):
-    """skip_first_batches to the place where the loader is anyway skips nothing twice."""
+def documented(folder, case, stop_at=None, *, numbered=False, epochs=2):
+    """The loop of docs/data.md: the number of the epoch is saved, and the loop begins with it."""
+    loading, how, wrap = CASES[case]
+    loading = {name: value() if name in ("data", "batch_sampler") else value for name, value in loading.items()}
+    loading.setdefault("data", Drawing())
+    with registered(folder, dataloader_config=DataLoaderConfiguration(**how)) as (accelerator, _):
+        training, epoch_number = Training(accelerator, wrap=wrap, **loading), Counter()
+        accelerator.register_for_checkpointing(epoch_number)
+        with contextlib.suppress(NoValidCheckpointError):
+            accelerator.load_state()
+
+        def after(count):
+            if count == stop_at:
+                accelerator.save_state()
+                raise KeyboardInterrupt
+
+        with contextlib.suppress(KeyboardInterrupt):
+            for epoch in range(epoch_number.count, epochs):
+                epoch_number.count = epoch
+                if numbered:
+                    training.loader.set_epoch(epoch)
+                training.epoch(after)
+        found = training.seen, training.fingerprint(), training.loader.iteration
+    forget()
+    return found
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+@pytest.mark.parametrize("case", ["shuffle", "workers that stay", "seedable", "stream", "dispatched"])
+def test_the_last_step_of_an_epoch_belongs_to_that_epoch(tmp_path, case, numbered):
+    """As without Accelerate: the loop that begins with the saved number trains each epoch once, from any step."""
+    whole = documented(tmp_path / "whole", case, numbered=numbered)
+    assert len(whole[0]) == 2 * PER_EPOCH
+    for place in (4, PER_EPOCH, 2 * PER_EPOCH):
+        before, _, _ = documented(tmp_path / str(place), case, place, numbered=numbered)
+        after = documented(tmp_path / str(place), case, numbered=numbered)
+        assert (json.dumps(before + after[0]), *after[1:]) == (json.dumps(whole[0]), *whole[1:]), place
+
+
+def test_a_place_that_was_saved_is_used_or_refused(tmp_path):
+    """A loader that is prepared after the load goes there; one that knows no place is named, and nothing is restored."""
+    seen, _ = run(tmp_path / "whole", "nothing drawn")
+    run(tmp_path / "x", "nothing drawn", stop_at=PER_EPOCH + 2)
+    with registered(tmp_path / "x") as (accelerator, _):
+        training = Training(accelerator, data=Plain(), shuffle=False)
+        before = training.fingerprint()
+        with pytest.raises(RestoreError, match=r"DataLoaderShard over Plain.*resumable\(loader\)"):
+            accelerator.load_state()
+        assert training.fingerprint() == before
+        accelerator._dataloaders.clear()
+        accelerator.load_state()
+        training.loader = accelerator.prepare(resumable(DataLoader(Plain(), batch_size=4)))
+        training.epoch()
+        assert training.seen == seen[PER_EPOCH + 2 : 2 * PER_EPOCH]
+
+
+def test_a_loop_that_begins_with_the_next_epoch_says_so(tmp_path, caplog):
+    """With set_epoch it trains that epoch. Without, the loop is the rest of the epoch that was saved, and a warning says so."""
+    seen, _ = run(tmp_path / "whole", "nothing drawn")
+    run(tmp_path / "x", "nothing drawn", stop_at=PER_EPOCH)
+    with registered(tmp_path / "x") as (accelerator, _), caplog.at_level(logging.WARNING, "safe_ckpt"):
+        training = Training(accelerator, wrap=resumable, data=Plain(), shuffle=False)
+        for numbered, given in ((True, PER_EPOCH), (False, 0)):
+            accelerator.load_state()
+            training.seen.clear()
+            if numbered:
+                training.loader.set_epoch(1)
+            training.epoch()
+            assert training.seen == seen[:given]
+    assert ["gives no batch" in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("place", [9, PER_EPOCH])
+def test_scripts_that_skip_batches_stay_as_they_are(tmp_path, place, caplog):
+    """skip_first_batches to the place where the loader is anyway skips nothing twice, also where that is the next epoch."""
     seen, end = run(tmp_path / "whole", "workers")
-    before, _ = run(tmp_path / "x", "workers", stop_at=9)
-    after, found = run(tmp_path / "x", "workers", skips=True)
+    before, _ = run(tmp_path / "x", "workers", stop_at=place)
+    with caplog.at_level(logging.WARNING, "safe_ckpt"):
+        after, found = run(tmp_path / "x", "workers", skips=True)
     assert json.dumps(before + after) == json.dumps(seen)
     assert found == end
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("skip", [0, 2, 4])
@@ -161,7 +238,7 @@ RANKS = """
     import contextlib, json
     from accelerate.utils import DataLoaderConfiguration
     from safe_ckpt.data import resumable
-    from safe_ckpt.errors import NoValidCheckpointError
+    from safe_ckpt.errors import NoValidCheckpointError, RestoreError
     from test_accelerate_data import Drawing, Placed, Stream
     how, loading, stop = json.loads(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
     data = {"map": Drawing, "stream": Placed, "blind": Stream}[loading.pop("data", "map")]()

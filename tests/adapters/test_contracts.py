@@ -19,7 +19,7 @@ import torch.distributed.checkpoint.metadata
 import torch.distributed.fsdp
 import torch.distributed.tensor
 from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderShard
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.utils.offload import PrefixedDataset
 from contracts import Part, private_names
@@ -148,11 +148,16 @@ ELSEWHERE = {
     "_initial_iter_for_state_dict": "test_the_state_of_a_stateful_loader",
     "_restarting": "test_the_fields_of_lightnings_loops",
     "_state_dict_type": "test_the_fields_of_lightnings_loops",
+    "_drop_last": "test_a_prepared_loader_leaves_out_batches",
     **dict.fromkeys(
         [
             "_checkpoint_connector",
             "_restore_modules_and_callbacks",
             "_combined_loader",
+            "_combined_loader_states_to_load",
+            "_load_combined_loader_states",
+            "_load_state_dicts",
+            "_FitLoop",
             "_skip_next_val",
             "_should_check_val_fx",
             "_should_accumulate",
@@ -331,3 +336,13 @@ def test_the_fields_of_lightnings_loops():
     assert isinstance(StatefulDataLoader([1]), _Stateful), (
         "lightning/dataloader.py: such a loader is asked for its state"
     )
+
+
+def test_a_prepared_loader_leaves_out_batches():
+    """accelerate/placed_loaders.py lets a loop begin behind the last batch by these, which are asked at each turn."""
+    for kind in (DataLoaderShard, DataLoaderDispatcher):
+        source = inspect.getsource(kind.__iter__)
+        assert source.index("self.begin()") < source.index("self.set_epoch(self.iteration)")
+        assert "if batch_index >= self.skip_batches" in source
+        assert source.rindex("self.iteration += 1") < source.rindex("self.end()")
+        assert "_drop_last" in inspect.signature(kind.__init__).parameters

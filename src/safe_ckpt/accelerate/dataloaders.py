@@ -20,6 +20,7 @@ from accelerate.state import PartialState
 from safe_ckpt.accelerate import contents, placed_loaders
 from safe_ckpt.accelerate.placed_loaders import Placed, is_within
 from safe_ckpt.adapters import Patch
+from safe_ckpt.errors import RestoreError
 
 logger = logging.getLogger(__name__)
 
@@ -33,21 +34,25 @@ class Loaders:
     def __init__(self) -> None:
         self._watched: dict[int, _Watched | Placed] = {}
         self._said = False
+        self._late: list[Mapping[str, Any] | None] = []  # of loaders that were not prepared yet
 
     def watch(self, loader: Any, given: Any = None) -> None:
         """From now on record the state with which ``loader`` can be continued.
 
         Args:
             loader: a prepared one.
-            given: what the user gave to have it prepared.
+            given: what the user gave to have it prepared. Then a state that was loaded before is used now.
+
+        Raises:
+            RestoreError: a place within an epoch was loaded for it, and it cannot go there.
         """
         placed_loaders.prepare(loader, given)
-        if self._of(loader) is not None:
-            return
-        if placed_loaders.is_placed_loader(loader):
+        if self._of(loader) is None and placed_loaders.is_placed_loader(loader):
             self._watched[id(loader.base_dataloader)] = Placed(loader)
-        elif getattr(loader, "use_stateful_dataloader", False):
+        elif self._of(loader) is None and getattr(loader, "use_stateful_dataloader", False):
             self._watched[id(loader.base_dataloader)] = _Watched.on(loader)
+        if given is not None and self._late:
+            self._go_to(loader, self._late.pop(0) or {}, contents.random_states(0))
 
     def is_at(self, loader: Any, batches: int) -> bool:
         """Whether the next loop over ``loader`` begins behind so many batches of its epoch anyway.
@@ -58,6 +63,9 @@ class Loaders:
         if not isinstance(placed, Placed):
             return False
         pending = placed.pending()
+        if placed.is_over() and batches == 0:  # of the next epoch
+            placed.begin_anew()
+            return True
         if pending is not None and pending != batches:
             logger.warning(
                 "skip_first_batches(%d), and the checkpoint was saved behind batch %d of the epoch: the script's number "
@@ -65,7 +73,7 @@ class Loaders:
                 batches,
                 pending,
             )
-            placed_loaders.forget(loader)
+            placed.begin_anew()
         return (pending or 0) == batches
 
     def states(self, loaders: Sequence[Any]) -> list[dict[str, Any] | None]:
@@ -85,12 +93,38 @@ class Loaders:
     def resume(self, loaders: Sequence[Any], states: Sequence[Mapping[str, Any] | None]) -> None:
         """After Accelerate has restored everything: loaders in mid-epoch continue exactly, the others begin anew."""
         now = contents.random_states(0)
-        for index, loader in enumerate(loaders):
+        self._late = list(states[len(loaders) :])
+        for loader, state in zip(loaders, states, strict=False):
             self.watch(loader)
-            watched = self._of(loader)
-            state = states[index] if index < len(states) else None
-            if watched is not None:
-                watched.resume(state or {}, now)
+            self._go_to(loader, state or {}, now)
+        for loader in loaders[len(states) :]:
+            self.watch(loader)
+            self._go_to(loader, {}, now)
+
+    def refuse_unused(self, loaders: Sequence[Any], states: Sequence[Mapping[str, Any] | None]) -> None:
+        """Before anything is restored.
+
+        Raises:
+            RestoreError: a loader cannot go to the place within an epoch that the checkpoint has for it.
+        """
+        for loader, state in zip(loaders, states, strict=False):
+            self.watch(loader)
+            self._refuse(loader, state or {})
+
+    def _refuse(self, loader: Any, state: Mapping[str, Any]) -> None:
+        within = state["position"].get("begun") if "position" in state else state.get("within")
+        if self._of(loader) is None and within:
+            name = f"{type(loader).__name__} over {type(loader.dataset).__name__}"
+            message = (
+                "the checkpoint was saved within an epoch of this loader, which knows no place now. Prepare it as it was then: "
+                "resumable(loader) after register(accelerator), or use_stateful_dataloader"
+            )
+            raise RestoreError(key=name, message=message)
+
+    def _go_to(self, loader: Any, state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        self._refuse(loader, state)
+        if (watched := self._of(loader)) is not None:
+            watched.resume(state, now)
 
     def forget(self) -> None:
         """Leave the loaders as they were."""

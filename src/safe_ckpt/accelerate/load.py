@@ -54,8 +54,9 @@ def load(
         logger.warning("%s holds no random state of rank %d: it does not continue exactly there", path, engine.rank)
 
     def apply() -> None:
-        restore(str(path))
         loader_states = utils.load(random_states).get(KEY, ()) if is_known else ()
+        context.loaders.refuse_unused(accelerator._dataloaders, loader_states)
+        restore(str(path))
         context.loaders.resume(accelerator._dataloaders, loader_states)
 
     with strategies.loading(engine, accelerator, path, arguments):
