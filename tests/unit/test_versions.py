@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
-from versions import versions_page
 
 from safe_ckpt import versions
 from safe_ckpt.errors import UnsupportedVersionError
 from safe_ckpt.versions import SUPPORTED, Supported, judge
+from versions import versions_page
 
 ROOT = Path(__file__).resolve().parents[2]
 SOME = Supported(lowest="2.9", newest="2.15.0", because="x is not in it", extra="lightning")
