@@ -32,7 +32,8 @@ PARTS = [
     Part(ENGINE, "_optimizer_has_ckpt_event_epilogue", "deepspeed/save.py", "tidies after an error", SELF),
     Part(ENGINE, "zero_nvme_offload_optimizer", "deepspeed/save.py", "the copy of the swap files is ours", SELF),
     Part(ENGINE, "checkpoint_writer_enabled", "deepspeed/load.py", "its files are read with the plain engine", SELF),
-    Part(ENGINE, "_common_checkpoint_state", "deepspeed/save.py", "which names client_state replaces", SELF),
+    Part(ENGINE, "_common_checkpoint_state", "deepspeed/save.py", "which names client_state replaces", SELF,
+         optional=True),  # since 0.19.5; before, nothing is said of it
     Part(ENGINE, "is_first_weights_partition_group", "deepspeed/save.py", "which ranks write the weights of ZeRO-3", SELF),
     Part(DeepSpeedDataLoader, "_create_dataloader", "deepspeed/data_place.py", "makes the loader of an epoch", SELF),
     Part(groups, "_get_sequence_data_parallel_rank", "deepspeed/save.py", "which rank writes those of other stages", ()),

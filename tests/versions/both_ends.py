@@ -151,6 +151,9 @@ def environment(end: str) -> None:
         below = subprocess.run(said, check=True, capture_output=True, text=True).stdout.strip()
         own = Path(str(above) + below.removeprefix(str(home.resolve())).removeprefix(str(home)))
         (own / "below.pth").write_text(f"import site; site.addsitedir({below!r})\n", encoding="utf-8")
+        torchrun = above / "bin/torchrun"  # the one below would start the Python below
+        torchrun.write_text(f'#!/bin/sh\nexec "{above}/bin/python" -m torch.distributed.run "$@"\n', encoding="utf-8")
+        torchrun.chmod(0o755)
         pip = [str(above / "bin/pip"), "install", "--quiet", "--disable-pip-version-check"]
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
             "optional-dependencies"
@@ -226,7 +229,8 @@ def _said(command: list[str], own: dict[str, str]) -> list[str]:
 
 
 def _failed(said: list[str]) -> list[str]:
-    return sorted({line.split()[1] for line in said if line.startswith(("FAILED ", "ERROR "))})
+    begin = next((number for number, line in enumerate(said) if "short test summary info" in line), len(said))
+    return sorted({line.split(" - ")[0].partition(" ")[2] for line in said[begin:] if line.startswith(("FAILED ", "ERROR "))})
 
 
 def _packages(home: Path) -> dict[str, str]:
