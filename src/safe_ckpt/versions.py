@@ -52,15 +52,16 @@ _LIGHTNING = Supported(
 SUPPORTED: Mapping[str, Supported] = {
     "python": Supported(lowest="3.10", newest="3.13", because="it is written for that one"),
     "torch": Supported(
-        lowest="2.6",
+        lowest="2.8",
         newest="2.15.0",
+        because="the store of 2.7 cannot listen on a socket that it is given",
         reduced_below="2.9",
         reduced="with gloo a raised timeout has no effect there, so that lengthy_timeouts has none",
     ),
     "lightning": _LIGHTNING,
     "pytorch-lightning": _LIGHTNING,
     "accelerate": Supported(lowest="1.8", newest="1.15.0", extra="accelerate"),
-    "transformers": Supported(lowest="4.50", newest="5.23.0", extra="transformers"),
+    "transformers": Supported(lowest="4.50", newest="5.24.0", extra="transformers"),
     "deepspeed": Supported(lowest="0.17.5", newest="0.19.8", extra="deepspeed"),
 }
 

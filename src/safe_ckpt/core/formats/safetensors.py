@@ -10,16 +10,30 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, deserialize
 
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, is_exact_json
 from safe_ckpt.core.formats.safetensors_names import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
 from safe_ckpt.core.storage.direct_io import PAGE
 from safe_ckpt.core.tensors import refuse_short
 
-SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
-    dtype: code for code, name in DTYPES.items() if (dtype := getattr(torch, name, None)) is not None
+_DTYPES: Mapping[str, torch.dtype] = {
+    code: dtype for code, name in DTYPES.items() if (dtype := getattr(torch, name, None)) is not None
 }
-_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+
+
+def _is_read(code: str) -> bool:
+    """Whether the release of safetensors that is installed reads tensors of this type: older ones know fewer."""
+    header = json.dumps({"t": {"dtype": code, "shape": [0], "data_offsets": [0, 0]}}).encode()
+    try:
+        deserialize(len(header).to_bytes(8, "little") + header)  # type: ignore[no-untyped-call]
+    except SafetensorError:
+        return False
+    return True
+
+
+SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in _DTYPES.items() if _is_read(code)}
+"""What is written. Other types go to a torch archive; all that torch has are read."""
 
 
 def fits_safetensors(data: object) -> bool:
