@@ -19,6 +19,8 @@ from typing import Any
 from blocks import Block, blocks_of, commands_of, difference, is_install
 from running import as_a_reader
 
+from safe_ckpt.versions import SUPPORTED
+
 _LIMIT_S = 90.0 * float(os.environ.get("RANKS_PATIENCE", "1"))  # as kit.patience measured it
 
 
@@ -104,6 +106,8 @@ class Page:
         return ""
 
     def _printed(self, block: Block, output: str) -> None:
+        # What safe_ckpt says of a release of torch is said once a process, and not shown.
+        output = "".join(line for line in output.splitlines(keepends=True) if SUPPORTED["torch"].reduced not in line)
         self.printed = output
         if self._show:
             print(f"--- {block.where}\n{output}", flush=True)

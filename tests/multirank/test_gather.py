@@ -24,7 +24,7 @@ from safe_ckpt.core.sharding import dtensor, gather, gather_plan, gather_transpo
 from safe_ckpt.core.sharding.gather import gather_nested, iterate
 from safe_ckpt.errors import ConfigError, DesyncError, PeerLostError, RendezvousTimeout, SafeCheckpointError, StateError
 from safe_ckpt.testing import spawn_ranks, values
-from support import placements
+from support import heeds_raised_timeouts, placements
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.int64, torch.bool, torch.complex64]
 QUICK = Timeouts(lengthy_s=600, barrier_s=60, peer_stall_s=3, shutdown_s=10)
@@ -189,6 +189,7 @@ def _slow_storage(rank):
     return before, _timeouts(), seen
 
 
+@heeds_raised_timeouts
 def test_storage_may_be_slower_than_the_groups_timeout():
     """WORLD's timeout is 4 s, rank 0 stalls for 8 s between two parameters: all goes on, and the timeout is 4 s again."""
     for before, after, seen in values(spawn_ranks(_slow_storage, 4, group_timeout_s=4)):

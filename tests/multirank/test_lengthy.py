@@ -11,6 +11,7 @@ from safe_ckpt import events, lengthy_timeouts
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.errors import ConfigError, DesyncError
 from safe_ckpt.testing import spawn_ranks, values
+from support import heeds_raised_timeouts
 
 
 def timeouts_of(groups):
@@ -67,6 +68,7 @@ def _outlast(rank):
     return timeouts_of(None)
 
 
+@heeds_raised_timeouts
 def test_a_collective_may_take_longer_within():
     """Under a group timeout of 3 s a rank that is 5 s late is awaited; afterwards the timeout is 3 s again."""
     assert values(spawn_ranks(_outlast, 2, group_timeout_s=3)) == [[3.0]] * 2

@@ -26,7 +26,7 @@ from safe_ckpt.core.sharding import dcp_load, dcp_plan
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.errors import CorruptCheckpointError, DesyncError, RestoreError, SafeCheckpointError, StateError
 from safe_ckpt.testing import spawn_ranks, values
-from support import flip_bit, placements
+from support import flip_bit, placements, spreads_empty_shards
 
 QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=3, shutdown_s=10)
 CONFIG = CheckpointConfig(timeouts=QUICK)
@@ -88,6 +88,7 @@ def _resume_random(rank, folder, cases, world, sizes):
                 assert torch.equal(raw(found), raw(some(shape, DTYPES[dtype], number))), (step, number, tensors)
 
 
+@spreads_empty_shards
 def test_four_ranks_save_and_die_and_any_number_goes_on(tmp_path):
     """30 states of random shapes, types, meshes and placements, SIGKILL, then 1, 2 and 3 ranks: equal bit for bit."""
     cases = []

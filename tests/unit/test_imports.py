@@ -53,7 +53,7 @@ def test_importing_lets_the_collector_rest_and_leaves_it_as_it_was():
         assert not gc.isenabled()
     """
     done = run_script(code, fresh=True)
-    assert not done.stderr, done.stderr
+    assert not [line for line in done.stderr.splitlines() if "lengthy_timeouts has none" not in line]  # with torch 2.8
 
 
 def test_unknown_names_are_attribute_errors():

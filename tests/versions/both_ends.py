@@ -230,7 +230,9 @@ def _said(command: list[str], own: dict[str, str]) -> list[str]:
 
 def _failed(said: list[str]) -> list[str]:
     begin = next((number for number, line in enumerate(said) if "short test summary info" in line), len(said))
-    return sorted({line.split(" - ")[0].partition(" ")[2] for line in said[begin:] if line.startswith(("FAILED ", "ERROR "))})
+    return sorted(
+        {line.split(" - ")[0].partition(" ")[2] for line in said[begin:] if line.startswith(("FAILED ", "ERROR "))}
+    )
 
 
 def _packages(home: Path) -> dict[str, str]:

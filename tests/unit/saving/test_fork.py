@@ -70,6 +70,8 @@ def test_a_child_ends_without_a_word(tmp_path):
                 sys.exit(0)
             print(os.wait()[1], handle.result(timeout_s=60).step, ckpt.save(2, {"x": 1}).result(timeout_s=60).step)
     """
-    done = run_script(code, str(tmp_path), finalize=True)
+    done = run_script(
+        code, str(tmp_path), finalize=True, flags=("-W", "ignore::DeprecationWarning")
+    )  # CPython's, of fork
     assert done.stdout == "0 1 2\n", done.stderr
     assert done.stderr == ""
