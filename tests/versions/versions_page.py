@@ -51,7 +51,7 @@ def _ranges(record: dict[str, Any]) -> str:
 
 def _newest(name: str, supported: Supported, record: dict[str, Any]) -> str:
     run = record["newest"]["packages"].get(name)
-    return base(run) if run else f"{supported.newest} (not by this command)"
+    return supported.newest if name == "python" or run is None else base(run)
 
 
 def _shown(name: str) -> str:
@@ -59,16 +59,16 @@ def _shown(name: str) -> str:
 
 
 def _runs(record: dict[str, Any]) -> str:
-    rows = [f"| | Run on | Python | {' | '.join(NAMED)} |", "|---" * (3 + len(NAMED)) + "|"]
+    rows = [f"| | Python | {' | '.join(NAMED)} |", "|---" * (2 + len(NAMED)) + "|"]
     for end in ENDS:
         run = record[end]
         versions = (base(run["packages"][name]) if name in run["packages"] else "" for name in NAMED)
-        rows.append(f"| {end} | {run['date']} | {run['packages']['python']} | {' | '.join(versions)} |")
-    rows += ["", "| | Tests | Passed | Skipped | Failed |", "|---|---|---|---|---|"]
+        rows.append(f"| {end} | {run['packages']['python']} | {' | '.join(versions)} |")
+    rows += ["", "| | Tests | Run on | Passed | Skipped | Failed |", "|---|---|---|---|---|---|"]
     for end in ENDS:
         for suite, counts in record[end]["suites"].items():
             failed = ", ".join(f"`{name}`" for name in counts["failed"]) or "none"
-            rows.append(f"| {end} | {suite} | {counts['passed']} | {counts['skipped']} | {failed} |")
+            rows.append(f"| {end} | {suite} | {counts['date']} | {counts['passed']} | {counts['skipped']} | {failed} |")
     return "\n".join(rows)
 
 
