@@ -16,12 +16,15 @@ from safe_ckpt.errors import ConfigError
 from safe_ckpt.settings.sources import origin_of
 
 
-def config_of_all(config: CheckpointConfig | None, group: ProcessGroup | None = None) -> CheckpointConfig:
+def config_of_all(
+    config: CheckpointConfig | None, group: ProcessGroup | None = None, *, barrier_s: float | None = None
+) -> CheckpointConfig:
     """``config``, or where it is None what the environment says. Every rank calls this, on the thread that trains.
 
     Args:
         config: what the program gave; on all ranks or on none.
         group: the ranks; None means WORLD, or this process alone without a process group.
+        barrier_s: how long to wait for the other ranks; None for what the settings themselves say.
 
     Raises:
         ConfigError: what one rank's environment says is not allowed; on every rank, names that rank, file or variable, and key.
@@ -50,11 +53,11 @@ def config_of_all(config: CheckpointConfig | None, group: ProcessGroup | None = 
     def compare(answers: Mapping[int, Any]) -> None:
         refuse_differences({rank: {"settings": answer} for rank, answer in answers.items()})
 
-    kind, barrier_s = "settings of the environment", mine.timeouts.barrier_s
-    network = mine.network if problem is None else None
-    coordinator = open_coordinator(group, mine.timeouts, observe=False, network=network)
+    kind, network = "settings of the environment", mine.network if problem is None else None
+    timeouts = mine.timeouts if barrier_s is None else dataclasses.replace(mine.timeouts, barrier_s=barrier_s)
+    coordinator = open_coordinator(group, timeouts, observe=False, network=network)
     try:
-        coordinator.agree(kind, timeout_s=barrier_s, local=settings, decide=compare, phase="settings")
+        coordinator.agree(kind, timeout_s=timeouts.barrier_s, local=settings, decide=compare, phase="settings")
     finally:
         coordinator.release(keep=True)
     return mine

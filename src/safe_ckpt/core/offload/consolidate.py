@@ -72,7 +72,7 @@ def consolidate_offloaded(
     """
     path = Path(os.path.abspath(destination))
     barrier_s = min(timeout_s, Timeouts().barrier_s)
-    usual = config_of_all(None, group)
+    usual = config_of_all(None, group, barrier_s=barrier_s)
     config = CheckpointConfig(
         timeouts=Timeouts(lengthy_s=timeout_s, barrier_s=barrier_s),
         record_events=False,
