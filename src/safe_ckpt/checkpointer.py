@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
@@ -13,7 +14,7 @@ from typing_extensions import Self
 
 from safe_ckpt import versions
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.agreed_config import config_of_all
+from safe_ckpt.core.coordination.agreed_config import config_and_more
 from safe_ckpt.core.directory import catalog, object_catalog, retention
 from safe_ckpt.core.directory.catalog import Catalog
 from safe_ckpt.core.directory.shared import listed
@@ -79,8 +80,8 @@ class Checkpointer:
         group: ProcessGroup | None = None,
         hooks: Iterable[Hook] = (),
     ) -> None:
-        self.config = config_of_all(config, group)
-        self.directory: Place = _place(directory, self.config)
+        self.directory: Place
+        self.config, self.directory = config_and_more(config, functools.partial(_place, directory), group)
         self._engine = Engine(self.config, group=group, hooks=hooks, owner="a Checkpointer; its close() frees it")
         try:
             self._workspace: Root

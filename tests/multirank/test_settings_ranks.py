@@ -8,14 +8,19 @@ import pytest
 from safe_ckpt import (
     CheckpointConfig,
     Checkpointer,
+    Mirror,
     Retention,
     SafeCheckpointError,
     consolidate_offloaded,
+    lengthy_timeouts,
+    restore_offloaded,
     set_up_directory,
 )
 from safe_ckpt.core.coordination.agreed_config import config_of_all
 from safe_ckpt.errors import ConfigError, DesyncError
 from safe_ckpt.testing import spawn_ranks, values
+
+MIRRORED = Mirror(url="s3://bucket/mirror")
 
 
 def _open(rank, directory, environment, configs=(None, None)):
@@ -129,3 +134,63 @@ def test_what_one_rank_refuses_every_entry_point_refuses_on_all(tmp_path, bad):
     assert f"(rank {bad})" in first[0][0]
     assert "fresh" in first[1][0]
     assert f"(rank {bad})" in first[2][0]
+
+
+def _refuse(rank, folder, bad):
+    """Each entry point that is given what is wrong on one rank alone: the error and the seconds."""
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+    from torch import nn
+    from transformers import Trainer, TrainingArguments
+
+    from safe_ckpt.accelerate import register
+    from safe_ckpt.transformers import SafeCheckpointMixin
+
+    class SafeTrainer(SafeCheckpointMixin, Trainer):
+        checkpoint_config = CheckpointConfig()
+
+    wrong = rank == bad
+    os.environ.update(
+        LOCAL_RANK=str(rank), WORLD_SIZE="2", RANK=str(rank), LOCAL_WORLD_SIZE="2", ACCELERATE_USE_CPU="1"
+    )
+
+    def project():
+        configuration = ProjectConfiguration(str(folder / "project"), automatic_checkpoint_naming=True)
+        configuration.total_limit = 0 if wrong else 3
+        register(Accelerator(cpu=True, project_config=configuration), CheckpointConfig())
+
+    def raised():
+        with lengthy_timeouts(None, -1.0 if wrong else 60.0):
+            pass
+
+    def trainer(resumed=None, **given):
+        arguments = TrainingArguments(str(folder / "trainer"), use_cpu=True, report_to=[], max_steps=1)
+        made = SafeTrainer(nn.Linear(1, 1), arguments, train_dataset=[{"x": 1}])
+        for name, value in given.items():
+            setattr(made.args, name, value)
+        made.train(resumed)
+
+    found = []
+    for enter in (
+        lambda: restore_offloaded("s3://bucket/there" if wrong else folder, {}),
+        raised,
+        lambda: Checkpointer("s3://bucket/run" if wrong else folder / "plain", CheckpointConfig(mirror=MIRRORED)),
+        project,
+        lambda: trainer(output_dir="s3://bucket/out" if wrong else str(folder / "trainer")),
+        lambda: trainer("s3://bucket/from" if wrong else None),
+        lambda: trainer(save_on_each_node=wrong),
+    ):
+        begun = time.monotonic()
+        with pytest.raises(ConfigError) as error:
+            enter()
+        found.append((str(error.value), time.monotonic() - begun))
+    return found
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(tmp_path, bad):
+    """Offloaded parts, raised timeouts, Checkpointer, Accelerate, Transformers: no rank waits for one that was refused."""
+    first, second = values(spawn_ranks(_refuse, 2, tmp_path, bad, timeout_s=120))
+    for one, other in zip(first, second, strict=True):
+        assert one[0] == other[0]
+        assert max(one[1], other[1]) < 20

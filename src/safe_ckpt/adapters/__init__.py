@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from safe_ckpt.adapters.patch import Patch
     from safe_ckpt.adapters.planning import Attempt, Planned, torch_file
     from safe_ckpt.adapters.tracking import Tracking
-    from safe_ckpt.core.coordination.agreed_config import config_of_all
+    from safe_ckpt.core.coordination.agreed_config import config_and_more, config_of_all
     from safe_ckpt.core.formats.file_plan import FilePlan
     from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.saving.engine import Engine
@@ -37,6 +37,7 @@ __all__ = [
     "Planned",
     "SaveHandle",
     "Tracking",
+    "config_and_more",
     "config_of_all",
     "torch_file",
 ]
@@ -53,6 +54,7 @@ _HOMES = {
     "Planned": "adapters.planning",
     "SaveHandle": "core.saving.job",
     "Tracking": "adapters.tracking",
+    "config_and_more": "core.coordination.agreed_config",
     "config_of_all": "core.coordination.agreed_config",
     "torch_file": "adapters.planning",
 }

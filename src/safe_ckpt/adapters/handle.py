@@ -6,6 +6,7 @@ What is done to the object is undone as a whole: when the handle is removed, and
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,7 @@ from typing_extensions import Self
 
 from safe_ckpt.adapters.patch import Patch
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.agreed_config import config_of_all
+from safe_ckpt.core.coordination.agreed_config import config_and_more
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.errors import ClosedError
 
@@ -35,12 +36,11 @@ def begin(
         check: refuses an ``owner`` or settings that are not covered.
 
     Raises:
-        ConfigError: a setting is not allowed; on every rank.
+        ConfigError: a setting, or what ``check`` looked at, is not allowed; on every rank, also where it is so on one alone.
         DesyncError: the ranks were given different settings.
         SafeCheckpointError: a save of the earlier handle failed, and its error was not raised yet. That handle is removed.
     """
-    settings = config_of_all(config)
-    check(owner, settings)
+    settings, _ = config_and_more(config, functools.partial(check, owner))
     earlier = getattr(owner, MARK, None)
     if earlier is not None:
         earlier.remove()

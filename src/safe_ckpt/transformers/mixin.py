@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from transformers import TrainingArguments
 from transformers import trainer as upstream
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from safe_ckpt.adapters import Patch, config_of_all
+from safe_ckpt.adapters import Patch, config_and_more
 from safe_ckpt.adapters.directories import policy_of, resume
 from safe_ckpt.adapters.extras import refused_retention
 from safe_ckpt.adapters.planning import go_on
@@ -86,9 +87,8 @@ class SafeCheckpointMixin(_Base):
             CorruptCheckpointError: the one at the given path is damaged.
             SafeCheckpointError: a save failed, and its error was not raised yet.
         """
-        config = config_of_all(self.checkpoint_config)
-        _check(self, config)
-        refuse_url(self.args.output_dir or ".", "output_dir")
+        check = functools.partial(_check, self, resume_from_checkpoint)
+        config, _ = config_and_more(self.checkpoint_config, check)
         with TrainerSaver(config, self.checkpoint_hooks) as saver, saver.loading(self):
             self._safe_saver = saver
             self._begun_in = os.getcwd()  # a relative output_dir means the place that it names now
@@ -97,7 +97,6 @@ class SafeCheckpointMixin(_Base):
                 if resume_from_checkpoint is True:
                     path = str(saver.newest(Path(os.path.abspath(self.args.output_dir or "."))))
                 elif resume_from_checkpoint:
-                    refuse_url(resume_from_checkpoint, "resume_from_checkpoint")
                     path = os.path.abspath(resume_from_checkpoint)
                     saver.verify(Path(path))
                 if path is not None:
@@ -199,7 +198,10 @@ class SafeCheckpointMixin(_Base):
         return []
 
 
-def _check(trainer: Any, config: CheckpointConfig) -> None:
+def _check(trainer: Any, resumed: str | bool | None, config: CheckpointConfig) -> None:
+    refuse_url(trainer.args.output_dir or ".", "output_dir")
+    if resumed is not None and not isinstance(resumed, bool):
+        refuse_url(resumed, "resume_from_checkpoint")
     strategies.check(trainer, config)
     if trainer.args.save_on_each_node:
         message = "is not supported: safe_ckpt commits one checkpoint that all processes see. Leave it False"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination import process_groups
@@ -14,6 +14,8 @@ from safe_ckpt.core.coordination.log_entry import refuse_differences
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.settings.sources import origin_of
+
+T = TypeVar("T")
 
 
 def config_of_all(
@@ -34,33 +36,63 @@ def config_of_all(
     """
     if config is not None:
         return config
+    return config_and_more(None, lambda _: None, group, barrier_s=barrier_s)[0]
+
+
+def config_and_more(
+    config: CheckpointConfig | None,
+    more: Callable[[CheckpointConfig], T],
+    group: ProcessGroup | None = None,
+    *,
+    barrier_s: float | None = None,
+) -> tuple[CheckpointConfig, T]:
+    """The settings as of ``config_of_all``, and what else a call looks at first. Every rank calls this, on the training thread.
+
+    Args:
+        config: see ``config_of_all``.
+        more: judges or opens what this rank was given, with no other rank; what it raises, every rank raises.
+        group: see ``config_of_all``.
+        barrier_s: the same.
+
+    Returns:
+        The settings, and what ``more`` returned on this rank.
+
+    Raises:
+        Exception: what ``more`` raised on this rank, as it was raised.
+        SafeCheckpointError: ``more`` failed on another rank, or as ``config_of_all``.
+    """
     facts = process_groups.group_of(group)
     if facts.size == 1:
-        return CheckpointConfig.from_environment()
+        mine = CheckpointConfig.from_environment() if config is None else config
+        return mine, more(mine)
     # Its own timeouts and network, if they are valid, hold for the first meeting too.
+    problem: Exception | None = None
     try:
-        mine, problem = CheckpointConfig.from_environment(), None
+        mine = CheckpointConfig.from_environment() if config is None else config
     except Exception as error:  # the other ranks wait for this one
         mine, problem = CheckpointConfig(), error
         if isinstance(error, ConfigError):
             problem = dataclasses.replace(error, message=f"{error.message} (rank {facts.rank})")
+    found: list[T] = []
 
     def settings() -> str:
         if problem is not None:
             raise problem
+        found.append(more(mine))
         return mine.deviations()
 
     def compare(answers: Mapping[int, Any]) -> None:
         refuse_differences({rank: {"settings": answer} for rank, answer in answers.items()})
 
-    kind, network = "settings of the environment", mine.network if problem is None else None
+    kind = "settings of the environment" if config is None else "settings"
+    network = mine.network if problem is None else None
     timeouts = mine.timeouts if barrier_s is None else dataclasses.replace(mine.timeouts, barrier_s=barrier_s)
     coordinator = open_coordinator(group, timeouts, observe=False, network=network)
     try:
         coordinator.agree(kind, timeout_s=timeouts.barrier_s, local=settings, decide=compare, phase="settings")
     finally:
         coordinator.release(keep=True)
-    return mine
+    return mine, found[0]
 
 
 def refused_retention(*, key: str, instead: str, from_environment: bool) -> ConfigError:

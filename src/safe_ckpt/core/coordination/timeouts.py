@@ -7,6 +7,7 @@ A consolidation whose collectives have the default timeout of a minute ends a tr
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -53,15 +54,14 @@ def lengthy_timeouts(
     On NCCL the timeouts are set in the same way, but were never run for this project on CUDA. With torch before 2.9 gloo
     ignores them: its collectives end after the time that their group was made with.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _YEAR_S:
-        message = f"expected a number above 0, and at most {_YEAR_S} (a year), got {seconds!r:.40}"
-        raise ConfigError(key="lengthy_timeouts: seconds", message=message)
     members = process_groups.process_groups(groups)
+    checked = functools.partial(_refuse_no_time, seconds)  # where all ranks learn of it
     emit = Emitter([LoggingHook(), *hooks])
     for group in process_groups.meeting_groups(members):
         coordinator = open_coordinator(group, Timeouts(), observe=False)
         try:
-            coordinator.agree("lengthy_timeouts", must_match={"seconds": seconds}, timeout_s=Timeouts().barrier_s)
+            must_match = {"seconds": seconds}
+            coordinator.agree("lengthy_timeouts", must_match=must_match, local=checked, timeout_s=Timeouts().barrier_s)
         finally:
             coordinator.release(keep=True)
     try:
@@ -69,6 +69,12 @@ def lengthy_timeouts(
             yield
     finally:
         emit.close()
+
+
+def _refuse_no_time(seconds: object) -> None:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _YEAR_S:
+        message = f"expected a number above 0, and at most {_YEAR_S} (a year), got {seconds!r:.40}"
+        raise ConfigError(key="lengthy_timeouts: seconds", message=message)
 
 
 @contextlib.contextmanager

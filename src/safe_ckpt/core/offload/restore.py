@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import shutil
 import socket
@@ -60,12 +61,12 @@ def restore_offloaded(
         DirectoryError: something could not be read or written.
         SafeCheckpointError: whatever else went wrong, on every rank.
     """
-    refuse_url(source, "source")
     path = Path(os.path.abspath(source))
     barrier_s = min(timeout_s, Timeouts().barrier_s)
     coordinator = open_coordinator(group, Timeouts(lengthy_s=timeout_s, barrier_s=barrier_s), observe=False)
     try:
-        coordinator.agree("restore offloaded", must_match={"source": path}, timeout_s=barrier_s)
+        asked = functools.partial(refuse_url, source, "source")  # here, where all ranks learn of it
+        coordinator.agree("restore offloaded", must_match={"source": path}, local=asked, timeout_s=barrier_s)
 
         def find() -> list[Part]:
             manifest = read_manifest(path)
