@@ -31,10 +31,7 @@ class Noisy(torch.utils.data.Dataset):
         return index, torch.rand(64) + random.random()
 
 
-def epochs(rank, folder, stop, *, resumed):
-    """Samples and sums of what was drawn, in order; a save and the end behind ``stop`` batches."""
-    from safe_ckpt.deepspeed import install
-
+def engine_with_data(rank):
     deepspeed = runs._deepspeed()
 
     torch.manual_seed(rank)
@@ -50,6 +47,14 @@ def epochs(rank, folder, stop, *, resumed):
             "steps_per_print": 10**9,
         },
     )
+    return engine
+
+
+def epochs(rank, folder, stop, *, resumed):
+    """Samples and sums of what was drawn, in order; a save and the end behind ``stop`` batches."""
+    from safe_ckpt.deepspeed import install
+
+    engine = engine_with_data(rank)
     seen, epoch, count = [], 0, 0
     with install(engine, resume_data=True):
         if resumed:
@@ -86,6 +91,23 @@ def test_the_engines_loader_goes_on_within_an_epoch(tmp_path):
         for rank in (0, 1):
             assert json.dumps(before[rank][0] + after[rank][0]) == json.dumps(whole[rank][0]), (stop, rank)
             assert after[rank][1] == whole[rank][1]
+
+
+def test_a_place_that_nobody_asked_for_is_said(tmp_path):
+    """A tag with the place of the engine's loader, loaded without resume_data: one warning says what to do."""
+    job(1, tmp_path, 2)
+    (said,) = values(spawn_ranks(without, 1, str(tmp_path), timeout_s=60))
+    assert said == 1
+
+
+def without(rank, folder):
+    from safe_ckpt.deepspeed import data_place, install
+
+    said = []
+    data_place.logger.addFilter(lambda record: said.append(record.getMessage()) or False)
+    with install(engine_with_data(rank)) as handle:
+        handle._engine.load_checkpoint(folder)
+    return sum("resume_data=True" in one for one in said)
 
 
 def test_an_engine_without_a_loader_is_refused(tmp_path):

@@ -7,6 +7,7 @@ import random
 import numpy
 import pytest
 import torch
+import transformers
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from transformers_runs import SafeTrainer, Stop, fingerprint, trainer
 
@@ -182,3 +183,24 @@ def test_other_data_is_left_to_the_trainer(tmp_path, caplog):
         del CASES["fewer"]
     assert after.state.global_step == 18
     assert "The Trainer leaves out as many batches" in caplog.text
+
+
+def test_a_place_that_no_loader_takes_is_said(tmp_path, caplog):
+    """A loader of a class of its own cannot be counted: it goes on as the stock Trainer's, and the log says so."""
+    run(tmp_path, "shuffle", stop=4)
+    data, settings = CASES["shuffle"]
+
+    class Below(transformers.Trainer):
+        def get_train_dataloader(self):
+            loader = super().get_train_dataloader()
+            loader.base_dataloader.__class__ = type("OwnLoader", (type(loader.base_dataloader),), {})
+            return loader
+
+    class Own(Noting, Below):
+        pass
+
+    made = trainer(tmp_path, Own, max_steps=6, save_steps=1, seed=3, remove_unused_columns=False, **settings)
+    made.seen, made.train_dataset, made.data_collator = [], data(), collate
+    made.train(resume_from_checkpoint=True)
+    assert made.state.global_step == 6
+    assert "the checkpoint has the place of a loader that was counted; OwnLoader of now is not" in caplog.text

@@ -59,6 +59,16 @@ class DataPlace:
         if file == files[0]:
             set_rng_state(state["rng"])
 
+    @staticmethod
+    def warn_if_left(tag: Path) -> None:
+        """Log that a tag has the place of a loader, which nobody asked for."""
+        if any(tag.glob(_FILE.format(rank="*"))):
+            logger.warning(
+                "%s has the place of engine.training_dataloader, and it is not used: say install(engine, resume_data=True), "
+                "unless your script leaves out batches itself",
+                tag,
+            )
+
     def forget(self) -> None:
         """Leave the loader as it was."""
         self._patch.give_back()

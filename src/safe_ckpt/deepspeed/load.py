@@ -18,6 +18,7 @@ from safe_ckpt.adapters import Engine, Patch
 from safe_ckpt.adapters.directories import HIDDEN, manifest_of, presence, resume, verify, warn_if_foreign
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.deepspeed import arguments, directories, nvme, universal
+from safe_ckpt.deepspeed.data_place import DataPlace
 from safe_ckpt.deepspeed.directories import Context
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError
 
@@ -73,6 +74,8 @@ def load(
         place = context.data_place
         if place is not None and optimizer_states:
             resume.apply(core, functools.partial(place.load, path))
+        elif place is None and optimizer_states and engine.global_rank == 0:
+            DataPlace.warn_if_left(path)
         go_on(core, lambda: [engine.module])
         manifest = manifest_of(path)
         step, seconds = manifest.step if manifest is not None else -1, time.monotonic() - begun

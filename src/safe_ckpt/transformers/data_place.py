@@ -41,6 +41,12 @@ class DataPlace:
         """Count from now on, and go to a place between two epochs."""
         inner = getattr(loader, "base_dataloader", None)
         if type(inner) is not DataLoader or not placed_loaders.count(loader, "stock", None):
+            if self._file(rank) is not None:
+                message = (
+                    "the checkpoint has the place of a loader that was counted; %s of now is not. The Trainer leaves out as "
+                    "many batches as were trained on, and what it draws may differ"
+                )
+                logger.warning(message, type(inner if inner is not None else loader).__name__)
             return  # it knows its place itself, or cannot be counted
         self._loader, self._placed = loader, placed_loaders.Placed(loader)
         state = self._state(rank)
@@ -82,9 +88,13 @@ class DataPlace:
         there, self._is_there = self._is_there, False
         return there
 
-    def _state(self, rank: int) -> dict[str, Any] | None:
+    def _file(self, rank: int) -> Path | None:
         file = Path(self._folder) / _FILE.format(rank=rank) if self._folder is not None else None
-        if file is None or not file.is_file():
+        return file if file is not None and file.is_file() else None
+
+    def _state(self, rank: int) -> dict[str, Any] | None:
+        file = self._file(rank)
+        if file is None:
             return None
         try:
             state: dict[str, Any] = torch.load(file, weights_only=True)
