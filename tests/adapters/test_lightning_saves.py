@@ -459,3 +459,32 @@ def test_callback_and_loader_pickle(tmp_path):
     assert resumable(loader) is loader
     with pytest.raises(TypeError, match="DataLoader"):
         resumable([1, 2])
+
+
+def test_a_fit_that_ends_without_one_save_says_so(tmp_path, caplog):
+    """Manual optimization past Lightning's counters, an interval that never came: one warning. Saves switched off: none."""
+    pl = package("lightning.pytorch")
+    base = module_class(pl)
+
+    class ByHand(base):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers().optimizer
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    def said(name, model, **given):
+        caplog.clear()
+        callback = SafeCheckpointCallback(tmp_path / name, **given)
+        trainer(pl, [callback], tmp_path, max_epochs=1).fit(model)
+        return [record.getMessage() for record in caplog.records if "saved nothing" in record.getMessage()]
+
+    (found,) = said("by hand", ByHand())
+    assert "trained on 3 batches" in found
+    assert "self.optimizers()" in found
+    (found,) = said("seldom", base(), every_n_train_steps=100)
+    assert "every_n_train_steps=100; global_step 3" in found
+    assert not said("off", base(), save_top_k=0)
+    assert not said("usual", base())

@@ -18,13 +18,13 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.events import Hook
 from safe_ckpt.lightning import dataloader, install, loop_state, signals
 from safe_ckpt.lightning import resume as resuming
-from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, known_paths, reconcile
+from safe_ckpt.lightning.callback_state import Counts, PendingActions, SavedCallbackState, known_paths, reconcile
 from safe_ckpt.lightning.compat import ModelCheckpoint
 from safe_ckpt.lightning.saver import TrainerSaver
 
 logger = logging.getLogger(__name__)
 # They belong to a running stage: our saver, and the logging methods that a Trainer attaches.
-_LIVE = ("_saver", "_pending", "_saved_state", "log", "log_dict")
+_LIVE = ("_saver", "_pending", "_saved_state", "_counts", "log", "log_dict")
 
 
 class SafeCheckpointCallback(ModelCheckpoint):
@@ -139,6 +139,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         self._pending: PendingActions | None = None
         self._saved_state: SavedCallbackState | None = None
         self._at_once = False
+        self._counts = Counts()
 
     # ------------------------------------------------------------------ the life of a stage
 
@@ -196,6 +197,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Save if it is time to."""
+        self._counts.batches += 1
         if self._saver is not None:
             self._saver.note_batch()
         # Such a module swaps in other weights during the save: the copy must be taken then.
@@ -254,6 +256,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
                 super().on_train_end(trainer, pl_module)
         if self._saver is not None:
             self._saver.settle()
+            self._counts.warn_without_save(self, trainer)
             if self.export_to is not None and not self._saver.stopping:
                 self._saver.export(pl_module, Path(self.export_to), self.export_max_shard_size)
 
@@ -300,6 +303,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         if not pending or self._saver is None:
             return
         self._pending, self._saved_state = PendingActions(), None
+        self._counts.saves += len(pending.saves)
         self._saver.save(pending, self, saved_state, weights_only=self.save_weights_only, wait=not self.async_save)
 
     def _begin(self) -> None:

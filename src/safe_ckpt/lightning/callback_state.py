@@ -71,6 +71,43 @@ class PendingActions:
         return [path for path in dict.fromkeys(self.removals) if path not in self.names]
 
 
+@dataclass
+class Counts:
+    """Of one ``fit`` and one callback.
+
+    Attributes:
+        batches: how many were trained on.
+        saves: how many files were asked for.
+    """
+
+    batches: int = 0
+    saves: int = 0
+
+    def warn_without_save(self, callback: Any, trainer: Any) -> None:
+        """At the end of ``fit``: say, on rank 0, that batches were trained on and not one save was due."""
+        kept = callback.save_top_k != 0 or callback.save_last
+        if self.saves or not self.batches or not kept or not trainer.is_global_zero or callback._saver.stopping:
+            return
+        when = "every_n_train_steps", "train_time_interval", "every_n_epochs", "save_on_train_epoch_end"
+        asked = {name: getattr(callback, f"_{name}", None) for name in when}
+        said = ", ".join(f"{name}={value}" for name, value in asked.items() if value)
+        by_hand = (
+            ""
+            if trainer.lightning_module.automatic_optimization
+            else ". With manual optimization Lightning counts only the steps of self.optimizers(), not of their .optimizer"
+        )
+        message = "fit trained on %d batches and saved nothing in %s: no save was due (%s; global_step %d, epoch %d)%s"
+        logger.warning(
+            message,
+            self.batches,
+            callback.dirpath,
+            said or "never",
+            trainer.global_step,
+            trainer.current_epoch,
+            by_hand,
+        )
+
+
 def reconcile(callback: Any, existing: Collection[str]) -> None:
     """Forget the checkpoints that are gone.
 
