@@ -133,9 +133,8 @@ class DirectoryError(SafeCheckpointError, OSError):
         return cls(message=reason, path=os.fspath(path), rank=rank, code=error.errno or 0, phase=phase)
 
     def __str__(self) -> str:
-        phase = f" while {self.phase}" if self.phase else ""
+        where, phase = (f"{self.path}: " if self.path else ""), (f" while {self.phase}" if self.phase else "")
         code = f" [{_errno.errorcode.get(self.code, self.code)}]" if self.code else ""
-        where = f"{self.path}: " if self.path else ""
         return f"{where}{self.message}{code}{phase} (rank {self.rank})"
 
 
@@ -395,8 +394,7 @@ class ClosedError(SafeCheckpointError, RuntimeError):
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    more = len(ranks) - 16
-    return f"[{', '.join(map(str, sorted(ranks)[:16]))}{f', and {more} more' if more > 0 else ''}]"
+    return f"[{', '.join(map(str, sorted(ranks)[:16]))}{f', and {len(ranks) - 16} more' if len(ranks) > 16 else ''}]"
 
 
 class naming(contextlib.AbstractContextManager["naming"]):  # noqa: N801 - called as contextlib's own are
@@ -417,4 +415,9 @@ def named(error: BaseException, *, rank: int, phase: str, path: object = "") -> 
     where = str(getattr(error, "filename", None) or path)
     if isinstance(error, OSError) and (where or error.errno):  # else nothing says that it is one of the file system
         return DirectoryError.of(error, path=where, rank=rank, phase=phase)
+    if isinstance(error, UnicodeEncodeError) and error.encoding != "utf-8":
+        message = (
+            f"{error.encoding} is this process's encoding and has no such name: set PYTHONUTF8=1 or LC_ALL=C.UTF-8"
+        )
+        return DirectoryError(message=message, path=where or ascii(error.object), rank=rank, phase=phase)
     return UnexpectedError(phase=phase, rank=rank, cause=f"{type(error).__name__}: {error}")
