@@ -57,11 +57,13 @@ def flat(tensor):
 def test_the_floats_of_a_file_are_found_and_nothing_else(kind):
     """Each tensor under its name, element by element; integers and empty ones are left out."""
     state = {**FLOATS, **OTHERS}
+    if kind == "safetensors":  # releases before 0.6 have no complex numbers
+        state = {name: tensor for name, tensor in state.items() if tensor.dtype in safetensors.SAFETENSORS_DTYPES}
     plan = safetensors.safetensors_image("x.safetensors", state) if kind == "safetensors" else archive(state)
     image, records = image_of(plan)
     found = read(image, of_file(image, records))
-    assert set(found) == set(FLOATS)
-    assert all(torch.equal(found[name].view(torch.uint8), flat(FLOATS[name]).view(torch.uint8)) for name in FLOATS)
+    assert set(found) == FLOATS.keys() & state.keys()
+    assert all(torch.equal(found[name].view(torch.uint8), flat(FLOATS[name]).view(torch.uint8)) for name in found)
     assert of_file(Pieces(plan.length, plan.pieces), records) == of_file(image, records)
 
 

@@ -31,6 +31,7 @@ from safe_ckpt.core.writer.process import STACK_SIGNAL
 
 logger = logging.getLogger(__name__)
 _HOME = Path(__file__).parents[3]  # where this package lies
+_SHELL = "/bin/sh"
 _POLL_S = 0.1
 _REAP_S = 5.0
 _ABSENT_S = 1.0
@@ -102,6 +103,30 @@ class WriterEnded(Exception):
         self.stalled = stalled
 
 
+def _program() -> list[str]:
+    """The interpreter, so that an ``exec`` of it that hangs holds up the calling thread alone.
+
+    Raises:
+        OSError: it is not there.
+    """
+    if sys.version_info >= (3, 11):
+        return [sys.executable]
+    os.stat(sys.executable)
+    # Python 3.10 keeps the GIL until ``exec`` returns (vfork). That of a shell on a local disk does.
+    return [_SHELL, "-c", 'exec "$0" "$@"', sys.executable]
+
+
+def _await_exec(process: subprocess.Popen[bytes]) -> None:
+    """Wait until it is no shell any more."""
+    while process.poll() is None:
+        try:
+            if not Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(f"{_SHELL}\0".encode()):
+                return
+        except OSError:  # it ended
+            return
+        time.sleep(0.002)
+
+
 class WriterClient:
     """One running writer process."""
 
@@ -120,12 +145,13 @@ class WriterClient:
                 # Not multiprocessing: its spawn re-imports the user's main and fails where that came from stdin.
                 self._process = subprocess.Popen(
                     # -I: nothing in the working directory or the environment stands in for the standard library.
-                    [sys.executable, "-I", "-S", "-c", boot],
+                    [*_program(), "-I", "-S", "-c", boot],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=self._log,
                     pass_fds=(theirs.fileno(), page_fd),
                 )
+                _await_exec(self._process)
             except OSError:
                 ours.close()
                 os.close(page_fd)
