@@ -456,7 +456,7 @@ class Failure(Exception):
     """What a hook of the user's raises."""
 
 
-@pytest.mark.parametrize("kind", ["lr_find", "finder", "failed setup", "new Trainer"])
+@pytest.mark.parametrize("kind", ["lr_find", "batch sizes", "finder", "failed setup", "new Trainer"])
 def test_a_trainer_that_has_not_trained_resumes(tmp_path, kind):
     """Whatever came before: a finder, a fit that failed in a hook, another Trainer with the same callback."""
     pl, step = package("lightning.pytorch"), 6 if kind == "finder" else 5
@@ -465,7 +465,7 @@ def test_a_trainer_that_has_not_trained_resumes(tmp_path, kind):
     class Module(module_class(pl)):
         def __init__(self):
             super().__init__(loader=resumable)
-            self.lr, self.failures_left = 0.1, 2
+            self.lr, self.batch_size, self.failures_left = 0.1, 4, 2
 
         def setup(self, stage):  # the last one: checkpoint callbacks come before it
             if kind == "failed setup" and self.failures_left:
@@ -484,6 +484,8 @@ def test_a_trainer_that_has_not_trained_resumes(tmp_path, kind):
         made = trainer(pl, callbacks, tmp_path / "root", max_steps=9, max_epochs=-1)
         if resumed and kind == "lr_find":
             tuner.Tuner(made).lr_find(module, num_training=3)
+        if resumed and kind == "batch sizes":
+            tuner.Tuner(made).scale_batch_size(module, steps_per_trial=1, max_trials=1, init_val=4)
         while True:
             with contextlib.suppress(Stop):
                 try:
