@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 from kit.object_servers import missing, start
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror
 from safe_ckpt.cli.app import app
-from safe_ckpt.core.directory.head import Head
 from safe_ckpt.core.directory.lease import own_lease
-from safe_ckpt.core.directory.object_folders import GRAVESTONE
+from safe_ckpt.core.directory.object_folders import GRAVESTONE, Head
 from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.formats import manifest
 from safe_ckpt.core.storage.objects.bucket import Bucket
