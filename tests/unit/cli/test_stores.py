@@ -209,6 +209,16 @@ def test_verify_takes_directories_and_addresses_together(store, tmp_path):
         assert (done.exit_code, why in done.output) == (1, True)
 
 
+def test_verify_says_what_it_could_not_read_and_verifies_the_others(store):
+    """As of a directory: one of a newer format is named, and the others are verified all the same."""
+    saved = save(store.url("run"), 1, 2, 3)
+    rewrite_manifest(saved[2], format_version=99)
+    done = run("verify", store.url("run"), "--json")
+    states = {row["path"]: row["state"] for row in json.loads(done.stdout)}
+    assert done.exit_code == 1
+    assert states == {str(saved[1]): "valid", str(saved[2]): "unreadable", str(saved[3]): "valid"}
+
+
 def test_verify_keeps_a_few_parts_in_memory(store, requests):
     """Large objects are read by ranges, several at a time, but of no more than two objects."""
     place = save(store.url(), 1)[1]
