@@ -18,7 +18,7 @@ from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.core.directory.holders import Holder, hidden_folders, holders
 from safe_ckpt.core.directory.standing import Standing, named_by, standing_of
 from safe_ckpt.core.directory.workspace import HIDDEN, NAMES
-from safe_ckpt.core.formats.manifest import Manifest
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
 from safe_ckpt.core.health.verdict import described
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.inspection.blind_reader import look_inside
@@ -130,6 +130,7 @@ def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
     files = catalog.list_files(folder, ".ckpt", layouts.is_lightning_directory, note)
     with catalog.guarded(folder / layouts.LATEST, note):
         candidates += _tags_below(folder, note) if tags_below else ()
+        candidates += _named_and_damaged(folder, candidates)
     for file in files:
         with catalog.guarded(file.file_path, note):
             candidates.append(_judged(file))
@@ -152,6 +153,20 @@ def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
         under_way=(*_listed(places, "pending", unreadable), *_listed(places, "staging", unreadable)),
         quarantined=_listed(places, "quarantine", unreadable),
     )
+
+
+def _named_and_damaged(top: Path, listed: Sequence[Candidate]) -> list[Candidate]:
+    """The tag that ``latest`` names where its manifest is damaged: of a name of one's own nothing else tells that it is one."""
+    named = named_by(top / layouts.LATEST)
+    if named is None or any(candidate.path == named for candidate in listed) or not (named / MANIFEST_NAME).is_file():
+        return []
+    try:
+        read_manifest(named)
+    except CorruptCheckpointError as error:
+        return [Candidate(path=named, problem=f"{error.file} {error.message}", damaged=True)]
+    except UnsupportedFormatError:
+        return []
+    return []
 
 
 def _tags_below(top: Path, note: catalog.OnError) -> list[Candidate]:

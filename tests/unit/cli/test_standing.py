@@ -66,6 +66,21 @@ def test_the_tag_that_latest_names_is_not_deleted(tmp_path, below):
     assert "tag2 is kept: " in done.stderr
 
 
+def test_a_damaged_tag_that_latest_names_is_listed(tmp_path):
+    """Whatever its name; those before it follow, as DeepSpeed's load has it, and gc keeps what is loaded instead."""
+    for number in range(1, 4):
+        made(tmp_path / f"tag{number}", number, "deepspeed", latest=True)
+    (tmp_path / "latest").write_text("tag3")
+    (tmp_path / "tag3" / MANIFEST_NAME).write_text("{")
+    assert [(name, row["state"]) for name, row in listed(tmp_path).items()] == [
+        ("tag2", "valid"),
+        ("tag1", "valid"),
+        ("tag3", "damaged"),
+    ]
+    assert run("gc", tmp_path, "--keep-last", 1, "--no-verify").exit_code == 0
+    assert left(tmp_path) == ["tag2", "tag3"]
+
+
 def test_without_latest_the_newest_that_it_was_to_name_stays(tmp_path):
     """A tag that is loaded only by its name does not count as the one that a resume takes; tags below are seen, too."""
     for number in range(1, 4):
