@@ -31,6 +31,26 @@ with register(accelerator) as handle:
     sys.stdin.read()
 """
 
+LIGHTNING = """
+import os, sys, time
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from safe_ckpt.lightning import SafeCheckpointCallback
+class Waits(Callback):
+    def on_train_batch_start(self, trainer, module, batch, number):
+        if number == 3:
+            while not os.path.exists(sys.argv[1] + "/sub/step=3.ckpt"):  # which is written in the background
+                time.sleep(0.05)
+            print("saved", flush=True)
+            sys.stdin.read()
+folder = sys.argv[1]
+keeper = SafeCheckpointCallback(folder, filename="sub/{step}", every_n_train_steps=1, save_top_k=-1)
+Trainer(
+    max_steps=5, logger=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    callbacks=[keeper, Waits()],
+).fit(BoringModel())
+"""
+
 
 def run(*args):
     done = CliRunner().invoke(app, [str(arg) for arg in args])
@@ -75,3 +95,23 @@ def test_gc_and_unlock_beside_a_job_of_accelerate(tmp_path, naming):
     assert done.exit_code == 0, done.stderr
     assert left() == ["checkpoint_2"]
     assert run("resume-path", folder).stdout.strip() == str(folder / "checkpoint_2")
+
+
+def test_gc_beside_a_job_of_lightning(tmp_path):
+    """It holds the directory, and saves below it where a filename has a slash: gc leaves both alone while it lives."""
+
+    def left():
+        return sorted(path.name for path in (tmp_path / "sub").glob("*.ckpt"))
+
+    with job(LIGHTNING, tmp_path) as process:
+        before = left()
+        assert len(before) == 3
+        for asked in (tmp_path, tmp_path / "sub"):
+            done = run("gc", asked, "--keep-last", 1)
+            assert (done.exit_code, f"process {process.pid} " in done.stderr) == (1, True), done.output
+        assert run("unlock", tmp_path).exit_code == 1
+        assert left() == before
+    assert run("unlock", tmp_path).exit_code == 0
+    newest = run("resume-path", tmp_path).stdout.strip()
+    assert run("gc", tmp_path, "--keep-last", 1).exit_code == 0
+    assert left() == [os.path.basename(newest)]
