@@ -16,8 +16,8 @@ from safe_ckpt import versions
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.agreed_config import config_and_more
 from safe_ckpt.core.directory import catalog, object_catalog, retention
-from safe_ckpt.core.directory.catalog import Catalog
 from safe_ckpt.core.directory.shared import listed
+from safe_ckpt.core.directory.standing import Catalog
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.formats.verify import verify

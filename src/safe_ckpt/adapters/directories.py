@@ -14,19 +14,21 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Self
 
 from safe_ckpt.adapters.layouts import Kind
-from safe_ckpt.core.directory import catalog, commit_order, extra_files
-from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate, Catalog, is_of
+from safe_ckpt.core.directory import catalog, extra_files
+from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate
 from safe_ckpt.core.directory.retention import DeleteListed, KeepNewest, policy_of
 from safe_ckpt.core.directory.shared import listed
-from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
+from safe_ckpt.core.directory.standing import Catalog, is_of, named_by, standing_of
+from safe_ckpt.core.directory.workspace import HIDDEN, HIDDEN_TOO, NAMES, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.formats.verify import is_marked, verify_if_ours, verify_share
 from safe_ckpt.core.saving import resume
-from safe_ckpt.core.saving.held_directories import NAMES, HeldDirectories, refuse
+from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
 from safe_ckpt.core.saving.mirror_resume import Mirrored
 from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest
 from safe_ckpt.core.storage import durable, presence
 from safe_ckpt.core.transfer.fetching import is_copy_of
+from safe_ckpt.core.writer import commit_order
 
 if TYPE_CHECKING:
     from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HIDDEN",
+    "HIDDEN_TOO",
     "MANIFEST_NAME",
     "NAMES",
     "WEIGHTS",
@@ -55,11 +58,13 @@ __all__ = [
     "is_of",
     "listed",
     "manifest_of",
+    "named_by",
     "policy_of",
     "presence",
     "read_manifest",
     "refuse",
     "resume",
+    "standing_of",
     "verify",
     "verify_if_ours",
     "verify_share",

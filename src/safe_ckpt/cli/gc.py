@@ -11,8 +11,8 @@ import typer
 
 from safe_ckpt.cli.output import DAMAGED, AsJson, Directory, ending_on_signals, failing, print_json, say, tell
 from safe_ckpt.config import CheckpointConfig, Retention
-from safe_ckpt.core.directory.retention import is_under_its_name, to_delete
-from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
+from safe_ckpt.core.directory.holders import WholeDirectory
+from safe_ckpt.core.directory.retention import replaced_among, to_delete
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.storage.durable import freed_bytes
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
@@ -46,10 +46,11 @@ def gc(
 ) -> None:
     """Delete the committed checkpoints in DIR that no rule keeps, and what a killed job left half-written.
 
-    What any rule keeps stays; the newest always stays; without a rule all of them stay. What is kept is read and verified
-    first: a damaged one does not count, and stays where it is. Only checkpoints of ours are deleted, and no
-    copies under other names. A directory that a live job holds is left alone: that job keeps its own order. Exit status:
-    0, or 1 when it is held or something could not be deleted.
+    What any rule keeps stays, and so does what a resume takes: the newest, the tag that DeepSpeed's file latest names, the
+    best of a Transformers Trainer, what a link such as last.ckpt leads to. Without a rule all stay. What is kept is read and
+    verified first: a damaged one does not count, and stays where it is. Only checkpoints of ours are deleted, and no copies
+    under other names. Where a live job holds the directory or a checkpoint in it, nothing is deleted: that job keeps its own
+    order. Exit status: 0, or 1 when it is held or something could not be deleted.
     """
     with failing():
         policy = Retention(
@@ -72,17 +73,19 @@ class _Selection:
     def __init__(self, listing: Listing | ObjectListing, *, policy: Retention, quarantine: bool, verify: bool) -> None:
         for path, why in listing.unreadable.items():
             raise DirectoryError(path=str(path), message=f"cannot be read, so nothing is deleted: {why}")
-        infos = [candidate.info for candidate in listing.usable if not candidate.foreign]
         self.damaged: list[Place] = []
+        self.protected: dict[Place, str] = {}
         sound: set[Place] = set()
         while True:  # again when one that would be kept is damaged: it does not count, and another one is kept
-            # Marked ones do not count, and stay.
-            left = [i for i in infos if i is not None and not i.marked and i.path not in self.damaged]
-            replaced = _replaced(left)
-            self.to_delete: list[CheckpointInfo] = [
-                *replaced,
-                *to_delete([i for i in left if i not in replaced], policy),
-            ]
+            standing = listing.standing.without(self.damaged)
+            infos = [candidate.info for candidate in standing.usable if not candidate.foreign]
+            left = [
+                info for info in infos if info is not None and not info.marked
+            ]  # marked ones do not count, and stay
+            replaced = replaced_among(left)
+            chosen = [*replaced, *to_delete([info for info in left if info not in replaced], policy)]
+            self.protected = {i.path: standing.protected[i.path] for i in chosen if i.path in standing.protected}
+            self.to_delete: list[CheckpointInfo] = [info for info in chosen if info.path not in self.protected]
             kept = {info.path for info in left} - {info.path for info in self.to_delete} - sound
             bad = _damaged_among(sorted(kept, key=str)) if verify and self.to_delete else []
             sound |= kept - set(bad)
@@ -99,16 +102,6 @@ class _Selection:
         self.gone: list[Place] = []
 
 
-def _replaced(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Those that a later save of the same step has replaced, and whose job died before it could delete them.
-
-    In a directory a name is there once. In an object store each save has a folder of its own.
-    """
-    ours = [info for info in infos if isinstance(info.path, ObjectPath) and is_under_its_name(info)]
-    newest = {info.name: info for info in sorted(ours, key=lambda info: info.sequence)}
-    return [info for info in ours if newest[info.name] is not info]
-
-
 def _damaged_among(paths: Sequence[Place]) -> list[Place]:
     return [verdict.path for verdict in judge(map(plan_any, paths)) if verdict.state == "damaged"]
 
@@ -117,7 +110,18 @@ def _in_directory(directory: Path, select: Callable[[Listing], _Selection], *, d
     listing = read_listing(directory, tags_below=False)
     # Where there are only checkpoints of another tool, nothing is locked, and nothing deleted.
     ours = listing.hidden or any(not candidate.foreign for candidate in listing.usable)
-    return select(listing) if dry_run or not ours else _collect(directory, listing, select)
+    if dry_run or not ours:
+        return select(listing)
+    whole = WholeDirectory(listing.folder, lease_s=CheckpointConfig.from_environment().lease_s)
+    with ending_on_signals():
+        whole.open()  # takes every lock, and sweeps what killed jobs left
+        try:
+            selection = select(read_listing(directory, tags_below=False))  # once more: now no other job changes it
+            selection.gone += [info.path for info in selection.to_delete if whole.delete(info)]
+            selection.gone += [path for path in selection.besides if isinstance(path, Path) and whole.discard(path)]
+        finally:
+            whole.close()
+    return selection
 
 
 def _in_store(directory: ObjectPath, select: Callable[[ObjectListing], _Selection], *, dry_run: bool) -> _Selection:
@@ -140,18 +144,6 @@ def _in_store(directory: ObjectPath, select: Callable[[ObjectListing], _Selectio
     return selection
 
 
-def _collect(directory: Path, listing: Listing, select: Callable[[Listing], _Selection]) -> _Selection:
-    root = Workspace(listing.folder, lease_s=60.0, hidden=listing.hidden or listing.folder / HIDDEN)
-    root.open()  # takes the lock, and sweeps what a killed job left
-    try:
-        selection = select(read_listing(directory, tags_below=False))  # once more: now no other job changes it
-        doomed = [*(info.path for info in selection.to_delete), *selection.besides]
-        selection.gone += root.discard(path for path in doomed if isinstance(path, Path))
-        return selection
-    finally:
-        root.close()
-
-
 def _report(selection: _Selection, *, dry_run: bool, as_json: bool) -> None:
     gone = selection.gone
     rows: list[dict[str, Any]] = [
@@ -168,13 +160,17 @@ def _report(selection: _Selection, *, dry_run: bool, as_json: bool) -> None:
     ]
     if as_json:
         damaged = [str(path) for path in selection.damaged]
-        print_json({"dry_run": dry_run, "kept": selection.kept, "damaged": damaged, "checkpoints": rows})
+        spared = [{"path": str(path), "reason": why} for path, why in selection.protected.items()]
+        facts = {"dry_run": dry_run, "kept": selection.kept, "damaged": damaged, "protected": spared}
+        print_json({**facts, "checkpoints": rows})
         return
     for row in rows:
         done = "would delete" if dry_run else "deleted" if row["deleted"] else "could not delete"
         tell(f"{done} {row['path']} {bytes_text(row['size_bytes'])}".rstrip())
     for path in selection.damaged:
         say(f"{path} is damaged: it does not count, and stays for you to look at")
+    for path, why in selection.protected.items():
+        say(f"{path} is kept: {why}")
     for path in selection.unknown:
         say(f"{path} has no manifest, and no job says that it is its own: --quarantine deletes it")
     freed = bytes_text(selection.frees if dry_run or gone else 0)

@@ -21,12 +21,10 @@ from safe_ckpt.cli.output import (
     print_json,
     say,
 )
-from safe_ckpt.core.health.verdict import marked_words
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, DirectoryError
-from safe_ckpt.inspection.blind_reader import look_inside
 from safe_ckpt.inspection.check import Verdict, judge, plan
-from safe_ckpt.inspection.listing import Listing, in_order, read_layout, read_listing
+from safe_ckpt.inspection.listing import Listing, read_listing
 from safe_ckpt.inspection.objects.check import plan_object
 from safe_ckpt.inspection.objects.fetch import fetch
 from safe_ckpt.inspection.objects.listing import ObjectListing, read_objects
@@ -119,15 +117,10 @@ def _in_directory(directory: Path, *, quick: bool) -> _Choice:
 
 
 def _choose(listing: Listing, *, quick: bool) -> _Choice:
-    seen = [look_inside(c, read_layout) if c.file_path.suffix == ".ckpt" else c for c in listing.usable]
     choice = _Choice(quarantined=listing.quarantined)
-    choice.rejected = [
-        (candidate.path, candidate.problem) for candidate in (*listing.unusable, *seen) if candidate.problem
-    ]
-    choice.rejected += [
-        (candidate.path, why) for candidate in seen if (why := listing.unnamed.get(candidate.file_path))
-    ]
-    for candidate in in_order(listing.folder, (c for c in seen if c.file_path not in listing.unnamed)):
+    choice.rejected = [(candidate.path, candidate.problem) for candidate in listing.unusable]
+    choice.rejected += listing.standing.by_name_only.items()
+    for candidate in listing.standing.order:
         choice.path, choice.foreign = candidate.path, candidate.foreign
         if quick:
             return choice
@@ -146,10 +139,9 @@ def _in_store(place: ObjectPath, *, quick: bool, fetch_to: Path | None) -> _Choi
         if not is_checkpoint(place):
             listing = read_objects(place)
             _refuse_unreadable(listing)
-            marked = {c.path: c.manifest.health for c in listing.usable if c.manifest and c.manifest.marked}
-            usable = [c.path for c in listing.usable if isinstance(c.path, ObjectPath) and c.path not in marked]
+            usable = [c.path for c in listing.standing.order if isinstance(c.path, ObjectPath)]
             choice.rejected = [(candidate.path, candidate.problem) for candidate in listing.unusable]
-            choice.rejected += [(path, marked_words(health)) for path, health in marked.items()]
+            choice.rejected += listing.standing.by_name_only.items()
             choice.quarantined = listing.quarantined
         with contextlib.suppress(FileNotFoundError):  # a live job has just deleted one: look again
             return _choose_object(choice, usable, quick=quick, fetch_to=fetch_to)

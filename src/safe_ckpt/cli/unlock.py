@@ -13,9 +13,10 @@ import typer
 
 from safe_ckpt.cli.output import DAMAGED, AsJson, HeldDirectory, failing, print_json, tell
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.directory.lock import Holder, holder_of, remove_lock
+from safe_ckpt.core.directory.holders import Holder, remove_lock
+from safe_ckpt.core.directory.workspace import NAMES
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
-from safe_ckpt.inspection.listing import read_listing
+from safe_ckpt.inspection.listing import holders_of, read_listing
 from safe_ckpt.inspection.objects.holder import holder_of_objects, take_away
 from safe_ckpt.inspection.objects.reach import place_of
 
@@ -27,42 +28,69 @@ def unlock(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say which job holds DIR, a directory or an address, and with --break-lock take it away from that job.
+    """Say which job holds DIR, a directory or an address, or a checkpoint in it, and with --break-lock take it away from it.
 
     Mostly there is no need: the lock of a process of this host that is gone is taken over at once, and that of another host
     after it showed no sign of life for 60 seconds (lease_s). Exit status: 0 when the next job can have DIR, 1 when it is held.
     """
     with failing(f"who holds {directory} is unknown: ", ". Run this as a user who may read and write there"):
         place = place_of(directory)
-        holder, free = _in_store(place) if isinstance(place, ObjectPath) else _in_directory(place)
-        taken = holder is not None and break_lock
-        if taken:
-            free()
+        held = _in_store(place) if isinstance(place, ObjectPath) else _in_directory(place)
+        for one in held if break_lock else ():
+            one.free()
+    taken = break_lock and bool(held)
     if as_json:
-        facts = dataclasses.asdict(holder) if holder else None
-        print_json({"directory": str(place), "holder": facts, "taken_away": taken})
-    elif holder is None:
+        first = dataclasses.asdict(held[0].holder) if held else None
+        names = {str(one.place): dataclasses.asdict(one.holder) for one in held if one.place != place}
+        more = {"names": names} if names else {}
+        print_json({"directory": str(place), "holder": first, **more, "taken_away": taken})
+    elif not held:
         tell(f"{place} is free")
-    else:
-        tell(f"{place} was taken away from {_who(holder)}" if taken else f"{place} {_state(holder, place)}")
-    if holder and holder.alive is not False and not taken:
+    for one in held if not as_json else ():
+        tell(
+            f"{one.place} was taken away from {_who(one.holder)}"
+            if taken
+            else f"{one.place} {_state(one.holder, place)}"
+        )
+    if not taken and any(one.holder.alive is not False for one in held):
         raise typer.Exit(DAMAGED)
 
 
-def _in_directory(directory: Path) -> tuple[Holder | None, Callable[[], None]]:
-    """Who holds it, and how to take it away."""
-    hidden = read_listing(directory).hidden
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Held:
+    """One lock.
 
-    def free() -> None:
-        if hidden is not None:
-            remove_lock(hidden)
+    Attributes:
+        place: the directory, or the checkpoint in it, that is held.
+        holder: by which job.
+        free: takes it away.
+    """
 
-    return holder_of(hidden), free
+    place: Place
+    holder: Holder
+    free: Callable[[], None]
 
 
-def _in_store(directory: ObjectPath) -> tuple[Holder | None, Callable[[], None]]:
+def _in_directory(directory: Path) -> list[_Held]:
+    """Who holds it, or a name in it: those that may be alive come first."""
+    listing = read_listing(directory)
+    held = [
+        _Held(place=_held_at(hidden, directory), holder=holder, free=partial(remove_lock, hidden))
+        for hidden, holder in holders_of(listing, directory).items()
+    ]
+    return sorted(held, key=lambda one: one.holder.alive is False)
+
+
+def _held_at(hidden: Path, directory: Path) -> Path:
+    """What a lock is of."""
+    return hidden.parents[2] / hidden.name if hidden.parent.name == NAMES else directory
+
+
+def _in_store(directory: ObjectPath) -> list[_Held]:
     unfenced = CheckpointConfig.from_environment().storage.unfenced
-    return holder_of_objects(directory), partial(take_away, directory, unfenced=unfenced)
+    holder = holder_of_objects(directory)
+    free = partial(take_away, directory, unfenced=unfenced)
+    return [_Held(place=directory, holder=holder, free=free)] if holder is not None else []
 
 
 def _who(holder: Holder) -> str:

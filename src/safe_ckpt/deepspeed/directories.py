@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import weakref
@@ -17,12 +18,14 @@ from safe_ckpt.adapters.directories import (
     Candidate,
     HeldDirectories,
     candidates_in,
-    catalog,
     fetch,
+    named_by,
     policy_of,
     presence,
     refuse,
+    standing_of,
 )
+from safe_ckpt.adapters.judges import tags
 from safe_ckpt.adapters.layouts import LATEST, has_states
 from safe_ckpt.config import Retention
 from safe_ckpt.deepspeed.arguments import is_tag
@@ -172,14 +175,17 @@ def candidates(folder: Path) -> list[Candidate]:
 
 
 def latest_tag(folder: Path) -> str | None:
-    """The tag that the file ``latest`` names; None without such a file, or if it names no tag."""
-    try:
-        name = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
-        return None
+    """The tag that the file ``latest`` names; None without such a file, or if it names no tag.
+
+    Raises:
+        OSError: it is there and cannot be read.
+    """
+    named = named_by(folder / LATEST)
+    name = named.relative_to(folder).as_posix() if named is not None else ""
     if is_tag(name):
         return name
-    logger.warning("%s names no directory beside it: %r", folder / LATEST, name)
+    if presence.is_there(folder / LATEST):
+        logger.warning("%s names no directory beside it", folder / LATEST)
     return None
 
 
@@ -231,50 +237,23 @@ def order(folder: Path, tag: str | None) -> list[Path]:
     if tag is not None:
         return [folder / tag]
     named = latest_tag(folder)
-    groups = [_to_be_named(folder)] if named is None else [_to_be_named((folder / named).parent)]
-    groups += _groups_below(folder) if named is None else []
-    paths = [tag.file_path for group in sorted(groups, key=_made_at, reverse=True) for tag in group]
+    places = {folder, *((folder / named).parents[:1] if named is not None else _folders_below(folder))}
+    found = [candidate for place in sorted(places) for candidate in candidates(place)]
+    paths = [candidate.file_path for candidate in standing_of(found, [functools.partial(tags, folder)]).order]
     if named is None or not presence.is_directory(folder / named):
         if named is not None:
             logger.warning("%s names %s, which is not there: the newest tag is taken", folder / LATEST, named)
         return paths
-    wanted = folder / named
-    return [wanted, *(path for path in paths if path in _before(wanted))]
+    return list(dict.fromkeys([folder / named, *paths]))  # also one that is damaged, or another tool's
 
 
-def _before(wanted: Path) -> set[Path]:
-    """The tags beside ``wanted`` that were committed before it. Where its manifest is damaged that is not known: all of them.
-
-    A tag of another tool has no number in the order of commits: none.
-    """
-    if not presence.is_there(wanted / MANIFEST_NAME):
-        return set()
-    beside = {c.file_path: c.manifest.sequence for c in candidates(wanted.parent) if c.manifest is not None}
-    own = beside.pop(wanted, None)
-    return {path for path, sequence in beside.items() if own is None or sequence < own}
-
-
-def _groups_below(top: Path) -> list[list[Candidate]]:
-    """For each folder in ``top`` the tags in it that a ``latest`` in ``top`` was to name: commits are counted by folder."""
-    groups = []
+def _folders_below(top: Path) -> list[Path]:
+    """Those in which tags lie for themselves."""
+    found = []
     for folder in sorted(top.iterdir()) if presence.is_directory(top) else ():
         try:
             if folder.name != HIDDEN and not folder.is_symlink() and presence.is_there(folder / HIDDEN):
-                # Other tags may be of a job that saves into that folder itself.
-                tags = [(tag, tag.manifest) for tag in _to_be_named(folder)]
-                groups.append(
-                    [tag for tag, m in tags if m and m.notes.get("tag") == f"{folder.name}/{tag.file_path.name}"]
-                )
+                found.append(folder)
         except PermissionError as error:
             logger.warning("%s is passed over, with all that may be in it: %s", folder, error)
-    return groups
-
-
-def _to_be_named(folder: Path) -> list[Candidate]:
-    """Newest first; a marked one is loaded only by name."""
-    tags = [(c, c.manifest) for c in candidates(folder) if c.manifest is not None]
-    return catalog.newest_first(c for c, m in tags if m.notes.get("latest") and not m.marked)
-
-
-def _made_at(group: list[Candidate]) -> str:
-    return group[0].manifest.created_at if group and group[0].manifest is not None else ""
+    return found

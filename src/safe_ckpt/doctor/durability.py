@@ -15,13 +15,13 @@ from typing import TypeVar
 import filelock
 
 import safe_ckpt
-from safe_ckpt.core.directory.lock import JobLock, holder_of
+from safe_ckpt.core.directory.lock import JobLock
 from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.doctor.disk import current
 from safe_ckpt.doctor.finding import Figure, Finding, fail, ok, refused, skipped, warn, warn_if
 from safe_ckpt.doctor.runner import PREFIX, Examined
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
-from safe_ckpt.inspection.listing import read_listing
+from safe_ckpt.inspection.listing import holders_of, read_listing
 from safe_ckpt.text import duration
 
 _T = TypeVar("_T")
@@ -138,9 +138,10 @@ def holder(examined: Examined) -> list[Finding]:
     """Which job holds the directory. Its lock is only read; the job is not disturbed."""
     if examined.existing != examined.asked or not examined.asked.is_dir():
         return []
-    lease = holder_of(read_listing(examined.asked).hidden)
-    if lease is None:
+    held = holders_of(read_listing(examined.asked), examined.asked)
+    if not held:
         return [ok("held by", "no job")]
+    lease = min(held.values(), key=lambda one: one.alive is False)
     who = f"process {lease.pid} on host {lease.host}" if lease.host else "a job that has not written its name"
     figures: dict[str, Figure] = {"pid": lease.pid, "host": lease.host, "alive": lease.alive}
     if lease.alive is False:

@@ -25,7 +25,8 @@ from safe_ckpt.inspection.safetensors_reader import SUFFIX, read_safetensors
 from safe_ckpt.inspection.torch_reader import Archive
 from safe_ckpt.inspection.zip_reader import read_members
 
-State = Literal["valid", "damaged", "cannot tell"]
+State = Literal["valid", "damaged", "cannot tell", "unreadable"]
+_WORST: tuple[State, ...] = ("damaged", "unreadable", "cannot tell")
 NO_CHECKSUMS = "carries no checksums"
 
 
@@ -36,7 +37,7 @@ class Judgement:
     Attributes:
         file: relative to the checkpoint.
         state: ``"valid"``: a checksum covers every byte, and all agree. ``"damaged"``. ``"cannot tell"``: no damage was found,
-            but part of the data carries no checksums and could not be verified.
+            but part of the data carries no checksums and could not be verified. ``"unreadable"``: it was not read.
         reason: what is wrong, or why that is not known.
         names: tensors, or records, that are damaged, where that is known.
         size_bytes: its size.
@@ -71,7 +72,7 @@ class Verdict:
     def state(self) -> State:
         """The worst of all files."""
         states = {judgement.state for judgement in self.files}
-        return "damaged" if "damaged" in states else "cannot tell" if states != {"valid"} else "valid"
+        return next((worst for worst in _WORST if worst in states), "valid" if states else "cannot tell")
 
     @property
     def damaged(self) -> tuple[Judgement, ...]:
@@ -168,8 +169,7 @@ def judge(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> lis
             shared: dict[object, Future[Judgement]] = {}
 
             def submit(job: Job) -> Future[Judgement]:
-                key = job.key if isinstance(job, _Entry) else None
-                if key is None:
+                if (key := getattr(job, "key", None)) is None:
                     return pool.submit(job, report)
                 if key not in shared:  # bytes that several checkpoints share are read once
                     shared[key] = pool.submit(job, report)
@@ -189,9 +189,9 @@ def bytes_to_read(tasks: Iterable[Task]) -> int:
     for task in tasks:
         total += task.size_bytes
         for job in task.jobs:
-            if isinstance(job, _Entry) and job.key is not None:
-                total -= job.key[2] if job.key in seen else 0
-                seen.add(job.key)
+            if (key := getattr(job, "key", None)) is not None:
+                total -= key[2] if key in seen else 0
+                seen.add(key)
     return total
 
 

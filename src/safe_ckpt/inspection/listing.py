@@ -11,24 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.adapters import layouts
+from safe_ckpt.adapters.judges import is_tag, judges_of
 from safe_ckpt.adapters.layouts import Layout
 from safe_ckpt.core.directory import catalog
 from safe_ckpt.core.directory.catalog import Candidate
-from safe_ckpt.core.directory.workspace import HIDDEN
-from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.health.verdict import described, marked_words
+from safe_ckpt.core.directory.holders import Holder, hidden_folders, holders
+from safe_ckpt.core.directory.standing import Standing, named_by, standing_of
+from safe_ckpt.core.directory.workspace import HIDDEN, NAMES
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
+from safe_ckpt.core.health.verdict import described
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
+from safe_ckpt.inspection.blind_reader import look_inside
 from safe_ckpt.inspection.dcp_reader import METADATA
-from safe_ckpt.inspection.files import CheckpointFile, Window, inside
+from safe_ckpt.inspection.files import CheckpointFile, Window
 from safe_ckpt.inspection.torch_reader import looks_like_archive, open_archive, read_old_file
 
-_HIDDEN_TOO = "_safe_ckpt"  # where the Transformers Trainer would push what begins with a dot
-_LONGEST_TAG = 4096
 NOT_COMMITTED = "not committed"
 FOUND_DAMAGED = "found damaged by a resume"
-_NAMES = "names"  # in the hidden folder: those of checkpoints that are named one by one
 _NAME = re.compile(r"^(?:step-|epoch_|step_)([0-9]{1,18})$")  # ours, and those of Accelerate's examples
-_NOT_NAMED = f"the file {layouts.LATEST} does not name it: it is loaded only by its name"
 _DIRECTORIES: Sequence[tuple[str, Callable[[str], bool]]] = (
     ("DeepSpeed directory", lambda name: name.startswith(("zero_pp_rank_", "mp_rank_"))),
     ("DCP directory", lambda name: name == METADATA),
@@ -55,8 +55,10 @@ class Listing:
     Attributes:
         folder: which directory they are in.
         hidden: where the lock, saves under way and the quarantine are; None where safe_ckpt never worked.
-        usable: those in which nothing is wrong so far, in the order in which a resume tries them.
-        unnamed: of these, the ones that no resume takes by itself, and why.
+        places: that, and others where these are: of checkpoints in it that are named one by one.
+        standing: what a resume takes of them.
+        usable: those in which nothing is wrong so far: in the order in which a resume tries them, then those that it takes only
+            where they are named.
         unusable: those that a resume would not take, and why (``problem``).
         unreadable: what could not be read, and why. A resume stops with that error.
         under_way: folders of saves that are not committed: of a job that saves now, or left by one that was killed.
@@ -65,8 +67,9 @@ class Listing:
 
     folder: Path
     hidden: Path | None
+    places: tuple[Path, ...]
+    standing: Standing
     usable: tuple[Candidate, ...]
-    unnamed: Mapping[Path, str]
     unusable: tuple[Candidate, ...]
     unreadable: Mapping[Path, str]
     under_way: tuple[Path, ...]
@@ -122,36 +125,80 @@ def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
         if os.path.lexists(path) or isinstance(error, PermissionError):  # else a live job has just deleted it
             unreadable[path] = str(error)
 
-    folder, hidden = directory, hidden_of(directory)
+    folder, places = directory, hidden_folders(directory)
     candidates = catalog.list_directories(folder, _number_of, _problem_of, note)
     files = catalog.list_files(folder, ".ckpt", layouts.is_lightning_directory, note)
-    candidates += [_judged_by_name(candidate) for candidate in files]
-    tags = (folder / _named_in(folder)).parent
-    if tags_below and tags != folder and tags.is_dir():  # a tag of DeepSpeed such as "warmup/step10"
-        listed = catalog.list_directories(tags, _number_of, _problem_of, note)
-        candidates += [candidate for candidate in listed if _is_tag(candidate)]
+    with catalog.guarded(folder / layouts.LATEST, note):
+        candidates += _tags_below(folder, note) if tags_below else ()
+        candidates += _named_and_damaged(folder, candidates)
+    for file in files:
+        with catalog.guarded(file.file_path, note):
+            candidates.append(_judged(file))
     below = directory / "checkpoints"
     if not candidates and not unreadable and below.is_dir() and not below.is_symlink():  # a project of Accelerate's
         folder = below
         candidates = catalog.list_directories(folder, _number_of, _problem_of, note)
-    usable = in_order(folder, candidates)
+        places = list({place.resolve(): place for place in (*hidden_folders(folder), *places)}.values())
+    standing = standing_of(candidates)
+    with catalog.guarded(folder / layouts.LATEST, note):
+        standing = standing_of(candidates, judges_of(folder))
     return Listing(
         folder=folder,
-        hidden=hidden,
-        usable=tuple(usable),
-        unnamed={**_passed_over(usable), **_unnamed(folder, usable)},
-        unusable=tuple(candidate for candidate in candidates if candidate.problem),
+        hidden=places[0] if places else None,
+        places=tuple(places),
+        standing=standing,
+        usable=standing.usable,
+        unusable=standing.unusable,
         unreadable=unreadable,
-        under_way=(*_listed(hidden, "pending", unreadable), *_listed(hidden, "staging", unreadable)),
-        quarantined=_listed(hidden, "quarantine", unreadable),
+        under_way=(*_listed(places, "pending", unreadable), *_listed(places, "staging", unreadable)),
+        quarantined=_listed(places, "quarantine", unreadable),
     )
 
 
+def _named_and_damaged(top: Path, listed: Sequence[Candidate]) -> list[Candidate]:
+    """The tag that ``latest`` names where its manifest is damaged: of a name of one's own nothing else tells that it is one."""
+    named = named_by(top / layouts.LATEST)
+    if named is None or any(candidate.path == named for candidate in listed) or not (named / MANIFEST_NAME).is_file():
+        return []
+    try:
+        read_manifest(named)
+    except CorruptCheckpointError as error:
+        return [Candidate(path=named, problem=f"{error.file} {error.message}", damaged=True)]
+    except UnsupportedFormatError:
+        return []
+    return []
+
+
+def _tags_below(top: Path, note: catalog.OnError) -> list[Candidate]:
+    """DeepSpeed's tags in folders below, such as "warmup/step10": beside the one that ``latest`` names, or all without it."""
+    named = named_by(top / layouts.LATEST)
+    if named is not None:
+        folders = [named.parent] if named.parent != top and named.parent.is_dir() else []
+    else:
+        folders = [path for path in sorted(top.iterdir()) if not path.is_symlink() and (path / HIDDEN).is_dir()]
+    found = []
+    for folder in folders:
+        with catalog.guarded(folder, note):
+            found += [tag for tag in catalog.list_directories(folder, _number_of, _problem_of, note) if is_tag(tag)]
+    return found if named is not None else [tag for tag in found if tag.manifest is not None]
+
+
+def holders_of(listing: Listing, directory: Path) -> dict[Path, Holder]:
+    """Who holds the directory that was listed, or a name in it, by where each lock lies.
+
+    Raises:
+        OSError: a lock is there and could not be read.
+    """
+    found = {**holders(listing.folder), **holders(directory)}
+    return dict({place.resolve(): (place, holder) for place, holder in found.items()}.values())
+
+
 def rows(listing: Listing) -> Iterator[Row]:
-    """The lines of a listing: usable checkpoints in the order in which a resume tries them, then the others."""
+    """The lines of a listing: usable checkpoints in the order in which a resume tries them, then the others, and why."""
     for candidate in listing.usable:
         with contextlib.suppress(FileNotFoundError):  # a live job has just deleted it
-            yield row_of(_name(listing, candidate.file_path), candidate, "unverified" if candidate.foreign else "valid")
+            row = row_of(_name(listing, candidate.file_path), candidate, "unverified" if candidate.foreign else "valid")
+            yield replace(row, reason=row.reason or listing.standing.by_name_only.get(candidate.path, ""))
     for candidate in listing.unusable:
         yield row_of(_name(listing, candidate.file_path), candidate, "damaged")
     for path, why in listing.unreadable.items():
@@ -174,14 +221,6 @@ def list_existing(directory: Path) -> tuple[tuple[Row, ...], str]:
     except OSError as error:
         return (), str(error)
     return existing, "; ".join(f"{path.name}: {why}" for path, why in listing.unreadable.items())
-
-
-def hidden_of(directory: Path) -> Path | None:
-    """Where the lock of a directory is; None where safe_ckpt never worked."""
-    own = next((directory / name for name in (HIDDEN, _HIDDEN_TOO) if (directory / name).is_dir()), None)
-    if own is None and directory.resolve().name == "checkpoints" and (directory.resolve().parent / HIDDEN).is_dir():
-        return directory.resolve().parent / HIDDEN
-    return own
 
 
 def read_layout(path: Path) -> Layout:
@@ -222,56 +261,11 @@ def _problem_of(path: Path) -> str:
     return "" if catalog.looks_like_checkpoint(path) else "holds no checkpoint: empty, or cut off"
 
 
-def _judged_by_name(candidate: Candidate) -> Candidate:
+def _judged(candidate: Candidate) -> Candidate:
+    """As a resume of Lightning does, but bounded: the step in a file of another tool, and whether there are only weights."""
     if candidate.manifest is not None and candidate.manifest.notes.get("weights_only"):
         return replace(candidate, problem=layouts.WEIGHTS_ONLY)
-    number = layouts.LIGHTNING_FILE.number_of(candidate.file_path.name) if candidate.foreign else None
-    return candidate if number is None else replace(candidate, step=number)
-
-
-def in_order(folder: Path, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The order in which a resume tries them: as ``catalog.newest_first``, but what DeepSpeed's file ``latest`` names first."""
-    named = folder / _named_in(folder)
-    newest_first = catalog.newest_first(candidates)
-    return sorted(newest_first, key=lambda candidate: not (candidate.file_path == named and _is_tag(candidate)))
-
-
-def _passed_over(usable: Sequence[Candidate]) -> dict[Path, str]:
-    """Those that a resume leaves alone unless it is told their name: marked ones."""
-    ours = [(c.file_path, c.manifest) for c in catalog.newest_first(usable) if c.manifest is not None]
-    return {path: marked_words(manifest.health) for path, manifest in ours if manifest.marked}
-
-
-def _unnamed(folder: Path, usable: Sequence[Candidate]) -> Mapping[Path, str]:
-    """The tags that DeepSpeed loads only by their names.
-
-    It loads what ``latest`` names. If that is damaged, ours before it follow, as far as ``latest`` was to name them.
-    """
-    tags = [candidate for candidate in usable if _is_tag(candidate)]
-    ours = [tag for tag in tags if tag.manifest is not None and tag.manifest.notes.get("latest")]
-    named = next((tag for tag in tags if tag.file_path == folder / _named_in(folder)), None)
-    if named is not None:
-        before = [tag for tag in catalog.newest_first(ours) if named in ours and tag.manifest is not None]
-        ours = [named, *(before[before.index(named) + 1 :] if named in ours else [])]
-    return {tag.file_path: _NOT_NAMED for tag in tags if tag not in ours}
-
-
-def _is_tag(candidate: Candidate) -> bool:
-    if candidate.manifest is not None:
-        return candidate.manifest.notes.get("adapter") == "deepspeed"
-    return layouts.DEEPSPEED.number_of(candidate.file_path.name) is not None
-
-
-def _named_in(folder: Path) -> str:
-    """The tag that DeepSpeed's file ``latest`` names; "none" where there is no such file, or it leads out."""
-    path = folder / layouts.LATEST
-    # Any file may have this name: a pipe, a link to itself, that of another user, a long one.
-    with contextlib.suppress(OSError, CorruptCheckpointError):
-        if path.is_file() and path.stat().st_size <= _LONGEST_TAG:
-            name = path.read_text(encoding="utf-8", errors="replace").strip()
-            inside(folder, name)
-            return name
-    return "none"
+    return look_inside(candidate, read_layout)
 
 
 def row_of(name: str, candidate: Candidate, state: str) -> Row:
@@ -312,15 +306,13 @@ def _shared_bytes(path: object, manifest: Manifest) -> int:
 def _name(listing: Listing, path: Path) -> str:
     if path.is_relative_to(listing.folder):
         return path.relative_to(listing.folder).as_posix()
-    hidden = listing.hidden or listing.folder
+    hidden = next((hidden for hidden in listing.places if path.is_relative_to(hidden)), listing.folder)
     return f"{hidden.name}/{path.relative_to(hidden).as_posix()}"
 
 
-def _listed(hidden: Path | None, name: str, unreadable: dict[Path, str]) -> tuple[Path, ...]:
+def _listed(hidden: Sequence[Path], name: str, unreadable: dict[Path, str]) -> tuple[Path, ...]:
     """The entries of the folders of this name: the directory's own, and that of each checkpoint with a lock of its own."""
-    if hidden is None:
-        return ()
-    places = (hidden, *_entries(hidden / _NAMES, unreadable))
+    places = [place for folder in hidden for place in (folder, *_entries(folder / NAMES, unreadable))]
     return tuple(path for place in places for path in _entries(place / name, unreadable))
 
 

@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from safe_ckpt.adapters import Attempt, Engine, OnCommit, OpenDirectory, Planned, SaveHandle
 from safe_ckpt.adapters.directories import (
+    HIDDEN_TOO,
     Candidate,
     KeepNewest,
     candidates_in,
@@ -34,7 +35,6 @@ from safe_ckpt.transformers.lookers import anyone_looks
 from safe_ckpt.transformers.strategies import Sharing, is_shared
 
 ADAPTER = "transformers"
-HIDDEN = "_safe_ckpt"
 _OPTIMIZER = ("optimizer", "global_step")  # also of FSDP2 and DeepSpeed, which make folders of it
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class TrainerSaver:
     def _hold(self, folder: Path) -> OpenDirectory:
         if folder not in self._held:
             # A folder whose name begins with an underscore is not pushed to the hub.
-            hidden = folder / HIDDEN
+            hidden = folder / HIDDEN_TOO
             self._held[folder] = OpenDirectory.take(self.engine, folder, lambda: candidates(folder), hidden=hidden)
         return self._held[folder]
 

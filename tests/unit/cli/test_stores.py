@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 from kit.object_servers import missing, start
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror
 from safe_ckpt.cli.app import app
-from safe_ckpt.core.directory.head import Head
 from safe_ckpt.core.directory.lease import own_lease
-from safe_ckpt.core.directory.object_folders import GRAVESTONE
+from safe_ckpt.core.directory.object_folders import GRAVESTONE, Head
 from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.formats import manifest
 from safe_ckpt.core.storage.objects.bucket import Bucket
@@ -208,6 +207,16 @@ def test_verify_takes_directories_and_addresses_together(store, tmp_path):
     for nothing, why in ((f"{url}/nothing", "there is no checkpoint"), (f"{url}/{LEFT}", "was never committed")):
         done = run("verify", nothing)
         assert (done.exit_code, why in done.output) == (1, True)
+
+
+def test_verify_says_what_it_could_not_read_and_verifies_the_others(store):
+    """As of a directory: one of a newer format is named, and the others are verified all the same."""
+    saved = save(store.url("run"), 1, 2, 3)
+    rewrite_manifest(saved[2], format_version=99)
+    done = run("verify", store.url("run"), "--json")
+    states = {row["path"]: row["state"] for row in json.loads(done.stdout)}
+    assert done.exit_code == 1
+    assert states == {str(saved[1]): "valid", str(saved[2]): "unreadable", str(saved[3]): "valid"}
 
 
 def test_verify_keeps_a_few_parts_in_memory(store, requests):

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from safe_ckpt import Checkpointer
 from safe_ckpt.cli.app import app
-from safe_ckpt.core.directory.lock import JobLock, holder_of
+from safe_ckpt.core.directory.holders import holder_of
+from safe_ckpt.core.directory.lock import JobLock
 from safe_ckpt.doctor import Examined, Options, durability
 from safe_ckpt.doctor.runner import known_size
 from safe_ckpt.inspection.listing import list_existing, read_listing

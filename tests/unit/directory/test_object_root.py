@@ -11,10 +11,9 @@ import pytest
 
 from kit.fault_proxy import FaultProxy
 from safe_ckpt.core.directory import object_owner, object_root
-from safe_ckpt.core.directory.head import Head
 from safe_ckpt.core.directory.lease import own_lease
 from safe_ckpt.core.directory.object_catalog import ObjectCatalog, list_objects
-from safe_ckpt.core.directory.object_folders import folders_of, missing_condition
+from safe_ckpt.core.directory.object_folders import Head, folders_of, missing_condition
 from safe_ckpt.core.directory.object_root import ObjectRoot, UndecidedError
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.storage.objects.bucket import Bucket

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_ckpt import CheckpointInfo, Retention
-from safe_ckpt.core.directory.catalog import Catalog
 from safe_ckpt.core.directory.retention import Decision, DeleteListed, KeepNewest, after_commit, best, to_delete
+from safe_ckpt.core.directory.standing import Catalog
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest
 
 

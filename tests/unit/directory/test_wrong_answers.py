@@ -12,9 +12,8 @@ from kit.fault_proxy import FaultProxy
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.config import Mirror
 from safe_ckpt.core.directory import object_catalog, object_owner
-from safe_ckpt.core.directory.head import Head
 from safe_ckpt.core.directory.object_catalog import list_objects
-from safe_ckpt.core.directory.object_folders import folders_of, read_head
+from safe_ckpt.core.directory.object_folders import Head, folders_of, read_head
 from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.formats.manifest import Manifest
 from safe_ckpt.core.storage.objects.options import StorageOptions

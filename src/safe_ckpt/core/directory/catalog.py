@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +13,12 @@ from pathlib import Path
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, Manifest, read_manifest
 from safe_ckpt.core.storage import presence
+from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.reader import drop_cache
 from safe_ckpt.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
-    SafeCheckpointError,
     UnsupportedFormatError,
 )
 
@@ -28,6 +28,7 @@ WEIGHTS = "weights"
 StepOf = Callable[[str], "int | None"]
 OnError = Callable[[Path, Exception], None]
 _ATTEMPTS = 10
+_LONGEST_NAME = 4096
 _STOCK_FILES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp")
 
 
@@ -44,6 +45,7 @@ class Candidate:
         step: its training step, or the number in its name, where that is known of one that is foreign or a directory.
         missing: the manifest, or the file as a whole, that was not seen although this may be one of ours; None when nothing
             was missed.
+        stamp: of what the manifest was read from, see ``stamp_of``; None where that is not known.
     """
 
     path: Place
@@ -53,6 +55,7 @@ class Candidate:
     foreign: bool = False
     step: int = -1
     missing: Path | None = None
+    stamp: Stamp | None = None
 
     @property
     def file_path(self) -> Path:
@@ -99,7 +102,7 @@ def list_directories(
     number_of = step_of or _step_of
     candidates = []
     for path in _entries(workspace):
-        with _guarded(path, on_error):
+        with guarded(path, on_error):
             candidate = _directory(path, number_of(path.name), problem_of_stock)
             if candidate is not None:
                 candidates.append(candidate)
@@ -133,7 +136,8 @@ def _is_weights(candidate: Candidate) -> bool:
 
 
 @contextlib.contextmanager
-def _guarded(path: Path, on_error: OnError | None) -> Iterator[None]:
+def guarded(path: Path, on_error: OnError | None) -> Iterator[None]:
+    """What goes wrong with ``path`` in here is told to ``on_error``; None raises it."""
     try:
         yield
     except (OSError, UnsupportedFormatError) as error:
@@ -167,7 +171,7 @@ def list_files(
         # A checkpoint that is a directory is one thing: nothing below it is looked at.
         ours = []
         for path in (Path(folder, name) for name in below if name.endswith(suffix)):
-            with _guarded(path, on_error):
+            with guarded(path, on_error):
                 if presence.is_there(path / MANIFEST_NAME) or is_directory(path):
                     ours.append(path)
         whole += ours
@@ -176,7 +180,7 @@ def list_files(
         files += [Path(folder, name) for name in sorted(names) if name.endswith(suffix)]
     candidates = []
     for path, look in [*((path, _look) for path in files), *((path, _look_at) for path in whole)]:
-        with _guarded(path, on_error):
+        with guarded(path, on_error):
             if not path.is_symlink() and (look is _look_at or not _is_other(path)):
                 candidates.append(look(path))
     return [candidate for candidate in candidates if not _is_weights(candidate)]
@@ -270,7 +274,7 @@ def _walk(workspace: Path, on_error: OnError | None) -> Iterator[tuple[str, list
         below: list[str] = []
         names: list[str] = []
         with (
-            _guarded(Path(folder), None if folder == os.fspath(workspace) else on_error or _not_ours),
+            guarded(Path(folder), None if folder == os.fspath(workspace) else on_error or _not_ours),
             _opened(folder) as entries,
         ):
             for entry in entries:
@@ -312,7 +316,8 @@ def _step_of(name: str) -> int | None:
 
 def _look(path: Path) -> Candidate:
     try:
-        return Candidate(path=path, manifest=_manifest_of(path))
+        stamp = stamp_of(path)
+        return Candidate(path=path, manifest=_manifest_of(path), stamp=stamp)
     except IncompleteCheckpointError as error:
         missing = path / error.file if error.file else path
         return Candidate(path=path, problem=f"{missing.name} is missing", missing=missing)
@@ -335,70 +340,19 @@ def _manifest_of(path: Path) -> Manifest:
         return read_manifest(path)
 
 
+def stamp_of(path: Path) -> Stamp | None:
+    """Tells whether what stands at ``path`` is still the same checkpoint; None where that cannot be told.
+
+    Of a directory that of its manifest, which is replaced with it; of any other file or folder its own.
+    """
+    for place in (path / MANIFEST_NAME, path):
+        with contextlib.suppress(OSError):
+            status = place.lstat()
+            # Further names, and those taken away, change the time of the inode.
+            return replace(Stamp.of(status), ctime_ns=0)
+    return None
+
+
 def step_name(step: int) -> str:
     """The directory name of a step: sorts like the steps do."""
     return f"step-{step:08d}"
-
-
-class Catalog:
-    """The committed checkpoints of one directory as rank 0 knows them: those that were listed, and every commit since.
-
-    Args:
-        candidates: what was listed; those without a manifest of ours do not count.
-        pointers: files that name a checkpoint beside them, such as ``latest``; what they name is never deleted.
-
-    Attributes:
-        pointers: as given; more may be added.
-    """
-
-    def __init__(self, candidates: Iterable[Candidate] = (), pointers: Iterable[Path] = ()) -> None:
-        self._committed = [info for info in (candidate.info for candidate in candidates) if info is not None]
-        self.pointers = list(pointers)
-
-    @property
-    def committed(self) -> list[CheckpointInfo]:
-        """What there is."""
-        return list(self._committed)
-
-    def add(self, new: CheckpointInfo) -> Sequence[Place]:
-        """``new`` was committed; those that are not there any more are forgotten. Returns what is to be deleted for it."""
-        others = (info for info in self._committed if info.path != new.path)
-        self._committed = [*(info for info in others if info.file_path.exists()), new]
-        return ()
-
-    def still_ours(self, new: CheckpointInfo) -> list[CheckpointInfo]:
-        """Those that still have their names. Where names are held one by one, another job may have taken one since."""
-        return [info for info in self._committed if info is new or still_has_its_name(info)]
-
-    def named(self) -> set[Path]:
-        """What the pointers name now.
-
-        Raises:
-            OSError: one is there and cannot be read.
-        """
-        return {path for pointer in self.pointers if (path := _named_by(pointer)) is not None}
-
-    def forget(self, paths: Collection[Place]) -> None:
-        """These are about to be deleted."""
-        self._committed = [info for info in self._committed if info.path not in paths]
-
-
-def is_of(info: CheckpointInfo, manifest: Manifest) -> bool:
-    """Whether ``manifest`` is that of the checkpoint ``info``, and not of another one under the same name."""
-    return (manifest.op_id, manifest.sequence) == (info.op_id, info.sequence)
-
-
-def still_has_its_name(info: CheckpointInfo) -> bool:
-    """Whether the checkpoint of that name is still this one. False where its manifest cannot be read."""
-    try:
-        return is_of(info, read_manifest(info.path))
-    except (SafeCheckpointError, OSError) as error:
-        logger.warning("%s is not deleted, because its manifest cannot be checked: %s", info.path, error)
-        return False
-
-
-def _named_by(pointer: Path) -> Path | None:
-    try:
-        return pointer.parent / pointer.read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
-        return None

@@ -19,7 +19,6 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -49,7 +48,7 @@ _BEATS_PER_LEASE = 6
 _ATTEMPTS = 100
 _PAUSE_S = 0.05
 _SLOW_S = 1.0
-_LEASE_S = 60.0  # of a lock file that does not say
+LEASE_S = 60.0  # of a lock file that does not say
 _MOMENT_S = 1.5
 _TAKEN_AWAY = "another job took the directory over, because this one showed no sign of life for {:g} s (lease_s)"
 _FREE = "or free it with safe-ckpt unlock --break-lock"
@@ -359,60 +358,9 @@ def not_held(directory: Path, subject: Path, patience_s: float) -> Iterator[None
     if not os.path.lexists(directory / LOCK_NAME):
         yield
         return
-    lock = JobLock(directory, subject=subject, lease_s=_LEASE_S, owner="set_up_directory")
+    lock = JobLock(directory, subject=subject, lease_s=LEASE_S, owner="set_up_directory")
     lock.acquire(patience_s)
     try:
         yield
     finally:
         lock.release()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Holder:
-    """Who holds a directory.
-
-    Attributes:
-        host: where; "" where the lock file names nobody: a job writes it at this moment, or was killed before it did.
-        pid: which process there; 0 where the lock file names nobody.
-        started_at: since when, ISO 8601; "?" where that is not recorded.
-        alive: False when it is gone, so that the next job takes the lock over at once; None when that is not known from
-            here.
-        lease_s: how long a holder that cannot be asked may show no sign of life before the next job takes over.
-    """
-
-    host: str
-    pid: int
-    started_at: str
-    alive: bool | None
-    lease_s: float
-
-
-def holder_of(hidden: Path | None) -> Holder | None:
-    """Who holds the directory; None when nobody does. Only read: the lock stays as it is.
-
-    Args:
-        hidden: where the directory's lock lives, ``Listing.hidden``; None where there never was one.
-
-    Raises:
-        OSError: the lock file is there and could not be read.
-    """
-    data = read_lock(hidden) if hidden is not None else None
-    if hidden is None or data is None:
-        return None
-    lease = Lease.from_bytes(data)
-    if lease is None:
-        return Holder(host="", pid=0, started_at="?", alive=None, lease_s=_LEASE_S)
-    alive = {"alive": True, "dead": False, "unknown": None}[fate_of(lease, hidden)]
-    return Holder(host=lease.host, pid=lease.pid, started_at=lease.started_at, alive=alive, lease_s=lease.lease_s)
-
-
-def remove_lock(hidden: Path) -> None:
-    """Take the lock away from its holder. A job that is alive notices before its next commit, and fails.
-
-    Args:
-        hidden: where the directory's lock lives, ``Listing.hidden``.
-
-    Raises:
-        OSError: it could not be removed.
-    """
-    take_away(hidden, lambda _: True)

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from safe_ckpt.core.directory import retention
-from safe_ckpt.core.directory.catalog import Candidate, Catalog
-from safe_ckpt.core.directory.head import HEAD, Head
-from safe_ckpt.core.directory.object_folders import folders_of, in_parallel, manifest_in, read_head
+from safe_ckpt.core.directory.catalog import Candidate
+from safe_ckpt.core.directory.object_folders import HEAD, Head, folders_of, in_parallel, manifest_in, read_head
+from safe_ckpt.core.directory.standing import Catalog
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
@@ -107,15 +107,9 @@ class ObjectCatalog(Catalog):
     """The committed checkpoints of one directory in an object store, as rank 0 knows them."""
 
     def add(self, new: CheckpointInfo) -> list[Place]:
-        """``new`` was committed. Returns the folders of those that were replaced: the same name, in an earlier folder.
-
-        Also by a job that died before it could delete them. A folder under another name is the user's copy.
-        """
+        """``new`` was committed. Returns the folders of those that were replaced."""
         self._committed = [*(info for info in self._committed if info.path != new.path), new]
-        ours = [info for info in self._committed if retention.is_under_its_name(info)]
-        # A marked one does not replace a healthy one.
-        newest = {(info.name, info.marked): info for info in sorted(ours, key=lambda info: info.sequence)}
-        replaced = [info.path for info in ours if info is not newest[info.name, info.marked]]
+        replaced = [info.path for info in retention.replaced_among(self._committed)]
         self.forget(replaced)
         return replaced
 

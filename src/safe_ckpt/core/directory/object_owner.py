@@ -21,9 +21,8 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Literal
 
-from safe_ckpt.core.directory.head import HEAD, Head
 from safe_ckpt.core.directory.lease import Lease, fate_of_process, own_lease
-from safe_ckpt.core.directory.object_folders import look_at_head
+from safe_ckpt.core.directory.object_folders import HEAD, Head, look_at_head
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.storage.objects.answers import ChangedError, ExistsError
 from safe_ckpt.core.storage.objects.bucket import Bucket, Version

@@ -21,10 +21,10 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 
-from safe_ckpt.core.directory.head import Head
 from safe_ckpt.core.directory.object_folders import (
     GRAVESTONE,
     ID_LETTERS,
+    Head,
     folders_of,
     has_manifest,
     in_parallel,
@@ -78,6 +78,7 @@ class ObjectRoot:
         self._owner = ObjectOwner(path, lease_s=lease_s, owner=owner, unfenced=unfenced)
         self._closed = threading.Event()
         self._tried: set[str] = set()  # folders whose manifest was sent
+        self._told: set[ObjectPath] = set()
         self._dropped: set[str] = set()  # of saves that failed: another rank may still have sent something
 
     def open(self, patience_s: float | None = None) -> None:
@@ -194,7 +195,7 @@ class ObjectRoot:
             logger.warning("%s could not be deleted; the next start does it: %s", folder, error)
 
     def discard(self, folders: Iterable[Place]) -> list[ObjectPath]:
-        """Delete checkpoints, their manifests first. Returns those that are gone; a failure is logged.
+        """Delete checkpoints, their manifests first. Returns those that are gone; a failure is logged, once.
 
         Raises:
             DirectoryInUseError: another job has taken the directory over; nothing was deleted.
@@ -213,8 +214,11 @@ class ObjectRoot:
                 self.path.bucket.delete([(folder / MANIFEST_NAME).key])
                 self._delete_folder(folder)
             except OSError as error:
-                logger.warning("%s could not be removed and stays: %s", folder, error)
+                if folder not in self._told:
+                    logger.warning("%s could not be removed and stays: %s. The next commit tries again", folder, error)
+                self._told.add(folder)
                 continue
+            self._told.discard(folder)
             gone.append(folder)
         return gone
 

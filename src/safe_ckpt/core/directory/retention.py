@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from safe_ckpt.config import Retention
-from safe_ckpt.core.directory.catalog import Catalog, still_has_its_name
+from safe_ckpt.core.directory.standing import Catalog, newest_of, still_has_its_name
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 
@@ -122,7 +122,7 @@ def after_commit(
     if policy is None and not replaced:
         return None
     committed = catalog.still_ours(new) if catalog is not None else []
-    named = catalog.named() if catalog is not None else set()
+    protected = {*catalog.named(), *newest_of(committed)} if catalog is not None else set()
     if new.marked:
         listed = [info.path for info in committed if info.marked and is_under_its_name(info) and info is not new]
         # A healthy one may have its name since.
@@ -131,12 +131,23 @@ def after_commit(
     else:
         counted = [info for info in committed if not info.marked]
         chosen = policy.to_delete(counted) if policy is not None else ()
-    paths = [*replaced, *(path for path in chosen if path not in named)]
+    paths = [*replaced, *(path for path in chosen if path not in protected)]
     if catalog is not None:
         catalog.forget(paths)
     kept = sorted((info for info in committed if info.path not in paths), key=lambda info: info.sequence)
     sizes: dict[Place, int] = {info.path: info.size_bytes for info in committed if isinstance(info.path, ObjectPath)}
     return Decision(to_delete=paths, kept=[info.path.name for info in kept], sizes=sizes)
+
+
+def replaced_among(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Those in an object store that a later save of the same step has replaced: each save has a folder of its own there.
+
+    Also by a job that died before it could delete them. A folder under another name is the user's copy, and a marked one does
+    not replace a healthy one.
+    """
+    ours = [info for info in infos if isinstance(info.path, ObjectPath) and is_under_its_name(info)]
+    newest = {(info.name, info.marked): info for info in sorted(ours, key=lambda info: info.sequence)}
+    return [info for info in ours if info is not newest[info.name, info.marked]]
 
 
 def to_delete(infos: Sequence[CheckpointInfo], policy: Retention) -> list[CheckpointInfo]:

@@ -27,6 +27,10 @@ from safe_ckpt.errors import CorruptCheckpointError, DirectoryError, Unsupported
 logger = logging.getLogger(__name__)
 
 HIDDEN = ".safe_ckpt"
+HIDDEN_TOO = "_safe_ckpt"
+"""For the Transformers Trainer, which would push what begins with a dot."""
+NAMES = "names"
+"""In the hidden folder: those of checkpoints that jobs hold by their names, each with a lock of its own."""
 EVENTS = "events.jsonl"
 _MOVING = ".moving-"
 _ATTEMPTS = 10
@@ -60,6 +64,7 @@ class Workspace:
         self._swept = swept
         self.last_sequence = 0
         self._made: list[Path] = []
+        self._told: set[Path] = set()
 
     def open(self, patience_s: float | None = None) -> None:
         """Create the directory, take the lock, repair and sweep what an earlier job left.
@@ -177,7 +182,7 @@ class Workspace:
         self._delete(target)
 
     def discard(self, paths: Iterable[Place]) -> list[Path]:
-        """Delete checkpoints, directories by way of the trash. Returns those that are gone; a failure is logged."""
+        """Delete checkpoints, directories by way of the trash. Returns those that are gone; a failure is logged, once."""
         gone: list[Path] = []
         for path in paths:
             if not isinstance(path, Path):
@@ -187,8 +192,11 @@ class Workspace:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                logger.warning("%s could not be removed and stays: %s", path, error)
+                if path not in self._told:
+                    logger.warning("%s could not be removed and stays: %s. The next commit tries again", path, error)
+                self._told.add(path)
                 continue
+            self._told.discard(path)
             gone.append(path)
         return gone
 

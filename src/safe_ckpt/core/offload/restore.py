@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import functools
+import logging
 import os
 import shutil
-import socket
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from typing import Any
 from safe_ckpt.config import Timeouts, WriterConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
-from safe_ckpt.core.coordination.processes import process_state
+from safe_ckpt.core.directory.lease import read_lock
+from safe_ckpt.core.directory.lock import JobLock
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.offload.consolidate import ADAPTER, own_part
@@ -28,11 +30,17 @@ from safe_ckpt.core.storage.objects.options import refuse_url
 from safe_ckpt.errors import (
     CorruptCheckpointError,
     DirectoryError,
+    DirectoryInUseError,
     RestoreError,
     naming,
 )
 
+logger = logging.getLogger(__name__)
 _STAGED = f"{HIDDEN}-restore-"
+_FILES = "files"
+_LEASE_S = 60.0
+_MAKING_S = 2.0
+_PAUSE_S = 0.05
 
 
 def restore_offloaded(
@@ -135,6 +143,7 @@ def give_back(coordinator: Coordinator, find: Callable[[], list[Part]], timeout_
         SafeCheckpointError: see ``restore_offloaded``.
     """
     staged: list[tuple[Path, Path]] = []
+    locks: list[JobLock] = []
     copying, placing = "offloaded tensors copied", "offloaded tensors in place"
 
     def copy() -> None:
@@ -143,31 +152,47 @@ def give_back(coordinator: Coordinator, find: Callable[[], list[Part]], timeout_
                 durable.make_directory(part.target)
                 _sweep(part.target)
                 _refuse_in_the_way(part)
-                folder = part.target / f"{_STAGED}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
+                folder = part.target / f"{_STAGED}{uuid.uuid4().hex}"
                 folder.mkdir()
                 staged.append((folder, part.target))
-                _copy(part, folder)
+                locks.append(JobLock(folder, subject=part.target, lease_s=_LEASE_S, owner="restore_offloaded"))
+                locks[-1].acquire()
+                (folder / _FILES).mkdir()
+                _copy(part, folder / _FILES)
 
     def place() -> None:
         with naming(rank=coordinator.rank, phase=placing):
             for folder, target in staged:
-                _place(folder, target)
+                _place(folder / _FILES, target)
 
     try:
         coordinator.agree(copying, timeout_s=timeout_s, local=copy)
         coordinator.agree(placing, timeout_s=timeout_s, local=place)
     finally:
+        for lock in locks:
+            lock.release()
         for folder, _ in staged:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep(target: Path) -> None:
-    """Remove what a killed restore left here: the folders of ended processes of this host."""
-    own = f"{_STAGED}{socket.gethostname()}-"
-    for left in target.glob(f"{own}*"):
-        pid = left.name.removeprefix(own).split("-")[0]
-        if not process_state(int(pid)):
-            shutil.rmtree(left, ignore_errors=True)
+    """Remove what a killed restore left here, of this host or another. Each has a lock of its own, by which its end is known.
+
+    One without a lock was left before it had one, or is made at this moment, which takes no seconds. One whose holder cannot
+    be asked stays until it has shown no sign of life for the lease: a later restore removes it.
+    """
+    being_made_until = time.monotonic() + _MAKING_S
+    for left in list(target.glob(f"{_STAGED}*")):
+        try:
+            while read_lock(left) is None and time.monotonic() < being_made_until:
+                time.sleep(_PAUSE_S)
+            lock = JobLock(left, subject=target, lease_s=_LEASE_S, owner="restore_offloaded")
+            lock.acquire(patience_s=0.0)
+        except (OSError, DirectoryInUseError, DirectoryError) as error:
+            logger.info("%s stays as it is: %s", left, error)
+            continue
+        shutil.rmtree(left, ignore_errors=True)
+        lock.release()
 
 
 def _refuse_in_the_way(part: Part) -> None:

@@ -17,7 +17,7 @@ from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.directory import catalog, shared
 from safe_ckpt.core.directory.lease import read_lock
 from safe_ckpt.core.directory.object_root import ObjectRoot
-from safe_ckpt.core.directory.workspace import EVENTS, HIDDEN, Workspace
+from safe_ckpt.core.directory.workspace import EVENTS, HIDDEN, NAMES, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError, SafeCheckpointError
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NAMES = "names"
 _SWEPT = "swept"
 _ATTEMPTS = 3
 _PAUSE_S = 0.2

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from safe_ckpt.core.coordination.wire import to_wire
-from safe_ckpt.core.directory.catalog import Catalog
 from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.directory.retention import RetentionPolicy
+from safe_ckpt.core.directory.standing import Catalog
 from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import Manifest

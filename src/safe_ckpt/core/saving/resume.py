@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt import events
-from safe_ckpt.core.directory.catalog import Candidate, newest_first
+from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.directory.shared import Patience, await_visible, listed
+from safe_ckpt.core.directory.standing import standing_of
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import KnownDamage
-from safe_ckpt.core.health.verdict import marked_words
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.mirror_resume import Mirrored
 from safe_ckpt.core.saving.object_resume import ObjectReader
@@ -222,14 +222,12 @@ def apply(engine: Engine, action: Callable[[], None], path: Place | None = None,
 
 
 def _survey(workspace: Root, candidates: Sequence[Candidate], *, named: bool) -> dict[str, Any]:
-    ordered = newest_first(candidates)
-    ours = {_name(workspace, c): c.manifest for c in ordered if c.manifest is not None}
-    # What is marked is not resumed from unless it is named.
-    marked = {} if named else {name: marked_words(m.health) for name, m in ours.items() if m.marked}
+    standing = standing_of(candidates, named=named)
+    by_name = {_name(workspace, c): why for c in candidates if (why := standing.by_name_only.get(c.path))}
     return {
-        "passed": list(marked),
-        "infos": {_name(workspace, c): _info(c).to_json() for c in ordered if _name(workspace, c) not in marked},
-        "rejected": {_name(workspace, c): c.problem for c in candidates if c.problem} | marked,
+        "passed": list(by_name),
+        "infos": {_name(workspace, c): _info(c).to_json() for c in standing.order},
+        "rejected": {_name(workspace, c): c.problem for c in standing.unusable} | by_name,
         "damaged": [_name(workspace, c) for c in candidates if c.damaged],
         "missing": [_name(workspace, c) for c in candidates if c.missing and not c.foreign],
         "quarantined": [path.name for path in workspace.quarantined()],

@@ -19,7 +19,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.mailbox import TwoPhaseCommit
 from safe_ckpt.core.directory import retention
-from safe_ckpt.core.directory.catalog import WEIGHTS
+from safe_ckpt.core.directory.catalog import WEIGHTS, stamp_of
 from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.directory.retention import Decision
 from safe_ckpt.core.directory.workspace import Workspace
@@ -32,6 +32,7 @@ from safe_ckpt.core.saving.object_publication import ObjectPublication
 from safe_ckpt.core.saving.request import Root, SaveRequest
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.worker_thread import Background, Refused
+from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.durable import freed_bytes
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
@@ -93,7 +94,7 @@ class SaveQueue:
         self._beginning = threading.RLock()
         self._failures = 0
         self.mirror: Mirror | None = None
-        self._deferred: list[tuple[Root, Place]] = []
+        self._deferred: list[tuple[Root, Place, Stamp | None]] = []  # to be deleted, and not gone yet
         self.stop_by: float | None = None
         self.last_save_s = 0.0
         self.known = Known()
@@ -242,23 +243,27 @@ class SaveQueue:
         on_commit, begun = job.request.on_commit, time.monotonic()
         try:
             decision = retention.after_commit(info, on_commit.catalog, on_commit.retention, marked=self.known.marked)
+            if decision is None and any(root is job.workspace for root, *_ in self._deferred):
+                decision = Decision(to_delete=())
+            if on_commit.catalog is not None and not info.marked:  # what is still to be deleted was chosen again
+                self._deferred = [one for one in self._deferred if one[0] is not job.workspace]
             if decision is not None:
-                self._carry_out(decision, job.workspace, begun)
+                gone = self._carry_out(decision, job.workspace, begun)
+                if on_commit.catalog is not None:
+                    on_commit.catalog.settle(gone)
         except Exception:  # the save is committed, and must not fail because of the cleaning up
             logger.warning("could not remove old checkpoints after %s", info.path, exc_info=True)
         if isinstance(job.workspace, Workspace):
             job.workspace.drop_pending(job.op_id)
 
-    def _carry_out(self, decision: Decision, root: Root, begun: float) -> None:
+    def _carry_out(self, decision: Decision, root: Root, begun: float) -> Sequence[Place]:
         rank = self._coordinator.rank
         to_delete = self._due(root, decision.to_delete)
         if to_delete:
             root.confirm()
         freed = freed_bytes(path for path in to_delete if isinstance(path, Path))
-        gone = root.discard(to_delete)
+        gone = self._discard(root, to_delete)
         freed += sum(decision.sizes.get(path, 0) for path in gone)
-        if self.mirror is not None and isinstance(root, Workspace):
-            self.mirror.deleted(gone, root)
         for path in gone:
             self._emit(events.Removed(rank=rank, path=str(path)))
         self._emit(
@@ -271,28 +276,32 @@ class SaveQueue:
                 seconds=time.monotonic() - begun,
             )
         )
+        return gone
 
     def _due(self, root: Root, paths: Sequence[Place]) -> list[Place]:
-        """What of ``paths`` may be deleted now, and what of earlier ones the mirror needed then."""
-        if self.mirror is None:
-            return list(paths)
-        asked = [*(path for other, path in self._deferred if other is root), *paths]
-        held = self.mirror.holding(asked)
-        self._deferred = [
-            *(one for one in self._deferred if one[0] is not root),
-            *((root, path) for path in asked if path in held),
-        ]
+        """What of ``paths`` may be deleted now, and earlier ones: what the mirror needed, and what could not go then."""
+        asked = {path: stamp for other, path, stamp in self._deferred if other is root and _is_still(path, stamp)}
+        for path in paths:
+            asked.setdefault(path, stamp_of(path) if isinstance(path, Path) else None)
+        held = self.mirror.holding(list(asked)) if self.mirror is not None else set()
+        others = [one for one in self._deferred if one[0] is not root]
+        self._deferred = [*others, *((root, path, stamp) for path, stamp in asked.items())]
         return [path for path in asked if path not in held]
+
+    def _discard(self, root: Root, paths: Sequence[Place]) -> Sequence[Place]:
+        gone = root.discard(paths)
+        self._deferred = [one for one in self._deferred if one[0] is not root or one[1] not in gone]
+        if self.mirror is not None and isinstance(root, Workspace):
+            self.mirror.deleted(gone, root)
+        return gone
 
     def delete_deferred(self) -> None:
         """Delete what the mirror needed, when it has ended. On rank 0, after ``close``. What fails is logged."""
-        for root in {id(one): one for one, _ in self._deferred}.values():
+        for root in {id(one): one for one, *_ in self._deferred}.values():
             try:
                 due = self._due(root, [])
                 root.confirm()
-                gone = root.discard(due)
-                if self.mirror is not None and isinstance(root, Workspace):
-                    self.mirror.deleted(gone, root)
+                self._discard(root, due)
             except (OSError, SafeCheckpointError):
                 logger.warning("could not remove old checkpoints in %s", root.path, exc_info=True)
 
@@ -401,3 +410,8 @@ def _missing(error: BaseException) -> tuple[int, ...]:
 def _since_epoch(moment: float) -> float:
     """A moment of the monotonic clock in seconds since the epoch."""
     return time.time() - (time.monotonic() - moment)
+
+
+def _is_still(path: Place, stamp: Stamp | None) -> bool:
+    """Whether it is what was to be deleted, and no other one of its name. In an object store a name is there once."""
+    return not isinstance(path, Path) or (stamp is not None and stamp_of(path) == stamp)

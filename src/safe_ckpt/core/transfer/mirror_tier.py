@@ -200,7 +200,7 @@ class Tier:
         policy = _KeepBesides(rules=self._rules, ignored=self._weights, new=info.path) if self._rules else None
         decision = retention.after_commit(info, self._catalog, policy)
         if decision is not None:
-            self._root.discard(decision.to_delete)
+            self._catalog.settle(self._root.discard(decision.to_delete))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.directory import commit_order
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.formats.verify import refuse_unreadable
@@ -15,6 +14,7 @@ from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
+from safe_ckpt.core.writer import commit_order
 from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.errors import SafeCheckpointError, named
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 
-from safe_ckpt.core.directory.head import HEAD
+from safe_ckpt.core.directory.holders import Holder
 from safe_ckpt.core.directory.lease import fate_of_process
-from safe_ckpt.core.directory.lock import Holder
-from safe_ckpt.core.directory.object_folders import look_at_head, read_head
+from safe_ckpt.core.directory.object_folders import HEAD, look_at_head, read_head
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.storage.objects.answers import ChangedError
 from safe_ckpt.core.storage.objects.place import ObjectPath

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from safe_ckpt.core.directory.catalog import Candidate, newest_first
-from safe_ckpt.core.directory.head import Head
+from safe_ckpt.core.directory.catalog import Candidate
 from safe_ckpt.core.directory.object_catalog import list_objects
-from safe_ckpt.core.directory.object_folders import folders_of, in_parallel, read_head
+from safe_ckpt.core.directory.object_folders import Head, folders_of, in_parallel, read_head
+from safe_ckpt.core.directory.standing import Standing, standing_of
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.errors import UnsupportedFormatError
 from safe_ckpt.inspection.listing import FOUND_DAMAGED, NOT_COMMITTED, Row, row_of
@@ -25,7 +25,9 @@ class ObjectListing:
     Attributes:
         folder: the directory.
         head: what its head says; None where there is none, or none that can be read.
-        usable: those in which nothing is wrong so far, in the order in which a resume tries them.
+        standing: what a resume takes of them.
+        usable: those in which nothing is wrong so far: in the order in which a resume tries them, then those that it takes only
+            where they are named.
         unusable: those that a resume would not take, and why (``problem``).
         unreadable: what could not be read, and why. A resume stops with that error.
         under_way: folders without a manifest that the head names: of a job that saves now, or left by one that was killed.
@@ -35,6 +37,7 @@ class ObjectListing:
 
     folder: ObjectPath
     head: Head | None
+    standing: Standing
     usable: tuple[Candidate, ...]
     unusable: tuple[Candidate, ...]
     unreadable: Mapping[ObjectPath, str]
@@ -60,11 +63,13 @@ def read_objects(folder: ObjectPath) -> ObjectListing:
     hidden = {*facts.trash, *facts.quarantined}
     left = [path for path in there if path not in seen and path.name not in hidden]
     bare = [path for path, is_bare in zip(left, in_parallel(_is_bare, left), strict=True) if is_bare]
+    standing = standing_of(candidates)
     return ObjectListing(
         folder=folder,
         head=head,
-        usable=tuple(newest_first(candidates)),
-        unusable=tuple(candidate for candidate in candidates if candidate.problem),
+        standing=standing,
+        usable=standing.usable,
+        unusable=standing.unusable,
         unreadable=unreadable,
         under_way=tuple(path for path in bare if path.name in facts.pending),
         unknown=tuple(path for path in bare if path.name not in facts.pending),
@@ -75,7 +80,8 @@ def read_objects(folder: ObjectPath) -> ObjectListing:
 def object_rows(listing: ObjectListing) -> Iterator[Row]:
     """The lines of a listing: usable checkpoints in the order in which a resume tries them, then the others."""
     for candidate in listing.usable:
-        yield row_of(candidate.path.name, candidate, "valid")
+        row = row_of(candidate.path.name, candidate, "valid")
+        yield replace(row, reason=row.reason or listing.standing.by_name_only.get(candidate.path, ""))
     for candidate in listing.unusable:
         yield row_of(candidate.path.name, candidate, "damaged")
     for path, why in listing.unreadable.items():
