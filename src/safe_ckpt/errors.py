@@ -416,8 +416,6 @@ def named(error: BaseException, *, rank: int, phase: str, path: object = "") -> 
     if isinstance(error, OSError) and (where or error.errno):  # else nothing says that it is one of the file system
         return DirectoryError.of(error, path=where, rank=rank, phase=phase)
     if isinstance(error, UnicodeEncodeError) and error.encoding != "utf-8":
-        message = (
-            f"{error.encoding} is this process's encoding and has no such name: set PYTHONUTF8=1 or LC_ALL=C.UTF-8"
-        )
+        message = f"{error.encoding}, this process's encoding, has no such name: set PYTHONUTF8=1 or LC_ALL=C.UTF-8"
         return DirectoryError(message=message, path=where or ascii(error.object), rank=rank, phase=phase)
     return UnexpectedError(phase=phase, rank=rank, cause=f"{type(error).__name__}: {error}")
