@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Self
 
 from safe_ckpt.adapters.layouts import Kind
+from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.core.directory import catalog, commit_order, extra_files
 from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate, Catalog, is_of
 from safe_ckpt.core.directory.retention import DeleteListed, KeepNewest, policy_of
@@ -235,10 +236,11 @@ def manifest_of(path: Path) -> Manifest | None:
 
 
 def verify(engine: Engine, path: Path) -> None:
-    """Verify one checkpoint, each rank a share. One of another tool is not verified. Every rank calls this.
+    """Verify one checkpoint, each rank a share. One of another tool has no digests to compare. Every rank calls this.
 
     Raises:
         CorruptCheckpointError: it is damaged; on every rank.
+        HostileCheckpointError: it would run code; on every rank.
         SafeCheckpointError: it could not be read; on every rank.
     """
     resume.check(engine, path, lambda there: _verify_share(engine, there))
@@ -251,4 +253,6 @@ def warn_if_foreign(engine: Engine, path: Path) -> None:
 
 
 def _verify_share(engine: Engine, path: Path) -> None:
-    verify_share(path, engine.rank, engine.coordinator.size)
+    rank, size = engine.rank, engine.coordinator.size
+    verify_share(path, rank, size)
+    refuse_code(path, rank, size)

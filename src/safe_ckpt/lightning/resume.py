@@ -23,6 +23,7 @@ from safe_ckpt.adapters.directories import (
     verify_if_ours,
     verify_share,
 )
+from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.adapters.planning import Link
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NoValidCheckpointError, SafeCheckpointError
 from safe_ckpt.inspection.blind_reader import look_inside, read_layout
@@ -118,8 +119,10 @@ def choose(engine: Engine, workspace: Workspace, suffix: str) -> Path | None:
     def verified(path: Path) -> None:
         if presence.is_directory(path):
             verify_share(path, rank, size)
+            refuse_code(path, rank, size)
         elif rank == 0:  # all ranks read all of it right afterwards
             _verify(path)
+            refuse_code(path)
 
     def judged() -> list[Candidate]:
         listed = catalog.list_files(workspace.path, suffix, layouts.is_lightning_directory)

@@ -241,7 +241,7 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
     return [(0, value)]
 
 
-class _Structure(pickle.Unpickler):
+class _Structure(pickle.Unpickler):  # unpickles: stand-ins alone
     """Gives the structure with ``_Tensor`` in the place of tensors."""
 
     def find_class(self, module: str, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -366,6 +367,7 @@ def load_file(folder: Place, entry: FileEntry, item: Mapping[str, Any], name: st
 
     Raises:
         CorruptCheckpointError: its bytes are not those that were written.
+        HostileCheckpointError: they are, and to read them would run code.
         IncompleteCheckpointError: it is not there.
         OSError: it could not be read; it is not treated as corrupt.
     """
@@ -381,7 +383,9 @@ def load_file(folder: Place, entry: FileEntry, item: Mapping[str, Any], name: st
         message = f"its {size_bytes} bytes are not the {entry.size_bytes} that were written"
         raise CorruptCheckpointError(path=str(folder), file=entry.path, message=message)
     if file.suffix == ".json":
-        return file_plan.parse_json(memory, entry.size_bytes)
-    parse = safetensors.parse_safetensors if file.suffix == ".safetensors" else torch_reading.parse_archive
-    loaded = parse(memory, entry.size_bytes)
-    return loaded[name] if item["form"] == "tensor" else loaded
+        parse: Callable[[mmap.mmap, int], Any] = file_plan.parse_json
+    else:
+        parse = safetensors.parse_safetensors if file.suffix == ".safetensors" else torch_reading.parse_archive
+    with torch_reading.refusing(folder, entry.path):
+        loaded = parse(memory, entry.size_bytes)
+        return loaded[name] if item["form"] == "tensor" else loaded
