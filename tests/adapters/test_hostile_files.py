@@ -12,6 +12,7 @@ from lightning_runs import fit, names
 from accelerate_runs import Counter, Training, fresh, registered
 from kit.manifests import rewrite
 from safe_ckpt import Checkpointer
+from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.writer.one_shot import save_archive
 from safe_ckpt.errors import HostileCheckpointError, NoValidCheckpointError, StateError, TamperedError
 from safe_ckpt.lightning import loop_state
@@ -73,16 +74,17 @@ def test_what_is_no_such_file(tmp_path):
         assert ckpt.resume(state).step == 1
 
 
-def test_lightning(tmp_path):
+def test_lightning(tmp_path, caplog):
     """``resume="auto"`` takes the checkpoint before it; ``ckpt_path`` is an error that names it; nothing runs."""
     boom, folder = tmp_path / "boom", tmp_path / "run"
     made, *_ = fit(folder, save_top_k=-1, filename="{step}", settings={"max_epochs": 1})
     (good,) = folder.glob("*.ckpt")
     content = torch.load(good, weights_only=True)
     hostile = folder / "step=99.ckpt"
-    save_archive({**content, "more": Bomb(boom)}, hostile, sequence=99, step=99)
+    save_archive({**content, "more": Bomb(boom)}, hostile, sequence=read_manifest(good).sequence + 1, step=99)
     resumed, *_ = fit(folder, save_top_k=-1, filename="{step}", resume="auto", settings={"max_epochs": 2})
     assert resumed.global_step == 2 * made.global_step
+    assert "step=99.ckpt is passed over" in caplog.text
     assert hostile.name in names(folder)
     for weights_only in (None, False):
         with pytest.raises(HostileCheckpointError, match="mkdir") as caught:
@@ -140,3 +142,64 @@ def hostile_text(path):
     buffer = io.BytesIO()
     torch.save({"rng": Bomb(path)}, buffer)
     return base64.b64encode(buffer.getvalue()).decode()
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        {"removes": ["../victim.ckpt"]},
+        {"removes": ["sub/../../victim.ckpt"]},
+        {"removes": ["out/victim.ckpt"]},
+        {"removes": [None]},
+        {"links": {"../made.ckpt": None}},
+        {"links": {"out/made.ckpt": None}},
+        {"links": {"last.ckpt": "../victim.ckpt"}},
+        {"links": {"last.ckpt": "out/victim.ckpt"}},
+        {"links": {"last.ckpt": 3}},
+        {"links": {".safe_ckpt/made.ckpt": None}},
+        {"links": ["../made.ckpt"]},
+    ],
+)
+def test_notes_that_lead_out(tmp_path, caplog, notes):
+    """What a checkpoint says was due at its commit is done within its directory alone; else the one before it is taken."""
+    folder = tmp_path / "run"
+    made, *_ = fit(folder, save_top_k=-1, filename="{step}", settings={"max_epochs": 1})
+    (good,) = folder.glob("*.ckpt")
+    content = torch.load(good, weights_only=True)
+    victim = tmp_path / "victim.ckpt"
+    save_archive(content, victim, sequence=1, step=1)
+    (folder / "out").symlink_to(tmp_path)
+    save_archive(content, folder / "step=99.ckpt", sequence=read_manifest(good).sequence + 1, step=99, notes=notes)
+    resumed, *_ = fit(folder, save_top_k=-1, filename="{step}", resume="auto", settings={"max_epochs": 1})
+    assert resumed.global_step == made.global_step
+    assert "step=99.ckpt is passed over" in caplog.text
+    assert not any((tmp_path / place / "made.ckpt").exists() for place in ("", "run", "run/.safe_ckpt"))
+    assert not (folder / "last.ckpt").is_symlink()
+    good.unlink()
+    with pytest.raises(NoValidCheckpointError, match="its notes"):
+        fit(folder, save_top_k=-1, filename="{step}", resume="auto", settings={"max_epochs": 1})
+    assert victim.exists()
+
+
+def test_what_was_due_within_is_done(tmp_path):
+    """Links and removals that a killed job left are made good; of what a job did elsewhere no note is taken."""
+    from safe_ckpt.adapters.planning import Link
+    from safe_ckpt.lightning import resume as resuming
+
+    folder = tmp_path / "run"
+    fit(folder, save_top_k=-1, filename="{step}", settings={"max_epochs": 1})
+    (older,) = folder.glob("*.ckpt")
+    content = torch.load(older, weights_only=True)
+    workspace = type("Held", (), {"path": folder})
+    links = [
+        Link(path=folder / "sub/last.ckpt", target="../step=99.ckpt"),
+        Link(path=tmp_path / "last.ckpt", target="x"),
+    ]
+    notes = resuming.notes(workspace, links=links, to_delete=[older, tmp_path / "x.ckpt"], weights_only=False)
+    assert notes["removes"] == [older.name]
+    assert notes["links"] == {"sub/last.ckpt": "../step=99.ckpt"}
+    (folder / "sub").mkdir()
+    save_archive(content, folder / "step=99.ckpt", sequence=read_manifest(older).sequence + 1, step=99, notes=notes)
+    fit(folder, save_top_k=-1, filename="{step}", resume="auto", settings={"max_epochs": 1})
+    assert not older.exists()
+    assert (folder / "sub/last.ckpt").resolve() == (folder / "step=99.ckpt").resolve()

@@ -20,17 +20,18 @@ from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate, Catalog, is_of
 from safe_ckpt.core.directory.retention import DeleteListed, KeepNewest, policy_of
 from safe_ckpt.core.directory.shared import listed
 from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import is_marked, verify_if_ours, verify_share
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.held_directories import NAMES, HeldDirectories, refuse
 from safe_ckpt.core.saving.mirror_resume import Mirrored
 from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest
 from safe_ckpt.core.storage import durable, presence
+from safe_ckpt.core.storage.inside import checked_name, really_inside
 from safe_ckpt.core.transfer.fetching import is_copy_of
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
+    from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.saving.engine import Engine
     from safe_ckpt.core.saving.job import SaveHandle
 
@@ -44,10 +45,12 @@ __all__ = [
     "DeleteListed",
     "HeldDirectories",
     "KeepNewest",
+    "Manifest",
     "OpenDirectory",
     "Workspace",
     "candidates_in",
     "catalog",
+    "checked_name",
     "commit_order",
     "durable",
     "fetch",
@@ -59,6 +62,7 @@ __all__ = [
     "policy_of",
     "presence",
     "read_manifest",
+    "really_inside",
     "refuse",
     "resume",
     "verify",

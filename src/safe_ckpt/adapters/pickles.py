@@ -26,7 +26,7 @@ from typing_extensions import Self
 
 from safe_ckpt.core.formats.torch_reading import load_data, refusing
 from safe_ckpt.core.storage import presence
-from safe_ckpt.errors import HostileCheckpointError, StateError, TamperedError
+from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, StateError, TamperedError
 
 __all__ = ["from_text", "load_data", "refuse_code", "refusing", "to_text"]
 
@@ -134,6 +134,15 @@ def _refuse(path: Path, file: Path, name: str) -> None:
         for one in _pickles_in(file, stream):
             names.read(one)
     problem = names.problem()
+    if file.name == ".metadata" and problem is None:
+        from safe_ckpt.core.sharding.dcp_load import read_metadata
+
+        try:
+            read_metadata(file.parent)
+        except HostileCheckpointError as error:
+            problem = error.message
+        except CorruptCheckpointError:
+            pass  # whoever reads it says so
     if problem is None and _is_of_2016(file):
         problem = "is in torch's format of 2016, which cannot be looked through"
     if problem is not None:

@@ -4,10 +4,10 @@ A ``TCPStore`` refuses values above 8 MiB. So large ones are compressed, and cut
 
 A ``TCPStore`` has no authentication: anyone who reaches its port can read, write and delete. So every value is sealed with a
 secret that the ranks got through their process group's own store. A value that another program has written by mistake, or that
-is incomplete, is detected when it is read, and so is one of somebody who reaches this port alone. The seal is no protection from
-somebody who reaches the process group's own store as well, which is mostly a ``TCPStore`` too (``MASTER_PORT``): the secret
-lies there, and with it any value can be forged. What protects then is that no value is ever executed: all are JSON, and what
-is in them is built as data alone.
+is incomplete, is detected when it is read, and so is one of somebody who reaches this port alone. The seal is no protection
+from somebody who reaches the process group's own store as well, which is mostly a ``TCPStore`` too (``MASTER_PORT``): the
+secret lies there, and with it any value can be forged. What protects then is that no value is ever executed: all are JSON, and
+what is in them is built as data alone.
 
 When the process that hosts a ``TCPStore`` is stopped, or the network is down, every call on a client blocks, whatever its
 timeout. So the calls run on a daemon thread of ours and the caller waits for a future. A connection that does not answer is

@@ -13,10 +13,12 @@ from pathlib import Path
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, Manifest, read_manifest
 from safe_ckpt.core.storage import presence
+from safe_ckpt.core.storage.inside import inside
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.reader import drop_cache
 from safe_ckpt.errors import (
     CorruptCheckpointError,
+    HostileCheckpointError,
     IncompleteCheckpointError,
     SafeCheckpointError,
     UnsupportedFormatError,
@@ -399,6 +401,6 @@ def still_has_its_name(info: CheckpointInfo) -> bool:
 
 def _named_by(pointer: Path) -> Path | None:
     try:
-        return pointer.parent / pointer.read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
+        return inside(pointer.parent, pointer.read_text(encoding="utf-8", errors="replace").strip())
+    except (FileNotFoundError, HostileCheckpointError):  # what leads out is none of the checkpoints here
         return None

@@ -26,7 +26,7 @@ from safe_ckpt.core.formats import torch_reading
 from safe_ckpt.core.names import matched, plain_names
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dcp_plan import METADATA
-from safe_ckpt.core.sharding.dcp_read import StraightReader
+from safe_ckpt.core.sharding.dcp_read import StraightReader, refuse_outside
 from safe_ckpt.core.sharding.sharded_item import Fitted, is_extra_state
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, RestoreError, StateError
 
@@ -79,7 +79,7 @@ def read_metadata(folder: Path) -> Metadata:
 
     Raises:
         CorruptCheckpointError: it cannot be read as that.
-        HostileCheckpointError: it would run code.
+        HostileCheckpointError: it would run code, or names a file elsewhere.
         OSError: it could not be read.
     """
     try:
@@ -88,11 +88,12 @@ def read_metadata(folder: Path) -> Metadata:
     except OSError:
         raise
     except HostileCheckpointError as error:
-        raise HostileCheckpointError(path=str(folder), file=METADATA, message=error.message) from error
+        raise HostileCheckpointError(path=str(folder), file=METADATA, message=error.message) from None
     except Exception as error:  # whatever a pickle machine makes of bytes that are none
         raise CorruptCheckpointError(path=str(folder), file=METADATA, message=str(error)) from error
     if not isinstance(metadata, Metadata):
         raise CorruptCheckpointError(path=str(folder), file=METADATA, message="is no metadata of DCP")
+    refuse_outside(folder, metadata)
     return metadata
 
 
