@@ -25,6 +25,7 @@ import torch
 from typing_extensions import Self
 
 from safe_ckpt.core.formats.torch_reading import load_data, refusing
+from safe_ckpt.core.health.regions import StandIns
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, StateError, TamperedError
 
@@ -216,7 +217,8 @@ class _Names:
         self.called: set[tuple[str, str]] = set()
 
     def read(self, stream: IO[bytes]) -> None:
-        _Reader(stream, self).load()
+        nothing = self.find("collections", "OrderedDict")
+        StandIns(stream, self.find, nothing).load()
 
     def find(self, module: str, name: str) -> Any:
         # As the unpickler does: torch's pickles call what is in Python's library as Python 2 did.
@@ -236,19 +238,6 @@ class _Names:
                 admits = "torch.serialization.add_safe_globals admits what is yours"
                 return f"its pickle {verb} {text[:200]}, which is no data; {admits}"
         return None
-
-
-class _Reader(pickle.Unpickler):  # unpickles: stand-ins alone
-    def __init__(self, stream: IO[bytes], names: _Names) -> None:
-        super().__init__(stream, encoding="latin-1")
-        self._names = names
-
-    def find_class(self, module: str, name: str) -> Any:
-        return self._names.find(module, name)
-
-    def persistent_load(self, pid: Any) -> Any:
-        del pid
-        return self._names.find("collections", "OrderedDict")()
 
 
 def _text_of(one: Any) -> str:
