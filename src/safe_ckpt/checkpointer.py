@@ -359,6 +359,8 @@ class Checkpointer:
         sharded = plan.files_in(folders.values(), manifest)
         verify(path, manifest, only=set(sharded[rank::size]), cached=True)
         loaded: dict[str, Any] = {name: restore.Shards(path / folder) for name, folder in folders.items()}
+        for shards in loaded.values() if rank == 0 else ():
+            shards.refuse_code()
         for name in needed.keys() - folders.keys():
             shared = size > 1 and not manifest.items[name]["per_rank"]
             loaded[name] = plan.load_item(lambda _: path, manifest, needed[name], name, shared=shared)

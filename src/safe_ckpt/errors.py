@@ -22,7 +22,7 @@
     ├── CommitOutcomeUnknown(RuntimeError)     a save may be committed or not: rank 0 was lost between commit and verdict
     ├── UnhealthyStateError(ArithmeticError)   what was saved has numbers that are NaN or infinite
     ├── CorruptCheckpointError(ValueError)     bytes on disk are not the bytes that were written
-    │   ├── HostileCheckpointError             no tool writes such a file: reading it could exhaust or mislead the reader
+    │   ├── HostileCheckpointError             no tool writes such a file: it could run code, exhaust or mislead the reader
     │   └── IncompleteCheckpointError          a file of it is not there; nothing says that bytes are wrong
     ├── UnsupportedFormatError(ValueError)     written by a newer version, or not a checkpoint of ours
     ├── NoValidCheckpointError(FileNotFoundError)  checkpoints were expected and none is usable

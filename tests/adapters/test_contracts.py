@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import pickle
 import textwrap
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ SELF = ("self",)
 
 TORCH = [
     Part(NamedTuple("Pair", [("one", int)]), "_make", "core/sharding/gather.py", "a named tuple takes its fields one by one"),
+    Part(pickle, "_compat_pickle", "adapters/pickles.py", "the names of Python 2, as its reader replaces them"),
     Part(torch, "_C", "core/formats/torch_reading.py", "the module of PyTorchFileReader"),
     Part(torch._C, "PyTorchFileReader", "core/formats/torch_reading.py", "reads an archive from memory"),
     Part(torch._C, "_distributed_c10d", "core/coordination/process_groups.py", "the types of the stores, for type checkers"),

@@ -60,3 +60,67 @@ def test_locks_can_be_taken_again_by_their_thread():
         if "threading.Lock()" in line and "# not reentrant: " not in line
     ]
     assert lines == []
+
+
+READERS = {"load", "loads", "Unpickler", "_Unpickler", "read_pickle"}
+PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+OTHERS = {
+    *("load_object", "gather_object", "all_gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("recv_object_list", "send_object_list", "_tensor_to_object", "eval", "exec"),
+}
+
+
+def runs_what_it_reads(node):
+    """Whether a node of the syntax unpickles: a call of a pickle module, of torch or numpy without a bar, or of an object
+    collective of torch.distributed, which sends pickles.
+    """
+    if isinstance(node, ast.ClassDef):
+        return any(ast.unparse(base).rpartition(".")[2] in {"Unpickler", "_Unpickler"} for base in node.bases)
+    if isinstance(node, ast.ImportFrom) and node.module in PICKLES:
+        return any(alias.name in READERS for alias in node.names)
+    if not isinstance(node, ast.Call):
+        return False
+    home, _, name = ast.unparse(node.func).rpartition(".")
+    given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+    if home in {"torch", "serialization", "torch.serialization"} and name in {"load", "_load"}:
+        # ``_load`` is given the unpickler itself.
+        return given.get("weights_only") != "True" and "unpickler" not in [ast.unparse(arg) for arg in node.args]
+    if home in {"np", "numpy"} and name == "load":
+        return given.get("allow_pickle") != "False"
+    return (home in PICKLES and name in READERS) or (name in OTHERS and home in {"", "dist", "torch.distributed"})
+
+
+def test_nothing_is_unpickled_freely():
+    """What reads a pickle admits data alone, or its line says after ``# unpickles:`` why it may, or why nothing can run."""
+    found = []
+    for file in SOURCES.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        found += [
+            f"{file.relative_to(SOURCES)}:{node.lineno}"
+            for node in ast.walk(ast.parse(text))
+            if runs_what_it_reads(node) and "# unpickles: " not in lines[node.lineno - 1]
+        ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("line", "runs"),
+    [
+        ("pickle.loads(data)", True),
+        ("pickle.Unpickler(stream).load()", True),
+        ("class A(pickle.Unpickler): pass", True),
+        ("from pickle import loads", True),
+        ("torch.load(file)", True),
+        ("torch.load(file, weights_only=False)", True),
+        ("torch.load(file, weights_only=given)", True),
+        ("torch.load(file, weights_only=True)", False),
+        ("dist.broadcast_object_list(parts)", True),
+        ("np.load(file, allow_pickle=True)", True),
+        ("pickle.dumps(state)", False),
+        ("json.loads(text)", False),
+    ],
+)
+def test_the_rule_finds_what_it_is_for(line, runs):
+    """The rule above is no rule if it finds nothing."""
+    assert any(map(runs_what_it_reads, ast.walk(ast.parse(line)))) == runs

@@ -14,24 +14,26 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Self
 
 from safe_ckpt.adapters.layouts import Kind
+from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.core.directory import catalog, extra_files
 from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate
 from safe_ckpt.core.directory.retention import DeleteListed, KeepNewest, policy_of
 from safe_ckpt.core.directory.shared import listed
 from safe_ckpt.core.directory.standing import Catalog, is_of, named_by, standing_of
 from safe_ckpt.core.directory.workspace import HIDDEN, HIDDEN_TOO, NAMES, Workspace
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import is_marked, verify_if_ours, verify_share
 from safe_ckpt.core.saving import resume
 from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
 from safe_ckpt.core.saving.mirror_resume import Mirrored
 from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest
 from safe_ckpt.core.storage import durable, presence
+from safe_ckpt.core.storage.inside import checked_name, really_inside
 from safe_ckpt.core.transfer.fetching import is_copy_of
 from safe_ckpt.core.writer import commit_order
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
+    from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.saving.engine import Engine
     from safe_ckpt.core.saving.job import SaveHandle
 
@@ -46,10 +48,12 @@ __all__ = [
     "DeleteListed",
     "HeldDirectories",
     "KeepNewest",
+    "Manifest",
     "OpenDirectory",
     "Workspace",
     "candidates_in",
     "catalog",
+    "checked_name",
     "commit_order",
     "durable",
     "fetch",
@@ -62,6 +66,7 @@ __all__ = [
     "policy_of",
     "presence",
     "read_manifest",
+    "really_inside",
     "refuse",
     "resume",
     "standing_of",
@@ -240,10 +245,11 @@ def manifest_of(path: Path) -> Manifest | None:
 
 
 def verify(engine: Engine, path: Path) -> None:
-    """Verify one checkpoint, each rank a share. One of another tool is not verified. Every rank calls this.
+    """Verify one checkpoint, each rank a share. One of another tool has no digests to compare. Every rank calls this.
 
     Raises:
         CorruptCheckpointError: it is damaged; on every rank.
+        HostileCheckpointError: it would run code; on every rank.
         SafeCheckpointError: it could not be read; on every rank.
     """
     resume.check(engine, path, lambda there: _verify_share(engine, there))
@@ -256,4 +262,6 @@ def warn_if_foreign(engine: Engine, path: Path) -> None:
 
 
 def _verify_share(engine: Engine, path: Path) -> None:
-    verify_share(path, engine.rank, engine.coordinator.size)
+    rank, size = engine.rank, engine.coordinator.size
+    verify_share(path, rank, size)
+    refuse_code(path, rank, size)

@@ -131,7 +131,8 @@ def _opened(source: Path, form: str, *, allow_pickle: bool, follow_symlinks: boo
     with Window(source) as window:
         mmap = is_archive(window)
     try:
-        return torch.load(source, map_location="cpu", weights_only=False, mmap=mmap)
+        options: dict[str, Any] = {"map_location": "cpu", "mmap": mmap}
+        return torch.load(source, weights_only=False, **options)  # unpickles: --allow-pickle asks for it
     except Exception as error:  # the code in it may raise anything
         message = f"running its pickle failed: {type(error).__name__}: {error}"
         raise UnsupportedFormatError(path=str(source), message=message) from error

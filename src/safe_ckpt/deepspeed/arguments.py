@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from safe_ckpt.adapters import Engine
-from safe_ckpt.adapters.directories import HIDDEN
+from safe_ckpt.adapters.directories import HIDDEN, checked_name
 from safe_ckpt.adapters.layouts import LATEST
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.errors import ConfigError
+from safe_ckpt.errors import ConfigError, HostileCheckpointError
 
-_RESERVED = (".", "..", HIDDEN, LATEST)
+_RESERVED = frozenset({".", HIDDEN, LATEST})
 
 
 def agree(
@@ -65,14 +66,16 @@ def checked_tag(tag: object) -> str:
     """
     name = str(tag)
     if not is_tag(name):
-        message = f"expected the name of a directory in save_dir, and none of {_RESERVED}, got {name!r}"
+        message = f"expected the name of a directory in save_dir, and none of {sorted(_RESERVED)}, got {name!r}"
         raise ConfigError(key="tag", message=message)
     return name
 
 
 def is_tag(name: str) -> bool:
     """Whether a tag may have this name."""
-    return all(part and part not in _RESERVED for part in name.split("/"))
+    with contextlib.suppress(HostileCheckpointError):
+        return _RESERVED.isdisjoint(checked_name(name).split("/"))
+    return False
 
 
 def checked_file(directory: object, name: object) -> Path:

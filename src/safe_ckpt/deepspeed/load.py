@@ -16,6 +16,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from safe_ckpt import events
 from safe_ckpt.adapters import Engine, Patch
 from safe_ckpt.adapters.directories import HIDDEN, manifest_of, presence, resume, verify, warn_if_foreign
+from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.deepspeed import arguments, directories, nvme, universal
 from safe_ckpt.deepspeed.data_place import DataPlace
@@ -57,6 +58,7 @@ def load(
         # It has no checksums: only whether it is complete can be checked.
         name = core.agree("load_checkpoint", decide=lambda _: wanted or universal.latest(folder))
         resume.apply(core, lambda: universal.refuse_incomplete(engine, folder / name))
+        resume.apply(core, lambda: refuse_code(folder / name, core.rank, core.coordinator.size))
         return _restored(core, engine, lambda: restore(str(folder), name))
     if core.config.mirror.url is not None:
         context.directories.fetch(folder, wanted)

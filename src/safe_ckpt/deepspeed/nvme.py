@@ -9,14 +9,18 @@ from typing import Any
 
 import torch
 from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from safe_ckpt.adapters import Engine, Planned
 from safe_ckpt.adapters.directories import manifest_of, presence, read_manifest, resume
 from safe_ckpt.adapters.extras import Part, agree_parts, give_back, own_part, parts_of
+from safe_ckpt.adapters.pickles import load_data, refusing
 from safe_ckpt.deepspeed.directories import OFFLOADED
 from safe_ckpt.errors import RestoreError, SafeCheckpointError
 
 NOTE = "offloaded"
+_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum)  # what DeepSpeed saves beside data
 IGNORED = ("*gradient*",)  # as DeepSpeed: they are not needed between two steps
 
 
@@ -176,8 +180,9 @@ def resume_all(core: Engine, engines: Mapping[Path, Any], *, optimizer_states: b
 
 def _resume_states(engine: Any, tag: Path, *, optimizer_states: bool) -> None:
     optimizer = engine.optimizer
-    saved = torch.load(engine._get_zero_ckpt_name(str(tag.parent), tag.name), map_location="cpu", weights_only=False)
-    state = saved["optimizer_state_dict"]
+    file = Path(engine._get_zero_ckpt_name(str(tag.parent), tag.name))
+    with file.open("rb") as stream, refusing(tag, file.name):
+        state = load_data(stream, _CLASSES)["optimizer_state_dict"]
     optimizer.checkpoint_event_prologue()
     if optimizer_states:
         _load_states(optimizer, state)

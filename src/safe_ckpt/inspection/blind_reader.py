@@ -89,7 +89,7 @@ class _Anything(dict):  # type: ignore[type-arg]
     __setstate__ = __setitem__ = append = extend = add = _ignore
 
 
-class _Blind(pickle.Unpickler):
+class _Blind(pickle.Unpickler):  # unpickles: stand-ins alone
     """Rebuilds plain containers and numbers; no class is imported and no function is called."""
 
     def __init__(self, stream: IO[bytes]) -> None:

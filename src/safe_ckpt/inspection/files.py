@@ -11,6 +11,7 @@ from typing import Any
 from typing_extensions import Self
 
 from safe_ckpt.core.formats.bounded_json import MOST_BYTES, parse_json
+from safe_ckpt.core.storage import inside as storage
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 
 MOST_FILES = 200_000
@@ -169,11 +170,9 @@ def inside(folder: Path, name: str) -> Path:
     Raises:
         HostileCheckpointError: it leads out.
     """
-    if not name or "\0" in name or name.startswith("/") or ".." in Path(name).parts:
-        message = f"a file name in it leads out of the checkpoint: {name[:200]!r}"
-        raise HostileCheckpointError(path=str(folder), message=message)
+    path = storage.inside(folder, name)
     raw = name.encode("utf-8", "surrogatepass")
     if any("\ud800" <= mark <= "\udfff" for mark in name) or len(raw) > 4000 or max(map(len, raw.split(b"/"))) > 255:
         message = f"a file name in it is not possible: {name[:200]!r}"
         raise HostileCheckpointError(path=str(folder), message=message)
-    return folder / name
+    return path

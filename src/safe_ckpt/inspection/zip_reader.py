@@ -12,6 +12,7 @@ import struct
 from dataclasses import dataclass
 
 from safe_ckpt.core.formats.zip_archive import COMMENT_PREFIX
+from safe_ckpt.core.storage.inside import checked_name
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
 from safe_ckpt.inspection.files import Window
 
@@ -159,9 +160,9 @@ class _Reader:
             name = raw.decode()
         except UnicodeDecodeError:
             raise self.damaged("a name in its directory is no text") from None
-        if not name or name.startswith("/") or "\\" in name or "\0" in name or ".." in name.split("/"):
+        if "\\" in name:
             raise self.refused(f"a name in it leads out of it: {name[:200]!r}")
-        return name
+        return checked_name(name, self._source.path)
 
     def _fields(self, extra: bytes, name: str) -> list[tuple[int, bytes]]:
         fields, at = [], 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters.directories import commit_order, presence, verify_if_ours
 from safe_ckpt.adapters.extras import one_shot
+from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.lightning.compat import CheckpointIO
 from safe_ckpt.lightning.resume import WEIGHTS_NOTE
@@ -84,12 +85,15 @@ class SafeCheckpointIO(CheckpointIO):
 
         Raises:
             CorruptCheckpointError: its bytes are not those that were written.
+            HostileCheckpointError: to load it would run code.
         """
         if self.saver is not None:
             self.saver.land()
         local = Path(os.fspath(path))
-        if presence.is_file(local) and local != self.trusted and presence.ends_as_archive(local):
-            verify_if_ours(local)
+        if presence.is_file(local) and local != self.trusted:
+            if presence.ends_as_archive(local):
+                verify_if_ours(local)
+            refuse_code(local)
         self.trusted = None
         loaded: dict[str, Any] = self.base.load_checkpoint(path, *args, **kwargs)
         return loaded

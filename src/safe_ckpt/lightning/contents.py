@@ -81,18 +81,21 @@ def _whole_checkpoint(
     attempt: Attempt,
 ) -> dict[str, Any] | None:
     """The Trainer's checkpoint, on rank 0 with what belongs to the ranks, if they ``capture`` anything."""
-    own, checkpoint = "", None
+    own, text, checkpoint = None, "", None
     if capture is not None:
         with attempt:  # a loader of the user's may not know where it is
-            own = loop_state.to_text(capture())
+            own = capture()
+            text = loop_state.to_text(own) if engine.coordinator.size > 1 else ""
     with attempt:
         checkpoint = dump(trainer, io, path, weights_only)
-    texts: dict[int, str] = {}
-    if capture is not None:
-        engine.agree("ranks' states", local=lambda: own, decide=texts.update)
-    if checkpoint is not None and texts and all(texts.values()) and attempt.error is None:
+    kept: dict[str, Any] = {"version": 1, "ranks": [own] if own is not None else []}
+    if capture is not None and engine.coordinator.size > 1:
+        texts: dict[int, str] = {}
+        engine.agree("ranks' states", local=lambda: text, decide=texts.update)
         with attempt:
-            checkpoint = {**checkpoint, loop_state.KEY: loop_state.assemble(texts)}
+            kept = loop_state.assemble(texts)
+    if checkpoint is not None and kept["ranks"] and attempt.error is None:
+        checkpoint = {**checkpoint, loop_state.KEY: kept}
     return checkpoint
 
 

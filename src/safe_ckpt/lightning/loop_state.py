@@ -10,16 +10,12 @@ as processed, as it does one that ended, and runs the hooks at the end of an epo
 
 from __future__ import annotations
 
-import base64
-import io
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from safe_ckpt.adapters import patch
+from safe_ckpt.adapters import patch, pickles
 from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
 from safe_ckpt.lightning import dataloader
 
@@ -48,17 +44,22 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
 
 
 def to_text(contribution: Mapping[str, Any]) -> str:
-    """For the way to rank 0."""
-    buffer = io.BytesIO()
-    torch.save(dict(contribution), buffer)
-    return base64.b64encode(buffer.getvalue()).decode()
+    """For the way to rank 0, which builds nothing but data from it.
+
+    Raises:
+        StateError: something in it is no data.
+    """
+    return pickles.to_text(dict(contribution), key="the state of the data loaders")
 
 
 def assemble(texts: Mapping[int, str]) -> dict[str, Any]:
-    """On rank 0: what goes into the checkpoint."""
-    # Written by the ranks of this job a moment ago: trusted as far as they are.
-    ranks = [torch.load(io.BytesIO(base64.b64decode(texts[rank])), weights_only=False) for rank in sorted(texts)]
-    return {"version": 1, "ranks": ranks}
+    """On rank 0: what goes into the checkpoint. A rank that has failed sends no text: then there are no ``ranks``.
+
+    Raises:
+        TamperedError: a text does not come from ``to_text``.
+    """
+    ranks = sorted(texts) if all(texts.values()) else ()
+    return {"version": 1, "ranks": [pickles.from_text(texts[rank], f"the state of rank {rank}") for rank in ranks]}
 
 
 @dataclass

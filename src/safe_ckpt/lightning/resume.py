@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -13,18 +14,29 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import CheckpointInfo, Engine, layouts, patch
 from safe_ckpt.adapters.directories import (
+    HIDDEN,
     Candidate,
     Workspace,
     catalog,
     durable,
     presence,
     read_manifest,
+    really_inside,
     resume,
     verify_if_ours,
     verify_share,
 )
+from safe_ckpt.adapters.pickles import refuse_code, refusing
 from safe_ckpt.adapters.planning import Link
-from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NoValidCheckpointError, SafeCheckpointError
+from safe_ckpt.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    HostileCheckpointError,
+    IncompleteCheckpointError,
+    NoValidCheckpointError,
+    SafeCheckpointError,
+    UnsupportedFormatError,
+)
 from safe_ckpt.inspection.blind_reader import look_inside, read_layout
 from safe_ckpt.lightning import signals
 
@@ -40,9 +52,18 @@ WEIGHTS_NOTE = "weights_only"
 
 def notes(workspace: Workspace, *, links: list[Link], to_delete: list[Path], weights_only: bool) -> dict[str, Any]:
     """Further entries of the manifest, with which the next run can finish what a killed one had begun."""
+    below = workspace.path
+
+    def is_below(path: Path) -> bool:  # what lies elsewhere is done by this run alone: the next one would refuse it
+        return below in Path(os.path.normpath(path)).parents
+
     return {
-        REMOVES: [os.path.relpath(path, workspace.path) for path in to_delete],
-        LINKS: {os.path.relpath(link.path, workspace.path): link.target for link in links},
+        REMOVES: [path.relative_to(below).as_posix() for path in to_delete if is_below(path)],
+        LINKS: {
+            link.path.relative_to(below).as_posix(): link.target
+            for link in links
+            if is_below(link.path) and is_below(link.path.parent / (link.target or link.path.name))
+        },
         WEIGHTS_NOTE: weights_only,
     }
 
@@ -118,8 +139,13 @@ def choose(engine: Engine, workspace: Workspace, suffix: str) -> Path | None:
     def verified(path: Path) -> None:
         if presence.is_directory(path):
             verify_share(path, rank, size)
+            refuse_code(path, rank, size)
         elif rank == 0:  # all ranks read all of it right afterwards
             _verify(path)
+            refuse_code(path)
+        if rank == 0:
+            with contextlib.suppress(UnsupportedFormatError, IncompleteCheckpointError):  # of another tool
+                _due(workspace, path)
 
     def judged() -> list[Candidate]:
         listed = catalog.list_files(workspace.path, suffix, layouts.is_lightning_directory)
@@ -172,14 +198,44 @@ def _judged(candidate: Candidate) -> Candidate:
     return look_inside(candidate)
 
 
+def _due(workspace: Workspace, path: Path) -> tuple[dict[Path, str | None], list[Path]]:
+    """What was due when ``path`` was committed: the links with what they point to, and what is to be deleted.
+
+    Raises:
+        HostileCheckpointError: something of it lies outside of the directory.
+        SafeCheckpointError: its manifest cannot be read.
+    """
+    below, notes = workspace.path, read_manifest(path).notes
+
+    def inside(name: object) -> Path:
+        found = really_inside(below, name)
+        if HIDDEN in found.relative_to(below).parts:
+            raise HostileCheckpointError(
+                path=str(path), message=f"its notes name {name!r:.200}, which is no checkpoint"
+            )
+        return found
+
+    def target(name: str, text: str | None) -> str | None:
+        if text is not None:  # relative to where the link lies; as ``relpath`` makes it
+            led = os.path.normpath(os.path.join(os.path.dirname(name), text))
+            inside(led if text == os.path.normpath(text) else None)
+        return text
+
+    try:
+        with refusing(path, "its notes"):
+            links = {inside(name): target(name, text) for name, text in notes.get(LINKS, {}).items()}
+            return links, [inside(name) for name in notes.get(REMOVES, [])]
+    except HostileCheckpointError as error:
+        raise HostileCheckpointError(path=str(path), file="its notes", message=error.message) from error
+
+
 def _finish(workspace: Workspace, info: CheckpointInfo) -> None:
     # Killed between its commit and its links and removals: they are due now, since what replaces them is good.
     if not info.verified:
         return
-    notes = read_manifest(info.file_path).notes
-    for name, target in notes.get(LINKS, {}).items():
-        _link_again(workspace, info, workspace.path / name, target)
-    to_delete = [workspace.path / name for name in notes.get(REMOVES, [])]
+    links, to_delete = _due(workspace, info.file_path)
+    for path, target in links.items():
+        _link_again(workspace, info, path, target)
     for path in workspace.discard([path for path in to_delete if _is_ours_and_older(path, info)]):
         logger.info("removed %s, as was due when %s was saved", path, info.name)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import Engine, Planned, layouts, patch
-from safe_ckpt.adapters.directories import MANIFEST_NAME, presence, verify
+from safe_ckpt.adapters.directories import presence, verify
 from safe_ckpt.adapters.planning import gather_whole
 
 if TYPE_CHECKING:
@@ -128,13 +128,9 @@ def guard(
         before()
         path = Path(checkpoint_path)
 
-        def look(_: object) -> tuple[bool, bool]:
-            folder = presence.is_directory(path)
-            return folder, folder and presence.is_there(path / MANIFEST_NAME)
-
         # As rank 0 sees it: what follows is done on all ranks together or on none.
-        is_folder, is_ours = engine.agree("load", must_match={"path": path}, decide=look)
-        if is_ours and not trusts(path):
+        is_folder = engine.agree("load", must_match={"path": path}, decide=lambda _: presence.is_directory(path))
+        if is_folder and not trusts(path):
             verify(engine, path)
         context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if form is not None and form.engine and is_folder:

@@ -117,7 +117,7 @@ def _collect(pipes: list[Connection], deadline: float, expendable: Collection[in
         for rank in [rank for rank in left if pipes[rank] in ready]:
             left.remove(rank)
             with contextlib.suppress(EOFError, OSError):  # it was killed
-                results[rank] = pickle.loads(pipes[rank].recv_bytes())
+                results[rank] = pickle.loads(pipes[rank].recv_bytes())  # unpickles: what a child of this process wrote
     return results
 
 
@@ -154,7 +154,7 @@ def _run_rank(
 def _pickled(result: dict[str, Any]) -> bytes:
     try:
         data = pickle.dumps(result)
-        pickle.loads(data)
+        pickle.loads(data)  # unpickles: what the line before made
     except Exception:
         error = result.get("error")
         text = "".join(traceback.format_exception(error)) if error is not None else repr(result.get("value"))

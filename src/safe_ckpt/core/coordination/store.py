@@ -1,10 +1,13 @@
-"""The store in which ranks meet: authenticated values, and connections that cannot block their caller.
+"""The store in which ranks meet: sealed values, and connections that cannot block their caller.
 
 A ``TCPStore`` refuses values above 8 MiB. So large ones are compressed, and cut into parts where that is not enough.
 
 A ``TCPStore`` has no authentication: anyone who reaches its port can read, write and delete. So every value is sealed with a
-secret that the ranks got through their process group's own store. A value of anybody else is detected when it is read. No
-value is ever executed: all are JSON. A stranger can still read, delete and count up. That can disturb a job, not control it.
+secret that the ranks got through their process group's own store. A value that another program has written by mistake, or that
+is incomplete, is detected when it is read, and so is one of somebody who reaches this port alone. The seal is no protection
+from somebody who reaches the process group's own store as well, which is mostly a ``TCPStore`` too (``MASTER_PORT``): the
+secret lies there, and with it any value can be forged. What protects then is that no value is ever executed: all are JSON, and
+what is in them is built as data alone.
 
 When the process that hosts a ``TCPStore`` is stopped, or the network is down, every call on a client blocks, whatever its
 timeout. So the calls run on a daemon thread of ours and the caller waits for a future. A connection that does not answer is
@@ -80,7 +83,7 @@ class SealedStore:
 
     Args:
         store: where everything is kept.
-        secret: the same for all ranks of the session, and known to nobody else.
+        secret: the same for all ranks of the session; known to everybody who reads the process group's own store.
     """
 
     def __init__(self, store: Store, secret: str) -> None:
@@ -99,7 +102,7 @@ class SealedStore:
         """Read a value; waits for it as the store does.
 
         Raises:
-            TamperedError: no rank of this job wrote it.
+            TamperedError: nobody who knows the secret wrote it.
         """
         return self._opened(key, bytes(self._store.get(key)))
 
@@ -107,7 +110,7 @@ class SealedStore:
         """Read several values, all of which are there.
 
         Raises:
-            TamperedError: no rank of this job wrote one of them.
+            TamperedError: nobody who knows the secret wrote one of them.
         """
         values = self._store.multi_get(list(keys))
         return [self._opened(key, bytes(value)) for key, value in zip(keys, values, strict=True)]

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from safe_ckpt.core.directory.lease import Lease
 from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from safe_ckpt.core.storage.inside import checked_name
 from safe_ckpt.core.storage.objects.answers import ChangedError, ExistsError
 from safe_ckpt.core.storage.objects.bucket import Bucket, Version
 from safe_ckpt.core.storage.objects.place import ObjectPath
@@ -109,10 +110,10 @@ class Head:
                 version=int(facts["version"]),
                 lease=lease,
                 sequence=int(facts["sequence"]),
-                pending=tuple(map(str, facts["pending"])),
-                trash=tuple(map(str, facts["trash"])),
-                quarantined=tuple(map(str, facts["quarantined"])),
-                committed=tuple(map(str, facts["committed"])) if facts.get("committed") is not None else None,
+                pending=_folders(facts["pending"]),
+                trash=_folders(facts["trash"]),
+                quarantined=_folders(facts["quarantined"]),
+                committed=_folders(facts["committed"]) if facts.get("committed") is not None else None,
                 checked=bool(facts["checked"]),
             )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
@@ -170,6 +171,13 @@ class Head:
 
     def _next(self, **changes: object) -> Head:
         return dataclasses.replace(self, version=self.version + 1, **changes)  # type: ignore[arg-type]
+
+
+def _folders(names: Sequence[object]) -> tuple[str, ...]:
+    """Names of folders in the directory itself. Objects below them are deleted: none may lie elsewhere."""
+    if any("/" in checked_name(name) for name in names):
+        raise ValueError("it names a folder within another one")
+    return tuple(map(str, names))
 
 
 def _digest(facts: Mapping[str, Any]) -> str:

@@ -20,9 +20,10 @@ from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
 from safe_ckpt.core.health.verdict import marked_words
 from safe_ckpt.core.storage.copier import Stamp
+from safe_ckpt.core.storage.inside import inside
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.presence import opened
-from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.errors import HostileCheckpointError, SafeCheckpointError
 
 logger = logging.getLogger(__name__)
 TAKEN = "a resume takes it"
@@ -239,5 +240,8 @@ def named_by(pointer: Path) -> Path | None:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             return None
         raise
-    leads_out = {"", ".", "..", HIDDEN, pointer.name} & set(name.split("/"))
-    return None if leads_out or "\0" in name else pointer.parent / name
+    try:
+        named = inside(pointer.parent, name)
+    except HostileCheckpointError:  # what leads out is none of the checkpoints here
+        return None
+    return None if {HIDDEN, pointer.name} & set(named.relative_to(pointer.parent).parts) else named

@@ -32,10 +32,12 @@ from safe_ckpt.core.formats.bounded_json import MOST_BYTES, parse_json
 from safe_ckpt.core.formats.health_section import checked_health
 from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES, COMMENT_PREFIX
 from safe_ckpt.core.storage import presence
+from safe_ckpt.core.storage.inside import checked_name
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.objects.second_look import parse_twice
 from safe_ckpt.errors import (
     CorruptCheckpointError,
+    HostileCheckpointError,
     IncompleteCheckpointError,
     SafeCheckpointError,
     StateError,
@@ -88,9 +90,7 @@ class FileEntry:
 
     def __post_init__(self) -> None:
         """Refuse what a reader would, at the commit already."""
-        name, parts = self.path, _typed(self.path, str).split("/")
-        if name.startswith("/") or ".." in parts or not any(part not in ("", ".") for part in parts) or "\0" in name:
-            raise ValueError(f"a path in the manifest leads out of the checkpoint: {name!r}")
+        name = checked_name(self.path)
         if not _DIGEST.match(_typed(self.xxh3_128, str)):
             raise ValueError(f"a damaged digest for {name!r}")
         if not 0 <= _typed(self.size_bytes, int) < 1 << 62:
@@ -161,6 +161,7 @@ class Manifest:
         Raises:
             UnsupportedFormatError: not ours, or of a newer version.
             CorruptCheckpointError: a field is missing, of the wrong type or not allowed.
+            HostileCheckpointError: the path of a file leads out.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise UnsupportedFormatError(path=path, message="its manifest was not written by safe_ckpt")
@@ -181,6 +182,8 @@ class Manifest:
             maps["written_by"] = _typed(data.get("written_by", {}), dict)
             maps["health"] = checked_health(data.get("health", {}))
             frozen = [_typed(name, str) for name in _typed(data["frozen"], list)] if "frozen" in data else None
+        except HostileCheckpointError as error:
+            raise HostileCheckpointError(path=path, file=MANIFEST_NAME, message=error.message) from error
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(path=path, file=MANIFEST_NAME, message=f"damaged manifest: {error}") from error
         return cls(**texts, **numbers, **maps, files=files, frozen=frozen)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import mmap
+import pickle
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 import torch
+
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.errors import HostileCheckpointError, SafeCheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +35,44 @@ def load_plain(stream: IO[bytes]) -> Any:
     with warnings.catch_warnings(), _checked():
         warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
         return torch.load(stream, map_location="cpu", weights_only=True)
+
+
+def load_data(stream: IO[bytes], classes: Sequence[type] = ()) -> Any:
+    """As ``load_plain``. Admits arrays of numpy and objects of ``classes`` as well: making them runs their own code alone."""
+    with torch.serialization.safe_globals([*classes, *_arrays()]):
+        return load_plain(stream)
+
+
+def _arrays() -> list[Any]:
+    try:
+        import numpy as np
+    except ImportError:
+        return []
+    kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"}
+    rebuild: Any = np.zeros(0).__reduce__()[0]
+    names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+    return [np.ndarray, np.dtype, *kinds, *((rebuild, name) for name in names)]
+
+
+@contextlib.contextmanager
+def refusing(folder: Place, file: str) -> Iterator[None]:
+    """Around the reading of bytes that are those that were written: what cannot be read then was written by no tool.
+
+    Raises:
+        HostileCheckpointError: it could not be read without running code, or not at all.
+    """
+    try:
+        yield
+    except (SafeCheckpointError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:1000]
+        if isinstance(error, RuntimeError) and "alloc" in text.lower():  # torch's word for a lack of memory
+            raise
+        runs = isinstance(error, pickle.UnpicklingError)
+        why = "cannot be read without running code" if runs else "has the bytes that were written, and is no such file"
+        message = f"{why}: {type(error).__name__}: {text}"
+        raise HostileCheckpointError(path=str(folder), file=file, message=message) from error
 
 
 def _checked() -> Any:

@@ -20,6 +20,7 @@ from safe_ckpt.core.formats.manifest import (
 )
 from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES
 from safe_ckpt.core.storage import presence
+from safe_ckpt.core.storage.inside import really_inside
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.reader import ReadProgress, digest_of
 from safe_ckpt.errors import (
@@ -159,10 +160,11 @@ def verify_entry(
 
     Raises:
         CorruptCheckpointError: it differs.
+        HostileCheckpointError: a link leads out of the checkpoint to it.
         IncompleteCheckpointError: it is not there.
         OSError: it could not be read; it is not treated as corrupt.
     """
-    file = path / entry.path
+    file = really_inside(path, entry.path) if isinstance(path, Path) and not links else path / entry.path
     try:
         size = file.bucket.size_of(file.key) if isinstance(file, ObjectPath) else _size_of(file, links=links)
         if size < 0:

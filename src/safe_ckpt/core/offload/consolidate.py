@@ -174,7 +174,8 @@ class _Scan:
 
 def _checked_name(name: str) -> str:
     pure = PurePosixPath(name)
-    if not name or pure.is_absolute() or str(pure) != name or {".", "..", HIDDEN} & set(pure.parts):
+    odd = {".", "..", HIDDEN}  # not read: an argument
+    if not name or pure.is_absolute() or str(pure) != name or odd & set(pure.parts):
         raise ConfigError(key=f"sources: {name!r}", message="expected the name of a folder within the destination")
     if pure.parts[0] == MANIFEST_NAME:
         raise ConfigError(key=f"sources: {name!r}", message="that is the name of the manifest")

@@ -26,6 +26,7 @@ from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.copier import FileCopy, Stamp, copy_files
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.storage.durable import sync_directory
+from safe_ckpt.core.storage.inside import inside
 from safe_ckpt.core.storage.objects.options import refuse_url
 from safe_ckpt.errors import (
     CorruptCheckpointError,
@@ -198,7 +199,7 @@ def _sweep(target: Path) -> None:
 def _refuse_in_the_way(part: Part) -> None:
     """Refuse targets that no file can replace, before any rank has replaced anything."""
     for entry in part.entries:
-        file = part.target / entry.path.removeprefix(part.prefix)
+        file = inside(part.target, entry.path.removeprefix(part.prefix))
         if file.is_dir():
             raise DirectoryError(path=str(file), message="is a directory where a file goes", code=errno.EISDIR)
         for parent in file.parents:
@@ -215,7 +216,7 @@ def _copy(part: Part, folder: Path) -> None:
     copies = []
     for entry in part.entries:
         file = part.checkpoint / entry.path
-        target = folder / entry.path.removeprefix(part.prefix)
+        target = inside(folder, entry.path.removeprefix(part.prefix))
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             stamp = Stamp.of(file.lstat())

@@ -12,10 +12,16 @@ from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.core.transfer.host_cache import Host, HostCache, host_of, hosts_of
-from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, naming
+from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, IncompleteCheckpointError, naming
 
 logger = logging.getLogger(__name__)
 
+KINDS: dict[str, type[CorruptCheckpointError]] = {
+    "missing": IncompleteCheckpointError,
+    "refused": HostileCheckpointError,
+    "bad": CorruptCheckpointError,
+}
+"""What may be wrong with a candidate. Only one of the last kind is damaged, and is moved into quarantine."""
 Wanted = Callable[[Manifest, Host], Sequence[FileEntry]]
 """Which files are to be fetched to a folder of the host; the others are read from the store. Equal on all ranks of a host."""
 LoadFetched = Callable[[ObjectPath, Manifest, Path, Host], Any]
@@ -63,9 +69,9 @@ class ObjectReader:
         if "verdict" in found:
             return None, found["verdict"]
         attempt.host = host_of(self._engine.rank, found["hosts"])
-        verdict = self._step("fetch", path, lambda: attempt.fetch(self._wanted, found["token"]), _judged)
+        verdict = self._step("fetch", path, lambda: attempt.fetch(self._wanted, found["token"]), judge)
         if verdict is None:
-            verdict = self._step("resume candidate", path, lambda: attempt.read(self._load), _judged)
+            verdict = self._step("resume candidate", path, lambda: attempt.read(self._load), judge)
         return attempt.loaded, verdict
 
     def _step(
@@ -92,7 +98,7 @@ class _Attempt:
     def look(self) -> dict[str, Any]:
         """Read the manifest, and tell which host this is."""
         found = self._tried(self._look)
-        return found if "bad" in found or "missing" in found else {**found, "host": self._cache.host_id(self._needed)}
+        return {**found, "host": self._cache.host_id(self._needed)} if found.keys().isdisjoint(KINDS) else found
 
     def fetch(self, wanted: Wanted, token: str) -> dict[str, Any]:
         """Fetch this rank's share of what its host needs."""
@@ -124,24 +130,28 @@ class _Attempt:
             with naming(rank=self._rank, phase=f"reading {self._path}", path=str(self._path)):
                 self._manifest = self._manifest or read_manifest(self._path)
                 return step(self._manifest)
-        except IncompleteCheckpointError as error:
-            return {"missing": str(error)}
         except CorruptCheckpointError as error:
-            return {"bad": str(error)}
+            return {kind_of(error): str(error)}
 
 
 def _grouped(answers: Mapping[int, Any]) -> dict[str, Any]:
-    verdict = _judged(answers)
+    verdict = judge(answers)
     if verdict is not None:
         return {"verdict": verdict}
     if len({answers[rank]["op_id"] for rank in answers}) > 1:
-        return {"verdict": {"why": "the ranks read different manifests", "damaged": False}}
+        return {"verdict": {"why": "the ranks read different manifests", "kind": "missing"}}
     return {"hosts": hosts_of({rank: answers[rank]["host"] for rank in answers}), "token": uuid.uuid4().hex}
 
 
-def _judged(answers: Mapping[int, Any]) -> dict[str, Any] | None:
-    for kind in ("bad", "missing"):
+def kind_of(error: CorruptCheckpointError) -> str:
+    """What is wrong, as ranks tell each other: one of ``KINDS``."""
+    return next(kind for kind, error_kind in KINDS.items() if isinstance(error, error_kind))
+
+
+def judge(answers: Mapping[int, Any]) -> dict[str, Any] | None:
+    """On rank 0: why a candidate is passed over, and which of ``KINDS`` that is; None when all ranks can use it."""
+    for kind in reversed(KINDS):
         for rank in sorted(answers):
             if kind in answers[rank]:
-                return {"why": f"rank {rank}: {answers[rank][kind]}", "damaged": kind == "bad"}
+                return {"why": f"rank {rank}: {answers[rank][kind]}", "kind": kind}
     return None

@@ -25,7 +25,7 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, Manif
 from safe_ckpt.core.formats.verify import KnownDamage
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.mirror_resume import Mirrored
-from safe_ckpt.core.saving.object_resume import ObjectReader
+from safe_ckpt.core.saving.object_resume import KINDS, ObjectReader, judge, kind_of
 from safe_ckpt.core.saving.request import Root
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
@@ -76,8 +76,8 @@ def choose(
 ) -> Chosen | None:
     """Find the newest checkpoint that every rank can read and verify. Every rank calls this.
 
-    All ranks skip a corrupt one, and move it into quarantine once an older one was verified. One with a missing file is
-    skipped as well, and stays where it is.
+    All ranks skip a corrupt one, and move it into quarantine once an older one was verified. One with a missing file, and one
+    that would run code, is skipped as well, and stays where it is.
 
     Args:
         engine: where the ranks meet.
@@ -132,9 +132,9 @@ def choose(
                 _recall(engine, workspace, info, health, load)
                 return Chosen(info=info, loaded=loaded)
             rejected[name] = verdict["why"]
-            if verdict["damaged"]:
+            if verdict["kind"] == "bad":
                 damaged[name] = verdict["why"]
-            how = "cannot be used" if verdict["damaged"] else "is passed over"
+            how = "cannot be used" if verdict["kind"] == "bad" else "is passed over"
             logger.warning("%s %s: %s", path, how, verdict["why"])
         if rejected or plan["quarantined"]:
             seen = {**rejected, **dict.fromkeys(plan["quarantined"], "in quarantine")}
@@ -180,13 +180,13 @@ def check(engine: Engine, path: Path, load: Load) -> None:
 
     Raises:
         CorruptCheckpointError: it is damaged, on every rank.
+        HostileCheckpointError: it would run code, on every rank.
         IncompleteCheckpointError: a file of it is not there, on every rank.
         SafeCheckpointError: it could not be read, on every rank.
     """
     _, verdict = _try(engine, path, load, KnownDamage(), ours=False)
     if verdict is not None:
-        kind = CorruptCheckpointError if verdict["damaged"] else IncompleteCheckpointError
-        raise kind(path=str(path), message=verdict["why"])
+        raise KINDS[verdict["kind"]](path=str(path), message=verdict["why"])
     engine.trained.recall_from(path)
 
 
@@ -277,7 +277,7 @@ def _try_files(
     )
     if seen["missing"]:
         why = f"rank 0: {path} ({', '.join(seen['missing'])}): is missing"
-        return None, {"why": why, "damaged": False}
+        return None, {"why": why, "kind": "missing"}
 
     def read() -> dict[str, str]:
         nonlocal loaded
@@ -287,11 +287,11 @@ def _try_files(
                     _await_files(engine, path, seen)
                 damage.refuse(path)
                 loaded = _read(path, load, Patience(engine.config.timeouts))
-        except IncompleteCheckpointError as error:
-            return {"missing": str(error)}
         except CorruptCheckpointError as error:
-            damage.note(path, error)
-            return {"bad": str(error)}
+            kind = kind_of(error)
+            if kind == "bad":
+                damage.note(path, error)
+            return {kind: str(error)}
         return {}
 
     verdict = engine.coordinator.agree(
@@ -299,7 +299,7 @@ def _try_files(
         timeout_s=engine.config.timeouts.lengthy_s,
         must_match={"path": path},
         local=read,
-        decide=_judge,
+        decide=judge,
     )
     return loaded, verdict
 
@@ -350,14 +350,6 @@ def _op_id(path: Path) -> str:
         return read_manifest(path).op_id
     except (SafeCheckpointError, FileNotFoundError):
         return ""
-
-
-def _judge(answers: Mapping[int, Any]) -> dict[str, Any] | None:
-    for kind in ("bad", "missing"):
-        for rank in sorted(answers):
-            if kind in answers[rank]:
-                return {"why": f"rank {rank}: {answers[rank][kind]}", "damaged": kind == "bad"}
-    return None
 
 
 def _read(path: Path, load: Callable[[Path], Any], patience: Patience) -> Any:

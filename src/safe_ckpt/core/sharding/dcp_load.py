@@ -6,6 +6,7 @@ more than build DCP's own records.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import enum
@@ -25,9 +26,9 @@ from safe_ckpt.core.formats import torch_reading
 from safe_ckpt.core.names import matched, plain_names
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dcp_plan import METADATA
-from safe_ckpt.core.sharding.dcp_read import StraightReader
+from safe_ckpt.core.sharding.dcp_read import StraightReader, refuse_outside
 from safe_ckpt.core.sharding.sharded_item import Fitted, is_extra_state
-from safe_ckpt.errors import CorruptCheckpointError, RestoreError, StateError
+from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, RestoreError, StateError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
@@ -45,7 +46,7 @@ _NAMES = "names"
 """Where an optimizer's state says which parameters its groups had, beside the groups of rank 0."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):  # unpickles: DCP's records alone
     """Builds DCP's records and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -56,7 +57,7 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module in _HOMES_OF_RECORDS and _is_record(found := super().find_class(module, name), module):
             return found
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+        raise HostileCheckpointError(path="", message=f"{module}.{name} has no place in a checkpoint's metadata")
 
 
 def _is_record(found: object, module: str) -> bool:
@@ -78,6 +79,7 @@ def read_metadata(folder: Path) -> Metadata:
 
     Raises:
         CorruptCheckpointError: it cannot be read as that.
+        HostileCheckpointError: it would run code, or names a file elsewhere.
         OSError: it could not be read.
     """
     try:
@@ -85,11 +87,20 @@ def read_metadata(folder: Path) -> Metadata:
             metadata = _Unpickler(stream).load()
     except OSError:
         raise
+    except HostileCheckpointError as error:
+        raise HostileCheckpointError(path=str(folder), file=METADATA, message=error.message) from None
     except Exception as error:  # whatever a pickle machine makes of bytes that are none
         raise CorruptCheckpointError(path=str(folder), file=METADATA, message=str(error)) from error
     if not isinstance(metadata, Metadata):
         raise CorruptCheckpointError(path=str(folder), file=METADATA, message="is no metadata of DCP")
+    refuse_outside(folder, metadata)
     return metadata
+
+
+def refuse_code(folder: Path) -> None:
+    """Read what is no tensor, before anything is restored. Raises as ``read_metadata`` does."""
+    with torch_reading.refusing(folder, METADATA), contextlib.suppress(RestoreError):  # that comes once it is restored
+        _Stored(folder)
 
 
 class _Stored:
@@ -104,9 +115,7 @@ class _Stored:
         folder: with ``.metadata`` and ``*.distcp``.
 
     Raises:
-        CorruptCheckpointError: its metadata cannot be read.
-        RestoreError: an object cannot be read without running code.
-        OSError: it could not be read.
+        RestoreError: an object cannot be read. See also ``read_metadata``.
     """
 
     def __init__(self, folder: Path) -> None:

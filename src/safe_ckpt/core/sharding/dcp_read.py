@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import math
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +19,23 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from safe_ckpt.core.formats import dcp
+from safe_ckpt.core.sharding.dcp_plan import METADATA
+from safe_ckpt.core.storage.inside import checked_name, inside
 from safe_ckpt.core.storage.presence import ShortReadError, opened
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
     from torch.futures import Future
+
+
+def refuse_outside(folder: Path, metadata: Metadata) -> None:
+    """Refuse to read files that are not in ``folder``: a reader joins what ``.metadata`` says of their places.
+
+    Raises:
+        HostileCheckpointError: one would lie elsewhere.
+    """
+    for file in {getattr(place, "relative_path", "") for place in (metadata.storage_data or {}).values()}:
+        checked_name(file, folder, METADATA)
 
 
 class StraightReader(FileSystemReader):
@@ -45,7 +58,7 @@ class StraightReader(FileSystemReader):
             by_file.setdefault(places[item.storage_index].relative_path, []).append(item)
         rest: list[ReadItem] = []
         for name, items in by_file.items():
-            with opened(self.path / name, os.O_RDONLY) as fd:  # type: ignore[operator]
+            with opened(inside(Path(self.path), name), os.O_RDONLY) as fd:
                 in_order = sorted(items, key=lambda one: places[one.storage_index].offset)
                 rest += [item for item in in_order if not self._read(fd, name, item, planner)]
         return super().read_data(dataclasses.replace(plan, items=rest), planner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,9 +19,16 @@ from safe_ckpt.core.names import plain_name, plain_names
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.staging import overlap
 from safe_ckpt.core.staging.unchanged import LEAST_BYTES
+from safe_ckpt.core.storage.inside import checked_name, really_inside
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.reader import read_whole
-from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, RestoreError, StateError
+from safe_ckpt.errors import (
+    CorruptCheckpointError,
+    HostileCheckpointError,
+    IncompleteCheckpointError,
+    RestoreError,
+    StateError,
+)
 
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}$")
 _SMALL_PARTS = 4 << 20
@@ -271,8 +279,10 @@ def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: 
 
     Raises:
         RestoreError: the checkpoint has no such item, or none for this rank.
+        HostileCheckpointError: the manifest names a file that it does not list.
     """
     needed = {}
+    names = {entry.path for entry in manifest.files}
     for name, value in state.items():
         item = manifest.items.get(name)
         if item is None:
@@ -289,7 +299,11 @@ def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: 
                 "leave it out of the state, or resume with as many ranks"
             )
             raise RestoreError(path=str(path), key=f"state[{name!r}]", message=message)
-        needed[name] = str(file)
+        listed = files_in([checked_name(file, path)], manifest) if item["form"] == SHARDED else names & {file}
+        if not listed:
+            message = f"item {name!r} is to be in {file!r:.200}, which is not among its files"
+            raise HostileCheckpointError(path=str(path), file=MANIFEST_NAME, message=message)
+        needed[name] = file
     return needed
 
 
@@ -366,10 +380,11 @@ def load_file(folder: Place, entry: FileEntry, item: Mapping[str, Any], name: st
 
     Raises:
         CorruptCheckpointError: its bytes are not those that were written.
+        HostileCheckpointError: they are, and to read them would run code.
         IncompleteCheckpointError: it is not there.
         OSError: it could not be read; it is not treated as corrupt.
     """
-    file = folder / entry.path
+    file = really_inside(folder, entry.path) if isinstance(folder, Path) else folder / entry.path
     try:
         size_bytes = file.bucket.size_of(file.key) if isinstance(file, ObjectPath) else file.stat().st_size
         memory, digest = read_whole(file, entry.size_bytes, cached=shared)
@@ -381,7 +396,9 @@ def load_file(folder: Place, entry: FileEntry, item: Mapping[str, Any], name: st
         message = f"its {size_bytes} bytes are not the {entry.size_bytes} that were written"
         raise CorruptCheckpointError(path=str(folder), file=entry.path, message=message)
     if file.suffix == ".json":
-        return file_plan.parse_json(memory, entry.size_bytes)
-    parse = safetensors.parse_safetensors if file.suffix == ".safetensors" else torch_reading.parse_archive
-    loaded = parse(memory, entry.size_bytes)
-    return loaded[name] if item["form"] == "tensor" else loaded
+        parse: Callable[[mmap.mmap, int], Any] = file_plan.parse_json
+    else:
+        parse = safetensors.parse_safetensors if file.suffix == ".safetensors" else torch_reading.parse_archive
+    with torch_reading.refusing(folder, entry.path):
+        loaded = parse(memory, entry.size_bytes)
+        return loaded[name] if item["form"] == "tensor" else loaded

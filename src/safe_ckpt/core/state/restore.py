@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from safe_ckpt.core.names import as_named
 from safe_ckpt.core.sharding import dtensor
@@ -149,6 +150,13 @@ class Shards:
     """A sharded item, verified and not read yet."""
 
     folder: Path
+
+    def refuse_code(self) -> Self:
+        """Before anything is restored: raise ``HostileCheckpointError`` where it would run code. Returns itself."""
+        from safe_ckpt.core.sharding import dcp_load as resharding
+
+        resharding.refuse_code(self.folder)
+        return self
 
     def fit(self, name: str, target: Any, modules: Mapping[str, torch.nn.Module]) -> Fitted:
         """Compare it with ``target``: see ``Restoring.compare``. This rank's parts are read when it is applied."""

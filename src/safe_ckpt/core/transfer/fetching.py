@@ -15,10 +15,11 @@ from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry
 from safe_ckpt.core.storage import durable
+from safe_ckpt.core.storage.inside import checked_name, really_inside
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.core.storage.objects.second_look import look_twice
 from safe_ckpt.core.transfer.host_cache import fetch_ranges, ranges_of
-from safe_ckpt.errors import CorruptCheckpointError, SafeCheckpointError
+from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, SafeCheckpointError
 
 MIRRORED = "mirrored"
 """The entry of a mirrored manifest's notes: where the checkpoint was, its own name, and whether it is a single file."""
@@ -84,14 +85,13 @@ def origin(manifest: Manifest, path: ObjectPath) -> tuple[str, bool]:
     """Where a mirrored checkpoint was, relative to its directory, and whether it was a single file.
 
     Raises:
-        CorruptCheckpointError: its name leads elsewhere.
+        HostileCheckpointError: its name leads elsewhere.
     """
     facts = _facts(manifest)
-    name = str(facts.get("name", manifest.name))
-    parts = Path(name).parts
-    if not parts or name.startswith("/") or "\0" in name or any(part in ("..", ".") for part in parts):
-        message = f"its name leads out of the directory: {name[:100]!r}"
-        raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message=message)
+    name = checked_name(facts.get("name", manifest.name), path, MANIFEST_NAME)
+    if not {HIDDEN, "."}.isdisjoint(name.split("/")):
+        message = f"its name is none of a checkpoint: {name!r:.200}"
+        raise HostileCheckpointError(path=str(path), file=MANIFEST_NAME, message=message)
     return name, bool(facts.get("single"))
 
 
@@ -133,7 +133,7 @@ def fetch_into(
         if not single:
             (staged / MANIFEST_NAME).write_bytes(own.to_bytes())
         make_durable(folder)
-        final = workspace.path / name
+        final = really_inside(workspace.path, name)
         if os.path.lexists(final) and not _is_older(final, own):
             workspace.quarantine(final)
         durable.make_directory(final.parent)

@@ -62,7 +62,8 @@ class StoredItems:
         for name, file in self._needed(manifest).items():
             item = manifest.items[name]
             if item["form"] == plan.SHARDED:
-                loaded[name] = restore.Shards(folder / file)
+                shards = restore.Shards(folder / file)
+                loaded[name] = shards.refuse_code() if self._rank == 0 else shards
             else:
                 loaded[name] = plan.load_item(lambda f: folder if f in fetched else source, manifest, file, name)
         needed = self._needed(manifest).values()

@@ -91,7 +91,7 @@ def is_url(path: object, key: str = "directory") -> bool:
     if given != scheme:
         raise ConfigError(key=key, message=f"write {scheme}:// in small letters")
     bucket, *parts = rest[1:].split("/")
-    if not bucket or "@" in rest or "?" in bucket or any(part in (".", "..") for part in parts):
+    if not bucket or "@" in rest or "?" in bucket or {".", ".."} & {*parts}:  # not read: an argument
         message = f"{scheme}:// needs a bucket and a plain path behind it, without a user, a password or a query"
         raise ConfigError(key=key, message=message)
     return True

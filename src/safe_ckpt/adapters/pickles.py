@@ -1,0 +1,267 @@
+"""Files that a framework unpickles freely: looked through first, and nothing in them is run meanwhile.
+
+A pickle calls what it names. Stock Lightning, Accelerate and DeepSpeed read some of their files so. What is refused here: a
+call of a function, except those that rebuild tensors, arrays and other data; and most of Python's own library. What is
+admitted: classes of packages that the program has imported, since states may hold objects of the user's. So a class that does
+harm when it is made is not recognized. ``docs/clusters.md`` says so.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import os
+import pickle
+import sys
+import tarfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from typing_extensions import Self
+
+from safe_ckpt.core.formats.torch_reading import load_data, refusing
+from safe_ckpt.core.health.regions import StandIns
+from safe_ckpt.core.storage import presence
+from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, StateError, TamperedError
+
+__all__ = ["from_text", "load_data", "refuse_code", "refusing", "to_text"]
+
+SUFFIXES = (".pt", ".pth", ".bin", ".pkl", ".ckpt", ".metadata")
+_PICKLES = 5  # torch's format before 1.6: a magic number, a version, facts of the system, the object, its storages
+_LIBRARY = frozenset({
+    "abc", "argparse", "array", "collections", "copy", "copyreg", "dataclasses", "datetime", "decimal",
+    "enum", "fractions", "functools", "ipaddress", "itertools", "math", "numbers", "pathlib", "random", "re", "string", "time",
+    "typing", "uuid", "zoneinfo",
+})  # fmt: skip
+_FUNCTIONS = frozenset({
+    "_codecs.encode", "array._array_reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__", "copyreg._reconstructor",
+    "logging.getLogger",
+    "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar", "numpy._core.numeric._frombuffer",
+    "numpy.core.multiarray._reconstruct", "numpy.core.multiarray.scalar", "numpy.core.numeric._frombuffer",
+    "numpy.random._pickle.__bit_generator_ctor", "numpy.random._pickle.__generator_ctor",
+    "numpy.random._pickle.__randomstate_ctor",
+    "numpy.random.bit_generator.__pyx_unpickle_SeedSequence", "re._compile", "torch._tensor._rebuild_from_type_v2",
+    "torch.serialization._get_layout",
+})  # fmt: skip
+_BUILTINS = frozenset({
+    "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "getattr", "int", "list", "object", "range", "set",
+    "slice", "str", "tuple",
+})  # fmt: skip
+_TYPES = frozenset({"GenericAlias", "MappingProxyType", "NoneType", "SimpleNamespace", "UnionType"})
+_OF_TORCH = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.fx",
+    "torch.hub",
+    "torch.jit",
+    "torch.package",
+    "torch.utils.cpp_extension",
+)
+
+
+def refuse_code(path: Path, rank: int = 0, size: int = 1) -> None:
+    """Look through the pickles of a checkpoint before a framework unpickles them. Nothing in them is run.
+
+    Args:
+        path: a file of torch's, or a directory: then this rank looks through its share of the files with torch's suffixes.
+        rank: this process's.
+        size: the number of ranks.
+
+    Raises:
+        HostileCheckpointError: one would run code; names the file and what it calls.
+        OSError: a file could not be read.
+    """
+    if not presence.is_directory(path):
+        _refuse(path, path, "")
+        return
+    files = sorted(
+        Path(folder) / name
+        for folder, _, names in os.walk(path)
+        for name in names
+        if name.endswith(SUFFIXES) and (Path(folder) / name).is_file()
+    )
+    for file in files[rank::size]:
+        _refuse(path, file, file.relative_to(path).as_posix())
+
+
+def to_text(value: object, key: str) -> str:
+    """Data for the way to another rank, which does not run what it gets.
+
+    Args:
+        value: plain containers, numbers, text, tensors, arrays.
+        key: what an error calls it.
+
+    Raises:
+        StateError: something in it is no data.
+    """
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    data = buffer.getvalue()
+    try:
+        load_data(io.BytesIO(data))
+    except pickle.UnpicklingError as error:
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+        message = (
+            f"it goes to rank 0 as data alone, and has {', '.join(found)}: let state_dict return numbers, text, tensors and "
+            "containers of them, or name the class to torch.serialization.add_safe_globals"
+        )
+        raise StateError(key=key, message=message) from error
+    return base64.b64encode(data).decode()
+
+
+def from_text(text: str, key: str) -> Any:
+    """What another rank gave to ``to_text``.
+
+    Raises:
+        TamperedError: it comes from somewhere else.
+    """
+    try:
+        return load_data(io.BytesIO(base64.b64decode(text)))
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever is made of bytes that are no state
+        raise TamperedError(key=key) from error
+
+
+def _refuse(path: Path, file: Path, name: str) -> None:
+    names = _Names()
+    # What is no pickle, or a damaged one: whoever reads it says so. What it named before that counts.
+    with file.open("rb") as stream, contextlib.suppress(Exception):
+        for one in _pickles_in(file, stream):
+            names.read(one)
+    problem = names.problem()
+    if file.name == ".metadata" and problem is None:
+        from safe_ckpt.core.sharding.dcp_load import read_metadata
+
+        try:
+            read_metadata(file.parent)
+        except HostileCheckpointError as error:
+            problem = error.message
+        except CorruptCheckpointError:
+            pass  # whoever reads it says so
+    if problem is None and _is_of_2016(file):
+        problem = "is in torch's format of 2016, which cannot be looked through"
+    if problem is not None:
+        message = f"{problem}. Nothing of it was run. Do not load it before you know where it comes from"
+        raise HostileCheckpointError(path=str(path), file=name, message=message)
+
+
+def _is_of_2016(file: Path) -> bool:
+    with contextlib.suppress(tarfile.TarError, EOFError, ValueError), tarfile.open(file, "r:") as archive:
+        return "pickle" in archive.getnames()
+    return False
+
+
+def _pickles_in(file: Path, stream: IO[bytes]) -> Iterator[IO[bytes]]:
+    if stream.read(4) == b"PK\3\4":
+        # By torch's own reader: another one may see another record in an archive that says things twice.
+        yield io.BytesIO(torch._C.PyTorchFileReader(str(file)).get_record("data.pkl"))
+        return
+    stream.seek(0)
+    stream.seek(0)
+    for _ in range(_PICKLES):
+        yield stream
+
+
+class _Named(type):
+    """Stands for a class or function that a pickle names. Calling it calls nothing, and is noted."""
+
+    names: _Names
+    module: str
+    name: str
+
+    def __call__(cls, *args: Any, **_: Any) -> Any:
+        text = f"{cls.module}.{cls.name}"
+        if text == "builtins.getattr" and len(args) == 2 and isinstance(args[0], _Named):
+            return cls.names.find(
+                args[0].module, f"{args[0].name}.{args[1]}"
+            )  # a class within a class; a value of an enum
+        cls.names.called.add((cls.module, cls.name))
+        if cls.name == "_rebuild_from_type_v2" and args and isinstance(args[0], _Named):
+            cls.names.called.add((args[0].module, args[0].name))
+        return cls.__new__(cls)  # type: ignore[call-overload]
+
+
+class _Made(dict):  # type: ignore[type-arg]
+    """Stands for what a class would make: accepts whatever a pickle does to it."""
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        return super().__new__(cls)
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+    def __call__(self, *_: object, **__: object) -> _Made:
+        return self
+
+    def _ignore(self, *_: object) -> None:
+        pass
+
+    __setstate__ = __setitem__ = append = extend = add = _ignore
+
+
+class _Names:
+    """What a pickle names and what it would call.
+
+    Attributes:
+        called: of the names, those that it calls.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], Any] = {("collections", "OrderedDict"): OrderedDict}
+        self.called: set[tuple[str, str]] = set()
+
+    def read(self, stream: IO[bytes]) -> None:
+        nothing = self.find("collections", "OrderedDict")
+        StandIns(stream, self.find, nothing).load()
+
+    def find(self, module: str, name: str) -> Any:
+        # As the unpickler does: torch's pickles call what is in Python's library as Python 2 did.
+        key = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        if key not in self._found:
+            facts = {"names": self, "module": key[0], "name": key[1]}
+            self._found[key] = _Named("Named", (_Made,), facts)
+        return self._found[key]
+
+    def problem(self) -> str | None:
+        """What is wrong with one of the names; None where nothing is."""
+        own = {_text_of(one) for one in torch.serialization.get_safe_globals()}
+        for module, name in self._found:
+            text = f"{module}.{name}"
+            if text not in own and not _is_data(module, name, called=(module, name) in self.called):
+                verb = "calls" if (module, name) in self.called else "names"
+                admits = "torch.serialization.add_safe_globals admits what is yours"
+                return f"its pickle {verb} {text[:200]}, which is no data; {admits}"
+        return None
+
+
+def _text_of(one: Any) -> str:
+    return str(one[1]) if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}"
+
+
+def _is_data(module: str, name: str, *, called: bool) -> bool:
+    if f"{module}.{name}" in _FUNCTIONS or f"{module}.{name}".startswith("torch._utils._rebuild_"):
+        return True
+    known = module in sys.modules
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None) if known else None
+    is_class = isinstance(found, type)
+    # Where it was made: a module may have it from another one.
+    home = str(getattr(found, "__module__", None) or module)
+    package = home.partition(".")[0]
+    if package == "builtins":
+        exception = is_class and issubclass(found, BaseException)
+        return name in _BUILTINS or exception or (found is not None and not callable(found))
+    if package == "types":
+        return name in _TYPES
+    if package in sys.stdlib_module_names:
+        return package in _LIBRARY and (is_class or (found is not None and not callable(found)))
+    if home.startswith(_OF_TORCH) or (package == "torch" and name.endswith("Store")):
+        return False
+    return is_class or not called
