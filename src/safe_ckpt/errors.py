@@ -148,8 +148,8 @@ class DirectoryInUseError(DirectoryError):
     started_at: str = "?"
 
     def __str__(self) -> str:
-        holder = f"process {self.pid} on host {self.host}, started {self.started_at}"
-        return f"{self.path}: in use by {holder}: {self.message} (rank {self.rank})"
+        holder = f"in use by process {self.pid} on host {self.host}, started {self.started_at}: " if self.pid else ""
+        return f"{self.path}: {holder}{self.message} (rank {self.rank})"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -208,7 +208,7 @@ class PeerLostError(CoordinationError, ConnectionError):
     reason: str = ""
 
     def __str__(self) -> str:
-        return f"{self.phase}: lost ranks {_listed(self.ranks)}: {self.reason}"
+        return f"{self.phase}: {f'lost ranks {_listed(self.ranks)}: ' if self.ranks else ''}{self.reason}"
 
 
 @dataclass(eq=False, kw_only=True)
