@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from safe_ckpt import versions
 from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.changing import unchanging
 from safe_ckpt.core.coordination.agreed_config import config_and_more
 from safe_ckpt.core.directory import catalog, object_catalog, retention
 from safe_ckpt.core.directory.shared import listed
@@ -139,6 +140,9 @@ class Checkpointer:
         images: list[FilePlan] = []
         numbers: dict[str, float] = {}
         try:
+            if isinstance(state, Mapping):
+                with unchanging("state"):
+                    state = dict(state)  # another thread may add to it
             plan.check_step(step)
             numbers = plan.checked_metrics(metrics)
             planned = self._planner.plan(state)

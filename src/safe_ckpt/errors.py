@@ -123,8 +123,7 @@ class DirectoryError(SafeCheckpointError, OSError):
     phase: str = ""
 
     def __post_init__(self) -> None:
-        self.errno = self.code or None
-        self.filename = self.path or None
+        self.errno, self.filename = self.code or None, self.path or None
 
     @classmethod
     def of(cls, error: OSError, *, path: str | os.PathLike[str], rank: int, phase: str) -> DirectoryError:
@@ -133,9 +132,9 @@ class DirectoryError(SafeCheckpointError, OSError):
         return cls(message=reason, path=os.fspath(path), rank=rank, code=error.errno or 0, phase=phase)
 
     def __str__(self) -> str:
-        where, phase = (f"{self.path}: " if self.path else ""), (f" while {self.phase}" if self.phase else "")
         code = f" [{_errno.errorcode.get(self.code, self.code)}]" if self.code else ""
-        return f"{where}{self.message}{code}{phase} (rank {self.rank})"
+        phase = f" while {self.phase}" if self.phase else ""
+        return f"{f'{self.path}: ' if self.path else ''}{self.message}{code}{phase} (rank {self.rank})"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -147,8 +146,8 @@ class DirectoryInUseError(DirectoryError):
     started_at: str = "?"
 
     def __str__(self) -> str:
-        holder = f"process {self.pid} on host {self.host}, started {self.started_at}"
-        return f"{self.path}: in use by {holder}: {self.message} (rank {self.rank})"
+        holder = f"in use by process {self.pid} on host {self.host}, started {self.started_at}: " if self.pid else ""
+        return f"{self.path}: {holder}{self.message} (rank {self.rank})"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -174,8 +173,8 @@ class NotEnoughSpaceError(DirectoryError):
         super().__post_init__()
 
     def __str__(self) -> str:
-        space = f"{self.needed_bytes} bytes needed, {self.free_bytes} bytes free"
-        return f"{self.path}: not enough space: {space}. {self.message} (rank {self.rank})"
+        space = f"not enough space: {self.needed_bytes} bytes needed, {self.free_bytes} bytes free"
+        return f"{self.path}: {space}. {self.message} (rank {self.rank})"
 
 
 class CoordinationError(SafeCheckpointError, RuntimeError):
@@ -207,7 +206,7 @@ class PeerLostError(CoordinationError, ConnectionError):
     reason: str = ""
 
     def __str__(self) -> str:
-        return f"{self.phase}: lost ranks {_listed(self.ranks)}: {self.reason}"
+        return f"{self.phase}: {f'lost ranks {_listed(self.ranks)}: ' if self.ranks else ''}{self.reason}"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -410,12 +409,12 @@ class naming(contextlib.AbstractContextManager["naming"]):  # noqa: N801 - calle
 
 def named(error: BaseException, *, rank: int, phase: str, path: object = "") -> SafeCheckpointError:
     """An error of ours that says the same; ``path`` is where an ``OSError`` happened that does not say so itself."""
+    where = str(getattr(error, "filename", None) or path)
     if isinstance(error, SafeCheckpointError):
         return error
-    where = str(getattr(error, "filename", None) or path)
     if isinstance(error, OSError) and (where or error.errno):  # else nothing says that it is one of the file system
         return DirectoryError.of(error, path=where, rank=rank, phase=phase)
     if isinstance(error, UnicodeEncodeError) and error.encoding != "utf-8":
-        message = f"{error.encoding}, this process's encoding, has no such name: set PYTHONUTF8=1 or LC_ALL=C.UTF-8"
-        return DirectoryError(message=message, path=where or ascii(error.object), rank=rank, phase=phase)
+        why = f"{error.encoding}, this process's encoding, has no such name: set PYTHONUTF8=1 or LC_ALL=C.UTF-8"
+        return DirectoryError(message=why, path=where or ascii(error.object), rank=rank, phase=phase)
     return UnexpectedError(phase=phase, rank=rank, cause=f"{type(error).__name__}: {error}")

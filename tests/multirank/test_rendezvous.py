@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -306,3 +308,42 @@ def _change_timeouts(rank):
 def test_the_latest_users_timeouts_hold():
     """A session that set_up_directory opened with its own timeouts does not keep them for a Checkpointer."""
     assert values(spawn_ranks(_change_timeouts, 2)) == [(3, 3, 7)] * 2
+
+
+_LAUNCHER = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+def _outlive_the_launcher(rank, port, launcher):
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    open_coordinator(None, QUICK).release()
+    dist.barrier()
+    if rank == 0:
+        os.kill(launcher, signal.SIGKILL)
+    while process_state(launcher) not in ("", "Z", "X"):
+        time.sleep(0.01)
+    with pytest.raises(PeerLostError) as caught:
+        open_coordinator(None, QUICK)
+    return caught.value.ranks, str(caught.value)
+
+
+def test_orphans_of_a_killed_launcher_name_no_rank(tmp_path):
+    """The process that hosts the group's store is no rank: all ranks live, none says that one is lost, least of all itself."""
+    port = free_port()
+    command = [sys.executable, "-c", _LAUNCHER, str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout.readline() == b"up\n"
+        try:
+            found = values(spawn_ranks(_outlive_the_launcher, 2, port, launcher.pid, init=False))
+        finally:
+            launcher.kill()
+    for ranks, words in found:
+        assert ranks == ()
+        assert "lost ranks" not in words
+        assert "the process group's own store" in words
+        assert "launcher (torchrun)" in words

@@ -212,7 +212,17 @@ class CheckpointDirectory:
     def _hold_named(self, path: Path) -> OpenDirectory:
         self._take_over(path)
         workspace = self.named.hold(path, resumed=True)
-        return OpenDirectory(workspace=workspace, catalog=self._catalogs.setdefault(path.parent, Catalog()))
+        return OpenDirectory(workspace=workspace, catalog=self._catalog_of(path.parent))
+
+    def _catalog_of(self, folder: Path) -> Catalog:
+        if folder not in self._catalogs:
+            # Two for each new one, in turn: folders whose checkpoints are all gone must not accumulate.
+            for other in list(self._catalogs)[:2]:
+                known = self._catalogs.pop(other)
+                if any(info.file_path.exists() for info in known.committed):
+                    self._catalogs[other] = known
+            self._catalogs[folder] = Catalog()
+        return self._catalogs[folder]
 
     def _take_over(self, path: Path) -> None:
         """Take ``path`` from other Accelerators of this process, such as that of a notebook's cell that was run again."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
+from safe_ckpt.core.changing import changed_meanwhile
 from safe_ckpt.core.coordination.log_entry import reraise
 from safe_ckpt.core.formats import file_plan, safetensors, torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
@@ -79,7 +80,7 @@ class Attempt:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception):
             return False
-        self.error = self.error or error
+        self.error = self.error or changed_meanwhile(error, "the state of the training") or error
         return True
 
     def meeting(self) -> _Meeting:

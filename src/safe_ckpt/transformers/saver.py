@@ -131,6 +131,9 @@ class TrainerSaver:
             state.best_metric, state.best_global_step, state.best_model_checkpoint = self._best
         else:
             self._best = state.best_metric, state.best_global_step, state.best_model_checkpoint
+        self._keep_best(state)
+
+    def _keep_best(self, state: Any) -> None:
         self._handles = {step: one for step, one in self._handles.items() if step == state.best_global_step}
 
     def wait(self) -> None:
@@ -164,15 +167,18 @@ class TrainerSaver:
         shared = self._sharing.plan(trainer, noted, caught, attempt.error)
         planned = Planned.joined([Planned(files=caught.files), shared])
         retention = KeepNewest(limit=limit, best=Path(best) if best else None) if limit else None
-        self._handles[int(trainer.state.global_step)] = directory.save(
+        step = int(trainer.state.global_step)
+        handle = directory.save(
             self.engine,
             path,
             planned.content(),
-            step=int(trainer.state.global_step),
+            step=step,
             metrics=_metrics(trainer),
             notes={"adapter": ADAPTER, **planned.notes},
             on_commit=OnCommit(prefilled=folder, carry=lambda _: True, retention=retention),
         )
+        self._keep_best(trainer.state)  # besides it only this one may become the best
+        self._handles[step] = handle
 
     def _hold(self, folder: Path) -> OpenDirectory:
         if folder not in self._held:

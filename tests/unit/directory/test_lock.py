@@ -136,8 +136,9 @@ def test_an_outage_longer_than_the_lease_ends_nothing(tmp_path):
     lock = lock_in(hidden, lease_s=1.0)
     lock.acquire()
     hidden.rename(tmp_path / "away")
-    with pytest.raises(DirectoryInUseError, match="its lock is gone"):
+    with pytest.raises(DirectoryInUseError, match="its lock is gone") as caught:
         lock.confirm()
+    assert "in use by" not in str(caught.value)  # nobody holds it
     time.sleep(2.5)  # the outage itself
     (tmp_path / "away").rename(hidden)
     lock.confirm()

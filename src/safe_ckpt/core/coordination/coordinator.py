@@ -126,9 +126,8 @@ class Coordinator:
 
     def __init__(self, group: process_groups.Group, timeouts: Timeouts, met: Rendezvous | None) -> None:
         self.id = met.id if met is not None else ""
-        self.rank = group.rank
-        self.size = group.size
-        self.users = 1
+        self.rank, self.size, self.users = group.rank, group.size, 1
+        self._hosts = (0,) if group.rank else ()  # of the store; no rank is lost to itself
         self.receipts = Receipts()
         self.movers: list[Callable[[], int]] = []
         self.stale: list[str] = []
@@ -151,7 +150,7 @@ class Coordinator:
         self._calls = self.store_client("calls", self._store)
         if met is None:
             return
-        beats = StoreClient(met.connect, name="heartbeat", answer_s=self._answer_s)
+        beats = StoreClient(met.connect, name="heartbeat", answer_s=self._answer_s, hosts=self._hosts)
         self._heartbeat = Heartbeat(
             beats,
             rank=group.rank,
@@ -287,7 +286,8 @@ class Coordinator:
 
     def store_client(self, name: str, store: KeyValues | None = None) -> StoreClient:
         """One more connection, for a thread of its own. The caller closes it. ``store`` is a connection that is open."""
-        return StoreClient(self._connect, name=name, answer_s=self._answer_s, store=store, alive=self._rank_0_is_alive)
+        alive, hosts = self._rank_0_is_alive, self._hosts
+        return StoreClient(self._connect, name=name, answer_s=self._answer_s, store=store, hosts=hosts, alive=alive)
 
     def check(self, needed: Sequence[int]) -> None:
         """Raise ``PeerLostError`` if one of the ``needed`` ranks is known to be dead or stopped."""

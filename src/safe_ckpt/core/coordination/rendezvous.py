@@ -94,7 +94,11 @@ def rendezvous(
     meeting = cast("KeyValues", group.meeting_store)
     # The default store may be hosted by a process outside of this group, and that process may be stopped.
     store_client = StoreClient(
-        lambda: meeting, name="meeting", answer_s=timeouts.peer_stall_s, whose="the process group's own store"
+        lambda: meeting,
+        name="meeting",
+        answer_s=timeouts.peer_stall_s,
+        whose="the process group's own store",
+        hosts=(),
     )
     try:
         if group.rank == 0:

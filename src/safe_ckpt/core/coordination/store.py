@@ -202,6 +202,7 @@ class StoreClient:
         answer_s: how long the store's host may take beyond what a call itself may wait.
         store: a connection that is open already, to be used first.
         whose: what it connects to, for messages.
+        hosts: the ranks that are lost with it; none where another process may host it, or this very rank does.
         alive: whether the store's host is known to be alive. A call may take longer then, as after an outage.
 
     Attributes:
@@ -216,6 +217,7 @@ class StoreClient:
         answer_s: float,
         store: KeyValues | None = None,
         whose: str = "the store on rank 0",
+        hosts: tuple[int, ...] = (0,),
         alive: Alive | None = None,
     ) -> None:
         self._connect = connect
@@ -223,6 +225,7 @@ class StoreClient:
         self._name = name
         self.answer_s = answer_s
         self._whose = whose
+        self._hosts = hosts
         self._alive = alive
         self._lock = threading.RLock()
         self._current: _Connection | None = None
@@ -263,7 +266,7 @@ class StoreClient:
         # seconds. An abandoned call that has a connection ends by itself.
         self._left = [left for left in self._left if left.thread.is_alive() and left.since is None]
         if len(self._left) >= _MOST_LEFT:
-            raise PeerLostError(phase=phase, ranks=(0,), reason=f"{self._whose} does not answer")
+            raise PeerLostError(phase=phase, ranks=self._hosts, reason=f"{self._whose} does not answer")
 
     def put(self, key: str, value: object, *, phase: str) -> None:
         """Write ``value`` as JSON."""
@@ -322,7 +325,15 @@ class StoreClient:
             if late_s >= 0 and connection.since == since and not self._may_take_longer(late_s):
                 reason = f"{self._whose} does not answer for {self.answer_s:.0f} s: its process is stopped, its host "
                 reason += "cannot be reached, or it has no file descriptors left (ulimit -n)"
-                raise PeerLostError(phase=phase, ranks=(0,), reason=reason)
+                raise PeerLostError(phase=phase, ranks=self._hosts, reason=reason)
+
+    def broken(self, error: Exception, phase: str) -> PeerLostError:
+        """What a connection says that broke; for ``Pending`` alone."""
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if not self._hosts:
+            gone = "is gone: the process that hosts it, such as the launcher (torchrun), has ended or was killed"
+            reason = f"{self._whose} {gone}. Start the job again ({reason})"
+        return PeerLostError(phase=phase, ranks=self._hosts, reason=reason)
 
     def _may_take_longer(self, late_s: float) -> bool:
         return self._alive is not None and late_s < (_PATIENCE - 1) * self.answer_s and self._alive()
@@ -397,8 +408,7 @@ class Pending(Generic[_T]):
             self._store_client.abandon(self._connection)
             if isinstance(error, SafeCheckpointError):  # what ``check`` raised, or connecting
                 raise
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise PeerLostError(phase=self._phase, ranks=(0,), reason=reason) from error
+            raise self._store_client.broken(error, self._phase) from error
         except dist.DistStoreError as error:
             raise KeyTimeout(str(error)) from error
         except BaseException:

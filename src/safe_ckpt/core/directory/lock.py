@@ -245,9 +245,9 @@ class JobLock:
         pause_s, still_s, before = min(1.0, needed_s / 20), 0.0, time.monotonic()
         while still_s < needed_s:
             if deadline is not None and time.monotonic() >= deadline:
-                so_far = (
-                    f"it shows no sign of life; its lease ends in {needed_s - still_s:.0f} s: start again then, {_FREE}"
-                )
+                what = "it" if lease is not None else "its lock names no holder yet, and"
+                left_s = needed_s - still_s
+                so_far = f"{what} shows no sign of life; its lease ends in {left_s:.0f} s: start again then, {_FREE}"
                 raise self.in_use(so_far, lease)
             time.sleep(pause_s)
             look_again(self._directory)

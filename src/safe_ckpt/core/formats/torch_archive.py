@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
+from safe_ckpt.core.changing import changed_meanwhile, unchanging
 from safe_ckpt.core.formats import zip_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.zip_archive import Record
@@ -110,7 +111,8 @@ def pickle_state(obj: object, *, strict: bool, key: str) -> Pickled:
         except Exception as error:
             where, cause = _locate(obj, key, error, strict=strict)
             message = cause.message if isinstance(cause, StateError) else str(cause)
-            raise StateError(key=where, message=message or type(cause).__name__) from error
+            told = StateError(key=where, message=message or type(cause).__name__)
+            raise changed_meanwhile(cause, where) or changed_meanwhile(error, key) or told from error
     raise StateError(
         key=key, message="empty bytes lie where they cannot be replaced: inside an object or as a dict key"
     )
@@ -281,7 +283,8 @@ def torch_image(path: str, obj: object, *, strict: bool, key: str, floats: bool 
     Raises:
         StateError: something in ``obj`` cannot be saved; names where it is.
     """
-    pickled, places = _pickle_with_places(obj, strict=strict, key=key, floats=floats)
+    with unchanging(key):
+        pickled, places = _pickle_with_places(obj, strict=strict, key=key, floats=floats)
     if len(pickled.storages) > _MOST_STORAGES:
         message = f"{len(pickled.storages)} tensors are more than the {_MOST_STORAGES} that one file is read with"
         raise StateError(key=key, message=message)

@@ -6,6 +6,7 @@ methods in the same order, on the thread that trains.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import multiprocessing.util
@@ -14,7 +15,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from safe_ckpt import events
@@ -110,8 +110,7 @@ class Engine:
             self._save_queue.writer.start()
         self._warn_of_a_short_group_timeout(group)
         # Also where atexit does not run: processes that multiprocessing forked end without it.
-        weak = weakref.ref(self)
-        self._at_exit = multiprocessing.util.Finalize(None, _close_at_exit, (weak,), exitpriority=100)
+        self._at_exit = multiprocessing.util.Finalize(None, _close_at_exit, (weakref.ref(self),), exitpriority=100)
 
     def _equip(self) -> None:
         """On rank 0: what ``telemetry`` and ``mirror`` ask for."""
@@ -143,7 +142,7 @@ class Engine:
         """One agreed step under ``barrier_s``. See ``Coordinator.agree``."""
         return self.coordinator.agree(kind, timeout_s=self.config.timeouts.barrier_s, **options)
 
-    def together(self, call: str = "") -> AbstractContextManager[None]:
+    def together(self, call: str = "") -> contextlib.AbstractContextManager[None]:
         """All agreements within are one call: see ``Coordinator.together``."""
         return self.coordinator.together(call)
 
@@ -263,12 +262,17 @@ class Engine:
 
     def raise_unreported(self) -> None:
         """Raise the first error of a finished save that was not reported yet."""
-        self._handles = [handle for handle in self._handles if not handle.done() or handle.unreported is not None]
-        for handle in self._handles:
-            error = handle.unreported
-            if error is not None:
+        for handle in list(self._handles):
+            if (error := handle.unreported) is not None:
                 handle.mark_reported()
                 raise error
+
+    def _forget_reported(self) -> None:
+        """Let go of what is over and has nothing to raise, so that no save costs more than the one before."""
+        for handle in list(self._handles):
+            if handle.done() and handle.unreported is None:
+                with contextlib.suppress(ValueError):  # a signal handler that saves came first
+                    self._handles.remove(handle)
 
     @property
     def in_flight(self) -> int:
@@ -318,6 +322,7 @@ class Engine:
         self.coordinator.refuse_fork("save")
         if self._closed:
             raise ClosedError(message="save: this was closed; open a new one")
+        self._forget_reported()
         if isinstance(request.error, StateError):
             request.error.rank = self.rank
         earlier, begun = self._unreported(), time.monotonic()

@@ -19,6 +19,7 @@ from safe_ckpt.core.directory.lease import read_lock
 from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.directory.workspace import EVENTS, HIDDEN, NAMES, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
+from safe_ckpt.core.recent import Recent
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError, SafeCheckpointError
 from safe_ckpt.hooks.emitter import Emitter
@@ -54,7 +55,7 @@ class Workspaces:
         self._held: list[Workspace] = []
         self._owned: list[ObjectRoot] = []
         self._recorders: dict[Workspace, events.Hook] = {}
-        self._records: dict[Path, events.Hook] = {}
+        self._records: Recent[Path, events.Hook] = Recent(lambda hook: hook in self._recorders.values())
 
     def hold(self, path: Path, *, hidden: Path | None = None, recorded: bool | Path = True) -> Workspace:
         """Take a directory: create it, lock it, clean up after an earlier job. Every rank calls this.
@@ -117,14 +118,15 @@ class Workspaces:
         return root
 
     def _record(self, workspace: Workspace, folder: Path) -> None:
-        if folder not in self._records:
-            self._records[folder] = JsonlHook(
+        def record() -> events.Hook:
+            return JsonlHook(
                 folder / EVENTS,
                 record_bytes=self._config.telemetry.record_bytes,
                 record_files=self._config.telemetry.record_files,
                 world_size=self._coordinator.size,
             )
-        hook = self._records[folder]
+
+        hook = self._records.use(folder, record)
         if hook not in self._recorders.values():
             self._emit.add(hook)
         self._recorders[workspace] = hook
@@ -202,8 +204,8 @@ class HeldDirectories:
         self._engine = engine
         self._held: dict[Path, Workspace] = {}
         self._sequence = 0
-        self._swept: set[Path] = set()
-        self._ordered: set[Path] = set()
+        self._swept: Recent[Path, None] = Recent()
+        self._ordered: Recent[Path, None] = Recent()
 
     def hold(self, path: Path, *, resumed: bool = False) -> Workspace:
         """Take what ``path`` names; its hidden folder is ``.safe_ckpt/names/<name>`` beside it.
@@ -254,12 +256,12 @@ class HeldDirectories:
 
     def _look(self, path: Path, workspace: Workspace, *, resumed: bool) -> None:
         self._sequence = max(self._sequence, _sequence_of(path))
-        if path.parent not in self._swept:
-            _sweep(workspace, self._engine.config.lease_s)
-            self._swept.add(path.parent)
-        if resumed and path.parent not in self._ordered:
-            self._sequence = max(self._sequence, _newest_in(path.parent))
-            self._ordered.add(path.parent)
+        self._swept.use(path.parent, lambda: _sweep(workspace, self._engine.config.lease_s))
+        if resumed:
+            self._ordered.use(path.parent, lambda: self._look_beside(path))
+
+    def _look_beside(self, path: Path) -> None:
+        self._sequence = max(self._sequence, _newest_in(path.parent))
 
 
 def _sweep(own: Workspace, lease_s: float) -> None:

@@ -14,8 +14,8 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.core.saving.job import SaveJob
 from safe_ckpt.core.saving.request import Streamed
-from safe_ckpt.core.staging import optimizer_gate, snapshot
-from safe_ckpt.core.staging.buffer import SharedBuffer
+from safe_ckpt.core.staging import host_memory, optimizer_gate, snapshot
+from safe_ckpt.core.staging.buffer import SharedBuffer, rounded
 from safe_ckpt.core.staging.copy_plan import KnownCopies
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.staging.unchanged import UnchangedFiles
@@ -25,6 +25,8 @@ from safe_ckpt.errors import NotEnoughSpaceError, RendezvousTimeout, SaveError
 logger = logging.getLogger(__name__)
 _LOOK_S = 0.05
 _END_S = 1.0
+_INTERPRETER_BYTES = 24 << 20  # of the writer process with numpy: 17 MiB that nobody shares were measured
+_CHUNKS = 2
 
 
 class Stager:
@@ -60,8 +62,7 @@ class Stager:
             size_bytes: of one snapshot.
             begin: called there first, to get ready whatever else a save needs.
         """
-        limit = self._config.max_host_bytes
-        if size_bytes <= 0 or (limit is not None and size_bytes > limit):
+        if size_bytes <= 0 or self._is_too_large(size_bytes):
             return
         if self._preparing is not None and self._preparing.is_alive():
             return
@@ -74,6 +75,7 @@ class Stager:
                 self._helper.start()
                 begin()
                 for buffer in buffers:
+                    buffer.beside_bytes = self._writing_bytes(size_bytes)
                     buffer.reserve(size_bytes)
                     if device is not None:
                         buffer.pin(device, self._cuda)
@@ -86,14 +88,14 @@ class Stager:
     def lay_out(self, job: SaveJob) -> None:
         """Plan the copy of ``job``. An error goes into ``job.error``; every rank gets it through the save's verdict."""
         content = job.request.content
-        limit = self._config.max_host_bytes
         place = str(job.folder), job.manifest.to_json()
         try:
             self._share(job)
         except Exception as error:  # as the docstring says
             job.error = error
             return
-        if isinstance(content, Streamed) or (limit is not None and snapshot.buffer_bytes(job.files) > limit):
+        size = snapshot.buffer_bytes(job.files)
+        if isinstance(content, Streamed) or self._is_too_large(size):
             job.tasks = snapshot.list_tasks(job.files, *place)
             job.streamed, job.error = True, None
             try:
@@ -103,6 +105,7 @@ class Stager:
                 job.error = error
             return
         job.buffer = self._take_buffer()
+        job.buffer.beside_bytes = self._writing_bytes(size)
         try:
             job.tasks, job.copy = snapshot.lay_out(
                 job.files, job.buffer, *place, name=job.name, overlap_plan=job.overlap, known=self._known
@@ -157,6 +160,16 @@ class Stager:
             self._closed = True
         for buffer in self._free:
             buffer.close()
+
+    def _is_too_large(self, size: int) -> bool:
+        """Whether a snapshot of this size may not be taken: then its files are written straight from the tensors."""
+        most, largest = self._config.max_host_bytes, host_memory.largest_file_bytes()
+        return (most is not None and size > most) or (largest is not None and rounded(size) > largest)
+
+    def _writing_bytes(self, size: int) -> int:
+        """What a process needs that writes so much: it may not have started yet, and a control group's limit kills."""
+        writer = self._config.writer
+        return 0 if size <= writer.inline_bytes else _INTERPRETER_BYTES + _CHUNKS * writer.chunk_bytes
 
     def _take_buffer(self) -> SharedBuffer:
         if self._preparing is not None:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
+from safe_ckpt.core.changing import unchanging
 from safe_ckpt.core.coordination.log_entry import Scatter
 from safe_ckpt.core.formats import dcp
 from safe_ckpt.core.formats.file_plan import FilePlan, bytes_image
@@ -274,7 +275,8 @@ class ShardPlanner:
         return dataclasses.replace(known, item=item, objects=objects)
 
     def _plan(self, folder: str, item: ShardedItem) -> _Local:
-        state = item.state_dict()
+        with unchanging(folder or "the sharded state"):
+            state = item.state_dict()
         if self._strict:
             _refuse_other_keys(folder, state)
         planner = _Planner()

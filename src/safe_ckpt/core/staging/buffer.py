@@ -43,12 +43,14 @@ class SharedBuffer:
         id: tells shared buffers of this process apart.
         size: bytes that are mapped now.
         filled_for: layouts, and offsets, of files whose unchanging bytes are in place; for whoever fills it.
+        beside_bytes: what must be left besides when this grows: those who write what is in it need memory too.
     """
 
     def __init__(self) -> None:
         self.id = next(_ids)
         self.size = 0
         self.filled_for: frozenset[tuple[object, int]] = frozenset()
+        self.beside_bytes = 0
         self._fd = os.memfd_create("safe_ckpt", os.MFD_CLOEXEC)
         self._mapped: tuple[mmap.mmap, torch.Tensor] | None = None
         self._growing = threading.RLock()  # pre-faulting ahead of a save happens on another thread than the save
@@ -69,18 +71,17 @@ class SharedBuffer:
         with self._growing:
             if size <= self.size:
                 return
-            granule = GRANULE if size > GRANULE // 2 else _SMALL_GRANULE
-            size = -(-size // granule) * granule
+            size = rounded(size)
             free = host_memory.available_bytes()
-            if free is not None and size - self.size > free:
-                raise _does_not_fit(size - self.size, free)
+            if free is not None and size - self.size + self.beside_bytes > free:
+                raise _does_not_fit(size - self.size, free, self.beside_bytes)
             self._release_pinned()
             try:
                 fresh = self._allocate(size, waiting=waiting)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                     raise
-                raise _does_not_fit(size - self.size, free or 0) from error
+                raise _no_address_left(size) or _does_not_fit(size - self.size, free or 0) from error
             # The old mapping may still be looked at by tensors; it goes when they do.
             self._mapped = fresh, torch.frombuffer(fresh, dtype=torch.uint8)
             self.size, self.filled_for = size, frozenset()
@@ -140,10 +141,10 @@ class SharedBuffer:
 
     def _allocate(self, size: int, *, waiting: bool) -> mmap.mmap:
         os.ftruncate(self._fd, size)
-        fresh = mmap.mmap(self._fd, size)
-        with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages for shared memory
-            fresh.madvise(mmap.MADV_HUGEPAGE)
         try:
+            fresh = mmap.mmap(self._fd, size)
+            with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages for shared memory
+                fresh.madvise(mmap.MADV_HUGEPAGE)
             self._populate(torch.frombuffer(fresh, dtype=torch.uint8).data_ptr(), size, waiting=waiting)
         except BaseException:
             os.ftruncate(self._fd, self.size)  # give back what was allocated: training goes on
@@ -215,6 +216,12 @@ class SharedBuffer:
             self._unpin = None
 
 
+def rounded(size: int) -> int:
+    """How much is taken for ``size`` bytes."""
+    granule = GRANULE if size > GRANULE // 2 else _SMALL_GRANULE
+    return -(-size // granule) * granule
+
+
 def _huge_on_advice() -> bool:
     try:
         return "[advise]" in _SHMEM_PAGES.read_text(encoding="utf-8")
@@ -238,11 +245,25 @@ def _map(start: int, length: int, advice: int) -> bool:
     return False
 
 
-def _does_not_fit(needed: int, free: int) -> NotEnoughSpaceError:
+def _no_address_left(size: int) -> NotEnoughSpaceError | None:
+    left = host_memory.address_space_left()
+    if left is None or size <= left:
+        return None
+    message = (
+        "The address space of this process is limited (ulimit -v, RLIMIT_AS), however much memory is free: raise that "
+    )
+    message += "limit, save less at a time, or set max_host_bytes."
+    return NotEnoughSpaceError(
+        path="address space", message=message, needed_bytes=size, free_bytes=left, phase="snapshot"
+    )
+
+
+def _does_not_fit(needed: int, free: int, beside: int = 0) -> NotEnoughSpaceError:
+    what = f"The snapshot, and {beside} bytes for writing it, do not fit" if beside else "The snapshot does not fit"
     return NotEnoughSpaceError(
         path="host memory",
-        message="The snapshot does not fit: save less at a time, set max_host_bytes, or give the job more memory.",
-        needed_bytes=needed,
+        message=f"{what}: save less at a time, set max_host_bytes, or give the job more memory.",
+        needed_bytes=needed + beside,
         free_bytes=free,
         phase="snapshot",
     )

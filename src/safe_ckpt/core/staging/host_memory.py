@@ -6,6 +6,7 @@ Versions 1 and 2 of control groups are read; what cannot be read is no limit.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 _MEMINFO = Path("/proc/meminfo")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
+_PAGES = Path("/proc/self/statm")
 _NO_LIMIT_BYTES = 1 << 60  # version 1 writes "none" as a huge number
 # Of version 2 and 1: the limit, the usage, and the rows of memory.stat that the kernel reclaims before it kills. The page cache
 # in use is among them; shared memory is not.
@@ -57,6 +59,21 @@ def allowance(membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> Allow
     memory = [limit for group in groups for limit, _ in _memory(group)]
     cores = [limit for group in groups for limit in _cores(group)]
     return Allowance(memory_bytes=min(memory, default=None), cores=min(cores, default=None))
+
+
+def address_space_left() -> int | None:
+    """Bytes that this process may still map (``ulimit -v``); None for no limit. Memory may be free, and not be had."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    pages = _text(_PAGES).split()
+    if limit == resource.RLIM_INFINITY or not pages:
+        return None
+    return max(0, limit - int(pages[0]) * resource.getpagesize())
+
+
+def largest_file_bytes() -> int | None:
+    """How large a file of this process may grow (``ulimit -f``), one in memory as well; None for no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _groups(membership: Path, cgroups: Path) -> Iterator[Path]:

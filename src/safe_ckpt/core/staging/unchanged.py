@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ import xxhash
 from safe_ckpt.config import Health, Unchanged
 from safe_ckpt.core.formats.manifest import Manifest, read_manifest
 from safe_ckpt.core.health.verdict import ITSELF, digest_of_patterns, is_sick
+from safe_ckpt.core.recent import Recent
 from safe_ckpt.core.staging.shared_files import Before, Shared, SharedFile, SharedObject
 from safe_ckpt.core.staging.tries import Tries
 from safe_ckpt.core.storage.copier import Stamp
@@ -69,6 +70,21 @@ class Wanted:
         return cls(path=plan.path, length=plan.length, frozen=plan.frozen, unexamined=tuple(unexamined))
 
 
+@dataclass(kw_only=True)
+class _Directory:
+    """One directory of checkpoints.
+
+    Attributes:
+        tries: whether sharing is tried.
+        known: the files of its newest checkpoint, by path.
+        under_way: the saves that have looked and are not over.
+    """
+
+    tries: Tries = field(default_factory=Tries)
+    known: dict[str, Before] = field(default_factory=dict)
+    under_way: set[int] = field(default_factory=set)
+
+
 class UnchangedFiles:
     """What one rank knows of the files that it wrote last.
 
@@ -82,9 +98,7 @@ class UnchangedFiles:
         self._settings = settings
         self._health = health
         self._rank = rank
-        self._tries: dict[Place, Tries] = {}
-        self._known: dict[tuple[Place, str], Before] = {}
-        self._under_way: dict[Place, set[int]] = {}
+        self._directories: Recent[Place, _Directory] = Recent(lambda one: bool(one.under_way))
 
     def recall(self, root: Place, checkpoint: Place, verified: Manifest | None = None) -> None:
         """Training goes on from this checkpoint of the directory ``root``.
@@ -102,11 +116,11 @@ class UnchangedFiles:
         except (OSError, SafeCheckpointError) as error:
             logger.info("%s: its manifest cannot be read again, so all is written anew: %s", checkpoint, error)
             return
-        health = manifest.health.get("files", {})
+        health, known = manifest.health.get("files", {}), self._directory(root).known
         for entry in manifest.files:
             # Files of other ranks are not this rank's to share, and many ranks must not look at all files.
             if entry.rank == self._rank and entry.size_bytes >= LEAST_BYTES:
-                self._known[root, entry.path] = Before(
+                known[entry.path] = Before(
                     sources=(checkpoint / entry.path,),
                     stamp=_stamp(checkpoint / entry.path),
                     size_bytes=entry.size_bytes,
@@ -131,12 +145,11 @@ class UnchangedFiles:
         Returns:
             What is to be written, and what is not.
         """
-        tries = self._tries_in(root)
-        number = tries.begin()
-        under_way = self._under_way.setdefault(root, set())
-        later = isinstance(root, ObjectPath) and bool(under_way)
-        under_way.add(number)
-        sharing = Sharing(self, root, number, tries)
+        directory = self._directory(root)
+        number = directory.tries.begin()
+        later = isinstance(root, ObjectPath) and bool(directory.under_way)
+        directory.under_way.add(number)
+        sharing = Sharing(self, root, number, directory.tries)
         try:
             for plan in plans:
                 wanted = Wanted.of(plan, unexamined) if self._settings.share else None
@@ -163,11 +176,13 @@ class UnchangedFiles:
 
     def over(self, root: Place, number: int) -> None:
         """See ``Sharing.close``."""
-        self._under_way[root].discard(number)
+        if (directory := self._directories.get(root)) is not None:
+            directory.under_way.discard(number)
 
     def earlier(self, root: Place, path: str) -> tuple[Any, ...] | None:
         """See ``Sharing.earlier``."""
-        known, number = self._known.get((root, path)), self._tries_in(root).count
+        directory = self._directory(root)
+        known, number = directory.known.get(path), directory.tries.count
         fruitless = known is not None and known.fruitless >= _PATIENCE and number % _AGAIN > 1
         if not self._settings.share or fruitless or isinstance(root, ObjectPath):
             return None
@@ -177,15 +192,15 @@ class UnchangedFiles:
 
     def learn(self, root: Place, checkpoint: Place, written: Sequence[WrittenFile], folder: str) -> None:
         """See ``Sharing.learn``."""
-        found = {}
+        found, directory = {}, self._directory(root)
         for file in written:
             if file.size_bytes < LEAST_BYTES:
                 continue
             path = file.path.removeprefix(f"{folder}/") if folder else ITSELF
-            place, before = checkpoint / path, self._known.get((root, path))
+            place, before = checkpoint / path, directory.known.get(path)
             same = before is not None and (before.size_bytes, before.xxh3_128) == (file.size_bytes, file.xxh3_128)
             sources = (place, *(before.sources if same and before is not None else ()))
-            found[root, path] = Before(
+            found[path] = Before(
                 sources=tuple(dict.fromkeys(sources))[:_MOST_SOURCES],
                 stamp=_stamp(place),
                 size_bytes=file.size_bytes,
@@ -196,18 +211,20 @@ class UnchangedFiles:
                 repeated=same if before is not None and before.size_bytes == file.size_bytes else None,
                 fruitless=before.fruitless + 1 if before is not None and not file.shared_bytes else 0,
             )
-        self._known = {key: value for key, value in self._known.items() if key[0] != root} | found
+        directory.known = found
 
     def forget(self, root: Place) -> None:
         """What the newest checkpoint of ``root`` is, is not known any more."""
-        self._known = {key: value for key, value in self._known.items() if key[0] != root}
+        if (directory := self._directories.get(root)) is not None:
+            directory.known = {}
 
     def candidate(self, wanted: Wanted, root: Place) -> Before | None:
         """What a file probably is."""
-        before = self._known.get((root, wanted.path))
-        if before is None or before.size_bytes != wanted.length or not self._settings.share:
+        directory = self._directories.get(root)
+        before = directory.known.get(wanted.path) if directory is not None else None
+        if directory is None or before is None or before.size_bytes != wanted.length or not self._settings.share:
             return None
-        if not self._tries_in(root).allowed:
+        if not directory.tries.allowed:
             return None
         if isinstance(root, ObjectPath) and before.size_bytes > MOST_BYTES:
             return None
@@ -215,8 +232,8 @@ class UnchangedFiles:
         fits = probably and not self._is_old(before) and self._is_known_well(before, wanted.unexamined)
         return before if fits else None
 
-    def _tries_in(self, root: Place) -> Tries:
-        return self._tries.setdefault(root, Tries())
+    def _directory(self, root: Place) -> _Directory:
+        return self._directories.use(root, _Directory)
 
     def _is_old(self, before: Before) -> bool:
         return self._settings.full_every is not None and before.age + 1 >= self._settings.full_every

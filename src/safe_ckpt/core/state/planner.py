@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from safe_ckpt.core.changing import unchanging
 from safe_ckpt.core.formats.file_template import FileTemplate, numbers_of
 from safe_ckpt.core.formats.torch_archive import with_floats
 from safe_ckpt.core.sharding import dtensor
@@ -84,8 +85,9 @@ class Planner:
         try:
             for name in plan.optimizers_last(state):
                 value = state[name]
-                now = self._fingerprint(value.value if isinstance(value, PerRank) else value, state, views)
-                found = self._one(name, value, state, now)
+                with unchanging(name):
+                    now = self._fingerprint(value.value if isinstance(value, PerRank) else value, state, views)
+                    found = self._one(name, value, state, now)
                 if now is not None and name in self._known:
                     views[name] = now
                 if isinstance(found, ShardedItem):

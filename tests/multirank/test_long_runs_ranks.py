@@ -1,0 +1,38 @@
+"""Ranks that save for ever: neither their processes nor their store take ever more."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from kit.kept import SLACK, kept
+from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention
+from safe_ckpt.testing import spawn_ranks, values
+
+
+def _keys(ckpt):
+    """How many keys the store has that rank 0 hosts."""
+    store = ckpt._engine.coordinator._store
+    return store._store.num_keys() if dist.get_rank() == 0 else 0
+
+
+def _save_often(rank, folder):
+    parts = {"weight": distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])}
+    state = {"parts": parts, "whole": torch.ones(2), "place": PerRank({"rank": rank})}
+    found = []
+    with Checkpointer(folder / "checkpoints", CheckpointConfig(retention=Retention(keep_last=2))) as ckpt:
+        for number in range(60):
+            handle = ckpt.save(number, state)
+            handle = ckpt.export(parts, folder / f"weights-{number % 3}")
+            if number in (10, 59):
+                handle.settle(timeout_s=30)
+                dist.barrier()
+                found.append((_keys(ckpt), kept()))
+    return found
+
+
+def test_what_is_kept_does_not_depend_on_the_number_of_saves(tmp_path):
+    """After 60 saves and 60 exports of two ranks there are as many keys in the store, and objects in each, as after 10."""
+    for early, late in values(spawn_ranks(_save_often, 2, tmp_path)):
+        assert late[0] <= early[0] + SLACK
+        assert late[1] < early[1] + SLACK
