@@ -113,7 +113,10 @@ def rate(gbps: float | None) -> str:
 
 def clock(at: float, zone: tzinfo | None = None) -> str:
     """Seconds since the epoch -> "2025-11-21 14:02:33" in ``zone``, None for that of this machine."""
-    return datetime.fromtimestamp(at, tz=zone).strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        return datetime.fromtimestamp(at, tz=zone).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # before the year 1, or after 9999
+        return "?"
 
 
 def metrics_text(metrics: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -172,6 +172,7 @@ _KEYS = [
         max_size=12,
     )
 )
+@example([("run", 0.0, {"seconds": 63935510401})])  # begun before the year 1
 def test_values_of_any_type_make_a_page(events):
     """Whatever the fields hold and in whatever order events come: a page of well-formed HTML, and JSON."""
     recorded = told([line(kind, at, **facts) for kind, at, facts in events])
