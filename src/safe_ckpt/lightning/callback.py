@@ -256,7 +256,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
                 super().on_train_end(trainer, pl_module)
         if self._saver is not None:
             self._saver.settle()
-            self._counts.warn_without_save(self, trainer)
+            if not self._saver.stopping:
+                self._counts.warn_without_save(self, trainer)
             if self.export_to is not None and not self._saver.stopping:
                 self._saver.export(pl_module, Path(self.export_to), self.export_max_shard_size)
 

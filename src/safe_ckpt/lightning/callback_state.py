@@ -86,7 +86,7 @@ class Counts:
     def warn_without_save(self, callback: Any, trainer: Any) -> None:
         """At the end of ``fit``: say, on rank 0, that batches were trained on and not one save was due."""
         kept = callback.save_top_k != 0 or callback.save_last
-        if self.saves or not self.batches or not kept or not trainer.is_global_zero or callback._saver.stopping:
+        if self.saves or not self.batches or not kept or not trainer.is_global_zero:
             return
         when = "every_n_train_steps", "train_time_interval", "every_n_epochs", "save_on_train_epoch_end"
         asked = {name: getattr(callback, f"_{name}", None) for name in when}

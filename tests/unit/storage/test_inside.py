@@ -1,5 +1,6 @@
 """Every name that is read goes one way to a path, and what leads out of its folder is refused there."""
 
+import io
 import os
 import re
 import warnings
@@ -132,6 +133,13 @@ def test_a_file_behind_a_link_that_leads_out_is_not_read(tmp_path):
     (tmp_path / "one/sub").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(HostileCheckpointError, match="through a link"):
         verify(tmp_path / "one", made)
+
+
+def test_a_path_in_the_metadata_is_read_whichever_python_wrote_it():
+    """Python 3.13 gives the class of paths another name than those before and after it."""
+    for module in ("pathlib", "pathlib._local"):
+        data = f"c{module}\nPosixPath\n(Vruns/x\ntR.".encode()
+        assert dcp_load._Unpickler(io.BytesIO(data)).load() == Path("runs/x")
 
 
 def test_metadata_of_dcp_names_files_beside_it(tmp_path):

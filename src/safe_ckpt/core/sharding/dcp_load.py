@@ -40,8 +40,6 @@ _RECORDS = {
     "collections": {"OrderedDict", "defaultdict"},
     "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
 }
-
-
 _NAMES = "names"
 """Where an optimizer's state says which parameters its groups had, beside the groups of rank 0."""
 
@@ -50,6 +48,7 @@ class _Unpickler(pickle.Unpickler):  # unpickles: DCP's records alone
     """Builds DCP's records and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
         known = name in _RECORDS.get(module, ()) or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         )
