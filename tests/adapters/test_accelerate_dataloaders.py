@@ -76,6 +76,35 @@ def test_a_resume_in_mid_epoch_is_exact(tmp_path, seedable, at, plain):
     assert run(tmp_path / "broken", stops=None) == straight
 
 
+@pytest.mark.parametrize("seedable", [False, True])
+@pytest.mark.parametrize("at", [1, 5])
+def test_a_resume_with_a_worker_has_the_order_of_the_epoch(tmp_path, at, seedable):
+    """In the first epoch, whose order a worker may have asked for before the loader was watched, and in the second one."""
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=seedable)
+
+    def run(folder, *, stop, resumes=False):
+        with registered(folder, dataloader_config=config) as (accelerator, _):
+            torch.manual_seed(3)
+            data = torch.utils.data.TensorDataset(torch.arange(12.0))
+            loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, num_workers=1))
+            if resumes:
+                accelerator.load_state()
+            seen = []
+            while len(seen) < stop:
+                for (batch,) in loader:
+                    seen.append(batch.tolist())
+                    if len(seen) == stop:
+                        accelerator.save_state()
+                        break
+        forget()
+        return seen
+
+    straight = run(tmp_path / "straight", stop=6)
+    assert run(tmp_path / "broken", stop=at) == straight[:at]
+    left = -at % 3
+    assert run(tmp_path / "broken", stop=left, resumes=True) == straight[at : at + left]
+
+
 def test_a_batch_is_let_go(tmp_path):
     """A watched loader keeps no reference to a batch that the loop has let go of."""
     made = []

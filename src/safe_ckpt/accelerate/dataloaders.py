@@ -147,6 +147,9 @@ class _Watched:
         self._iterate: Callable[[], Iterator[Any]] = self._base.__iter__
         self._begun: Mapping[str, Any] | None = None
         self._pending: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
+        if self._base.num_workers and self._is_ready():
+            # Its workers have asked for their first batches, so the order was drawn before anybody noted the generators.
+            self._base.load_state_dict({})
         # Accelerate calls __iter__ as an attribute of the inner loader, so one of the instance is called.
         self._patch = Patch(self._base, {"__iter__": self._begin})
 
