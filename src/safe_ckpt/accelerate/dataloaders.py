@@ -169,11 +169,13 @@ class _Watched:
             "place": self._loader.state_dict(),
             "iteration": getattr(self._loader, "iteration", None),
             "within": is_within(self._loader),
+            **placed_loaders.seed(self._loader),
             **self._now(),
         }
 
     def resume(self, state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         if state:
+            placed_loaders.seed_as(self._loader, state)
             self._base.load_state_dict(state["place"])
         position = getattr(self._base, "next_iter_state", None)
         if not isinstance(position, Mapping):
