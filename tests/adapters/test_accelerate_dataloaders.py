@@ -19,6 +19,7 @@ from accelerate_runs import (
     stateful,
 )
 from safe_ckpt.accelerate import register
+from safe_ckpt.data import resumable
 from safe_ckpt.errors import (
     NoValidCheckpointError,
 )
@@ -74,6 +75,63 @@ def test_a_resume_in_mid_epoch_is_exact(tmp_path, seedable, at, plain):
     straight = run(tmp_path / "straight", stops="never")
     assert run(tmp_path / "broken", stops="there")[0] == at
     assert run(tmp_path / "broken", stops=None) == straight
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+@pytest.mark.parametrize("at", [1, 5])
+def test_a_resume_with_a_worker_has_the_order_of_the_epoch(tmp_path, at, seedable):
+    """In the first epoch, whose order a worker may have asked for before the loader was watched, and in the second one."""
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=seedable)
+
+    def run(folder, *, stop, resumes=False):
+        with registered(folder, dataloader_config=config) as (accelerator, _):
+            torch.manual_seed(3)
+            data = torch.utils.data.TensorDataset(torch.arange(12.0))
+            loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, num_workers=1))
+            if resumes:
+                accelerator.load_state()
+            seen = []
+            while len(seen) < stop:
+                for (batch,) in loader:
+                    seen.append(batch.tolist())
+                    if len(seen) == stop:
+                        accelerator.save_state()
+                        break
+        forget()
+        return seen
+
+    straight = run(tmp_path / "straight", stop=6)
+    assert run(tmp_path / "broken", stop=at) == straight[:at]
+    left = -at % 3
+    assert run(tmp_path / "broken", stop=left, resumes=True) == straight[at : at + left]
+
+
+@pytest.mark.parametrize("torchdata", [False, True], ids=["resumable", "torchdata"])
+def test_a_seedable_sampler_goes_on_with_its_seed(tmp_path, torchdata):
+    """A script that begins with another seed gets the rest of the epoch, and the next one, of the run that was saved."""
+    config = DataLoaderConfiguration(use_stateful_dataloader=torchdata, use_seedable_sampler=True)
+
+    def run(folder, *, seed, stop, resumes=False):
+        with registered(folder, dataloader_config=config) as (accelerator, _):
+            torch.manual_seed(seed)
+            data = torch.utils.data.TensorDataset(torch.arange(12.0))
+            loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+            loader = accelerator.prepare(loader if torchdata else resumable(loader))
+            if resumes:
+                accelerator.load_state()
+            seen = []
+            while len(seen) < stop:
+                for (batch,) in loader:
+                    seen.append(batch.tolist())
+                    if len(seen) == stop:
+                        accelerator.save_state()
+                        break
+        forget()
+        return seen
+
+    straight = run(tmp_path / "straight", seed=3, stop=6)
+    assert run(tmp_path / "broken", seed=3, stop=1) == straight[:1]
+    assert run(tmp_path / "broken", seed=4, stop=5, resumes=True) == straight[1:]
 
 
 def test_a_batch_is_let_go(tmp_path):

@@ -83,6 +83,18 @@ def test_data_that_lost_memory_is_refused(tmp_path, value, where):
         ckpt.save(1, {"alone": value})
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("keep", [0, 8])
+def test_a_nested_tensor_that_lost_memory_is_refused(tmp_path, keep):
+    """By name, at the save: nobody could read it back."""
+    rows = torch.nested.nested_tensor([torch.ones(3), torch.ones(4)])
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"x": {"rows": rows, "n": 1}}).result()
+        short(rows, keep)
+        with pytest.raises(StateError, match=r"\['rows'\]: a nested tensor"):
+            ckpt.save(2, {"x": {"rows": rows, "n": 1}})
+
+
 def test_memory_that_came_back_at_its_old_place_is_saved_whole(tmp_path):
     """What is known of the save before is not taken for what is there now: its file may have whole storages."""
     large = torch.arange(3000.0)

@@ -147,6 +147,9 @@ class _Watched:
         self._iterate: Callable[[], Iterator[Any]] = self._base.__iter__
         self._begun: Mapping[str, Any] | None = None
         self._pending: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
+        if self._base.num_workers and self._is_ready():
+            # Its workers have asked for their first batches, so the order was drawn before anybody noted the generators.
+            self._base.load_state_dict({})
         # Accelerate calls __iter__ as an attribute of the inner loader, so one of the instance is called.
         self._patch = Patch(self._base, {"__iter__": self._begin})
 
@@ -166,11 +169,13 @@ class _Watched:
             "place": self._loader.state_dict(),
             "iteration": getattr(self._loader, "iteration", None),
             "within": is_within(self._loader),
+            **placed_loaders.seed(self._loader),
             **self._now(),
         }
 
     def resume(self, state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         if state:
+            placed_loaders.seed_as(self._loader, state)
             self._base.load_state_dict(state["place"])
         position = getattr(self._base, "next_iter_state", None)
         if not isinstance(position, Mapping):

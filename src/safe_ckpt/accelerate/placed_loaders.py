@@ -77,6 +77,18 @@ def is_within(loader: Any) -> bool:
     return any(one is loader for one in active)
 
 
+def seed(loader: Any) -> dict[str, int]:
+    """What the order of each epoch comes from, where Accelerate gave a prepared loader a seedable sampler."""
+    found = getattr(loader.get_sampler(), "initial_seed", None)
+    return {"seed": found} if isinstance(found, int) else {}
+
+
+def seed_as(loader: Any, state: Mapping[str, Any]) -> None:
+    """Have that be what it was at the save: a script may begin with another seed."""
+    if "seed" in state and seed(loader):
+        loader.get_sampler().initial_seed = state["seed"]
+
+
 class Placed:
     """The place of one such loader."""
 
@@ -97,10 +109,16 @@ class Placed:
         over = self._steps() if within and last and not between else self._over
         if over is not None:
             place = self._base.position(self._taken() if self._over is None else 0)
-            return {"position": place.to_json(), "iteration": self._loader.iteration, "over": over}
+            return {
+                "position": place.to_json(),
+                "iteration": self._loader.iteration,
+                "over": over,
+                **seed(self._loader),
+            }
         place = self._base.position(self._taken() if within and not last else 0)
         # The number of the epoch increases only when the loop is left, and the resume begins the next one.
-        return {"position": place.to_json(), "iteration": self._loader.iteration + (within and last)}
+        iteration = self._loader.iteration + (within and last)
+        return {"position": place.to_json(), "iteration": iteration, **seed(self._loader)}
 
     def resume(self, state: Mapping[str, Any], _: Mapping[str, Any]) -> None:
         """Go to a place that ``state`` told; nowhere where nothing was saved.
@@ -115,6 +133,7 @@ class Placed:
                 "the checkpoint has the place of a loader of another kind: prepare the loader as it was prepared then"
             )
             raise RestoreError(key=name_of(self._base), message=message)
+        seed_as(self._loader, state)
         self._base.load_state_dict(state["position"])
         self._loader.iteration, self._over = state["iteration"], state.get("over")
         if self._over is not None:

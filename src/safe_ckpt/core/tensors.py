@@ -50,3 +50,9 @@ def refuse_short(key: str, tensor: torch.Tensor) -> None:
             "Give it its values back (FSDP: reshard()), or leave it out"
         )
         raise StateError(key=key, message=message)
+    if not needed and tensor.is_nested and tensor.layout is torch.strided:
+        try:
+            tensor.unbind()
+        except RuntimeError as error:
+            message = f"a nested tensor whose memory was taken away, give it its values back, or leave it out: {error}"
+            raise StateError(key=key, message=message) from error

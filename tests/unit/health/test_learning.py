@@ -81,6 +81,21 @@ def test_a_score_that_comes_into_data_is_no_alarm(tmp_path, resumed, per_rank):
     ckpt.close()
 
 
+@pytest.mark.parametrize("more", [{}, {"note": {1}}], ids=["tensors", "an archive"])
+def test_a_score_that_comes_where_all_were_infinite_is_no_alarm(tmp_path, more):
+    """Beside one that was infinite at the first save, and nothing else: at every save that follows, and in the resume."""
+    scores = {"best": torch.tensor(math.inf), **more}
+    with Checkpointer(tmp_path) as ckpt:
+        assert not ckpt.save(1, {"scores": scores}).result().marked
+        scores["best"] = torch.tensor(0.5)
+        assert not ckpt.save(2, {"scores": scores}).result().marked
+        for step, name in ((3, "least"), (4, "most")):
+            scores[name] = torch.tensor(-math.inf)
+            assert not ckpt.save(step, {"scores": scores}).result().marked
+    with Checkpointer(tmp_path) as ckpt:
+        assert ckpt.resume({"scores": scores}).step == 4
+
+
 def test_a_parameter_that_is_trained_later_is_held_to_it(tmp_path):
     """Frozen at the first save and trained from the second one on: an infinite number in it is an alarm then."""
     model = torch.nn.Linear(3, 3).requires_grad_(False)

@@ -23,6 +23,8 @@ _MOST_ROWS = 20
 _MOST_FINITE = 2000  # more names would make the manifest large
 _MORE = ""
 """Stands for names of tensors that are not infinite, where there are more."""
+_NO_OTHER = "."
+"""Stands for them where there are none: then what comes is new, too."""
 _LARGEST = 1e300  # JSON has no infinity
 
 
@@ -80,7 +82,7 @@ class Expectation:
         facts: Mapping[str, Any],
         sick: Sequence[Mapping[str, Any]],
         hashes: Mapping[str, str] | None = None,
-        names: Iterable[str] = (),
+        names: Iterable[str] | None = None,
     ) -> dict[str, Any]:
         """What the manifest says of the file's health.
 
@@ -88,7 +90,7 @@ class Expectation:
             facts: of the numbers.
             sick: the tensors with numbers that are not finite.
             hashes: of tensors that training does not change, by name; None where none were taken.
-            names: of all tensors that were looked at.
+            names: of all tensors that were looked at; None where that is not known.
         """
         before, hashes = self.unwritten or {}, hashes or {}
         changed = [
@@ -97,7 +99,7 @@ class Expectation:
             if before.get(name_among(name, frozenset(before)), now) != now
         ]
         alarms, infinite = self._alarms(facts, sick)
-        learnt = self._with_finite(infinite, names)
+        learnt = infinite if names is None else self._with_finite(infinite, names)
         alarms.sort(key=lambda row: (-row["nan"] - row["inf"], row["name"]))
         jump = None
         same = facts.get("layout") == self.layout  # with other tensors in it a file has another norm
@@ -139,7 +141,7 @@ class Expectation:
         finite = [
             name for name in names if name not in infinite and not (_is_of_optimizer(name) or name_among(name, trained))
         ]
-        return infinite | dict.fromkeys(finite if len(finite) <= _MOST_FINITE else [_MORE], ("", 0))
+        return infinite | dict.fromkeys((finite or [_NO_OTHER]) if len(finite) <= _MOST_FINITE else [_MORE], ("", 0))
 
 
 def digest_of_patterns(patterns: Sequence[str]) -> str:

@@ -280,7 +280,10 @@ class ShardPlanner:
         if self._strict:
             _refuse_other_keys(folder, state)
         planner = _Planner()
-        planner.set_up_planner(dict(state), is_coordinator=self._coordinator.rank == 0)
+        try:
+            planner.set_up_planner(dict(state), is_coordinator=self._coordinator.rank == 0)
+        except ValueError as error:  # such as of "a.b" beside "b" in "a"
+            raise StateError(key=folder, message=f"beside sharded tensors DCP joins keys by dots: {error}") from error
         for fqn, value in planner.state_dict.items():
             _admit(f"{folder}: {fqn}", value)
         plan = planner.create_local_plan()

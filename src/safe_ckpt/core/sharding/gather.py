@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -254,7 +254,7 @@ def named_tensors(state: Mapping[str, Any] | torch.nn.Module, prefix: str = "") 
     """The tensors of a module's state dict, or of nested mappings with their names joined by dots.
 
     Raises:
-        StateError: a value is neither, or its memory is shorter than its shape says; names it.
+        StateError: a value is neither, or its memory is shorter than its shape says, or two have one name; names it.
     """
     tensors: dict[str, torch.Tensor] = {}
     if isinstance(state, torch.nn.Module):
@@ -262,15 +262,25 @@ def named_tensors(state: Mapping[str, Any] | torch.nn.Module, prefix: str = "") 
     for name, value in (state.state_dict() if isinstance(state, torch.nn.Module) else state).items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
-            tensors.update(named_tensors(value, f"{key}."))
+            inner = named_tensors(value, f"{key}.")
+            _refuse_twice(tensors, inner)
+            tensors.update(inner)
         elif isinstance(value, torch.Tensor) and not value.is_meta:
             for part in dtensor.parts_of(value):
                 refuse_short(key, part)
+            _refuse_twice(tensors, (key,))
             tensors[key] = value
         else:
             what = "a tensor without values (meta)" if isinstance(value, torch.Tensor) else type(value).__name__
             raise StateError(key=key, message=f"expected a tensor, got {what}")
     return tensors
+
+
+def _refuse_twice(tensors: Collection[str], names: Iterable[str]) -> None:
+    for name in names:
+        if name in tensors:
+            message = "two tensors have this name once it is text, as with the keys 1 and '1': rename one"
+            raise StateError(key=name, message=message)
 
 
 def gather_nested(state: Mapping[str, Any], timeout_s: float, group: ProcessGroup | None) -> dict[str, Any] | None:
