@@ -261,7 +261,7 @@ def _is_data(module: str, name: str, *, called: bool) -> bool:
     if package == "types":
         return name in _TYPES
     if package in sys.stdlib_module_names:
-        return package in _LIBRARY and (is_class or (found is not None and not callable(found)))
+        return package in _LIBRARY and (is_class or (found is not None and not (called and callable(found))))
     if home.startswith(_OF_TORCH) or (package == "torch" and name.endswith("Store")):
         return False
     return is_class or not called

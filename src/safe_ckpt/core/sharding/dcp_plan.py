@@ -282,8 +282,8 @@ class ShardPlanner:
         planner = _Planner()
         try:
             planner.set_up_planner(dict(state), is_coordinator=self._coordinator.rank == 0)
-        except ValueError as error:  # such as of "a.b" beside "b" in "a"
-            raise StateError(key=folder, message=f"beside sharded tensors DCP joins keys by dots: {error}") from error
+        except ValueError as error:  # "a.b" beside "b" in "a"
+            raise StateError(key=folder, message=f"beside shards DCP joins keys by dots: {error}") from error
         for fqn, value in planner.state_dict.items():
             _admit(f"{folder}: {fqn}", value)
         plan = planner.create_local_plan()
@@ -412,11 +412,8 @@ def _admit(key: str, value: object) -> None:
 
 def _refuse_other_keys(where: str, value: object) -> None:
     # DCP joins the keys of nested mappings to names: others than text would come back as text.
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                raise StateError(key=f"{where}[{key!r}]", message="beside sharded tensors the keys must be text")
-            _refuse_other_keys(f"{where}[{key!r}]", inner)
-    elif isinstance(value, list | tuple):
-        for number, inner in enumerate(value):
-            _refuse_other_keys(f"{where}[{number}]", inner)
+    named = isinstance(value, Mapping)
+    for key, inner in value.items() if named else enumerate(value) if isinstance(value, list | tuple) else ():
+        if named and not isinstance(key, str):
+            raise StateError(key=f"{where}[{key!r}]", message="beside sharded tensors the keys must be text")
+        _refuse_other_keys(f"{where}[{key!r}]", inner)
