@@ -412,8 +412,8 @@ def _admit(key: str, value: object) -> None:
 
 def _refuse_other_keys(where: str, value: object) -> None:
     # DCP joins the keys of nested mappings to names: others than text would come back as text.
-    named = isinstance(value, Mapping)
-    for key, inner in value.items() if named else enumerate(value) if isinstance(value, list | tuple) else ():
-        if named and not isinstance(key, str):
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value if isinstance(value, list | tuple) else ())
+    for key, inner in pairs:
+        if isinstance(value, Mapping) and not isinstance(key, str):
             raise StateError(key=f"{where}[{key!r}]", message="beside sharded tensors the keys must be text")
         _refuse_other_keys(f"{where}[{key!r}]", inner)
