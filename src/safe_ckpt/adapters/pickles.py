@@ -35,7 +35,8 @@ __all__ = ["from_text", "load_data", "refuse_code", "refusing", "to_text", "warn
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".pt", ".pth", ".bin", ".pkl", ".ckpt", ".metadata")
+_READ = re.compile(r".*\.(pt|pth|bin|ckpt|metadata)|(random_states|custom_checkpoint)_.*\.pkl", re.DOTALL)
+"""Files that a framework unpickles. Other pickles beside them are read by the user alone."""
 _PICKLES = 5  # torch's format before 1.6: a magic number, a version, facts of the system, the object, its storages
 _LIBRARY = frozenset({
     "abc", "argparse", "array", "collections", "copy", "copyreg", "dataclasses", "datetime", "decimal",
@@ -87,7 +88,7 @@ def refuse_code(path: Path, rank: int = 0, size: int = 1) -> None:
     """Look through the pickles of a checkpoint before a framework unpickles them. Nothing in them is run.
 
     Args:
-        path: a file of torch's, or a directory: then this rank looks through its share of the files with torch's suffixes.
+        path: a file of torch's, or a directory: then this rank looks through its share of the files that a framework reads.
         rank: this process's.
         size: the number of ranks.
 
@@ -102,7 +103,7 @@ def refuse_code(path: Path, rank: int = 0, size: int = 1) -> None:
         Path(folder) / name
         for folder, _, names in os.walk(path)
         for name in names
-        if name.endswith(SUFFIXES) and (Path(folder) / name).is_file()
+        if _READ.fullmatch(name) and (Path(folder) / name).is_file()
     )
     for file in files[rank::size]:
         _refuse(path, file, file.relative_to(path).as_posix())
@@ -111,15 +112,17 @@ def refuse_code(path: Path, rank: int = 0, size: int = 1) -> None:
 _judged: set[tuple[bytes, bytes]] = set()
 
 
-def warn_if_refused(data: bytes, key: str) -> None:
+def warn_if_refused(name: str, data: bytes, key: str) -> None:
     """Log, once for each name, that a resume will refuse what is saved: by the rule of ``refuse_code``.
 
     Args:
-        data: the pickle of a file that is saved.
+        name: the file that is saved.
+        data: its pickle.
         key: what the warning calls it.
     """
     names = set(_GLOBALS.findall(data))
-    if names <= _judged:
+    of_user = name.endswith(".pkl") and not _READ.fullmatch(Path(name).name)
+    if names <= _judged or of_user:
         return
     if len(_judged) > _MOST_NAMES:
         _judged.clear()

@@ -161,7 +161,7 @@ def torch_file(path: str, state: object, *, key: str | None = None) -> FilePlan:
         StateError: something in ``state`` cannot be saved; names where it is.
     """
     image = torch_archive.torch_image(path, state, strict=False, key=key or path)
-    warn_if_refused(image.pieces[-1][1], key or path)
+    warn_if_refused(path, image.pieces[-1][1], key or path)
     return image
 
 

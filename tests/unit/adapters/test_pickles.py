@@ -206,6 +206,19 @@ def test_what_no_object_asks_for_is_refused(tmp_path, name):
         refuse_code(tmp_path)
 
 
+def test_files_that_only_the_user_reads(tmp_path, caplog):
+    """A pickle that somebody lays beside the state is unpickled by no framework: it takes no checkpoint away, nor a warning."""
+    torch.save(MadeByFunction(), tmp_path / "my_statistics.pkl")
+    refuse_code(tmp_path)
+    torch_file("my_statistics.pkl", MadeByFunction())
+    assert not caplog.records
+    for name in ("custom_checkpoint_0.pkl", "random_states_3.pkl"):
+        file = (tmp_path / "my_statistics.pkl").rename(tmp_path / name)
+        with pytest.raises(HostileCheckpointError, match=name):
+            refuse_code(tmp_path)
+        file.rename(tmp_path / "my_statistics.pkl")
+
+
 def test_a_state_that_a_resume_would_refuse_is_told_when_it_is_saved(tmp_path, caplog):
     """Once, with the name; and what the warning says to do makes it a state like any other."""
     for _ in range(3):
@@ -242,10 +255,10 @@ def test_other_files(tmp_path):
     (tmp_path / "empty.pt").write_bytes(b"")
     (tmp_path / "pipe.pt").symlink_to("nowhere")
     refuse_code(tmp_path)
-    (tmp_path / "old.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(HostileCheckpointError, match=r"old.pkl.*os\.system"):
+    (tmp_path / "custom_checkpoint_0.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(HostileCheckpointError, match=r"custom_checkpoint_0.pkl.*os\.system"):
         refuse_code(tmp_path)
-    (tmp_path / "old.pkl").rename(tmp_path / "pickle")
+    (tmp_path / "custom_checkpoint_0.pkl").rename(tmp_path / "pickle")
     with tarfile.open(tmp_path / "old.pt", "w") as archive:
         archive.add(tmp_path / "pickle", "pickle")
     with pytest.raises(HostileCheckpointError, match="2016"):
