@@ -31,7 +31,7 @@ from safe_ckpt.errors import ConfigError
 
 ADAPTER = "accelerate"
 FOLDER = "checkpoints"
-_STEP = re.compile(r"(?:^|(?:step|epoch|checkpoint|ckpt|iter|iteration)s?[-_=]?)([0-9]{1,18})$")
+_STEP = re.compile(r"(?:^|(?:step|epoch|checkpoint|ckpt|iter|iteration)s?[-_=]?)([0-9]{1,18})\Z")
 _living: weakref.WeakSet[CheckpointDirectory] = weakref.WeakSet()
 
 

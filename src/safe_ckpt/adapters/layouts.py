@@ -154,19 +154,19 @@ LIGHTNING_DEEPSPEED = Kind(
 )
 ACCELERATE = Kind(
     name="Accelerate checkpoint",
-    named=re.compile(r"^checkpoint_([0-9]+)$"),
+    named=re.compile(r"^checkpoint_([0-9]+)\Z"),
     is_one=lambda path: presence.is_there(path / _RANDOM_STATES),
     problem=_problem_of_accelerate,
 )
 TRANSFORMERS = Kind(
     name="Transformers checkpoint",
-    named=re.compile(r"^checkpoint-([0-9]+)$"),
+    named=re.compile(r"^checkpoint-([0-9]+)\Z"),
     is_one=lambda path: presence.is_there(path / TRAINER_STATE),
     problem=_problem_of_transformers,
 )
 DEEPSPEED = Kind(
     name="DeepSpeed tag",
-    named=re.compile(r"^global_step([0-9]+)$"),
+    named=re.compile(r"^global_step([0-9]+)\Z"),
     is_one=has_states,
     problem=lambda path: "" if has_states(path) else "it holds no states of DeepSpeed",
 )

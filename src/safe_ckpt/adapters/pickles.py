@@ -11,8 +11,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import logging
 import os
 import pickle
+import re
 import sys
 import tarfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
@@ -29,29 +31,49 @@ from safe_ckpt.core.health.regions import StandIns
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, StateError, TamperedError
 
-__all__ = ["from_text", "load_data", "refuse_code", "refusing", "to_text"]
+__all__ = ["from_text", "load_data", "refuse_code", "refusing", "to_text", "warn_if_refused"]
 
-SUFFIXES = (".pt", ".pth", ".bin", ".pkl", ".ckpt", ".metadata")
+logger = logging.getLogger(__name__)
+
+_READ = re.compile(
+    r"(?!training_args\.bin$).*\.(pt|pth|bin|ckpt|metadata)|(random_states|custom_checkpoint)_.*\.pkl", re.DOTALL
+)
+"""Files that a framework unpickles. Other pickles beside them are read by the user alone."""
 _PICKLES = 5  # torch's format before 1.6: a magic number, a version, facts of the system, the object, its storages
 _LIBRARY = frozenset({
     "abc", "argparse", "array", "collections", "copy", "copyreg", "dataclasses", "datetime", "decimal",
-    "enum", "fractions", "functools", "ipaddress", "itertools", "math", "numbers", "pathlib", "random", "re", "string", "time",
-    "typing", "uuid", "zoneinfo",
+    "enum", "fractions", "functools", "ipaddress", "itertools", "math", "numbers", "operator", "pathlib", "random", "re",
+    "string", "time", "typing", "uuid", "zoneinfo",
 })  # fmt: skip
-_FUNCTIONS = frozenset({
+_KNOWN = frozenset({
     "_codecs.encode", "array._array_reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__", "copyreg._reconstructor",
-    "logging.getLogger",
+    "_io.BytesIO", "_io.StringIO", "http.HTTPStatus", "logging.getLogger",
+    "numpy.ma.core._mareconstruct",
     "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar", "numpy._core.numeric._frombuffer",
     "numpy.core.multiarray._reconstruct", "numpy.core.multiarray.scalar", "numpy.core.numeric._frombuffer",
     "numpy.random._pickle.__bit_generator_ctor", "numpy.random._pickle.__generator_ctor",
     "numpy.random._pickle.__randomstate_ctor",
-    "numpy.random.bit_generator.__pyx_unpickle_SeedSequence", "re._compile", "torch._tensor._rebuild_from_type_v2",
-    "torch.serialization._get_layout",
+    "pandas._libs.internals._unpickle_block", "pandas._libs.tslibs.timedeltas._timedelta_unpickle",
+    "pandas._libs.tslibs.timestamps._unpickle_timestamp", "pandas.core.indexes.base._new_Index",
+    "pandas.core.indexes.datetimes._new_DatetimeIndex", "pandas.core.indexes.period._new_PeriodIndex",
+    "pyarrow.lib._reconstruct_record_batch", "pyarrow.lib._reconstruct_table", "pyarrow.lib._restore_array",
+    "pyarrow.lib.chunked_array", "pyarrow.lib.field", "pyarrow.lib.list_", "pyarrow.lib.py_buffer", "pyarrow.lib.schema",
+    "pyarrow.lib.struct", "pyarrow.lib.type_for_alias",
+    "re._compile", "signal.Signals", "statistics.NormalDist",
+    "torch._tensor._rebuild_from_type_v2", "torch.serialization._get_layout",
+    "urllib.parse.ParseResult", "urllib.parse.SplitResult", "zoneinfo.ZoneInfo._unpickle",
 })  # fmt: skip
 _BUILTINS = frozenset({
     "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "getattr", "int", "list", "object", "range", "set",
     "slice", "str", "tuple",
 })  # fmt: skip
+_NAMED = frozenset({"abs", "all", "any", "len", "max", "min", "pow", "round", "sorted", "sum"})
+_CALLING = frozenset(
+    {"accumulate", "dropwhile", "filterfalse", "groupby", "starmap", "takewhile"}
+)  # what they are given
+_ASKED = frozenset({"__setstate__", "add", "append", "extend"})  # of an object, when it is unpickled
+_GLOBALS = re.compile(rb"c([^\x00-\x20]{1,200})\n([^\x00-\x20]{1,200})\n")  # in the protocol that torch.save writes
+_MOST_NAMES = 10_000
 _TYPES = frozenset({"GenericAlias", "MappingProxyType", "NoneType", "SimpleNamespace", "UnionType"})
 _OF_TORCH = (
     "torch._dynamo",
@@ -68,7 +90,7 @@ def refuse_code(path: Path, rank: int = 0, size: int = 1) -> None:
     """Look through the pickles of a checkpoint before a framework unpickles them. Nothing in them is run.
 
     Args:
-        path: a file of torch's, or a directory: then this rank looks through its share of the files with torch's suffixes.
+        path: a file of torch's, or a directory: then this rank looks through its share of the files that a framework reads.
         rank: this process's.
         size: the number of ranks.
 
@@ -83,10 +105,40 @@ def refuse_code(path: Path, rank: int = 0, size: int = 1) -> None:
         Path(folder) / name
         for folder, _, names in os.walk(path)
         for name in names
-        if name.endswith(SUFFIXES) and (Path(folder) / name).is_file()
+        if _READ.fullmatch(name) and (Path(folder) / name).is_file()
     )
     for file in files[rank::size]:
         _refuse(path, file, file.relative_to(path).as_posix())
+
+
+_judged: set[tuple[bytes, bytes]] = set()
+
+
+def warn_if_refused(name: str, data: bytes, key: str) -> None:
+    """Log, once for each name, that a resume will refuse what is saved: by the rule of ``refuse_code``.
+
+    Args:
+        name: the file that is saved.
+        data: its pickle.
+        key: what the warning calls it.
+    """
+    names = set(_GLOBALS.findall(data))
+    of_user = name.endswith(".pkl") and not _READ.fullmatch(Path(name).name)
+    if names <= _judged or of_user:
+        return
+    if len(_judged) > _MOST_NAMES:
+        _judged.clear()
+    _judged.update(names)
+    found = _Names()
+    found.read(io.BytesIO(data))
+    problems = found.problems()
+    if problems:
+        logger.warning(
+            "%s: a resume will refuse this file: its pickle %s. Call torch.serialization.add_safe_globals([...]) with that at "
+            "the start of the script, or keep it out of the state",
+            key,
+            "; it ".join(problems),
+        )
 
 
 def to_text(value: object, key: str) -> str:
@@ -130,11 +182,14 @@ def from_text(text: str, key: str) -> Any:
 
 def _refuse(path: Path, file: Path, name: str) -> None:
     names = _Names()
-    # What is no pickle, or a damaged one: whoever reads it says so. What it named before that counts.
-    with file.open("rb") as stream, contextlib.suppress(Exception):
+    with file.open("rb") as stream, contextlib.suppress(RuntimeError):  # an archive that torch cannot open either
         for one in _pickles_in(file, stream):
-            names.read(one)
-    problem = names.problem()
+            if not names.read(one):
+                break
+    problems = names.problems()
+    problem = (
+        f"its pickle {problems[0]}; torch.serialization.add_safe_globals admits what is yours" if problems else None
+    )
     if file.name == ".metadata" and problem is None:
         from safe_ckpt.core.sharding.dcp_load import read_metadata
 
@@ -175,6 +230,11 @@ class _Named(type):
     module: str
     name: str
 
+    def _refuse(cls) -> Any:
+        raise _Odd(f"changes {cls.module}.{cls.name}")
+
+    __setstate__ = append = extend = add = property(_refuse)
+
     def __call__(cls, *args: Any, **_: Any) -> Any:
         text = f"{cls.module}.{cls.name}"
         if text == "builtins.getattr" and len(args) == 2 and isinstance(args[0], _Named):
@@ -184,25 +244,58 @@ class _Named(type):
         cls.names.called.add((cls.module, cls.name))
         if cls.name == "_rebuild_from_type_v2" and args and isinstance(args[0], _Named):
             cls.names.called.add((args[0].module, args[0].name))
-        return cls.__new__(cls)  # type: ignore[call-overload]
+        made: Any = cls.__new__
+        return made(cls, *args)
+
+
+class _Odd(Exception):
+    """A pickle does what no object asks for when it is pickled."""
 
 
 class _Made(dict):  # type: ignore[type-arg]
-    """Stands for what a class would make: accepts whatever a pickle does to it."""
+    """Stands for what a class would make. It accepts what is done to an object in the order in which it is pickled.
 
-    def __new__(cls, *_: object, **__: object) -> Self:
-        return super().__new__(cls)
+    In another order, what an object was given would be called: an attribute in the place of its ``append``.
+    """
+
+    stage: int
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        made = super().__new__(cls)
+        given = [one for one in (*args, kwargs) if isinstance(one, dict)]
+        made.stage = 3 if any(not _ASKED.isdisjoint(one) for one in given) else 0
+        return made
 
     def __hash__(self) -> int:  # type: ignore[override]
         return id(self)
 
-    def __call__(self, *_: object, **__: object) -> _Made:
-        return self
+    def __call__(self, *_: object, **__: object) -> Any:
+        raise _Odd(f"calls what it makes of {self._text}")
 
-    def _ignore(self, *_: object) -> None:
-        pass
+    def append(self, *_: object) -> None:
+        """Nothing."""
+        self._go_on_to(0)
 
-    __setstate__ = __setitem__ = append = extend = add = _ignore
+    extend = add = append
+
+    def __setitem__(self, key: object, _: object) -> None:
+        self._go_on_to(1)
+        if isinstance(key, str) and key in _ASKED:
+            self.stage = 3
+
+    def __setstate__(self, _: object) -> None:
+        self._go_on_to(2)
+        self.stage = 3
+
+    def _go_on_to(self, stage: int) -> None:
+        if self.stage > stage:
+            raise _Odd(f"changes what it has made of {self._text}")
+        self.stage = stage
+
+    @property
+    def _text(self) -> str:
+        kind: Any = type(self)
+        return f"{kind.module}.{kind.name}"
 
 
 class _Names:
@@ -215,10 +308,24 @@ class _Names:
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], Any] = {("collections", "OrderedDict"): OrderedDict}
         self.called: set[tuple[str, str]] = set()
+        self._odd: list[str] = []
 
-    def read(self, stream: IO[bytes]) -> None:
+    def read(self, stream: IO[bytes]) -> bool:
+        """Look through one pickle. Whether there is an end of it, and so perhaps another one."""
         nothing = self.find("collections", "OrderedDict")
-        StandIns(stream, self.find, nothing).load()
+        try:
+            StandIns(stream, self.find, nothing).load()
+        except _Odd as error:
+            self._odd.append(str(error))
+        except EOFError:
+            pass  # whoever reads it meets the same end
+        except Exception as error:
+            # What is no pickle, or a damaged one: whoever reads it says so. But here it may end where it does not for others.
+            if self._found.keys() != {("collections", "OrderedDict")} and "truncated" not in str(error):
+                self._odd.append(f"cannot be looked through ({type(error).__name__}: {error})"[:300])
+        else:
+            return True
+        return False
 
     def find(self, module: str, name: str) -> Any:
         # As the unpickler does: torch's pickles call what is in Python's library as Python 2 did.
@@ -228,16 +335,16 @@ class _Names:
             self._found[key] = _Named("Named", (_Made,), facts)
         return self._found[key]
 
-    def problem(self) -> str | None:
-        """What is wrong with one of the names; None where nothing is."""
+    def problems(self) -> list[str]:
+        """What is wrong with what it does, and with the names."""
         own = {_text_of(one) for one in torch.serialization.get_safe_globals()}
+        found = list(self._odd)
         for module, name in self._found:
             text = f"{module}.{name}"
             if text not in own and not _is_data(module, name, called=(module, name) in self.called):
                 verb = "calls" if (module, name) in self.called else "names"
-                admits = "torch.serialization.add_safe_globals admits what is yours"
-                return f"its pickle {verb} {text[:200]}, which is no data; {admits}"
-        return None
+                found.append(f"{verb} {text[:200]}, which is no data")
+        return found
 
 
 def _text_of(one: Any) -> str:
@@ -245,7 +352,7 @@ def _text_of(one: Any) -> str:
 
 
 def _is_data(module: str, name: str, *, called: bool) -> bool:
-    if f"{module}.{name}" in _FUNCTIONS or f"{module}.{name}".startswith("torch._utils._rebuild_"):
+    if f"{module}.{name}" in _KNOWN or f"{module}.{name}".startswith("torch._utils._rebuild_"):
         return True
     known = module in sys.modules
     found: Any = sys.modules.get(module)
@@ -257,11 +364,20 @@ def _is_data(module: str, name: str, *, called: bool) -> bool:
     package = home.partition(".")[0]
     if package == "builtins":
         exception = is_class and issubclass(found, BaseException)
-        return name in _BUILTINS or exception or (found is not None and not callable(found))
+        return (
+            name in _BUILTINS
+            or (name in _NAMED and not called)
+            or exception
+            or (found is not None and not callable(found))
+        )
     if package == "types":
         return name in _TYPES
     if package in sys.stdlib_module_names:
-        return package in _LIBRARY and (is_class or (found is not None and not (called and callable(found))))
+        # ``typing.Any`` is no class before Python 3.11.
+        harmless = home in ("_operator", "operator", "math", "typing") and not called
+        plain = is_class or harmless or (found is not None and not callable(found))
+        return package.removeprefix("_") in _LIBRARY and plain and name not in _CALLING
     if home.startswith(_OF_TORCH) or (package == "torch" and name.endswith("Store")):
         return False
-    return is_class or not called
+    # What Cython makes for a class of its own sets its attributes.
+    return is_class or not called or (found is not None and name.startswith("__pyx_unpickle_"))

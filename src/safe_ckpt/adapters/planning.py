@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
+from safe_ckpt.adapters.pickles import warn_if_refused
 from safe_ckpt.core.changing import changed_meanwhile
 from safe_ckpt.core.coordination.log_entry import reraise
 from safe_ckpt.core.formats import file_plan, safetensors, torch_archive
@@ -149,7 +150,7 @@ class Planned:
 
 
 def torch_file(path: str, state: object, *, key: str | None = None) -> FilePlan:
-    """Plan a file that ``torch.load`` reads.
+    """Plan a file that ``torch.load`` reads. Warns if a resume would refuse it.
 
     Args:
         path: within the checkpoint.
@@ -159,7 +160,9 @@ def torch_file(path: str, state: object, *, key: str | None = None) -> FilePlan:
     Raises:
         StateError: something in ``state`` cannot be saved; names where it is.
     """
-    return torch_archive.torch_image(path, state, strict=False, key=key or path)
+    image = torch_archive.torch_image(path, state, strict=False, key=key or path)
+    warn_if_refused(path, image.pieces[-1][1], key or path)
+    return image
 
 
 def prepare_memory(engine: Engine, parts: Sequence[Any]) -> None:

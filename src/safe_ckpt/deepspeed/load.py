@@ -137,6 +137,6 @@ def _first_good(core: Engine, engine: Any, folder: Path, order: list[str], *, as
         warn_if_foreign(core, path)
         return name, len(rejected)
     if rejected:
-        message = "there are checkpoints, but none is usable. Repair one, or delete them all to start afresh"
+        message = "there are checkpoints, but none is usable. Repair one, or move them all elsewhere to start afresh"
         raise NoValidCheckpointError(path=str(folder), message=message, rejected=rejected)
     return None, 0

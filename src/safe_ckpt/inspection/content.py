@@ -15,7 +15,7 @@ from safe_ckpt.inspection.files import CheckpointFile, Window, inside, read_json
 from safe_ckpt.inspection.pickle_objects import Ordered, Tensor
 from safe_ckpt.inspection.tensors import Content, Entry, leaves
 
-_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\Z")
 _MOST_NODES = 2_000_000
 _MOST_DEPTH = 64
 _NOTHING = "has no file that can be read without running it"

@@ -28,7 +28,7 @@ from safe_ckpt.inspection.torch_reader import looks_like_archive, open_archive, 
 
 NOT_COMMITTED = "not committed"
 FOUND_DAMAGED = "found damaged by a resume"
-_NAME = re.compile(r"^(?:step-|epoch_|step_)([0-9]{1,18})$")  # ours, and those of Accelerate's examples
+_NAME = re.compile(r"^(?:step-|epoch_|step_)([0-9]{1,18})\Z")  # ours, and those of Accelerate's examples
 _DIRECTORIES: Sequence[tuple[str, Callable[[str], bool]]] = (
     ("DeepSpeed directory", lambda name: name.startswith(("zero_pp_rank_", "mp_rank_"))),
     ("DCP directory", lambda name: name == METADATA),

@@ -6,19 +6,29 @@ import datetime
 import decimal
 import enum
 import functools
+import io
+import itertools
+import math
+import operator
 import os
 import pathlib
 import random
+import re
+import signal
 import subprocess
 import tarfile
 import types
 import typing
 import uuid
+import zoneinfo
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+import torch.utils.collect_env
 
+from safe_ckpt.adapters import torch_file
 from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.errors import HostileCheckpointError
 
@@ -45,6 +55,29 @@ class Mine:
         self.x = 1
 
 
+class Listed(list):
+    def __init__(self, values):
+        super().__init__(values)
+        self.append_later = self
+
+
+class Keyed(dict):
+    def __init__(self, **values):
+        super().__init__(**values)
+        self.owner = self
+
+
+def made(x):
+    mine = Mine()
+    mine.x = x
+    return mine
+
+
+class MadeByFunction(Mine):
+    def __reduce__(self):
+        return made, (self.x,)
+
+
 HOSTILE = {
     "a command": Calls(os.system, "true"),
     "a program": Calls(subprocess.Popen, ["true"]),
@@ -60,7 +93,25 @@ HOSTILE = {
         torch._tensor._rebuild_from_type_v2, os.system, torch.Tensor, ("true",), {}
     ),
     "a function of a library": Calls(np.fromfile, "x"),
+    "an iterator that calls": Calls(list, Calls(itertools.starmap, torch.utils.collect_env.run, [("true",)])),
 }
+COMMAND = b"ctorch.utils.collect_env\nrun\n"
+RAW = {
+    "calls a method of what it has made": b"cbuiltins\ngetattr\n(cpathlib\nPosixPath\n(Vx\ntRVunlink\ntR)R.",
+    "calls a partial": b"cfunctools\npartial\n(" + COMMAND + b"Vtrue\ntR)R.",
+    "appends to what it was told to append with": b"cargparse\nNamespace\n)\x81}Vappend\n" + COMMAND + b"sbVtrue\na.",
+    "sets a state twice": b"cargparse\nNamespace\n)\x81}V__setstate__\n" + COMMAND + b"sbVtrue\nb.",
+    "gives a class another method": b"cargparse\nNamespace\nN}V__setstate__\n" + COMMAND + b"s\x86b.",
+    "a class from an object, and code after it": (
+        b"cbuiltins\ngetattr\n(cargparse\nNamespace\n)\x81V__class__\ntR)\x810cos\nsystem\n(Vtrue\ntR."
+    ),
+    "arguments that are no tuple here": b"cos\nsystem\ncbuiltins\ntuple\n((lVtrue\natRR.",
+    "a key that is asked for as a method": (
+        b"clightning.fabric.utilities.data\nAttributeDict\n)\x81V__setstate__\n" + COMMAND + b"sVtrue\nb."
+    ),
+}
+NOW = datetime.datetime.now(zoneinfo.ZoneInfo("UTC"))
+FRAME = pd.DataFrame({"a": [1], "b": ["x"], "c": pd.to_datetime(["2020"])})
 LINEAR = torch.nn.Linear(2, 2)
 DATA = {
     "states": {
@@ -92,6 +143,15 @@ DATA = {
         functools.partial(torch.relu, input=None),
         typing.Any,
     ],
+    "tables": [
+        FRAME,
+        FRAME["b"],
+        pd.Timestamp(NOW),
+        pd.Timedelta(1),
+        pd.Categorical(["a"]),
+        np.ma.array([1], mask=[1]),
+    ],
+    "made in a certain order": [Listed([1, 2]), Keyed(a=1), collections.UserList([1]), torch.nn.ModuleList([LINEAR])],
     "plain": [
         *(
             collections.defaultdict(list),
@@ -108,6 +168,16 @@ DATA = {
             range(3),
             slice(1),
             bytearray(b"1"),
+        ),
+        *(
+            NOW,
+            signal.SIGTERM,
+            io.BytesIO(b"1"),
+            max,
+            math.sqrt,
+            operator.gt,
+            operator.itemgetter("a"),
+            re.compile("a"),
         ),
         *({1}, frozenset([1]), 1j, b"", None, Ellipsis),
     ],
@@ -128,6 +198,49 @@ def test_what_would_run_code_is_refused(tmp_path, name):
         file.unlink()
 
 
+@pytest.mark.parametrize("name", RAW)
+def test_what_no_object_asks_for_is_refused(tmp_path, name):
+    """Calls by way of what a pickle has made itself; also where the stand-ins could not follow it to its end."""
+    (tmp_path / "custom_checkpoint_0.pkl").write_bytes(RAW[name])
+    with pytest.raises(HostileCheckpointError, match="Nothing of it was run"):
+        refuse_code(tmp_path)
+
+
+def test_files_that_only_the_user_reads(tmp_path, caplog):
+    """A pickle that somebody lays beside the state is unpickled by no framework: it takes no checkpoint away, nor a warning."""
+    torch.save(MadeByFunction(), tmp_path / "my_statistics.pkl")
+    refuse_code(tmp_path)
+    torch_file("my_statistics.pkl", MadeByFunction())
+    assert not caplog.records
+    for name in ("custom_checkpoint_0.pkl", "random_states_3.pkl"):
+        file = (tmp_path / "my_statistics.pkl").rename(tmp_path / name)
+        with pytest.raises(HostileCheckpointError, match=name):
+            refuse_code(tmp_path)
+        file.rename(tmp_path / "my_statistics.pkl")
+
+
+def test_a_state_that_a_resume_would_refuse_is_told_when_it_is_saved(tmp_path, caplog):
+    """Once, with the name; and what the warning says to do makes it a state like any other."""
+    for _ in range(3):
+        torch_file("a.pt", {"model": LINEAR.state_dict(), "mine": [MadeByFunction()]})
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "a.pt: a resume will refuse" in record.getMessage()
+    assert f"calls {made.__module__}.made" in record.getMessage()
+    torch.save(MadeByFunction(), tmp_path / "a.pt")
+    with pytest.raises(HostileCheckpointError, match="add_safe_globals"):
+        refuse_code(tmp_path)
+    with torch.serialization.safe_globals([made]):
+        refuse_code(tmp_path)
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_what_is_not_refused_is_saved_without_a_word(caplog, name):
+    """The rule of the save is that of the resume."""
+    torch_file("b.pt", DATA[name])
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("name", DATA)
 def test_what_states_hold_is_no_reason(tmp_path, name):
     """Tensors, arrays, generators, the plain types of Python's library and objects of the user's own pass."""
@@ -142,10 +255,10 @@ def test_other_files(tmp_path):
     (tmp_path / "empty.pt").write_bytes(b"")
     (tmp_path / "pipe.pt").symlink_to("nowhere")
     refuse_code(tmp_path)
-    (tmp_path / "old.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(HostileCheckpointError, match=r"old.pkl.*os\.system"):
+    (tmp_path / "custom_checkpoint_0.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(HostileCheckpointError, match=r"custom_checkpoint_0.pkl.*os\.system"):
         refuse_code(tmp_path)
-    (tmp_path / "old.pkl").rename(tmp_path / "pickle")
+    (tmp_path / "custom_checkpoint_0.pkl").rename(tmp_path / "pickle")
     with tarfile.open(tmp_path / "old.pt", "w") as archive:
         archive.add(tmp_path / "pickle", "pickle")
     with pytest.raises(HostileCheckpointError, match="2016"):

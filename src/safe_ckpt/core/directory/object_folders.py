@@ -30,7 +30,7 @@ from safe_ckpt.errors import UnsupportedFormatError
 
 GRAVESTONE = "safe_ckpt-gravestone"
 ID_LETTERS = 12
-_FOLDER = re.compile(rf"^.+\.[0-9a-f]{{{ID_LETTERS}}}$")
+_FOLDER = re.compile(rf"^.+\.[0-9a-f]{{{ID_LETTERS}}}\Z")
 _AT_A_TIME = 8
 _LAST_WORD_S = 10.0
 _Item = TypeVar("_Item")

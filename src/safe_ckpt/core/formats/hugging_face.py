@@ -31,7 +31,7 @@ from safe_ckpt.text import bytes_from
 STEM = "model"
 _INDEX = ".safetensors.index.json"
 _Tensor = TypeVar("_Tensor", bound="LazyTensor | torch.Tensor")
-_WEIGHTS = re.compile(r"^(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?$")
+_WEIGHTS = re.compile(r"^(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?\Z")
 
 
 def is_named(name: str, names: Collection[str]) -> bool:

@@ -52,7 +52,7 @@ RECORD_NAME = "archive/.safe_ckpt/manifest.json"
 UNREADABLE = (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, RuntimeError, zlib.error)
 _MOST_FILES = 200_000
 _MOST_DIRECTORY_BYTES = 16 << 20
-_DIGEST = re.compile(r"^[0-9a-f]{32}$")
+_DIGEST = re.compile(r"^[0-9a-f]{32}\Z")
 
 
 @functools.cache

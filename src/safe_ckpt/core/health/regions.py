@@ -260,8 +260,9 @@ class StandIns(pickle.Unpickler):  # unpickles: stand-ins alone
         return self._find(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
-        """What stands for a storage."""
-        del pid
+        """What stands for a storage; before torch 1.6 also a class of a module, with its source."""
+        if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module":
+            return pid[1]
         return self._storage()
 
 

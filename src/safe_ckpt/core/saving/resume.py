@@ -138,7 +138,9 @@ def choose(
             logger.warning("%s %s: %s", path, how, verdict["why"])
         if rejected or plan["quarantined"]:
             seen = {**rejected, **dict.fromkeys(plan["quarantined"], "in quarantine")}
-            message = "there are checkpoints, but none is usable. Repair one, or delete them all to start afresh"
+            message = (
+                "there are checkpoints, but none is usable. Repair one, or move them all elsewhere to start afresh"
+            )
             raise NoValidCheckpointError(path=str(workspace.path), message=message, rejected=seen)
         return None
 

@@ -30,11 +30,11 @@ from safe_ckpt.errors import (
     StateError,
 )
 
-_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}$")
+_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}\Z")
 _SMALL_PARTS = 4 << 20
-_OF_A_RANK = re.compile(r"\.rank\d{5,}$")
+_OF_A_RANK = re.compile(r"\.rank\d{5,}\Z")
 _FILE = re.compile(r"(\.rank\d{5,})?\.(json|pt|safetensors|safetensors\.index\.json)")  # behind the name of its item
-_OF_SHARDS = re.compile(r"^(.+?)(-\d{5}-of-\d{5}|\.safetensors\.index)$")
+_OF_SHARDS = re.compile(r"^(.+?)(-\d{5}-of-\d{5}|\.safetensors\.index)\Z")
 SHARDED = "sharded"
 
 
