@@ -374,7 +374,7 @@ def _is_data(module: str, name: str, *, called: bool) -> bool:
         return name in _TYPES
     if package in sys.stdlib_module_names:
         # ``typing.Any`` is no class before Python 3.11.
-        harmless = home in ("_operator", "operator", "math", "typing") and not called
+        harmless = home.removeprefix("_") in ("operator", "math", "typing") and not called
         plain = is_class or harmless or (found is not None and not callable(found))
         return package.removeprefix("_") in _LIBRARY and plain and name not in _CALLING
     if home.startswith(_OF_TORCH) or (package == "torch" and name.endswith("Store")):
