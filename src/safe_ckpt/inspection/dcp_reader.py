@@ -19,7 +19,9 @@ from safe_ckpt.inspection.torch_reader import Archive, content_of, looks_like_ar
 
 METADATA = ".metadata"
 _MOST_CHUNKS = 1_000_000
-_MOST_CORNERS = 16_000_000
+_MOST_CORNERS = (
+    4_000_000  # of all tensors together: a million parts in two dimensions. Each takes up to 300 bytes and 3 µs
+)
 _MODULE = "torch.distributed.checkpoint"
 
 
@@ -88,7 +90,7 @@ def read_directory(folder: Path) -> Directory:
 
 def _directory(folder: Path, metadata: Any) -> Directory:
     facts = _fields(metadata, "metadata.Metadata")
-    tensors, objects, count = {}, [], 0
+    tensors, objects, count, corners = {}, [], 0, 0
     for name, about in facts["state_dict_metadata"].items():
         if str(about.made_by).endswith("BytesStorageMetadata"):
             objects.append(_name(name))
@@ -99,7 +101,11 @@ def _directory(folder: Path, metadata: Any) -> Directory:
             raise ValueError(f"more than {_MOST_CHUNKS} parts of tensors")
         chunks = [_fields(chunk, "metadata.ChunkStorageMetadata") for chunk in state["chunks"]]
         parts = tuple((_counts(chunk["offsets"]), _counts(chunk["sizes"])) for chunk in chunks)
-        tensors[_name(name)] = _shape(name, _dtype(state["properties"]), _counts(state["size"]), parts)
+        whole = _counts(state["size"])
+        corners += len(parts) << len(_divided(whole, parts))
+        if corners > _MOST_CORNERS:
+            raise ValueError("its tensors are divided in more ways than any are")
+        tensors[_name(name)] = _shape(name, _dtype(state["properties"]), whole, parts)
     items: dict[str, list[Item]] = {}
     for index, place in (facts.get("storage_data") or {}).items():
         where, what = _fields(place, "filesystem._StorageInfo"), _fields(index, "metadata.MetadataIndex")
@@ -188,9 +194,7 @@ def _tile(shape: tuple[int, ...], parts: Sequence[tuple[tuple[int, ...], tuple[i
     those of a box are at its corners, up or down by the number of its ends among them. Only divided dimensions count.
     """
     whole = (tuple(0 for _ in shape), shape)
-    axes = [a for a, size in enumerate(shape) if any((at[a], count[a]) != (0, size) for at, count in parts)]
-    if len(parts) << len(axes) > _MOST_CORNERS:
-        raise ValueError("it is divided in more ways than any tensor is")
+    axes = _divided(shape, parts)
     if 0 in shape:  # there are no elements, wherever the parts say that they are
         return True
     steps = Counter[tuple[int, ...]]()
@@ -200,6 +204,12 @@ def _tile(shape: tuple[int, ...], parts: Sequence[tuple[tuple[int, ...], tuple[i
         for ends in product((0, 1), repeat=len(axes)):
             steps[tuple(at[a] + end * count[a] for a, end in zip(axes, ends, strict=True))] += sign * (-1) ** sum(ends)
     return not any(steps.values())
+
+
+def _divided(shape: tuple[int, ...], parts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[int]:
+    """The dimensions along which some part is not the whole."""
+    rows = enumerate(shape)
+    return [a for a, size in rows if any((at[a : a + 1], count[a : a + 1]) != ((0,), (size,)) for at, count in parts)]
 
 
 def archives_in(directory: Directory, file: str, window: Window) -> Iterator[tuple[Item, Archive | None]]:

@@ -158,12 +158,17 @@ def test_a_name_that_is_held_keeps_gc_out_and_is_not_free(tmp_path):
 
 
 def test_a_job_above_keeps_gc_out(tmp_path):
-    """Lightning saves below the directory that it holds, where a ``filename`` has a slash."""
-    save(tmp_path / "made", 1, 2)
-    shutil.rmtree(tmp_path / "made/.safe_ckpt", ignore_errors=True)
-    with Checkpointer(tmp_path):
-        assert run("gc", tmp_path / "made", "--keep-last", 1).exit_code == 1
-    assert left(tmp_path / "made") == ["step-00000001", "step-00000002"]
+    """Lightning saves below the directory that it holds, where a ``filename`` has a slash; also where a link leads there."""
+    save(tmp_path / "run/made", 1, 2)
+    save(tmp_path / "elsewhere", 1, 2)
+    for folder in ("run/made", "elsewhere"):
+        shutil.rmtree(tmp_path / folder / ".safe_ckpt", ignore_errors=True)
+    (tmp_path / "to made").symlink_to("run/made")
+    (tmp_path / "run/out").symlink_to("../elsewhere")
+    with Checkpointer(tmp_path / "run"):
+        for folder in ("run/made", "to made", "run/out"):
+            assert run("gc", tmp_path / folder, "--keep-last", 1).exit_code == 1
+            assert left(tmp_path / folder) == ["step-00000001", "step-00000002"]
 
 
 def test_only_what_is_still_that_save_is_deleted(tmp_path):

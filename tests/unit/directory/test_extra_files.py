@@ -7,7 +7,7 @@ from safe_ckpt.core.directory.catalog import list_directories
 
 
 def test_links_and_empty_folders_are_kept(tmp_path):
-    """Links to files and to directories, relative ones too, files in folders, and folders in which nothing lies."""
+    """Links to files and to directories, relative ones too, files in folders, and empty folders; with the modes of all."""
     old, staged, elsewhere = tmp_path / "old", tmp_path / "staged", tmp_path / "elsewhere"
     (old / "notes/deep").mkdir(parents=True)
     (old / "empty/within").mkdir(parents=True)
@@ -18,6 +18,9 @@ def test_links_and_empty_folders_are_kept(tmp_path):
     os.symlink(elsewhere, old / "data")
     os.symlink("../elsewhere", old / "notes/relative")
     os.symlink("nowhere", old / "dangling")
+    modes = {"notes": 0o700, "notes/deep": 0o750, "empty": 0o2700, "empty/within": 0o500}
+    for name, mode in modes.items():
+        (old / name).chmod(mode)
     extra_files.carry(old, staged, lambda _: True)
     assert (staged / "notes/deep/a.txt").read_text() == "a"
     assert (staged / "empty/within").is_dir()
@@ -26,6 +29,7 @@ def test_links_and_empty_folders_are_kept(tmp_path):
         "../elsewhere",
         "nowhere",
     ]
+    assert {name: (staged / name).stat().st_mode & 0o7777 for name in modes} == modes
     assert os.listdir(elsewhere) == ["big"]
     assert extra_files.adopt(staged, {"notes/deep/a.txt"}) == []
 

@@ -176,7 +176,9 @@ def test_the_holder_is_told_to_people(workspace):
     assert record["started_at"].startswith("20")
 
 
-@pytest.mark.parametrize("name", ["step-1", "sub/of%2F the user/step-1"])
+@pytest.mark.parametrize(
+    "name", ["step-1", "loss%2F0.5", "100%25", "sub/of%2F the user/step-1", f"{'é' * 60}/{'ä' * 60}", "\udcff/step-1"]
+)
 def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch, name):
     """Where the kernel cannot exchange names: killed after each rename, the old or the new is there after a restart."""
     monkeypatch.setattr(durable, "exchange", lambda *_: False)
@@ -187,7 +189,7 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch, na
         final = exp / name
         final.mkdir(parents=True)
         checkpoint(final, {"f": b"old"})
-        staged = workspace.make_pending("op") / "step-1"
+        staged = workspace.make_pending("op") / final.name
         staged.mkdir()
         checkpoint(staged, {"f": b"new"})
         renames = iter(range(stop_after))
@@ -208,6 +210,7 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch, na
         assert (final / "f").read_bytes() in (b"old", b"new")
         assert (final / "f").read_bytes() == (b"old" if stop_after == 0 else b"new")
         again.close()
+        assert [path.parent for path in exp.rglob("f")] == [final]
 
 
 def test_what_was_moved_aside_outlives_the_tidying_up(tmp_path):

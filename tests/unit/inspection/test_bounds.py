@@ -1,5 +1,6 @@
 """What a few bytes can claim: text without end, and parts that are no whole."""
 
+import pickle
 import random
 import subprocess
 import sys
@@ -7,7 +8,15 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.inspection import dcp_reader
 from safe_ckpt.inspection.tensors import describe
 
@@ -68,3 +77,20 @@ def test_a_repeated_part_and_a_gap_are_no_whole():
     """The sum of elements is right, and half of them are missing: refused, as damage."""
     with pytest.raises(ValueError, match="overlap, or leave a gap"):
         dcp_reader._shape("w", "float32", (16,), (((0,), (8,)), ((0,), (8,))))
+
+
+def test_a_tensor_of_many_dimensions_does_not_keep_the_command_busy(tmp_path, monkeypatch):
+    """A part that divides 20 dimensions has a million corners: such ones are refused, also where many tensors share it."""
+    monkeypatch.setattr(dcp_reader, "_MOST_CORNERS", 100_000)
+    for count, dimensions in ((1, 23), (20, 12)):
+        rest = [2] * (dimensions - 1)  # two halves along the first dimension; an empty part divides all others
+        boxes = [
+            ([0] * dimensions, [1, *rest]),
+            ([1, *(0 for _ in rest)], [1, *rest]),
+            ([0] * dimensions, [0] * dimensions),
+        ]
+        chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in boxes]
+        tensor = TensorStorageMetadata(TensorProperties(), torch.Size([2, *rest]), chunks)
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({f"{n}": tensor for n in range(count)})))
+        with pytest.raises(CorruptCheckpointError, match="divided in more ways"):
+            dcp_reader.read_directory(tmp_path)

@@ -97,7 +97,7 @@ def test_each_reader_refuses(tmp_path, name):
         hostile = Manifest(name="m", sequence=1, step=1, world_size=1, items={"s": item}, files=made.files)
         with pytest.raises(HostileCheckpointError):
             plan.files_for(hostile, {"s": {}}, rank=0, path=tmp_path)
-    for facts in ({"name": name}, {"name": ".safe_ckpt/lock"}):
+    for facts in ({"name": name}, {"name": ".safe_ckpt/lock"}, {"name": "_safe_ckpt/lock"}):
         mirrored = Manifest(name="m", sequence=1, step=1, world_size=1, notes={fetching.MIRRORED: facts})
         with pytest.raises(HostileCheckpointError):
             fetching.origin(mirrored, ObjectPath(BUCKET, "run"))

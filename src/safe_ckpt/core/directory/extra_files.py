@@ -91,21 +91,31 @@ def carry(old: Path, staged: Path, wanted: Callable[[str], bool]) -> None:
         ours = {entry.path for entry in read_manifest(old).files}
     except SafeCheckpointError:
         ours = set()  # unknown: every file is kept, except for those that are written anew
+    made: list[str] = []
     for name in _files_below(old, folders=True):
         target = staged / name
         if name in ours or name == MANIFEST_NAME or os.path.lexists(target) or not wanted(name):
             continue
         if (old / name).is_dir() and not (old / name).is_symlink():
-            target.mkdir(parents=True)  # an empty one of the user's
+            made += _make(staged, name)  # an empty one of the user's
             continue
-        target.parent.mkdir(parents=True, exist_ok=True)
+        made += _make(staged, os.path.dirname(name))
         try:
             os.link(old / name, target, follow_symlinks=False)
         except OSError:  # no hard links here
             shutil.copy2(old / name, target, follow_symlinks=False)
             if not target.is_symlink():
                 sync_file(target)
+    for name in sorted(made, reverse=True):  # now that all is in them: one may be read-only
+        shutil.copymode(old / name, staged / name)
     _sync_folders(staged)
+
+
+def _make(staged: Path, name: str) -> list[str]:
+    """Make a folder of the user's in ``staged``. Returns what was made, the deepest first."""
+    made = [str(part) for part in (Path(name), *Path(name).parents) if not os.path.lexists(staged / part)]
+    (staged / name).mkdir(parents=True, exist_ok=True)
+    return made
 
 
 def _files_below(folder: Path, *, folders: bool = False) -> Iterator[str]:

@@ -174,11 +174,14 @@ class WholeDirectory:
         return workspace
 
     def _refuse_held_above(self) -> None:
-        """A job of Lightning's may save below the directory that it holds, down to folders that others hold themselves."""
-        for above in self._path.absolute().parents:
-            if (above / HIDDEN).is_dir():
+        """A job of Lightning's may save below the directory that it holds, down to folders that others hold themselves.
+
+        It may have come by a link, and so may the path that is given here: both ways up count.
+        """
+        for path in dict.fromkeys((self._path.absolute(), self._path.resolve())):
+            above = next((above for above in path.parents if (above / HIDDEN).is_dir()), None)
+            if above is not None:
                 _refuse(above, above / HIDDEN)
-                return
 
     @staticmethod
     def _refuse_held_below(path: Path) -> None:

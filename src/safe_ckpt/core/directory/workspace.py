@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
-from urllib.parse import quote, unquote
 
 from safe_ckpt.core.directory.lock import JobLock
 from safe_ckpt.core.formats.manifest import read_manifest
@@ -148,7 +147,7 @@ class Workspace:
 
     def _home_of(self, name: str) -> Path:
         """Where something of this name in the trash has its place: see ``aside``."""
-        home = self.path / (unquote(name) if "%2F" in name else name)
+        home = self.path / name.replace("%2F", "/").replace("%25", "%")
         return home if self.path in Path(os.path.normpath(home)).parents else self.path / name
 
     def drop_pending(self, op_id: str) -> None:
@@ -310,8 +309,8 @@ class Workspace:
 
 
 def _flat(path: Path) -> str:
-    """A path as one name, from which it can be told again; a plain name as it is."""
-    return quote(path.as_posix(), safe=" ()+,;=@[]!$&'*:") if len(path.parts) > 1 else path.name
+    """A path as one name, from which it can be told again. Nothing else in it changes: a name has at most 255 bytes."""
+    return path.as_posix().replace("%", "%25").replace("/", "%2F")
 
 
 def sequence_after(last: int) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from safe_ckpt.core.directory.workspace import HIDDEN, Workspace
+from safe_ckpt.core.directory.workspace import HIDDEN, HIDDEN_TOO, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry
 from safe_ckpt.core.storage import durable
@@ -89,7 +89,7 @@ def origin(manifest: Manifest, path: ObjectPath) -> tuple[str, bool]:
     """
     facts = _facts(manifest)
     name = checked_name(facts.get("name", manifest.name), path, MANIFEST_NAME)
-    if not {HIDDEN, "."}.isdisjoint(name.split("/")):
+    if not {HIDDEN, HIDDEN_TOO, "."}.isdisjoint(name.split("/")):
         message = f"its name is none of a checkpoint: {name!r:.200}"
         raise HostileCheckpointError(path=str(path), file=MANIFEST_NAME, message=message)
     return name, bool(facts.get("single"))
