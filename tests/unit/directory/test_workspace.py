@@ -177,7 +177,9 @@ def test_the_holder_is_told_to_people(workspace):
 
 
 @pytest.mark.parametrize(
-    "name", ["step-1", "loss%2F0.5", "100%25", "sub/of%2F the user/step-1", f"{'é' * 60}/{'ä' * 60}", "\udcff/step-1"]
+    "name",
+    ["step-1", "loss%2F0.5", "100%25", "sub/of%2F the user/step-1", f"{'é' * 60}/{'ä' * 60}", "\udcff/step-1"],
+    ids=["plain", "a slash that is none", "a percentage", "below", "long", "no text"],
 )
 def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch, name):
     """Where the kernel cannot exchange names: killed after each rename, the old or the new is there after a restart."""
