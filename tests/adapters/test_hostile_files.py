@@ -155,6 +155,8 @@ def hostile_text(path):
         {"links": {"out/made.ckpt": None}},
         {"links": {"last.ckpt": "../victim.ckpt"}},
         {"links": {"last.ckpt": "out/victim.ckpt"}},
+        {"links": {"a/b/c": "../../d", "a/b/c/last.ckpt": "../../../victim.ckpt"}},
+        {"links": {"here/last.ckpt": "../victim.ckpt"}},
         {"links": {"last.ckpt": 3}},
         {"links": {".safe_ckpt/made.ckpt": None}},
         {"links": ["../made.ckpt"]},
@@ -169,6 +171,9 @@ def test_notes_that_lead_out(tmp_path, caplog, notes):
     victim = tmp_path / "victim.ckpt"
     save_archive(content, victim, sequence=1, step=1)
     (folder / "out").symlink_to(tmp_path)
+    (folder / "here").symlink_to(".")
+    for name in ("a/b", "d"):
+        (folder / name).mkdir(parents=True)
     save_archive(content, folder / "step=99.ckpt", sequence=read_manifest(good).sequence + 1, step=99, notes=notes)
     resumed, *_ = fit(folder, save_top_k=-1, filename="{step}", resume="auto", settings={"max_epochs": 1})
     assert resumed.global_step == made.global_step

@@ -216,14 +216,17 @@ def _due(workspace: Workspace, path: Path) -> tuple[dict[Path, str | None], list
         return found
 
     def target(name: str, text: str | None) -> str | None:
-        if text is not None:  # relative to where the link lies; as ``relpath`` makes it
-            led = os.path.normpath(os.path.join(os.path.dirname(name), text))
+        if text is not None:  # relative to where the link lies, with what links make of ``..``; as ``relpath`` makes it
+            lies = os.path.realpath(inside(name).parent)
+            led = os.path.relpath(os.path.join(lies, text), os.path.realpath(below))
             inside(led if text == os.path.normpath(text) else None)
         return text
 
     try:
         with refusing(path, "its notes"):
             links = {inside(name): target(name, text) for name, text in notes.get(LINKS, {}).items()}
+            if any(not links.keys().isdisjoint(path.parents) for path in links):
+                raise HostileCheckpointError(path=str(path), message="its notes put one link behind another")
             return links, [inside(name) for name in notes.get(REMOVES, [])]
     except HostileCheckpointError as error:
         raise HostileCheckpointError(path=str(path), file="its notes", message=error.message) from error

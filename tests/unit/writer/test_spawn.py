@@ -12,7 +12,7 @@ import textwrap
 import pytest
 import torch
 
-from safe_ckpt import CheckpointConfig, Checkpointer, WriterConfig
+from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt.core.coordination import processes
 
 JOB = """
@@ -58,6 +58,20 @@ def test_an_interpreter_whose_exec_hangs_holds_nothing_up(tmp_path):
             job.wait(20)
             job.stdout.close()
     assert "did not start within 2 s: writing in this process" in log.read_text()
+
+
+def test_an_interpreter_that_never_comes_up_costs_no_save(tmp_path, monkeypatch):
+    """Its own modules may lie where nothing answers; those of the job are in memory, and the job writes by itself."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    settings = CheckpointConfig(
+        timeouts=Timeouts(writer_stall_s=1), writer=WriterConfig(inline_bytes=0, max_respawns=1)
+    )
+    with Checkpointer(tmp_path / "run", settings) as ckpt:
+        ckpt.save(1, {"w": {"t": torch.ones(1000)}}).result(timeout_s=20)
+        assert ckpt.resume({"w": {"t": torch.zeros(1000)}}).step == 1
 
 
 def test_descriptors_above_a_thousand(tmp_path):

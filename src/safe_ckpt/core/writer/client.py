@@ -95,7 +95,7 @@ class StallWatch:
 
 
 class WriterEnded(Exception):
-    """The process is of no use any more: it ended, or ``stalled``, and is to be replaced."""
+    """The process is of no use any more, and is to be replaced: it ended, never came up, or ``stalled`` at its work."""
 
     def __init__(self, how: str, pid: int, *, stalled: bool = False) -> None:
         super().__init__(how)
@@ -201,7 +201,7 @@ class WriterClient:
             if stalled_s > limit_s:
                 why = " (it is stopped)" if state in _STOPPED else self._stack()
                 how = f"made no progress for {limit_s:g} s {_where(now, job)}{why}"
-                raise WriterEnded(how, self._process.pid, stalled=True)
+                raise WriterEnded(how, self._process.pid, stalled=now.beats > 0 or state in _STOPPED)
             stop()
 
     def kill(self) -> None:

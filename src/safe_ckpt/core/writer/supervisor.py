@@ -2,8 +2,9 @@
 
 Nothing here can block for longer than its deadline: the job lies in shared memory, only a short line crosses a non-blocking
 socket, and progress is read from a shared page. A writer that dies or makes no progress is killed and replaced, and the same
-snapshot is written again to new files. After ``max_respawns`` deaths the parent writes by itself. After as many stalls the
-save fails, because the parent would stall too. A thread writes a small job, which takes less time than to start the process.
+snapshot is written again to new files. After ``max_respawns`` deaths, or processes that never came up, the parent writes by
+itself. After as many stalls the save fails, because the parent would stall too. A thread writes a small job, which takes less
+time than to start the process.
 """
 
 from __future__ import annotations
