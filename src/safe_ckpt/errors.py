@@ -409,7 +409,7 @@ class naming(contextlib.AbstractContextManager["naming"]):  # noqa: N801 - calle
 
 def named(error: BaseException, *, rank: int, phase: str, path: object = "") -> SafeCheckpointError:
     """An error of ours that says the same; ``path`` is where an ``OSError`` happened that does not say so itself."""
-    where = str(getattr(error, "filename", None) or path)
+    where = str(path if isinstance(file := getattr(error, "filename", None), int | None) else file or path)
     if isinstance(error, SafeCheckpointError):
         return error
     if isinstance(error, OSError) and (where or error.errno):  # else nothing says that it is one of the file system

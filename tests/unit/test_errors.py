@@ -1,4 +1,5 @@
 import inspect
+import os
 import pickle
 
 import pytest
@@ -129,3 +130,15 @@ def test_an_error_without_a_file_says_what_it_was():
     text = errors.named(OSError("no such model"), rank=1, phase="load_checkpoint")
     assert str(text) == "rank 1 failed in load_checkpoint: OSError: no such model"
     assert isinstance(text, errors.UnexpectedError)
+
+
+def test_a_descriptor_is_no_place(tmp_path):
+    """What fails on a descriptor is named by the place that it was opened for, not by its number."""
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(IsADirectoryError) as raised:
+            open(fd, "rb")  # noqa: SIM115
+    finally:
+        os.close(fd)
+    assert str(errors.named(raised.value, rank=0, phase="reading", path=tmp_path)).startswith(f"{tmp_path}: ")
+    assert str(errors.named(raised.value, rank=0, phase="reading")).startswith("Is a directory")
