@@ -65,7 +65,14 @@ def with_transformers(folder, counts):
 
 
 @pytest.mark.parametrize(
-    "run", [with_lightning, with_accelerate, with_accelerate_named, with_accelerate_elsewhere, with_transformers]
+    "run",
+    [
+        with_lightning,
+        with_accelerate,
+        pytest.param(with_accelerate_named, marks=pytest.mark.thorough),
+        pytest.param(with_accelerate_elsewhere, marks=pytest.mark.thorough),
+        with_transformers,
+    ],
 )
 def test_what_is_kept_does_not_depend_on_the_number_of_saves(tmp_path, run):
     """Without any call of ``wait`` there are as many objects of ours after 40 saves as after 10."""
