@@ -77,6 +77,18 @@ def test_a_resume_in_mid_epoch_is_exact(tmp_path, seedable, at, plain):
     assert run(tmp_path / "broken", stops=None) == straight
 
 
+def batches_until_saved(accelerator, loader, stop):
+    """So many batches, over as many epochs as that takes, and a save behind the last one."""
+    seen = []
+    while len(seen) < stop:
+        for (batch,) in loader:
+            seen.append(batch.tolist())
+            if len(seen) == stop:
+                accelerator.save_state()
+                break
+    return seen
+
+
 @pytest.mark.parametrize("seedable", [False, True])
 @pytest.mark.parametrize("at", [1, 5])
 def test_a_resume_with_a_worker_has_the_order_of_the_epoch(tmp_path, at, seedable):
@@ -90,13 +102,7 @@ def test_a_resume_with_a_worker_has_the_order_of_the_epoch(tmp_path, at, seedabl
             loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, num_workers=1))
             if resumes:
                 accelerator.load_state()
-            seen = []
-            while len(seen) < stop:
-                for (batch,) in loader:
-                    seen.append(batch.tolist())
-                    if len(seen) == stop:
-                        accelerator.save_state()
-                        break
+            seen = batches_until_saved(accelerator, loader, stop)
         forget()
         return seen
 
@@ -119,13 +125,7 @@ def test_a_seedable_sampler_goes_on_with_its_seed(tmp_path, torchdata):
             loader = accelerator.prepare(loader if torchdata else resumable(loader))
             if resumes:
                 accelerator.load_state()
-            seen = []
-            while len(seen) < stop:
-                for (batch,) in loader:
-                    seen.append(batch.tolist())
-                    if len(seen) == stop:
-                        accelerator.save_state()
-                        break
+            seen = batches_until_saved(accelerator, loader, stop)
         forget()
         return seen
 

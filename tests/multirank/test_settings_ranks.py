@@ -115,22 +115,33 @@ def _enter(rank, folder, bad):
     os.environ.update(
         LOCAL_RANK=str(rank), WORLD_SIZE="2", RANK=str(rank), TORCHELASTIC_RUN_ID="1", LOCAL_WORLD_SIZE="2"
     )
+    return _refused([lambda: consolidate_offloaded({}, folder / "offloaded"), modes, train])
+
+
+def _refused(calls):
+    """The error of each call, and the seconds until it came."""
     found = []
-    for enter in (lambda: consolidate_offloaded({}, folder / "offloaded"), modes, train):
+    for call in calls:
         begun = time.monotonic()
         with pytest.raises(ConfigError) as raised:
-            enter()
+            call()
         found.append((str(raised.value), time.monotonic() - begun))
     return found
+
+
+def _same_at_once(both):
+    """Each error is the same on both ranks, and neither waited for the other. Returns those of the first."""
+    first, second = both
+    for one, other in zip(first, second, strict=True):
+        assert one[0] == other[0]
+        assert max(one[1], other[1]) < 20
+    return first
 
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_what_one_rank_refuses_every_entry_point_refuses_on_all(tmp_path, bad):
     """consolidate_offloaded, set_up_directory, Lightning's callback: what is wrong on one rank is the same error on both."""
-    first, second = values(spawn_ranks(_enter, 2, tmp_path, bad, timeout_s=120))
-    for one, other in zip(first, second, strict=True):
-        assert one[0] == other[0]
-        assert max(one[1], other[1]) < 20
+    first = _same_at_once(values(spawn_ranks(_enter, 2, tmp_path, bad, timeout_s=120)))
     assert f"(rank {bad})" in first[0][0]
     assert "fresh" in first[1][0]
     assert f"(rank {bad})" in first[2][0]
@@ -170,27 +181,20 @@ def _refuse(rank, folder, bad):
             setattr(made.args, name, value)
         made.train(resumed)
 
-    found = []
-    for enter in (
-        lambda: restore_offloaded("s3://bucket/there" if wrong else folder, {}),
-        raised,
-        lambda: Checkpointer("s3://bucket/run" if wrong else folder / "plain", CheckpointConfig(mirror=MIRRORED)),
-        project,
-        lambda: trainer(output_dir="s3://bucket/out" if wrong else str(folder / "trainer")),
-        lambda: trainer("s3://bucket/from" if wrong else None),
-        lambda: trainer(save_on_each_node=wrong),
-    ):
-        begun = time.monotonic()
-        with pytest.raises(ConfigError) as error:
-            enter()
-        found.append((str(error.value), time.monotonic() - begun))
-    return found
+    return _refused(
+        [
+            lambda: restore_offloaded("s3://bucket/there" if wrong else folder, {}),
+            raised,
+            lambda: Checkpointer("s3://bucket/run" if wrong else folder / "plain", CheckpointConfig(mirror=MIRRORED)),
+            project,
+            lambda: trainer(output_dir="s3://bucket/out" if wrong else str(folder / "trainer")),
+            lambda: trainer("s3://bucket/from" if wrong else None),
+            lambda: trainer(save_on_each_node=wrong),
+        ]
+    )
 
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(tmp_path, bad):
     """Offloaded parts, raised timeouts, Checkpointer, Accelerate, Transformers: no rank waits for one that was refused."""
-    first, second = values(spawn_ranks(_refuse, 2, tmp_path, bad, timeout_s=120))
-    for one, other in zip(first, second, strict=True):
-        assert one[0] == other[0]
-        assert max(one[1], other[1]) < 20
+    _same_at_once(values(spawn_ranks(_refuse, 2, tmp_path, bad, timeout_s=120)))

@@ -68,9 +68,8 @@ _BUILTINS = frozenset({
     "slice", "str", "tuple",
 })  # fmt: skip
 _NAMED = frozenset({"abs", "all", "any", "len", "max", "min", "pow", "round", "sorted", "sum"})
-_CALLING = frozenset(
-    {"accumulate", "dropwhile", "filterfalse", "groupby", "starmap", "takewhile"}
-)  # what they are given
+# They call what they are given.
+_CALLING = frozenset({"accumulate", "dropwhile", "filterfalse", "groupby", "starmap", "takewhile"})
 _ASKED = frozenset({"__setstate__", "add", "append", "extend"})  # of an object, when it is unpickled
 _GLOBALS = re.compile(rb"c([^\x00-\x20]{1,200})\n([^\x00-\x20]{1,200})\n")  # in the protocol that torch.save writes
 _MOST_NAMES = 10_000
@@ -217,7 +216,6 @@ def _pickles_in(file: Path, stream: IO[bytes]) -> Iterator[IO[bytes]]:
         # By torch's own reader: another one may see another record in an archive that says things twice.
         yield io.BytesIO(torch._C.PyTorchFileReader(str(file)).get_record("data.pkl"))
         return
-    stream.seek(0)
     stream.seek(0)
     for _ in range(_PICKLES):
         yield stream

@@ -256,9 +256,10 @@ class SafeCheckpointCallback(ModelCheckpoint):
                 super().on_train_end(trainer, pl_module)
         if self._saver is not None:
             self._saver.settle()
-            if not self._saver.stopping:
-                self._counts.warn_without_save(self, trainer)
-            if self.export_to is not None and not self._saver.stopping:
+            if self._saver.stopping:
+                return
+            self._counts.warn_without_save(self, trainer)
+            if self.export_to is not None:
                 self._saver.export(pl_module, Path(self.export_to), self.export_max_shard_size)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
