@@ -36,8 +36,6 @@ def changed_meanwhile(error: BaseException, key: str) -> StateError | None:
         return None
     message = (
         f"it was changed while it was being saved ({type(error).__name__}: {error}). Another thread adds or removes "
-    )
-    message += (
         "entries: change it on the thread that saves only, hold a lock of yours around both, or save a copy of it"
     )
     return StateError(key=key, message=message)

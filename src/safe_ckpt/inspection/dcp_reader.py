@@ -19,9 +19,8 @@ from safe_ckpt.inspection.torch_reader import Archive, content_of, looks_like_ar
 
 METADATA = ".metadata"
 _MOST_CHUNKS = 1_000_000
-_MOST_CORNERS = (
-    4_000_000  # of all tensors together: a million parts in two dimensions. Each takes up to 300 bytes and 3 µs
-)
+# Of all tensors together: a million parts in two dimensions. Each takes up to 300 bytes and 3 µs.
+_MOST_CORNERS = 4_000_000
 _MODULE = "torch.distributed.checkpoint"
 
 

@@ -251,8 +251,8 @@ def _no_address_left(size: int) -> NotEnoughSpaceError | None:
         return None
     message = (
         "The address space of this process is limited (ulimit -v, RLIMIT_AS), however much memory is free: raise that "
+        "limit, save less at a time, or set max_host_bytes."
     )
-    message += "limit, save less at a time, or set max_host_bytes."
     return NotEnoughSpaceError(
         path="address space", message=message, needed_bytes=size, free_bytes=left, phase="snapshot"
     )
