@@ -21,7 +21,7 @@ from disk import CHUNK, evict
 
 from safe_ckpt import Checkpointer
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest
-from safe_ckpt.inspection.check import judge, plan
+from safe_ckpt.tools.inspection.check import judge, plan
 
 FILES = ("model.safetensors", "optimizer.pt", "trainer.json")
 
@@ -100,7 +100,7 @@ def list_many(folder: Path, rounds: int) -> dict[str, float]:
     found = []
     for _ in range(rounds):
         began = time.perf_counter()
-        command = [sys.executable, "-m", "safe_ckpt.cli", "list", str(folder)]
+        command = [sys.executable, "-m", "safe_ckpt.tools.cli", "list", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found.append(time.perf_counter() - began)
     return {"rows": len(done.stdout.splitlines()) - 1, "best_s": min(found), "median_s": statistics.median(found)}

@@ -37,7 +37,7 @@ from control_report import PLANNING, ROUNDS, Row
 from control_rounds import CountedStore, LocalStoreClient, save
 
 from safe_ckpt.core.coordination.coordinator import Coordinator
-from safe_ckpt.core.coordination.mailbox import Receipts
+from safe_ckpt.core.coordination.rounds import Receipts
 from safe_ckpt.core.coordination.store import StoreClient
 
 

@@ -11,11 +11,9 @@ from typing import Any
 from safe_ckpt.config import Network, Timeouts
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.coordinator import Coordinator
-from safe_ckpt.core.coordination.log_entry import Scatter
-from safe_ckpt.core.coordination.mailbox import TwoPhaseCommit
 from safe_ckpt.core.coordination.rendezvous import rendezvous
+from safe_ckpt.core.coordination.rounds import Scatter, TwoPhaseCommit, to_wire
 from safe_ckpt.core.coordination.store import StoreClient
-from safe_ckpt.core.coordination.wire import to_wire
 
 LIMIT_S = 300.0
 NAME = "control plane"

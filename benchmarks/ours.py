@@ -9,8 +9,7 @@ from backends import Way
 from safe_ckpt import CheckpointConfig, Checkpointer, Unchanged
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.job import SaveHandle
-from safe_ckpt.core.saving.request import Destination, Facts, SaveRequest, Snapshot
+from safe_ckpt.core.saving.save import Destination, Facts, SaveHandle, SaveRequest, Snapshot
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import plan
 

@@ -33,10 +33,9 @@ from control_rounds import (
 from rank_processes import await_all, forked, met, private_bytes
 
 from safe_ckpt.core.coordination import process_groups
-from safe_ckpt.core.coordination.log_entry import LogEntry
-from safe_ckpt.core.coordination.mailbox import Mailbox
-from safe_ckpt.core.coordination.processes import machine_id
+from safe_ckpt.core.coordination.rounds import LogEntry, Mailbox
 from safe_ckpt.core.coordination.store import SealedStore
+from safe_ckpt.machine import machine_id
 
 PLAYERS = 2
 KEYS_AFTER = (1, 10, 100, 1000)

@@ -86,7 +86,7 @@ def kill_group(process: subprocess.Popen[str], number: signal.Signals = signal.S
 HOLD_LOCK = """
 import sys
 from pathlib import Path
-from safe_ckpt.core.directory.lock import JobLock
+from safe_ckpt.core.home.file_lock import JobLock
 lock = JobLock(Path(sys.argv[1]), subject=Path(sys.argv[1]), lease_s=float(sys.argv[2]))
 lock.acquire()
 print("held", flush=True)

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
         Unchanged,
         WriterConfig,
     )
-    from safe_ckpt.core.coordination.timeouts import lengthy_timeouts
-    from safe_ckpt.core.directory.shared import set_up_directory
     from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.offload.consolidate import consolidate_offloaded
     from safe_ckpt.core.offload.restore import restore_offloaded
-    from safe_ckpt.core.saving.job import SaveHandle
+    from safe_ckpt.core.saving.save import SaveHandle
+    from safe_ckpt.core.saving.set_up import set_up_directory
     from safe_ckpt.core.sharding.gather import iter_full_tensors
+    from safe_ckpt.core.sharding.timeouts import lengthy_timeouts
     from safe_ckpt.core.state.plan import PerRank
     from safe_ckpt.core.state.rng import RngState
     from safe_ckpt.errors import SafeCheckpointError
@@ -45,7 +45,7 @@ _HOMES = {
     "Retention": "safe_ckpt.config",
     "RngState": "safe_ckpt.core.state.rng",
     "SafeCheckpointError": "safe_ckpt.errors",
-    "SaveHandle": "safe_ckpt.core.saving.job",
+    "SaveHandle": "safe_ckpt.core.saving.save",
     "Health": "safe_ckpt.config",
     "Mirror": "safe_ckpt.config",
     "Network": "safe_ckpt.config",
@@ -56,9 +56,9 @@ _HOMES = {
     "WriterConfig": "safe_ckpt.config",
     "consolidate_offloaded": "safe_ckpt.core.offload.consolidate",
     "iter_full_tensors": "safe_ckpt.core.sharding.gather",
-    "lengthy_timeouts": "safe_ckpt.core.coordination.timeouts",
+    "lengthy_timeouts": "safe_ckpt.core.sharding.timeouts",
     "restore_offloaded": "safe_ckpt.core.offload.restore",
-    "set_up_directory": "safe_ckpt.core.directory.shared",
+    "set_up_directory": "safe_ckpt.core.saving.set_up",
 }
 
 __all__ = [

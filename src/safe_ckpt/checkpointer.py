@@ -16,26 +16,36 @@ from safe_ckpt import versions
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.changing import unchanging
 from safe_ckpt.core.coordination.agreed_config import config_and_more
-from safe_ckpt.core.directory import catalog, object_catalog, retention
-from safe_ckpt.core.directory.shared import listed
-from safe_ckpt.core.directory.standing import Catalog
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.saving import resume
+from safe_ckpt.core.home import candidates as catalog
+from safe_ckpt.core.home import object_catalog, retention
+from safe_ckpt.core.home.standing import Catalog
+from safe_ckpt.core.resuming import resume
+from safe_ckpt.core.resuming.items import StoredItems
+from safe_ckpt.core.resuming.object_candidate import ObjectReader
+from safe_ckpt.core.resuming.resume import Chosen
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.export import Exporter
-from safe_ckpt.core.saving.held_directories import HeldDirectories
-from safe_ckpt.core.saving.job import SaveHandle
-from safe_ckpt.core.saving.object_resume import ObjectReader
-from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, Root, SaveRequest, Snapshot, Unplanned
-from safe_ckpt.core.saving.resume import Chosen
+from safe_ckpt.core.saving.homes import HeldDirectories
+from safe_ckpt.core.saving.save import (
+    Content,
+    Destination,
+    Facts,
+    OnCommit,
+    Root,
+    SaveHandle,
+    SaveRequest,
+    Snapshot,
+    Unplanned,
+)
+from safe_ckpt.core.saving.set_up import listed
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import fixed, plan, restore
 from safe_ckpt.core.state.planner import Planner
 from safe_ckpt.core.storage.objects.options import StorageOptions, is_url
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place, open_place
-from safe_ckpt.core.transfer.items import StoredItems
 from safe_ckpt.errors import ConfigError, NoValidCheckpointError
 
 if TYPE_CHECKING:

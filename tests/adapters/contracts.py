@@ -29,7 +29,7 @@ OURS = {
             "_given",
             "_pending",
         ],
-        "of data/loader.py and data/stand_in.py, asked by the other modules of data",
+        "of data/loader.py and data/workers.py, asked by the other modules of data",
     ),
     "_asked_in_vain": "of data/loader.py",
     "_detach": "of adapters/handle.py",

@@ -15,16 +15,16 @@ from typer.testing import CliRunner
 from accelerate_runs import CONFIG, Training, checkpoints, forget, fresh, make, names, registered
 from safe_ckpt import CheckpointConfig, Retention, WriterConfig
 from safe_ckpt.accelerate import register
-from safe_ckpt.cli.app import app
-from safe_ckpt.core.directory.lease import own_lease
-from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import (
     DirectoryError,
     NoValidCheckpointError,
 )
+from safe_ckpt.tools.cli.app import app
 from support import run_script, writers_of
 
 
@@ -99,7 +99,7 @@ def test_jobs_may_keep_their_checkpoints_side_by_side(tmp_path):
 def test_what_is_saved_after_the_weights_is_the_newest(tmp_path, monkeypatch):
     """Weights that were saved first in a folder do not hide the checkpoints of earlier jobs there."""
     monkeypatch.setattr(
-        "safe_ckpt.core.directory.workspace.sequence_after", lambda last: last + 1
+        "safe_ckpt.core.home.file_home.sequence_after", lambda last: last + 1
     )  # as with a clock that went back
     with registered(None) as (accelerator, _):
         for name in ("step_1", "step_2", "step_3"):
@@ -136,7 +136,7 @@ def test_a_directory_that_could_not_be_looked_at_is_not_held(tmp_path, monkeypat
         raise DirectoryError(path=str(tmp_path), message="cannot be read", rank=0)
 
     monkeypatch.setattr(
-        "safe_ckpt.core.directory.workspace.sequence_after", lambda last: last + 1
+        "safe_ckpt.core.home.file_home.sequence_after", lambda last: last + 1
     )  # as with a clock that went back
     target = None if automatic else tmp_path / "one"
     with registered(tmp_path, automatic=automatic) as (accelerator, _):
@@ -148,7 +148,7 @@ def test_a_directory_that_could_not_be_looked_at_is_not_held(tmp_path, monkeypat
         accelerator.project_configuration.automatic_checkpoint_naming = automatic  # as a script may do later
         with monkeypatch.context() as patch:
             patch.setattr("safe_ckpt.adapters.directories.listed", broken)
-            patch.setattr("safe_ckpt.core.saving.held_directories._sequence_of", broken)
+            patch.setattr("safe_ckpt.core.saving.homes._sequence_of", broken)
             with pytest.raises(DirectoryError, match="cannot be read"):
                 accelerator.save_state(target)
         assert not list(tmp_path.rglob("lock"))

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from accelerate_runs import CONFIG, fresh, make
 from safe_ckpt.accelerate import register
-from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import LazyTensor
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.home.file_home import Workspace
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import ConfigError, DirectoryError, StateError
 from support import run_script

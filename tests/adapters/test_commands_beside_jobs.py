@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kit import warm
-from safe_ckpt.cli.app import app
+from safe_ckpt.tools.cli.app import app
 
 ACCELERATE = """
 import sys

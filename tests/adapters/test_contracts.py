@@ -95,7 +95,7 @@ TORCH = [
     Part(dataloader._SingleProcessDataLoaderIter, "_next_index", "data/workers.py", "the indices of a batch", SELF),
     Part(LOADER, "_get_iterator", "data/loader.py", "begins an epoch", ()),
     Part(LOADER, "_index_sampler", "data/loader.py", "what gives the indices"),
-    Part(LOADER, "_iterator", "data/facts.py", "workers that stay"),
+    Part(LOADER, "_iterator", "data/order.py", "workers that stay"),
     Part(dist.distributed_c10d, "_get_default_store", "core/coordination/process_groups.py", "where ranks meet", ()),
     Part(dist.distributed_c10d, "_get_default_group", "core/sharding/gather_transport.py", "WORLD itself", ()),
     Part(torch.distributed.checkpoint, "_traverse", "core/sharding/dcp_load.py", "the module of set_element"),
@@ -289,7 +289,7 @@ KNOWN_DTYPES = {
 
 
 def test_the_types_of_tensors_are_known():
-    """What is new is saved, but not looked at: core/health/regions.py, formats/safetensors_names.py, inspection/tensors.py."""
+    """What is new is saved, but not looked at: core/health/regions, formats/safetensors_names, tools/inspection/tensors."""
     found = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
     assert not found - KNOWN_DTYPES, f"torch {torch.__version__} has new types of tensors: {found - KNOWN_DTYPES}"
 
@@ -298,14 +298,14 @@ def test_what_the_workers_of_a_loader_keep():
     """data/loader.py reads the seed of an epoch's workers, data/workers.py asks them in turn from another one on."""
     loader = torch.utils.data.DataLoader(range(4), num_workers=2, persistent_workers=True)
     batches = iter(loader)
-    assert loader._iterator is batches, "data/facts.py: is_warm"
+    assert loader._iterator is batches, "data/order.py: is_warm"
     assert type(batches._base_seed) is int, "data/loader.py"
     assert {next(batches._worker_queue_idx_cycle) for _ in range(2)} == {0, 1}, "data/workers.py"
     assert "_try_put_index" in inspect.getsource(type(batches)._reset), "data/workers.py: after the turn is known"
 
 
 def test_what_a_stream_of_datasets_keeps():
-    """data/facts.py looks for a shuffle buffer, data/workers.py for the place at which a stream began."""
+    """data/order.py looks for a shuffle buffer, data/workers.py for the place at which a stream began."""
     stream = datasets.Dataset.from_dict({"x": [0, 1]}).to_iterable_dataset()
     assert stream._ex_iterable is not None
     assert stream._starting_state_dict is None
@@ -362,7 +362,7 @@ def test_what_a_state_dict_is_made_of(method):
 
 
 def test_an_extra_state_has_its_name():
-    """core/sharding/sharded_item.py knows by it what may have another size at each save."""
+    """core/sharding/dtensor.py knows by it what may have another size at each save."""
 
     class Extra(torch.nn.Module):
         def get_extra_state(self):
@@ -486,7 +486,7 @@ def test_the_fields_of_lightnings_loops():
 
 
 def test_a_prepared_loader_leaves_out_batches():
-    """accelerate/placed_loaders.py lets a loop begin behind the last batch by these, which are asked at each turn."""
+    """accelerate/dataloaders.py lets a loop begin behind the last batch by these, which are asked at each turn."""
     for kind in (DataLoaderShard, DataLoaderDispatcher):
         source = inspect.getsource(kind.__iter__)
         assert source.index("self.begin()") < source.index("self.set_epoch(self.iteration)")

@@ -7,8 +7,8 @@ import torch
 from accelerate import utils
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from safe_ckpt.adapters import layouts
-from safe_ckpt.adapters.layouts import layout_of
+from safe_ckpt.layouts import table as layouts
+from safe_ckpt.layouts.table import layout_of
 
 
 def archive(path, content=None):

@@ -15,7 +15,7 @@ from lightning_runs import QUICK, Stop, module_class, names, package, stop_at, t
 from kit import warm
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.saving.job import SaveHandle
+from safe_ckpt.core.saving.save import SaveHandle
 from safe_ckpt.lightning import SafeCheckpointCallback
 from support import writers_of
 
@@ -121,7 +121,7 @@ def test_killed_between_commit_and_removal(tmp_path):
         sys.path[:0] = {sys.path!r}
         from pathlib import Path
         import lightning_runs as t
-        from safe_ckpt.core.directory.workspace import Workspace
+        from safe_ckpt.core.home.file_home import Workspace
         real = Workspace.discard
         def discard(self, paths):
             paths = list(paths)

@@ -15,11 +15,11 @@ from lightning_runs import PACKAGES, Stop, fingerprint, module_class, package, s
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from safe_ckpt import CheckpointConfig
-from safe_ckpt.core.directory import catalog
 from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.writer import commit_order
 from safe_ckpt.errors import ConfigError, NoValidCheckpointError
-from safe_ckpt.inspection.blind_reader import read_layout
+from safe_ckpt.layouts.top_level import read_layout
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
 
 KINDS = {

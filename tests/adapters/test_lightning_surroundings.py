@@ -14,7 +14,7 @@ SCRIPT = """
     from pathlib import Path
     import lightning_runs
     from safe_ckpt.core.formats.manifest import read_manifest
-    from safe_ckpt.core.directory.catalog import list_files, newest_first
+    from safe_ckpt.core.home.candidates import list_files, newest_first
     from safe_ckpt.lightning import SafeCheckpointCallback
 
     def marked(name, trainer, path):

@@ -14,15 +14,15 @@ from transformers_runs import trainer as hugging_face
 
 from accelerate_runs import CONFIG, Training, fresh, registered, stateful
 from safe_ckpt import Mirror, StorageConfig, events
-from safe_ckpt.core.directory.object_catalog import list_objects
-from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
+from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.object_catalog import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.core.transfer.mirror import Mirror as Uploads
 from safe_ckpt.errors import NoValidCheckpointError
-from safe_ckpt.inspection.objects.fetch import fetch
 from safe_ckpt.lightning import SafeCheckpointCallback
+from safe_ckpt.tools.inspection.objects.fetch import fetch
 from support import flip_bit
 
 

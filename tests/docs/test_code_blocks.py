@@ -108,7 +108,7 @@ def test_the_commands_page_has_every_command_and_no_other():
     """What ``safe-ckpt --help`` lists is described, and nothing else is."""
     from typer.main import get_command
 
-    from safe_ckpt.cli.app import app
+    from safe_ckpt.tools.cli.app import app
 
     there = set(get_command(app).commands)
     page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")

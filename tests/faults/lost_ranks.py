@@ -8,7 +8,7 @@ import time
 from entries import ENTRIES
 
 from safe_ckpt import CheckpointConfig, Timeouts
-from safe_ckpt.core.coordination.mailbox import TwoPhaseCommit
+from safe_ckpt.core.coordination.rounds import TwoPhaseCommit
 from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.file_publication import FilePublication

@@ -4,9 +4,9 @@ import multiprocessing
 import os
 from collections import Counter
 
-from safe_ckpt.core.directory import object_owner
-from safe_ckpt.core.directory.object_root import ObjectRoot
 from safe_ckpt.core.formats.manifest import Manifest
+from safe_ckpt.core.home import object_lock as object_owner
+from safe_ckpt.core.home.object_home import ObjectRoot
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import DirectoryInUseError

@@ -28,13 +28,13 @@ import torch
 
 from kit.faults import FaultyStorage
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, SafeCheckpointError, Timeouts, WriterConfig
-from safe_ckpt.core.directory import catalog
-from safe_ckpt.core.directory.retention import DeleteListed
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.home import candidates as catalog
+from safe_ckpt.core.home.retention import DeleteListed
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest, Snapshot
+from safe_ckpt.core.saving.save import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.core.staging import copy_plan, snapshot, unchanged
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.durable import Link

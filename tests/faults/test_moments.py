@@ -14,10 +14,10 @@ import pytest
 from entries import ENTRIES, entered
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
-from safe_ckpt.core.directory.catalog import looks_like_checkpoint
-from safe_ckpt.core.directory.shared import Patience
 from safe_ckpt.core.formats.manifest import FileEntry
+from safe_ckpt.core.home.candidates import looks_like_checkpoint
 from safe_ckpt.core.saving.file_publication import FilePublication
+from safe_ckpt.core.saving.set_up import Patience
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import NoValidCheckpointError, SafeCheckpointError, SaveError
 from safe_ckpt.testing import spawn_ranks, values
@@ -194,7 +194,7 @@ def test_reads_that_end_early_are_no_damage(tmp_path):
 
 def test_a_manifest_that_differs_once_is_read_once_more(tmp_path, monkeypatch):
     """Only what differs twice is damage, while candidates are listed too."""
-    from safe_ckpt.core.directory import catalog
+    from safe_ckpt.core.home import candidates as catalog
 
     newest = saved(tmp_path)
     flip_bit(newest / "manifest.json", 60)

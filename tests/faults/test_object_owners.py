@@ -15,8 +15,8 @@ from object_sweep import end_of, new_store, start
 from kit import object_servers
 from kit.fault_proxy import FaultProxy
 from kit.thorough import THOROUGH
-from safe_ckpt.core.directory import object_owner
-from safe_ckpt.core.directory.object_catalog import list_objects
+from safe_ckpt.core.home import object_lock as object_owner
+from safe_ckpt.core.home.object_catalog import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 

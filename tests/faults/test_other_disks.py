@@ -254,7 +254,7 @@ LARGE_PAGES = """
         state = {"t": torch.zeros(3_000_001, dtype=torch.int64), "n": 0}
         ckpt.resume(state)
     print(bool((state["t"] == torch.arange(3_000_001)).all()), len(seen) > 0)
-    from safe_ckpt.cli.app import main
+    from safe_ckpt.tools.cli.app import main
     print(main(["verify", sys.argv[1]]))
 """
 

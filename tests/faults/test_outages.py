@@ -13,7 +13,7 @@ from two_hosts import Job, check_start
 from kit.hosts import Hosts, needs_hosts
 from kit.ranks import spawn_over
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
-from safe_ckpt.core.coordination import network
+from safe_ckpt.core.coordination import rendezvous as network
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.errors import PeerLostError, SafeCheckpointError
 from safe_ckpt.testing import spawn_ranks, values

@@ -6,7 +6,7 @@ finds is written to ``FOUND``, one file per place where an error came from, and 
 
 The first byte of an input says which reader gets the rest. What may come out: ``SafeCheckpointError`` and ``OSError``. What may
 not happen: another exception, code of the input that runs, an answer that takes longer than ``MOST_S``, memory beyond
-``MOST_BYTES``. ``tests/unit/inspection/test_fuzz_corpus.py`` replays the corpus of the repository.
+``MOST_BYTES``. ``tests/unit/tools/inspection/test_fuzz_corpus.py`` replays the corpus of the repository.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ CORPUS = Path(__file__).with_name("corpus")
 
 
 MODULES = (
-    "errors", "core.formats.manifest", "inspection.check", "inspection.content", "inspection.dcp_reader",
-    "inspection.files", "inspection.pickle_reader", "inspection.safetensors_reader", "inspection.values",
-    "inspection.tensors", "inspection.torch_reader", "report.event_log",
+    "errors", "core.formats.manifest", "tools.inspection.check", "tools.inspection.content", "tools.inspection.dcp_reader",
+    "tools.inspection.files", "tools.inspection.pickle_reader", "tools.inspection.safetensors_reader", "tools.inspection.values",
+    "tools.inspection.tensors", "tools.inspection.torch_reader", "tools.report.event_log",
 )  # fmt: skip
 m = {}  # the modules, imported under instrumentation when that is wanted
 

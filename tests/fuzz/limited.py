@@ -19,7 +19,7 @@ from pathlib import Path
 
 import typer
 
-from safe_ckpt.cli.app import app
+from safe_ckpt.tools.cli.app import app
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fuzz import hostile

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from safe_ckpt.doctor import Options, diagnose, world_of
 from safe_ckpt.errors import CoordinationError
 from safe_ckpt.testing import spawn_ranks, values
+from safe_ckpt.tools.doctor import Options, diagnose, world_of
 
 
 def _doctor(path, timeout_s):
@@ -29,7 +29,17 @@ def _doctor(path, timeout_s):
 def test_under_torchrun_one_speaks(tmp_path):
     """Two ranks of torchrun: one report, of both; they see one directory, and nothing is left."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *launch, "-m", "safe_ckpt.cli", "doctor", str(tmp_path), "--json", "--mebibytes", "8"]
+    command = [
+        sys.executable,
+        *launch,
+        "-m",
+        "safe_ckpt.tools.cli",
+        "doctor",
+        str(tmp_path),
+        "--json",
+        "--mebibytes",
+        "8",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
     assert done.returncode == 0, done.stderr
@@ -63,7 +73,7 @@ def test_what_differs_is_named(tmp_path):
 
 
 def _come_or_not(rank, gate, path, missing, how):
-    from safe_ckpt.doctor import ranks as peers
+    from safe_ckpt.tools.doctor import ranks as peers
 
     if rank == missing:
         if how == "absent":

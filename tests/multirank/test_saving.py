@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from kit import warm
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState, Timeouts, WriterConfig
-from safe_ckpt.core.saving import resume
+from safe_ckpt.core.resuming import resume
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,

@@ -15,7 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Network, Timeouts
-from safe_ckpt.core.coordination import network, process_groups
+from safe_ckpt.core.coordination import process_groups
+from safe_ckpt.core.coordination import rendezvous as network
 from safe_ckpt.core.coordination import store as store_module
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.store import SealedStore
@@ -251,7 +252,7 @@ def test_the_limit_of_descriptors_is_raised_or_named():
     """Rank 0 raises the soft limit where it may; where it may not it says how many are needed and how to allow them."""
     code = """
         import resource
-        from safe_ckpt.core.coordination.network import ensure_descriptors
+        from safe_ckpt.core.coordination.rendezvous import ensure_descriptors
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))
         print(ensure_descriptors(1000) == "", resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1000)
         print(ensure_descriptors(10_000))

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from safe_ckpt import errors
-from safe_ckpt.core.coordination.wire import from_wire, to_wire
+from safe_ckpt.core.coordination.rounds import from_wire, to_wire
 from safe_ckpt.errors import SafeCheckpointError, naming
 
 SAMPLES = {

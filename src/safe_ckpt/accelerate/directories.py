@@ -24,10 +24,10 @@ from safe_ckpt.adapters.directories import (
     presence,
     refuse,
 )
-from safe_ckpt.adapters.layouts import ACCELERATE
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import Retention
 from safe_ckpt.errors import ConfigError
+from safe_ckpt.layouts.table import ACCELERATE
 
 ADAPTER = "accelerate"
 FOLDER = "checkpoints"

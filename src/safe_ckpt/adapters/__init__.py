@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from safe_ckpt.core.formats.file_plan import FilePlan
     from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.saving.engine import Engine
-    from safe_ckpt.core.saving.job import SaveHandle
-    from safe_ckpt.core.saving.request import OnCommit
+    from safe_ckpt.core.saving.save import OnCommit, SaveHandle
 
 __all__ = [
     "AttachedHandle",
@@ -48,11 +47,11 @@ _HOMES = {
     "CheckpointInfo": "core.formats.manifest",
     "Engine": "core.saving.engine",
     "FilePlan": "core.formats.file_plan",
-    "OnCommit": "core.saving.request",
+    "OnCommit": "core.saving.save",
     "OpenDirectory": "adapters.directories",
     "Patch": "adapters.patch",
     "Planned": "adapters.planning",
-    "SaveHandle": "core.saving.job",
+    "SaveHandle": "core.saving.save",
     "Tracking": "adapters.tracking",
     "config_and_more": "core.coordination.agreed_config",
     "config_of_all": "core.coordination.agreed_config",

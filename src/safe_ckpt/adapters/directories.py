@@ -13,29 +13,29 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from safe_ckpt.adapters.layouts import Kind
 from safe_ckpt.adapters.pickles import refuse_code
-from safe_ckpt.core.directory import catalog, extra_files
-from safe_ckpt.core.directory.catalog import WEIGHTS, Candidate
-from safe_ckpt.core.directory.retention import DeleteListed, KeepNewest, policy_of
-from safe_ckpt.core.directory.shared import listed
-from safe_ckpt.core.directory.standing import Catalog, is_of, named_by, standing_of
-from safe_ckpt.core.directory.workspace import HIDDEN, HIDDEN_TOO, NAMES, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import is_marked, verify_if_ours, verify_share
-from safe_ckpt.core.saving import resume
-from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
-from safe_ckpt.core.saving.mirror_resume import Mirrored
-from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest
+from safe_ckpt.core.home import candidates as catalog
+from safe_ckpt.core.home.candidates import WEIGHTS, Candidate
+from safe_ckpt.core.home.file_home import HIDDEN, HIDDEN_TOO, NAMES, Workspace
+from safe_ckpt.core.home.retention import DeleteListed, KeepNewest, policy_of
+from safe_ckpt.core.home.standing import Catalog, is_of, named_by, standing_of
+from safe_ckpt.core.resuming import resume
+from safe_ckpt.core.resuming.mirror_resume import Mirrored
+from safe_ckpt.core.saving.homes import HeldDirectories, open_folder, refuse
+from safe_ckpt.core.saving.save import Content, Destination, Facts, OnCommit, SaveRequest
+from safe_ckpt.core.saving.set_up import listed
 from safe_ckpt.core.storage import durable, presence
 from safe_ckpt.core.storage.inside import checked_name, really_inside
 from safe_ckpt.core.transfer.fetching import is_copy_of
 from safe_ckpt.core.writer import commit_order
+from safe_ckpt.layouts.table import Kind
 
 if TYPE_CHECKING:
     from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.saving.engine import Engine
-    from safe_ckpt.core.saving.job import SaveHandle
+    from safe_ckpt.core.saving.save import SaveHandle
 
 __all__ = [
     "HIDDEN",
@@ -205,7 +205,7 @@ def folder_for_others(engine: Engine, workspace: Workspace, path: Path) -> Itera
         DirectoryError: it could not be made, on every rank.
     """
     key = engine.agree("save", must_match={"path": path}, decide=lambda _: uuid.uuid4().hex)
-    folder = extra_files.open_folder(engine.coordinator, workspace, key, engine.config.timeouts.barrier_s)
+    folder = open_folder(engine.coordinator, workspace, key, engine.config.timeouts.barrier_s)
     try:
         yield folder
     except BaseException:

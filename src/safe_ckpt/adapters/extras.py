@@ -8,12 +8,11 @@ from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.names import wrapped
 from safe_ckpt.core.offload.consolidate import agree_parts, own_part
 from safe_ckpt.core.offload.restore import Part, give_back, parts_of
-from safe_ckpt.core.saving import export
+from safe_ckpt.core.saving import export, one_shot
 from safe_ckpt.core.saving.export import Exporter
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
 from safe_ckpt.core.tensors import is_short, refuse_short
-from safe_ckpt.core.writer import one_shot
 
 __all__ = [
     "Exporter",

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from safe_ckpt.core.coordination.process_groups import world_rank
 from safe_ckpt.data import generators, order, seeding, workers
-from safe_ckpt.data.batches import Batches, Counter, again_from, shown
-from safe_ckpt.data.facts import (
+from safe_ckpt.data.batches import Batches, Counter, Remaining, again_from, shown
+from safe_ckpt.data.order import (
     each_of,
     epoch_of,
     facts_of,
@@ -39,7 +39,6 @@ from safe_ckpt.data.facts import (
     stays,
 )
 from safe_ckpt.data.position import Position
-from safe_ckpt.data.remaining import Remaining
 from safe_ckpt.errors import RestoreError
 
 logger = logging.getLogger(__name__)

@@ -6,19 +6,27 @@ Any other sampler is asked for its indices anew, and those before the place are 
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+
+from safe_ckpt.core.coordination.process_groups import world_rank
+from safe_ckpt.data import generators
+from safe_ckpt.data.position import Position
 
 _CHUNK = 4096  # indices that are made at a time: as lists they take ten times as much memory
 _DRAWN_AT_ONCE = 32  # by torch.utils.data.RandomSampler with replacement
@@ -135,3 +143,165 @@ def _spread(sampler: Any, start: int) -> Iterator[int]:
     if missing > 0:
         left = torch.cat([left, order.repeat(-(-missing // size))[:missing]])
     return _from(left[sampler.rank :: ranks], 0)
+
+
+# What a DataLoader is made of, as far as its place depends on it.
+
+logger = logging.getLogger(__name__)
+_DEEP = 6  # samplers in samplers
+
+
+def is_map(loader: Any) -> bool:
+    """Whether its data set gives samples by index."""
+    return not isinstance(loader.__dict__["dataset"], IterableDataset)
+
+
+def is_placed(loader: Any) -> bool:
+    """Whether its data set is iterable, and knows its place."""
+    dataset = loader.__dict__["dataset"]
+    return not is_map(loader) and hasattr(dataset, "load_state_dict") and _is_asked_plainly(dataset, "state_dict")
+
+
+def loses_its_buffer(loader: Any) -> bool:
+    """Whether its data set says itself that a resume loses samples: ``datasets`` does not save what is in a shuffle buffer."""
+    step = getattr(loader.__dict__["dataset"], "_ex_iterable", None)
+    while step is not None and type(step).__name__ != "BufferShuffledExamplesIterable":
+        step = getattr(step, "ex_iterable", None)
+    return step is not None
+
+
+def sampler_of(loader: Any) -> Any:
+    """What gives the indices, one by one if that can be told."""
+    given = order_of(loader)
+    return given.sampler if type(given) is BatchSampler else given
+
+
+def order_of(loader: Any) -> Any:
+    """What gives the indices: of batches, or one by one."""
+    return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+
+
+def draws_itself(sampler: Any) -> bool:
+    """Whether it draws from the generators of this process, so that they must be known."""
+    if is_known(sampler):
+        own = is_spread(sampler) or draws_seed(sampler) or type(sampler) is SequentialSampler
+        return not own and getattr(sampler, "generator", None) is None
+    return not isinstance(sampler, list | tuple | range)
+
+
+def own_generators(loader: Any) -> dict[str, torch.Generator]:
+    """Generators that the user gave: the loader's, and those of its samplers."""
+    found, places = {"loader": loader.generator}, [order_of(loader)]
+    while places and len(found) < _DEEP:
+        place = places.pop(0)
+        # One that seeds its generator for each epoch, as Accelerate's, makes it as late as it likes.
+        found[f"sampler{len(found)}"] = None if hasattr(place, "initial_seed") else getattr(place, "generator", None)
+        places += [inner for name in ("sampler", "batch_sampler") if (inner := getattr(place, name, None)) is not None]
+    seen: dict[int, str] = {}
+    return {
+        name: one
+        for name, one in found.items()
+        if isinstance(one, torch.Generator) and seen.setdefault(id(one), name) == name
+    }
+
+
+def own_as_text(loader: Any) -> dict[str, str]:
+    """These generators as they are now, encoded; none of what is no stock loader."""
+    found = own_generators(loader) if isinstance(loader, DataLoader) else {}
+    return {name: generators.to_text(one.get_state()) for name, one in found.items()}
+
+
+def put_back(loader: Any, texts: Mapping[str, str]) -> None:
+    """Set the user's own generators to what was encoded."""
+    for name, one in own_generators(loader).items():
+        if name in texts:
+            generators.put_back(one, texts[name])
+
+
+def _is_asked_plainly(dataset: Any, name: str) -> bool:
+    """Whether it has a method that takes nothing: litdata's ``state_dict`` wants what only its own loader knows."""
+    try:
+        inspect.signature(getattr(dataset, name)).bind()
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def is_warm(loader: Any) -> bool:
+    """Whether its workers run, and go on into the next epoch."""
+    return bool(loader.persistent_workers and getattr(loader, "_iterator", None) is not None)
+
+
+def stays(loader: Any) -> bool:
+    """Whether its workers go on into the next epoch."""
+    return bool(loader.persistent_workers and loader.num_workers)
+
+
+def each_of(loader: Any) -> int:
+    """How many indices a batch has, of all ranks together; 0 where only batches can be counted."""
+    given, sampler = order_of(loader), sampler_of(loader)
+    if type(given) is BatchSampler:
+        size = given.batch_size
+    elif loader.batch_sampler is None and is_map(loader):
+        size = 1
+    else:
+        return 0
+    return int(size * (sampler.num_replicas if is_spread(sampler) else 1))
+
+
+def most_of(loader: Any) -> int | None:
+    """How many indices an epoch has, of all ranks together if they share one order; None where that is not known."""
+    sampler = sampler_of(loader)
+    try:
+        return len(sampler.dataset) if is_spread(sampler) else len(sampler)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def epoch_of(sampler: Any) -> int | None:
+    """What ``set_epoch`` was given; None where the sampler has no such number."""
+    epoch = getattr(sampler, "epoch", None)
+    return epoch if isinstance(epoch, int) else None
+
+
+def set_epoch(sampler: Any, epoch: int) -> None:
+    """Go to an epoch, where the sampler has such a number."""
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    elif hasattr(sampler, "epoch"):
+        sampler.epoch = epoch
+
+
+def is_still_meant(loader: Any, pending: Position) -> bool:
+    """Whether nobody has called ``set_epoch`` with another one since the place was loaded."""
+    now = epoch_of(sampler_of(loader))
+    if not pending.begun or pending.sampler_epoch is None or now == pending.sampler_epoch:
+        return True
+    message = "%s: its place was in epoch %d, and set_epoch was called with %s: that epoch starts from its beginning"
+    logger.warning(message, name_of(loader), pending.sampler_epoch, now)
+    return False
+
+
+def facts_of(loader: Any) -> dict[str, Any]:
+    """What the order depends on: another one then, and the place means nothing."""
+    sampler, given = sampler_of(loader), order_of(loader)
+    facts: dict[str, Any] = {"sampler": type(sampler).__name__}
+    if not is_map(loader):
+        whose = {"rank": world_rank()} if is_placed(loader) else {}
+        return {**facts, "num_workers": loader.num_workers, "batch_size": loader.batch_size, **whose}
+    if (most := most_of(loader)) is not None:
+        facts["indices"] = most
+    if own := sorted(own_generators(loader)):
+        facts["generators"] = own
+    if is_spread(sampler):
+        return {**facts, "seed": sampler.seed, "shuffle": sampler.shuffle}
+    if given is not sampler and type(given) is not BatchSampler:
+        facts["batch_sampler"] = type(given).__name__
+    if draws_seed(sampler) or draws_itself(sampler):
+        facts["rank"] = world_rank()  # each rank has an order of its own
+    return facts
+
+
+def name_of(loader: Any) -> str:
+    """For messages."""
+    return f"{type(loader).__name__} over {type(loader.__dict__['dataset']).__name__}"

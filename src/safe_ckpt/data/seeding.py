@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from safe_ckpt.data import generators
-from safe_ckpt.data.stand_in import StandIn
+from safe_ckpt.data.workers import StandIn
 
 _MASK = (1 << 64) - 1
 

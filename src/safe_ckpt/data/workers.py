@@ -16,7 +16,6 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from safe_ckpt.data import generators
-from safe_ckpt.data.stand_in import StandIn
 
 RNG, DATA, ENDED = "rng", "data", "ended"
 _LOOKS, _EVERY = 8, 64
@@ -113,6 +112,46 @@ class Maker:
         others = [name for name in _ALL if name not in self._drawn]
         now, first = generators.snapshot(others), self._first or {}
         self._drawn |= {name for name in others if now.get(name) != first.get(name)}
+
+
+# Something that looks like a data set where its samples are made.
+
+
+class StandIn:
+    """Attributes, length and ``isinstance`` are the data set's.
+
+    Args:
+        inner: the data set.
+        own: attributes of the stand-in itself.
+    """
+
+    def __init__(self, inner: Any, **own: Any) -> None:
+        self.__dict__.update(_inner=inner, **own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_inner" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._inner, name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What ``isinstance`` in a ``worker_init_fn`` should see."""
+        return type(self.__dict__.get("_inner", self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), dict(self.__dict__))  # a worker that was not forked makes it again
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+
+def _again(kind: type[Any], state: dict[str, Any]) -> Any:
+    made: Any = object.__new__(kind)
+    made.__dict__.update(state)
+    return made
 
 
 class WatchedDataset(StandIn):

@@ -10,10 +10,10 @@ from typing import Any
 
 from safe_ckpt.adapters import Engine
 from safe_ckpt.adapters.directories import HIDDEN, checked_name
-from safe_ckpt.adapters.layouts import LATEST
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError, HostileCheckpointError
+from safe_ckpt.layouts.table import LATEST
 
 _RESERVED = frozenset({".", HIDDEN, LATEST})
 

@@ -25,11 +25,11 @@ from safe_ckpt.adapters.directories import (
     refuse,
     standing_of,
 )
-from safe_ckpt.adapters.judges import tags
-from safe_ckpt.adapters.layouts import LATEST, has_states
 from safe_ckpt.config import Retention
 from safe_ckpt.deepspeed.arguments import is_tag
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
+from safe_ckpt.layouts.judges import tags
+from safe_ckpt.layouts.table import LATEST, has_states
 
 if TYPE_CHECKING:
     from safe_ckpt.deepspeed.data_place import DataPlace

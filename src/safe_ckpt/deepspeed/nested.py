@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.adapters import Engine, Planned
-from safe_ckpt.adapters.layouts import LATEST
 from safe_ckpt.adapters.planning import file_plan
 from safe_ckpt.deepspeed import nvme
 from safe_ckpt.deepspeed.arguments import check_engine
 from safe_ckpt.deepspeed.load import plain_reading
 from safe_ckpt.deepspeed.save import plan_tag
+from safe_ckpt.layouts.table import LATEST
 
 ZERO3_GATHER = "_zero3_consolidated_16bit_state_dict"
 """The engine's method that gathers the weights of ZeRO-3; a collective."""

@@ -25,11 +25,11 @@ from deepspeed.utils import groups
 from safe_ckpt.adapters import Attempt, Engine, FilePlan, OnCommit, Patch, Planned, SaveHandle, torch_file
 from safe_ckpt.adapters.directories import presence
 from safe_ckpt.adapters.extras import export
-from safe_ckpt.adapters.layouts import LATEST
 from safe_ckpt.adapters.planning import Pointer, file_plan, know_models
 from safe_ckpt.deepspeed import arguments, directories, nvme
 from safe_ckpt.deepspeed.directories import Context
 from safe_ckpt.errors import DirectoryError, StateError
+from safe_ckpt.layouts.table import LATEST
 
 logger = logging.getLogger(__name__)
 _FOLDER = os.path.join(os.sep, "captured")  # nothing is made there

@@ -19,7 +19,7 @@ from safe_ckpt.events import Hook
 from safe_ckpt.lightning import dataloader, install, loop_state, signals
 from safe_ckpt.lightning import resume as resuming
 from safe_ckpt.lightning.callback_state import Counts, PendingActions, SavedCallbackState, known_paths, reconcile
-from safe_ckpt.lightning.compat import ModelCheckpoint
+from safe_ckpt.lightning.checkpoint_io import ModelCheckpoint
 from safe_ckpt.lightning.saver import TrainerSaver
 
 logger = logging.getLogger(__name__)

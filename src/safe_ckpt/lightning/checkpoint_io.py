@@ -13,11 +13,28 @@ from safe_ckpt.adapters.directories import commit_order, presence, verify_if_our
 from safe_ckpt.adapters.extras import one_shot
 from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.adapters.spool import refuse_url
-from safe_ckpt.lightning.compat import CheckpointIO
 from safe_ckpt.lightning.resume import WEIGHTS_NOTE
 
 if TYPE_CHECKING:
     from safe_ckpt.lightning.saver import TrainerSaver
+from importlib import import_module
+from importlib.util import find_spec
+
+from safe_ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+    from lightning.pytorch.callbacks import ModelCheckpoint
+else:
+
+    def _derive(name: str, *homes: str) -> Any:
+        bases = [getattr(import_module(home), name) for home in homes if find_spec(home.partition(".")[0])]
+        if not bases:
+            raise ConfigError(key="safe_ckpt.lightning", message="needs lightning or pytorch_lightning to be installed")
+        return bases[0] if len(bases) == 1 else type(name, tuple(bases), {"__module__": __name__})
+
+    ModelCheckpoint = _derive("ModelCheckpoint", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
+    CheckpointIO = _derive("CheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins")
 
 
 @dataclass
@@ -116,3 +133,18 @@ class SafeCheckpointIO(CheckpointIO):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["base"])  # type: ignore[misc]
+
+
+# The base classes: of ``lightning``, of ``pytorch_lightning``, or of both.
+#
+# Each package has its own ``ModelCheckpoint`` and each Trainer recognises only its own. Where both are installed our classes
+# derive from both, so that it does not matter which Trainer they are given to.
+
+
+def fit_loops() -> list[Any]:
+    """The classes of the loops of ``fit``: those of all packages that are installed."""
+    homes = ("lightning.pytorch.loops.fit_loop", "pytorch_lightning.loops.fit_loop")
+    return [import_module(home)._FitLoop for home in homes if find_spec(home.partition(".")[0])]
+
+
+__all__ = ["CheckpointIO", "ModelCheckpoint", "fit_loops"]

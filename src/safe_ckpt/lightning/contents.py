@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from safe_ckpt.adapters import Attempt, Engine, FilePlan, Planned, torch_file
 from safe_ckpt.adapters.extras import one_shot, open_coordinator
-from safe_ckpt.adapters.layouts import META
 from safe_ckpt.adapters.planning import OverlapPlan, Shards, file_plan, reraise
 from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.layouts.table import META
 from safe_ckpt.lightning import loop_state, strategies
 from safe_ckpt.lightning.checkpoint_io import Box, SafeCheckpointIO
 from safe_ckpt.lightning.resume import WEIGHTS_NOTE

@@ -11,12 +11,12 @@ from typing import Any, Literal, TypeVar
 from torch.utils.data import DataLoader
 
 from safe_ckpt.adapters.extras import get_rng_state
-from safe_ckpt.data import facts
-from safe_ckpt.data.facts import is_map, is_placed, name_of
+from safe_ckpt.data import order as facts
 from safe_ckpt.data.loader import Resumable, Seeding, made_of
+from safe_ckpt.data.order import is_map, is_placed, name_of
 from safe_ckpt.data.position import Position
 from safe_ckpt.errors import RestoreError
-from safe_ckpt.lightning.compat import fit_loops
+from safe_ckpt.lightning.checkpoint_io import fit_loops
 
 logger = logging.getLogger(__name__)
 _Loader = TypeVar("_Loader", bound="DataLoader[Any]")

@@ -7,7 +7,7 @@ from pathlib import Path
 from safe_ckpt.adapters import Engine
 from safe_ckpt.adapters.directories import Workspace, catalog, commit_order
 from safe_ckpt.adapters.directories import listed as catalog_listed
-from safe_ckpt.adapters.layouts import is_lightning_directory
+from safe_ckpt.layouts.table import is_lightning_directory
 
 
 class TrainerDirectories:

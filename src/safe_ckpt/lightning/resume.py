@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import CheckpointInfo, Engine, layouts, patch
+from safe_ckpt.adapters import CheckpointInfo, Engine, patch
 from safe_ckpt.adapters.directories import (
     HIDDEN,
     Candidate,
@@ -37,7 +37,8 @@ from safe_ckpt.errors import (
     SafeCheckpointError,
     UnsupportedFormatError,
 )
-from safe_ckpt.inspection.blind_reader import look_inside, read_layout
+from safe_ckpt.layouts import table as layouts
+from safe_ckpt.layouts.top_level import look_inside, read_layout
 from safe_ckpt.lightning import signals
 
 if TYPE_CHECKING:

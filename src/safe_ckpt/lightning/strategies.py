@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import Engine, Planned, layouts, patch
+from safe_ckpt.adapters import Engine, Planned, patch
 from safe_ckpt.adapters.directories import presence, verify
 from safe_ckpt.adapters.planning import gather_whole
+from safe_ckpt.layouts import table as layouts
 
 if TYPE_CHECKING:
     import torch

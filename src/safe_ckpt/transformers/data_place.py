@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from safe_ckpt.accelerate import placed_loaders
+from safe_ckpt.accelerate import dataloaders as placed_loaders
 from safe_ckpt.errors import RestoreError
 
 logger = logging.getLogger(__name__)

@@ -25,11 +25,11 @@ from safe_ckpt.adapters.directories import (
     warn_if_foreign,
 )
 from safe_ckpt.adapters.extras import refuse_short
-from safe_ckpt.adapters.layouts import TRAINER_STATE, TRANSFORMERS
 from safe_ckpt.adapters.planning import know_models
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.events import Hook
+from safe_ckpt.layouts.table import TRAINER_STATE, TRANSFORMERS
 from safe_ckpt.transformers.contents import catching
 from safe_ckpt.transformers.lookers import anyone_looks
 from safe_ckpt.transformers.strategies import Sharing, is_shared

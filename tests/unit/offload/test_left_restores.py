@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from safe_ckpt import consolidate_offloaded, restore_offloaded
-from safe_ckpt.core.coordination.processes import kernel_id, pid_namespace
-from safe_ckpt.core.directory.lease import LOCK_NAME, own_lease
-from safe_ckpt.core.directory.lock import JobLock
+from safe_ckpt.core.home.file_lock import JobLock
+from safe_ckpt.core.home.lease import LOCK_NAME, own_lease
+from safe_ckpt.machine import kernel_id, pid_namespace
 
 
 @pytest.fixture

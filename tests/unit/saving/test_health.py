@@ -209,7 +209,7 @@ def test_collecting_garbage_does_not_count_marked_ones(tmp_path):
             ckpt.save(step, job.state).result()
         job.poison()
         assert ckpt.save(4, job.state).result().marked
-    command = [sys.executable, "-m", "safe_ckpt.cli", "gc", str(tmp_path), "--keep-last", "1"]
+    command = [sys.executable, "-m", "safe_ckpt.tools.cli", "gc", str(tmp_path), "--keep-last", "1"]
     warm.run(command, check=True, capture_output=True, timeout=100)
     assert steps(tmp_path) == [3, 4]
 

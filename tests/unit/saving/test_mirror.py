@@ -17,10 +17,10 @@ from small_runs import wait_for_mirror
 from kit.fault_proxy import FaultProxy
 from kit.patience import scaled
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention, StorageConfig, Timeouts, events
-from safe_ckpt.core.directory.catalog import WEIGHTS
-from safe_ckpt.core.directory.object_catalog import list_objects
-from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
+from safe_ckpt.core.home.candidates import WEIGHTS
+from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.object_catalog import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.core.transfer.mirror import Mirror as Uploads

@@ -7,7 +7,7 @@ import torch
 from small_runs import config
 
 from safe_ckpt import Checkpointer, WriterConfig
-from safe_ckpt.core.staging import host_memory
+from safe_ckpt import machine as host_memory
 from safe_ckpt.errors import NotEnoughSpaceError
 from support import run_script
 

@@ -308,7 +308,11 @@ def test_the_command_counts_shared_bytes_once(tmp_path):
 
     def command(*words):
         return warm.run(
-            [sys.executable, "-m", "safe_ckpt.cli", *words], capture_output=True, text=True, check=True, timeout=100
+            [sys.executable, "-m", "safe_ckpt.tools.cli", *words],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=100,
         )
 
     rows = json.loads(command("list", str(tmp_path), "--json").stdout)
@@ -456,7 +460,7 @@ def test_what_a_deletion_frees_is_counted_once(tmp_path):
     with Checkpointer(tmp_path, config(full_every=3)) as ckpt:
         for number in range(1, 6):
             ckpt.save(number, job.state).result()
-    command = [sys.executable, "-m", "safe_ckpt.cli", "gc", str(tmp_path), "--keep-last", "1"]
+    command = [sys.executable, "-m", "safe_ckpt.tools.cli", "gc", str(tmp_path), "--keep-last", "1"]
     said = warm.run(command, capture_output=True, text=True, check=True, timeout=100).stderr
     assert re.search(r"1 kept; 1\.4\d* MiB freed|1 kept; 1\.\d MiB freed", said), said
 

@@ -9,11 +9,11 @@ import yaml
 from typer.testing import CliRunner
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts, WriterConfig
-from safe_ckpt.cli.app import app
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.settings import describe
 from safe_ckpt.settings.fields import keys, value_at
 from safe_ckpt.settings.sources import load_effective
+from safe_ckpt.tools.cli.app import app
 
 DOCS = Path(__file__).parents[3] / "docs/reference"
 

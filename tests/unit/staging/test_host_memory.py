@@ -11,8 +11,8 @@ import pytest
 
 from safe_ckpt.core.staging import buffer
 from safe_ckpt.core.staging.buffer import GRANULE, SharedBuffer
-from safe_ckpt.core.staging.host_memory import available_bytes
 from safe_ckpt.errors import NotEnoughSpaceError
+from safe_ckpt.machine import available_bytes
 
 GIB = 1 << 30
 

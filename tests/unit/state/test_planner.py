@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, RngState
-from safe_ckpt.core.directory import catalog
+from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.state import plan
 from safe_ckpt.core.state.plan import PerRank

@@ -11,10 +11,10 @@ import pytest
 
 import safe_ckpt
 from kit.manifests import checkpoint, rewrite
-from safe_ckpt.core.directory.object_folders import Head
-from safe_ckpt.core.directory.standing import Catalog
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.home.object_head import Head
+from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.offload import restore
 from safe_ckpt.core.sharding import dcp_load
 from safe_ckpt.core.state import plan
@@ -22,7 +22,7 @@ from safe_ckpt.core.storage.inside import checked_name, inside, really_inside
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.core.transfer import fetching
 from safe_ckpt.errors import HostileCheckpointError
-from safe_ckpt.inspection import files
+from safe_ckpt.tools.inspection import files
 
 BUCKET = SimpleNamespace(url="s3://bucket")
 OUT = [

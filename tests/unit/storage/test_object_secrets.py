@@ -8,8 +8,7 @@ from urllib.parse import quote
 import pytest
 
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.storage.objects.answers import cleaned
-from safe_ckpt.core.storage.objects.clients import secrets_of
+from safe_ckpt.core.storage.objects.clients import cleaned, secrets_of
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 

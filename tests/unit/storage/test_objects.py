@@ -9,7 +9,7 @@ import pytest
 from kit.fault_proxy import FaultProxy
 from safe_ckpt import CheckpointConfig, StorageConfig
 from safe_ckpt.core.storage.objects import unfinished
-from safe_ckpt.core.storage.objects.answers import ChangedError, ExistsError, cleaned, named
+from safe_ckpt.core.storage.objects.clients import ChangedError, ExistsError, cleaned, named
 from safe_ckpt.core.storage.objects.options import StorageOptions, is_url
 from safe_ckpt.core.storage.objects.place import ObjectPath, open_place
 from safe_ckpt.errors import ConfigError

@@ -11,9 +11,9 @@ from kit.patience import scaled
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.inspection.objects.holder import holder_of_objects
-from safe_ckpt.inspection.objects.listing import read_objects
-from safe_ckpt.inspection.objects.reach import place_of
+from safe_ckpt.tools.inspection.objects.holder import holder_of_objects
+from safe_ckpt.tools.inspection.objects.listing import read_objects
+from safe_ckpt.tools.inspection.objects.reach import place_of
 
 KEYS = ("access_key_id=someone", "secret_access_key=hunter2hunter2")
 AZURE = ("account_name=someone", "account_key=aHVudGVyMg==")
@@ -107,7 +107,7 @@ def test_the_first_retry_is_a_warning(object_server, bucket, monkeypatch, caplog
 
 def test_commands_wait_a_little_for_a_first_answer(monkeypatch):
     """Where nothing answers, a command gives up after some seconds, and not after ``barrier_s``."""
-    monkeypatch.setattr("safe_ckpt.inspection.objects.reach._FIRST_ANSWER_S", 0.5)
+    monkeypatch.setattr("safe_ckpt.tools.inspection.objects.reach._FIRST_ANSWER_S", 0.5)
     for name, value in {
         "ENDPOINT_URL": NOWHERE,
         "ALLOW_HTTP": "true",

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from safe_ckpt import CheckpointConfig, Checkpointer
-from safe_ckpt.core.directory import catalog
 from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.home import candidates as catalog
+from safe_ckpt.core.saving.one_shot import save_archive
 from safe_ckpt.core.writer import commit_order
-from safe_ckpt.core.writer.one_shot import save_archive
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
-from safe_ckpt.core.coordination import processes
+from safe_ckpt import machine as processes
 
 JOB = """
     import signal, sys, time, torch

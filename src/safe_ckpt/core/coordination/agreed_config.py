@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.coordinator import open_coordinator
-from safe_ckpt.core.coordination.log_entry import refuse_differences
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
+from safe_ckpt.core.coordination.rounds import refuse_differences
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.settings.sources import origin_of
 

@@ -19,12 +19,10 @@ from typing import Any
 from safe_ckpt.config import CheckpointConfig, Network, Timeouts
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.heartbeat import Heartbeat
-from safe_ckpt.core.coordination.log_entry import Decide, LogEntry, Scatter, decided
-from safe_ckpt.core.coordination.mailbox import Receipts
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.coordination.rendezvous import Rendezvous, no_store, rendezvous
+from safe_ckpt.core.coordination.rounds import Decide, LogEntry, Receipts, Scatter, decided, from_wire, to_wire
 from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, StoreClient
-from safe_ckpt.core.coordination.wire import from_wire, to_wire
 from safe_ckpt.errors import (
     ClosedError,
     ConfigError,

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from safe_ckpt.core.coordination.processes import machine_id, process_state
 from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, StoreClient, read_present
 from safe_ckpt.errors import PeerLostError
+from safe_ckpt.machine import machine_id, process_state
 
 if TYPE_CHECKING:
     from safe_ckpt.core.coordination.rendezvous import Peer

@@ -20,15 +20,15 @@ from typing import Any
 from safe_ckpt.config import CheckpointConfig, Timeouts
 from safe_ckpt.core.coordination.agreed_config import config_of_all
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
-from safe_ckpt.core.coordination.processes import machine_id
-from safe_ckpt.core.directory.workspace import HIDDEN
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
+from safe_ckpt.core.home.file_home import HIDDEN
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
-from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest, Snapshot
+from safe_ckpt.core.saving.homes import HeldDirectories, refuse
+from safe_ckpt.core.saving.save import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.objects.options import refuse_url
 from safe_ckpt.errors import ConfigError, SourceChangedError, StateError, naming
+from safe_ckpt.machine import machine_id
 
 ADAPTER = "offloaded"
 _RACY_NS = 20_000_000  # twice the longest tick of a kernel's clock

@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.mailbox import TwoPhaseCommit
+from safe_ckpt.core.coordination.rounds import TwoPhaseCommit, from_wire, to_wire
 from safe_ckpt.core.coordination.store import KeyTimeout
-from safe_ckpt.core.coordination.wire import from_wire, to_wire
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry
 from safe_ckpt.core.health.verdict import ITSELF, Expectation, Known, described, of_checkpoint
-from safe_ckpt.core.saving.job import SaveJob
+from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.staging.shared_files import Shared
 from safe_ckpt.core.storage.copier import FileCopy, first_changed
 from safe_ckpt.core.storage.durable import WrittenFile

@@ -22,13 +22,12 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.preemption import Preemption
 from safe_ckpt.core.coordination.process_groups import ProcessGroup, group_timeout_s
-from safe_ckpt.core.coordination.wire import from_wire
-from safe_ckpt.core.directory.workspace import Workspace
+from safe_ckpt.core.coordination.rounds import from_wire
 from safe_ckpt.core.formats.manifest import Manifest, versions
-from safe_ckpt.core.saving.held_directories import Workspaces
-from safe_ckpt.core.saving.job import SaveHandle, SaveJob, skipped
-from safe_ckpt.core.saving.request import Root, SaveRequest, answer, decide
-from safe_ckpt.core.saving.save_queue import SaveQueue, failed
+from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.saving.homes import Workspaces
+from safe_ckpt.core.saving.queue import SaveQueue, failed
+from safe_ckpt.core.saving.save import Root, SaveHandle, SaveJob, SaveRequest, answer, decide, skipped
 from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.core.state.trained import Trained
 from safe_ckpt.core.transfer.mirror import Mirror

@@ -10,19 +10,20 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from safe_ckpt.core.directory.catalog import WEIGHTS
-from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
+from safe_ckpt.core.home.candidates import WEIGHTS
+from safe_ckpt.core.home.file_home import Workspace
 from safe_ckpt.core.names import plain_names
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.held_directories import HeldDirectories, refuse
-from safe_ckpt.core.saving.job import SaveHandle, SaveJob
-from safe_ckpt.core.saving.request import (
+from safe_ckpt.core.saving.homes import HeldDirectories, refuse
+from safe_ckpt.core.saving.save import (
     Content,
     Destination,
     Facts,
     OnCommit,
+    SaveHandle,
+    SaveJob,
     SaveRequest,
     Snapshot,
     Streamed,

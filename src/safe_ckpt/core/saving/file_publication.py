@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.config import Timeouts
-from safe_ckpt.core.directory import extra_files
-from safe_ckpt.core.directory.shared import Patience, await_visible
-from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
 from safe_ckpt.core.formats.verify import is_marked, refuse_unreadable
-from safe_ckpt.core.saving.job import SaveJob
+from safe_ckpt.core.home import extra_files
+from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.saving.save import SaveJob
+from safe_ckpt.core.saving.set_up import Patience, await_visible
 from safe_ckpt.core.storage import durable as commit
 from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.errors import (

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from safe_ckpt.core.directory.object_root import ObjectRoot, UndecidedError
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry
-from safe_ckpt.core.saving.job import SaveJob
+from safe_ckpt.core.home.object_home import ObjectRoot, UndecidedError
+from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,

@@ -10,11 +10,11 @@ import time
 import weakref
 from collections.abc import Callable
 
+from safe_ckpt import machine as host_memory
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.cuda import Cuda
-from safe_ckpt.core.saving.job import SaveJob
-from safe_ckpt.core.saving.request import Streamed
-from safe_ckpt.core.staging import host_memory, optimizer_gate, snapshot
+from safe_ckpt.core.saving.save import SaveJob, Streamed
+from safe_ckpt.core.staging import optimizer_gate, snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer, rounded
 from safe_ckpt.core.staging.copy_plan import KnownCopies
 from safe_ckpt.core.staging.snapshot import StagingCopy

@@ -27,7 +27,7 @@ from safe_ckpt.core.names import matched, plain_names
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dcp_plan import METADATA
 from safe_ckpt.core.sharding.dcp_read import StraightReader, refuse_outside
-from safe_ckpt.core.sharding.sharded_item import Fitted, is_extra_state
+from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, RestoreError, StateError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from safe_ckpt.core.sharding.sharded_item import is_extra_state
+from safe_ckpt.core.sharding.dtensor import is_extra_state
 from safe_ckpt.errors import DesyncError
 
 

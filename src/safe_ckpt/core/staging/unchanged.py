@@ -26,8 +26,7 @@ from safe_ckpt.config import Health, Unchanged
 from safe_ckpt.core.formats.manifest import Manifest, read_manifest
 from safe_ckpt.core.health.verdict import ITSELF, digest_of_patterns, is_sick
 from safe_ckpt.core.recent import Recent
-from safe_ckpt.core.staging.shared_files import Before, Shared, SharedFile, SharedObject
-from safe_ckpt.core.staging.tries import Tries
+from safe_ckpt.core.staging.shared_files import Before, Shared, SharedFile, SharedObject, Tries
 from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.object_copy import MOST_BYTES

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from safe_ckpt.core.sharding import dtensor
-from safe_ckpt.core.sharding.sharded_item import is_extra_state
+from safe_ckpt.core.sharding.dtensor import is_extra_state
 from safe_ckpt.errors import DesyncError
 
 

@@ -22,7 +22,7 @@ from safe_ckpt.core.changing import unchanging
 from safe_ckpt.core.formats.file_template import FileTemplate, numbers_of
 from safe_ckpt.core.formats.torch_archive import with_floats
 from safe_ckpt.core.sharding import dtensor
-from safe_ckpt.core.sharding.sharded_item import ShardedItem
+from safe_ckpt.core.sharding.dtensor import ShardedItem
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import fingerprint, plan
 from safe_ckpt.core.state.fingerprint import Fingerprint, Remembered

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from safe_ckpt.core.names import as_named
 from safe_ckpt.core.sharding import dtensor
-from safe_ckpt.core.sharding.sharded_item import Fitted, is_extra_state
+from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state
 from safe_ckpt.core.staging.overlap import KNOWN
 from safe_ckpt.core.state.plan import PerRank, Stateful, modules_of, optimizers_last
 from safe_ckpt.core.storage.objects.place import Place

@@ -18,7 +18,6 @@ from typing import Any
 
 import xxhash
 
-from safe_ckpt.core.storage.clones import FICLONE
 from safe_ckpt.core.storage.direct_io import (
     PAGE,
     ProgressReporter,
@@ -30,6 +29,7 @@ from safe_ckpt.core.storage.direct_io import (
 )
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.presence import opened
+from safe_ckpt.core.storage.reflink import FICLONE
 
 _AT_A_TIME = 4
 _CHUNK = 4 << 20

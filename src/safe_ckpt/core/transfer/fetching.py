@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from safe_ckpt.core.directory.workspace import HIDDEN, HIDDEN_TOO, Workspace
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry
+from safe_ckpt.core.home.file_home import HIDDEN, HIDDEN_TOO, Workspace
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.inside import checked_name, really_inside
 from safe_ckpt.core.storage.objects.place import ObjectPath

@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from safe_ckpt.core.coordination.processes import kernel_id
 from safe_ckpt.core.formats.manifest import FileEntry
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.core.storage.presence import opened
 from safe_ckpt.errors import DirectoryError, IncompleteCheckpointError, NotEnoughSpaceError
+from safe_ckpt.machine import kernel_id
 
 logger = logging.getLogger(__name__)
 _MEMORY = Path("/dev/shm")  # noqa: S108 - each folder there is private, see _make

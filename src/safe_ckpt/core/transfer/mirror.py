@@ -19,10 +19,10 @@ from pathlib import Path
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.directory.catalog import Candidate, newest_first
-from safe_ckpt.core.directory.object_catalog import list_objects
-from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
+from safe_ckpt.core.home.candidates import Candidate, newest_first
+from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.object_catalog import list_objects
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place, open_place

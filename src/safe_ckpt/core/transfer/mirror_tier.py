@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safe_ckpt.config import CheckpointConfig, Retention
-from safe_ckpt.core.directory import retention
-from safe_ckpt.core.directory.catalog import WEIGHTS, newest_sequence
-from safe_ckpt.core.directory.object_catalog import ObjectCatalog, list_objects
-from safe_ckpt.core.directory.object_root import ObjectRoot
-from safe_ckpt.core.directory.workspace import Workspace
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_archive
-from safe_ckpt.core.staging.tries import Tries
+from safe_ckpt.core.home import retention
+from safe_ckpt.core.home.candidates import WEIGHTS, newest_sequence
+from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.object_catalog import ObjectCatalog, list_objects
+from safe_ckpt.core.home.object_home import ObjectRoot
+from safe_ckpt.core.staging.shared_files import Tries
 from safe_ckpt.core.staging.unchanged import LEAST_BYTES
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.durable import WrittenFile

@@ -19,7 +19,6 @@ from typing import Any
 import xxhash
 
 from safe_ckpt.config import Timeouts
-from safe_ckpt.core.coordination.processes import process_state
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.progress import Progress, ProgressPage, new_page
@@ -28,6 +27,7 @@ from safe_ckpt.core.storage.direct_io import write_without_direct
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
 from safe_ckpt.core.writer.process import STACK_SIGNAL
+from safe_ckpt.machine import process_state
 
 logger = logging.getLogger(__name__)
 _HOME = Path(__file__).parents[3]  # where this package lies

@@ -21,7 +21,6 @@ from safe_ckpt.core.formats.file_plan import WriteTask, closing_of
 from safe_ckpt.core.formats.zip_archive import Record, RecordDigest
 from safe_ckpt.core.health.examine import Examination, marked
 from safe_ckpt.core.staging.progress import read_mark
-from safe_ckpt.core.storage.clones import SharedPieces
 from safe_ckpt.core.storage.copier import FileCopy, copy_files
 from safe_ckpt.core.storage.direct_io import (
     PAGE,
@@ -34,6 +33,7 @@ from safe_ckpt.core.storage.direct_io import (
 )
 from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
 from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
+from safe_ckpt.core.storage.reflink import SharedPieces
 from safe_ckpt.core.writer.closing import Closing
 from safe_ckpt.core.writer.object_writer import copy_objects, is_object, send_copy, send_image
 

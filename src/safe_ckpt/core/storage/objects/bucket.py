@@ -17,15 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from safe_ckpt.core.storage.objects.answers import (
+from safe_ckpt.core.storage.objects.clients import (
     ChangedError,
     ExistsError,
+    connect,
     is_bucket_missing,
     is_expired,
     is_panic,
     named,
+    secrets_of,
 )
-from safe_ckpt.core.storage.objects.clients import connect, secrets_of
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.errors import ForkedError
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-from collections.abc import Mapping
+import urllib.parse
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from safe_ckpt.core.storage.objects.answers import cleaned, is_panic
 from safe_ckpt.core.storage.objects.options import PREFIXES, StorageOptions, variables
 from safe_ckpt.errors import ConfigError
 
@@ -88,3 +89,94 @@ def _check_endpoints(scheme: str, given: Mapping[str, str]) -> None:
     for name in () if options else known:
         if "://" not in os.environ.get(name, "://"):
             raise ConfigError(key=name, message="this environment variable needs http:// or https:// in front")
+
+
+# What an error of obstore means to us, and its text without secrets.
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_REFUSED = ("400", "405", "411", "413", "414", "416", "501")
+_NO_ACCESS = ("401", "403")
+_NEVER = ("NotSupportedError", "InvalidPathError", "UnknownConfigurationKeyError")
+_EXPIRED = re.compile(r"Expired|RequestTimeTooSkewed|TokenRefreshRequired|InvalidToken", re.IGNORECASE)
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist", re.IGNORECASE)
+_NOT_MADE = "builder error"
+_PANIC = "PanicException"
+_BODY = re.compile(r"(<\?xml[^>]*>\s*)?<Error\b.*?(</Error>|$)", re.IGNORECASE | re.DOTALL)
+_CODE = re.compile(r"<Code>([^<]*)", re.IGNORECASE)
+_MESSAGE = re.compile(r"<Message>([^<]*)", re.IGNORECASE)
+_QUERY = re.compile(r"\?[^\s\"'<>]+")
+_USER = re.compile(r"://[^/\s@]+@")
+_LONGEST_TEXT = 400
+
+
+class ExistsError(FileExistsError):
+    """An object that was to be created is there already."""
+
+
+class ChangedError(OSError):
+    """An object that was to be replaced is another one by now, or is not there."""
+
+
+def is_expired(error: BaseException) -> bool:
+    """Whether other credentials, or another clock, would have been accepted."""
+    return _EXPIRED.search(str(error)) is not None
+
+
+def is_bucket_missing(error: BaseException) -> bool:
+    """Whether not the object is missing but the bucket, or container."""
+    return _NO_BUCKET.search(str(error)) is not None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether obstore failed within: of a class that cannot be imported, and is no ``Exception``."""
+    return type(error).__name__ == _PANIC
+
+
+def named(error: BaseException, path: str, verb: str, secrets: Sequence[str]) -> OSError:
+    """The error that says what happened at ``path``: ``TimeoutError`` for what may work in a moment.
+
+    Args:
+        error: what obstore raised.
+        path: the object's address.
+        verb: what was to be done; only ``"create"`` can find that an object is there already.
+        secrets: what must not be in the text.
+    """
+    kind, text = type(error).__name__, cleaned(str(error), secrets)
+    status = found.group(1) if (found := _STATUS.search(text)) else ""
+    if kind == "AlreadyExistsError" and verb == "create":
+        return ExistsError(errno.EEXIST, "is there already", path)
+    if kind == "PreconditionError" and status != "409":
+        return ChangedError(errno.ESTALE, "is another one by now", path)
+    if kind in ("PermissionDeniedError", "UnauthenticatedError") or status in _NO_ACCESS:
+        return PermissionError(errno.EACCES, f"the store refuses to {verb} it: {text}", path)
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    return _not_done(error, path, f"could not {verb} it: {text}", status)
+
+
+def _not_done(error: BaseException, path: str, said: str, status: str) -> OSError:
+    """The error about what is neither there already nor forbidden."""
+    if is_bucket_missing(error):
+        return FileNotFoundError(errno.ENOENT, "there is no such bucket", path)
+    if status == "404":
+        return FileNotFoundError(errno.ENOENT, said, path)
+    if _NOT_MADE in said:
+        variable = f"{PREFIXES.get(path.partition('://')[0], 'AWS')}_ALLOW_HTTP=true"
+        said = f"{said}: if the endpoint is http://, set {variable}, or allow_http=true in storage.options"
+    never = _NOT_MADE in said or is_panic(error) or type(error).__name__ in _NEVER or status in _REFUSED
+    return OSError(errno.EINVAL, said, path) if never else TimeoutError(errno.ETIMEDOUT, said, path)
+
+
+def cleaned(text: str, secrets: Sequence[str]) -> str:
+    """One line, without what a signature, a token or a setting may show."""
+    for secret in secrets:
+        text = text.replace(secret, "...").replace(urllib.parse.quote(secret, safe=""), "...")
+    text = _BODY.sub(_summary, text.partition("\n\nDebug source")[0])
+    text = _USER.sub("://", _QUERY.sub("?...", " ".join(text.split())))
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+
+
+def _summary(body: re.Match[str]) -> str:
+    """Of an answer in XML what it is about. Its other parts may hold a token, or what was signed."""
+    parts = [found.group(1).strip() for part in (_CODE, _MESSAGE) if (found := part.search(body.group()))]
+    return ": ".join(parts)

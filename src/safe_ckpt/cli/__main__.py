@@ -1,8 +1,0 @@
-"""``python -m safe_ckpt.cli``: what launchers such as torchrun start."""
-
-from __future__ import annotations
-
-from safe_ckpt.cli import main
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,358 @@
+"""Which checkpoints there are, in which order to try them, and what this job knows of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, Manifest, read_manifest
+from safe_ckpt.core.home.file_home import HIDDEN
+from safe_ckpt.core.storage import presence
+from safe_ckpt.core.storage.copier import Stamp
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.reader import drop_cache
+from safe_ckpt.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnsupportedFormatError,
+)
+
+logger = logging.getLogger(__name__)
+WEIGHTS = "weights"
+"""The kind of a directory that holds a model's weights alone: nothing to resume from, and nothing that retention deletes."""
+StepOf = Callable[[str], "int | None"]
+OnError = Callable[[Path, Exception], None]
+_ATTEMPTS = 10
+_LONGEST_NAME = 4096
+_STOCK_FILES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Something that may be a checkpoint.
+
+    Attributes:
+        path: where it is.
+        manifest: its manifest if that is in order.
+        problem: why it cannot be used, as far as a look at the manifest tells; "" when nothing is wrong so far.
+        damaged: the problem is that its bytes are wrong.
+        foreign: it was written by another tool.
+        step: its training step, or the number in its name, where that is known of one that is foreign or a directory.
+        missing: the manifest, or the file as a whole, that was not seen although this may be one of ours; None when nothing
+            was missed.
+        stamp: of what the manifest was read from, see ``stamp_of``; None where that is not known.
+    """
+
+    path: Place
+    manifest: Manifest | None = None
+    problem: str = ""
+    damaged: bool = False
+    foreign: bool = False
+    step: int = -1
+    missing: Path | None = None
+    stamp: Stamp | None = None
+
+    @property
+    def file_path(self) -> Path:
+        """Where it is in a file system.
+
+        Raises:
+            TypeError: it is in an object store.
+        """
+        if not isinstance(self.path, Path):
+            raise TypeError(f"{self.path} is in an object store")
+        return self.path
+
+    @property
+    def info(self) -> CheckpointInfo | None:
+        """What is known about it without reading its payload."""
+        if self.manifest is None:
+            return None
+        files = self.manifest.files
+        size = sum(f.size_bytes for f in files)
+        if not files and isinstance(self.path, Path) and not presence.is_directory(self.path):
+            size = self.path.stat().st_size
+        return CheckpointInfo.of(self.manifest, self.path, size)
+
+
+def list_directories(
+    workspace: Path,
+    step_of: StepOf | None = None,
+    problem_of_stock: Callable[[Path], str] | None = None,
+    on_error: OnError | None = None,
+) -> list[Candidate]:
+    """The directory checkpoints below ``workspace``, unordered. A folder with neither such a name nor our manifest is none.
+
+    Args:
+        workspace: where to look.
+        step_of: the number in a name that a checkpoint would have; None for the names that ``step_name`` gives.
+        problem_of_stock: why a directory of such a name, without a manifest, cannot be used; "" if another tool may have
+            written it. None when only ours count.
+        on_error: called with a checkpoint that cannot be looked at, which is then left out; None to raise instead.
+
+    Raises:
+        OSError: the directory could not be listed.
+        UnsupportedFormatError: one is of a newer format version.
+    """
+    number_of = step_of or _step_of
+    candidates = []
+    for path in _entries(workspace):
+        with guarded(path, on_error):
+            candidate = _directory(path, number_of(path.name), problem_of_stock)
+            if candidate is not None:
+                candidates.append(candidate)
+    return candidates
+
+
+def _directory(path: Path, number: int | None, problem_of_stock: Callable[[Path], str] | None) -> Candidate | None:
+    try:
+        described = presence.is_there(path / MANIFEST_NAME)
+    except PermissionError as error:
+        if number is not None:
+            raise
+        _not_ours(path, error)  # its name is none of ours either
+        return None
+    if number is None and not described:
+        return None
+    if not described and problem_of_stock is not None:
+        missing = path / MANIFEST_NAME
+        return Candidate(path=path, foreign=True, step=number or 0, problem=problem_of_stock(path), missing=missing)
+    candidate = _look(path)
+    if number is not None:
+        candidate = replace(candidate, step=number)
+    if candidate.foreign:
+        candidate = replace(candidate, problem="its manifest was not written by safe_ckpt")
+    counts = candidate.manifest is not None or number is not None
+    return candidate if counts and not _is_weights(candidate) else None
+
+
+def _is_weights(candidate: Candidate) -> bool:
+    return candidate.manifest is not None and candidate.manifest.notes.get("adapter") == WEIGHTS
+
+
+@contextlib.contextmanager
+def guarded(path: Path, on_error: OnError | None) -> Iterator[None]:
+    """What goes wrong with ``path`` in here is told to ``on_error``; None raises it."""
+    try:
+        yield
+    except (OSError, UnsupportedFormatError) as error:
+        if on_error is None:
+            raise
+        on_error(path, error)
+
+
+def list_files(
+    workspace: Path,
+    suffix: str,
+    is_directory: Callable[[Path], bool] = lambda _: False,
+    on_error: OnError | None = None,
+) -> list[Candidate]:
+    """The single-file checkpoints in ``workspace``, in no order; those of other tools are marked foreign.
+
+    A folder below it that a job holds, or held, for itself has an order of its own and is left out.
+
+    Args:
+        workspace: where to look.
+        suffix: how their names end.
+        is_directory: which directories of such a name are checkpoints although they have no manifest of ours.
+        on_error: called with a file or folder that cannot be looked at, which is then left out; None to raise instead.
+
+    Raises:
+        OSError: the directory could not be listed, nor a folder below it; one that denies it, or has gone, is passed over.
+        UnsupportedFormatError: one is of a newer format version.
+    """
+    files, whole = [], []
+    for folder, below, names in _walk(workspace, on_error):
+        # A checkpoint that is a directory is one thing: nothing below it is looked at.
+        ours = []
+        for path in (Path(folder, name) for name in below if name.endswith(suffix)):
+            with guarded(path, on_error):
+                if presence.is_there(path / MANIFEST_NAME) or is_directory(path):
+                    ours.append(path)
+        whole += ours
+        besides = {HIDDEN, *(path.name for path in ours)}
+        below[:] = sorted(name for name in below if name not in besides and not _is_there(Path(folder, name, HIDDEN)))
+        files += [Path(folder, name) for name in sorted(names) if name.endswith(suffix)]
+    candidates = []
+    for path, look in [*((path, _look) for path in files), *((path, _look_at) for path in whole)]:
+        with guarded(path, on_error):
+            if not path.is_symlink() and (look is _look_at or not _is_other(path)):
+                candidates.append(look(path))
+    return [candidate for candidate in candidates if not _is_weights(candidate)]
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return presence.is_there(path)
+    except OSError:  # raised when the folder is listed
+        return False
+
+
+def _is_other(path: Path) -> bool:
+    """Whether it is there, and no file: a pipe, a socket."""
+    return presence.is_there(path) and not presence.is_file(path)
+
+
+def _look_at(directory: Path) -> Candidate:
+    if presence.is_there(directory / MANIFEST_NAME):
+        return _look(directory)
+    return Candidate(path=directory, foreign=True, missing=directory / MANIFEST_NAME)
+
+
+def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The order in which to try them: ours by commit sequence, newest first, then those of other tools by step."""
+
+    def age(candidate: Candidate) -> tuple[int, int | str, bool]:
+        manifest = candidate.manifest
+        if manifest is None:
+            return (-1, candidate.step, False)
+        # Only a file that was saved outside of an engine can have the number of another one. Of several names of one file
+        # the name that it was saved under comes first.
+        return (manifest.sequence, manifest.created_at, candidate.path.name == manifest.name)
+
+    return sorted((c for c in candidates if not c.problem), key=age, reverse=True)
+
+
+def looks_like_checkpoint(path: Path) -> bool:
+    """Whether a stock tool or ours may have written a checkpoint here: decided by names, sizes and archive ends only.
+
+    Raises:
+        OSError: something in it could not be looked at.
+    """
+    # No recursion, and each folder once: folders may be nested deeply, or linked in a circle.
+    folders, seen = [path] if presence.is_directory(path) else [], set()
+    while folders:
+        folder = folders.pop()
+        status = folder.stat()
+        if folder.name == HIDDEN or (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        if presence.is_there(folder / MANIFEST_NAME):
+            if not _look(folder).problem:
+                return True
+            continue
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if _is_folder(entry):
+                    folders.append(folder / entry.name)
+                elif _is_stock_file(folder / entry.name):
+                    return True
+    return _is_stock_file(path)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    if entry.is_symlink():
+        return presence.is_directory(Path(entry.path))  # which may be a link in a circle
+    return entry.is_dir()
+
+
+def _is_stock_file(path: Path) -> bool:
+    if path.suffix not in _STOCK_FILES or not presence.is_file(path) or path.stat().st_size == 0:
+        return False
+    if path.suffix in (".ckpt", ".pt", ".pth", ".bin"):
+        with path.open("rb") as stream:
+            if stream.read(4) == b"PK\3\4":
+                return presence.ends_as_archive(path)
+    return True
+
+
+def newest_sequence(candidates: Iterable[Candidate]) -> int:
+    """The highest number in the order of commits; 0 when there is none."""
+    return max((c.manifest.sequence for c in candidates if c.manifest is not None), default=0)
+
+
+def _walk(workspace: Path, on_error: OnError | None) -> Iterator[tuple[str, list[str], list[str]]]:
+    """As ``os.walk``, which before Python 3.12 recurses; what cannot be listed raises."""
+    folders = [os.fspath(workspace)]
+    while folders:
+        folder = folders.pop()
+        below: list[str] = []
+        names: list[str] = []
+        with (
+            guarded(Path(folder), None if folder == os.fspath(workspace) else on_error or _not_ours),
+            _opened(folder) as entries,
+        ):
+            for entry in entries:
+                # The target of a link is no checkpoint of this directory, so it is not looked at.
+                (names if entry.is_symlink() or not entry.is_dir() else below).append(entry.name)
+        yield folder, below, names
+        folders += [os.path.join(folder, name) for name in below]
+
+
+def _opened(folder: str) -> AbstractContextManager[Iterator[os.DirEntry[str]]]:
+    for _ in range(_ATTEMPTS):
+        try:
+            return os.scandir(folder)
+        except FileNotFoundError:
+            if presence.is_gone(Path(folder)):
+                raise
+    return os.scandir(folder)  # each time it had been replaced by another one of the same name
+
+
+def _not_ours(folder: Path, error: Exception) -> None:
+    """Skip a folder that may not be listed: whoever saved into it could list it. Errors of the disk are raised."""
+    if isinstance(error, PermissionError):
+        logger.warning("%s is passed over, with all that may be in it: %s", folder, error)
+    elif not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _entries(workspace: Path) -> list[Path]:
+    with os.scandir(workspace) as entries:  # knows which entries are folders without a stat of each
+        names = sorted(entry.name for entry in entries if entry.name != HIDDEN and entry.is_dir(follow_symlinks=False))
+    return [workspace / name for name in names]
+
+
+def _step_of(name: str) -> int | None:
+    digits = name.removeprefix("step-")
+    fits = digits != name and digits.isascii() and digits.isdecimal() and len(name) >= len(step_name(0))
+    return int(digits) if fits else None
+
+
+def _look(path: Path) -> Candidate:
+    try:
+        stamp = stamp_of(path)
+        return Candidate(path=path, manifest=_manifest_of(path), stamp=stamp)
+    except IncompleteCheckpointError as error:
+        missing = path / error.file if error.file else path
+        return Candidate(path=path, problem=f"{missing.name} is missing", missing=missing)
+    except CorruptCheckpointError as error:
+        problem = error.message if not error.file else f"{error.file} {error.message}"
+        return Candidate(path=path, problem=problem, damaged=True)
+    except UnsupportedFormatError as error:
+        if "newer" in error.message:
+            raise
+        return Candidate(path=path, foreign=True)
+
+
+def _manifest_of(path: Path) -> Manifest:
+    try:
+        return read_manifest(path)
+    except IncompleteCheckpointError:
+        raise
+    except CorruptCheckpointError:  # if a second read shows no mismatch, the memory or the network was at fault
+        drop_cache(path / MANIFEST_NAME if presence.is_directory(path) else path)
+        return read_manifest(path)
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """Tells whether what stands at ``path`` is still the same checkpoint; None where that cannot be told.
+
+    Of a directory that of its manifest, which is replaced with it; of any other file or folder its own.
+    """
+    for place in (path / MANIFEST_NAME, path):
+        with contextlib.suppress(OSError):
+            status = place.lstat()
+            # Further names, and those taken away, change the time of the inode.
+            return replace(Stamp.of(status), ctime_ns=0)
+    return None
+
+
+def step_name(step: int) -> str:
+    """The directory name of a step: sorts like the steps do."""
+    return f"step-{step:08d}"

@@ -1,0 +1,343 @@
+"""A directory that a job holds: its hidden folder, its lock, what to clean up at the start, and how things leave it.
+
+``.safe_ckpt/`` lies in it, or beside it where a framework lists the directory; always on the same file system. It holds
+``pending`` (saves in flight), ``trash`` (checkpoints that are being deleted, so that a half-deleted one is never resumed from),
+``quarantine`` (corrupt checkpoints, kept for inspection), the lock and ``events.jsonl``. Used on rank 0 only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.home.file_lock import JobLock
+from safe_ckpt.core.storage import durable
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.errors import CorruptCheckpointError, DirectoryError, UnsupportedFormatError, naming
+
+logger = logging.getLogger(__name__)
+
+HIDDEN = ".safe_ckpt"
+HIDDEN_TOO = "_safe_ckpt"
+"""For the Transformers Trainer, which would push what begins with a dot."""
+NAMES = "names"
+"""In the hidden folder: those of checkpoints that jobs hold by their names, each with a lock of its own."""
+EVENTS = "events.jsonl"
+_MOVING = ".moving-"
+_ATTEMPTS = 10
+
+
+class Workspace:
+    """One directory of checkpoints, held by this job from ``open`` to ``close``.
+
+    Args:
+        path: the directory; created when missing.
+        lease_s: see ``CheckpointConfig``.
+        hidden: the hidden folder, if it is not to lie in ``path``.
+        owner: what holds it within this process and how to free it, for messages.
+        swept: where what is deleted goes instead; None to delete it.
+
+    Attributes:
+        last_sequence: the last place in the order of commits that was given out.
+    """
+
+    def __init__(
+        self, path: Path, *, lease_s: float, hidden: Path | None = None, owner: str = "", swept: Path | None = None
+    ) -> None:
+        self.path = path
+        self.hidden = hidden or path / HIDDEN
+        self.pending = self.hidden / "pending"
+        self._formerly = self.hidden / "staging"
+        self._kept_formerly = self.hidden / "kept"
+        self.trash = self.hidden / "trash"
+        self._quarantine = self.hidden / "quarantine"
+        self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s, owner=owner)
+        self._swept = swept
+        self.last_sequence = 0
+        self._made: list[Path] = []
+        self._told: set[Path] = set()
+
+    def open(self, patience_s: float | None = None) -> None:
+        """Create the directory, take the lock, repair and sweep what an earlier job left.
+
+        Args:
+            patience_s: how long to wait for a holder that cannot be asked; None for as long as its lease says.
+
+        Raises:
+            DirectoryError: it cannot be created or written to, or a folder in it is a link that leads elsewhere.
+            DirectoryInUseError: a live job holds it.
+        """
+        creating = "creating the checkpoint directory"
+        with naming(rank=0, phase=creating, path=self.path):
+            self._refuse_links()
+            self._made = []
+        for attempts in range(_ATTEMPTS, 0, -1):
+            try:
+                with naming(rank=0, phase=creating, path=self.path):
+                    for folder in (self.path, self.hidden):
+                        self._made = [*durable.make_directory(folder), *self._made]
+                    self._lock.acquire(patience_s)
+                break
+            except DirectoryError as error:
+                # A job that ends at this moment removes its empty folders; ``mkdir`` raises EEXIST for one that is just gone.
+                if error.errno not in (errno.ENOENT, errno.EEXIST) or attempts == 1:
+                    raise
+        try:
+            with naming(rank=0, phase="cleaning up after an earlier job", path=self.path):
+                self.pending.mkdir(exist_ok=True)  # here, because no job that ends now takes it away any more
+                self._take_former()
+                self._repair()
+                self._sweep()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def close(self) -> None:
+        """Give the directory back, and take away what was made here and is empty."""
+        if not self._lock.is_held:
+            return
+        if self._lock.is_seen:  # else the folders are another job's by now
+            _remove_empty([self.pending, self.trash, self._quarantine])
+        self._lock.release()
+        # A job that starts at this moment creates them again. Folders that somebody else made stay, also empty ones.
+        _remove_empty([self.hidden, *self._made])
+
+    def start_after(self, sequence: int) -> None:
+        """Everything saved from now on is newer than ``sequence``."""
+        self.last_sequence = max(self.last_sequence, sequence)
+
+    def next_sequence(self) -> int:
+        """The next place in the order of commits. Given out under the lock; a failed save leaves a gap."""
+        self.last_sequence = sequence_after(self.last_sequence)
+        return self.last_sequence
+
+    def confirm(self) -> None:
+        """Raise ``DirectoryInUseError`` if another job has taken the directory over.
+
+        A job can be stopped right behind this. What it does then fails: the job that took over has renamed its pending
+        saves and its trash away before it does anything else.
+        """
+        self._lock.confirm()
+
+    def make_pending(self, op_id: str) -> Path:
+        """Create and return the directory in which one save is built."""
+        folder = self.pending / op_id
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def aside(self, op_id: str, path: Path) -> Path:
+        """Where what stands at ``path`` goes when the save ``op_id`` replaces it by another directory.
+
+        Called before ``confirm``: made later, it would let a job that was taken over move the other one's files. For a path
+        outside, to which ``open`` would not bring it back, that is beside it.
+        """
+        if self.path not in path.parents:
+            return path.with_name(f".{path.name}.{op_id}.old")
+        folder = self.trash / op_id
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / _flat(path.relative_to(self.path))
+
+    def _home_of(self, name: str) -> Path:
+        """Where something of this name in the trash has its place: see ``aside``."""
+        home = self.path / name.replace("%2F", "/").replace("%25", "%")
+        return home if self.path in Path(os.path.normpath(home)).parents else self.path / name
+
+    def drop_pending(self, op_id: str) -> None:
+        """Remove the directory of a save that is over, and what it replaced. Never raises.
+
+        What was moved aside stays when nothing stands in its place: the next start brings it back.
+        """
+        aside = self.trash / op_id
+        try:
+            unreplaced = [name for name in os.listdir(aside) if not os.path.lexists(self._home_of(name))]
+        except FileNotFoundError:
+            unreplaced = []
+        except OSError as error:
+            logger.warning("%s cannot be looked at and stays: %s", aside, error)
+            return
+        if unreplaced:
+            logger.error("%s was moved aside and not replaced: the next start brings it back", aside)
+            return
+        for folder in (self.pending / op_id, aside):
+            self._delete(folder)
+
+    def _sweep_away(self, path: Path) -> None:
+        """Delete what a job left. It may still live: one rename takes it out of its reach, so it can never commit a half."""
+        target = self.trash / f"{uuid.uuid4().hex}-{path.name}"
+        self.trash.mkdir(exist_ok=True)
+        self.confirm()  # this job itself may have been stopped since it took the lock
+        try:
+            os.rename(path, target)
+        except FileNotFoundError:
+            return  # that job has committed it, or deleted it itself
+        self._delete(target)
+
+    def discard(self, paths: Iterable[Place]) -> list[Path]:
+        """Delete checkpoints, directories by way of the trash. Returns those that are gone; a failure is logged, once."""
+        gone: list[Path] = []
+        for path in paths:
+            if not isinstance(path, Path):
+                continue
+            try:
+                self._discard(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                if path not in self._told:
+                    logger.warning("%s could not be removed and stays: %s. The next commit tries again", path, error)
+                self._told.add(path)
+                continue
+            self._told.discard(path)
+            gone.append(path)
+        return gone
+
+    def _discard(self, path: Path) -> None:
+        whole = path.is_symlink() or not path.is_dir()
+        bin_ = self.trash / uuid.uuid4().hex
+        try:
+            bin_.mkdir(parents=True)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not whole:
+                raise
+            self.confirm()
+            path.unlink()  # on a full disk no folder can be made, and space must be freed
+            return
+        try:
+            self.confirm()  # behind the making, as in ``aside``
+            os.rename(path, bin_ / path.name)
+        except OSError as error:
+            if error.errno != errno.EXDEV or not whole:
+                raise
+            path.unlink()  # in one step, wherever it lies
+        finally:
+            self._delete(bin_)
+
+    def quarantine(self, path: Path) -> Path:
+        """Move a damaged checkpoint into quarantine. Returns where it is now."""
+        # By way of a folder that a job that takes over moves away, as in ``aside``.
+        moving = self._quarantine / f"{_MOVING}{uuid.uuid4().hex}"
+        durable.make_directory(moving)
+        try:
+            self.confirm()
+            os.rename(path, moving / path.name)
+        except BaseException:
+            moving.rmdir()
+            raise
+        return self._into_quarantine(moving)
+
+    def _into_quarantine(self, moving: Path) -> Path:
+        target = moving
+        for path in list(moving.iterdir()):
+            target = self._quarantine / path.name
+            if os.path.lexists(target):
+                target = self._quarantine / f"{path.name}.{uuid.uuid4().hex[:8]}"
+            os.rename(path, target)
+        moving.rmdir()
+        return target
+
+    def quarantined(self) -> list[Path]:
+        """What lies in quarantine."""
+        return sorted(path for path in _listed(self._quarantine) if not path.name.startswith(_MOVING))
+
+    def _refuse_links(self) -> None:
+        above = [folder for folder in self.hidden.parents if self.path in folder.parents]
+        swept = (self.pending, self._formerly, self._kept_formerly, self.trash, self._quarantine)
+        for folder in (*above, self.hidden, *swept):
+            if folder.is_symlink():
+                message = "is a link, and what is behind it would be deleted: put the folder itself there"
+                raise DirectoryError(path=str(folder), message=message)
+
+    def _take_former(self) -> None:
+        """Take what an earlier version left under the former name of ``pending``: it is repaired and swept like the rest."""
+        for left in _listed(self._formerly):
+            self.confirm()
+            if os.path.lexists(self.pending / left.name):  # the user has merged two trees
+                self._sweep_away(left)
+                continue
+            with contextlib.suppress(FileNotFoundError):  # NFS answers so where a rename was sent twice
+                os.rename(left, self.pending / left.name)
+        _remove_empty([self._formerly])
+
+    def _repair(self) -> None:
+        # A crash while a directory was being replaced without an exchange: the old one is in the trash and the final
+        # name is free. A complete new one goes forward, else the old one comes back; only then is anything swept.
+        for folder in _listed(self.trash):
+            interrupted = all(path.is_dir() and not path.is_symlink() for path in (folder, self.pending / folder.name))
+            for old in list(folder.iterdir()) if interrupted else []:
+                home = self._home_of(old.name)
+                if os.path.lexists(home):
+                    continue
+                new = self.pending / folder.name / home.name
+                chosen = new if _is_complete(new) else old
+                durable.make_directory(home.parent)
+                self.confirm()
+                logger.warning("%s: finished an interrupted replacement with %s", home, chosen)
+                durable.publish_directory(chosen, home, self.trash / folder.name / "unused")
+
+    def _sweep(self) -> None:
+        for moving in self._quarantine.glob(f"{_MOVING}*"):
+            self.confirm()
+            if moving.is_symlink() or not moving.is_dir():  # not ours: what is behind a link is not to be moved
+                self._sweep_away(moving)
+                continue
+            away = self._quarantine / f"{_MOVING}{uuid.uuid4().hex}"  # out of reach of the job that made it
+            os.rename(moving, away)
+            self._into_quarantine(away)
+        self._delete(self.hidden / HIDDEN)  # what a job that was killed on its way in left for the others to look for
+        for folder in (self.pending, self.trash, self._kept_formerly):
+            for left in _listed(folder):
+                logger.info("removing what an earlier job left: %s", left)
+                self._sweep_away(left)
+        _remove_empty([self._kept_formerly])
+
+    def _delete(self, path: Path) -> None:
+        try:
+            if self._swept is None:
+                durable.remove_tree(path)
+            elif os.path.lexists(path):
+                os.rename(path, self._swept / uuid.uuid4().hex)
+        except OSError as error:
+            logger.warning("%s could not be deleted and stays in the hidden folder: %s", path, error)
+
+
+def _flat(path: Path) -> str:
+    """A path as one name, from which it can be told again. Nothing else in it changes: a name has at most 255 bytes."""
+    return path.as_posix().replace("%", "%25").replace("/", "%2F")
+
+
+def sequence_after(last: int) -> int:
+    """The place in the order of commits behind ``last``.
+
+    Never below the clock: jobs that save in one folder may not know of each other, and their numbers are compared.
+    """
+    return max(last + 1, int(time.time() * 1000))
+
+
+def _listed(folder: Path) -> list[Path]:
+    """What lies in one of the folders that are made when they are needed."""
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # something lies in it, or it was never made
+            folder.rmdir()
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        verify(path, read_manifest(path))
+    except (FileNotFoundError, CorruptCheckpointError, UnsupportedFormatError):
+        return False
+    return True

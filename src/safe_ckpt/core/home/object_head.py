@@ -1,0 +1,301 @@
+"""What lies in a directory in an object store, for anyone who looks: its head, and the folders of saves. No ownership needed.
+
+The head says who owns the directory, and what may be left over if the owner dies. It is only ever replaced on the condition
+that it is the one that was read, so each change is a step from one owner's state to the next. A save is announced in it before
+its first object is written, and a deletion before the first object is deleted. So the next owner knows every place where
+something may be left, without a search. And it names the newest checkpoints: a list that lacks one of them is an old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from safe_ckpt.core.home.file_home import HIDDEN
+from safe_ckpt.core.home.lease import Lease
+from safe_ckpt.core.storage.inside import checked_name
+from safe_ckpt.core.storage.objects.bucket import Bucket, Version
+from safe_ckpt.core.storage.objects.clients import ChangedError, ExistsError
+from safe_ckpt.core.storage.objects.place import ObjectPath
+from safe_ckpt.core.storage.objects.second_look import is_there, parse_twice, read_twice
+from safe_ckpt.errors import UnsupportedFormatError
+
+GRAVESTONE = "safe_ckpt-gravestone"
+ID_LETTERS = 12
+_FOLDER = re.compile(rf"^.+\.[0-9a-f]{{{ID_LETTERS}}}\Z")
+_AT_A_TIME = 8
+_LAST_WORD_S = 10.0
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+HEAD = "head"
+"""Its name in the hidden folder."""
+FORMAT = "safe_ckpt-head"
+_FORMAT_VERSION = 1
+_MOST_COMMITTED = 16
+_MOST_TRASH = 100  # a delayed request may bring an object back: what was deleted lately is looked at once more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What the head object says.
+
+    Attributes:
+        fence: counts the owners; each has a number of its own.
+        version: counts the changes, so that no two heads have the same bytes.
+        lease: the owner; None when it gave the directory back.
+        sequence: the last place in the order of commits that was given out.
+        pending: folders of saves that were announced. Each is committed if it has a manifest.
+        trash: folders that were deleted, or are being deleted, the newest last.
+        quarantined: folders of damaged checkpoints, which are not resumed from.
+        committed: folders of the newest checkpoints, the last one last; None where that is not known: an earlier version of
+            safe_ckpt wrote the head, and nothing was committed since.
+        checked: the store was seen to create and replace objects on a condition.
+    """
+
+    fence: int = 0
+    version: int = 0
+    lease: Lease | None = None
+    sequence: int = 0
+    pending: tuple[str, ...] = ()
+    trash: tuple[str, ...] = ()
+    quarantined: tuple[str, ...] = ()
+    committed: tuple[str, ...] | None = ()
+    checked: bool = False
+
+    def to_bytes(self) -> bytes:
+        """The object's content."""
+        lease = vars(self.lease) if self.lease is not None else None
+        facts = {"format": FORMAT, "format_version": _FORMAT_VERSION, **vars(self), "lease": lease}
+        return json.dumps({**facts, "digest": _digest(facts)}).encode() + b"\n"
+
+    @classmethod
+    def is_sound(cls, data: bytes) -> bool:
+        """Whether these are the bytes that a job has written. Those of an earlier version of safe_ckpt do not tell."""
+        try:
+            facts = json.loads(data)
+            return bool(facts.pop("digest") == _digest(facts))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return False
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: object = HEAD) -> Head | None:
+        """From the object; None if it is not one of ours, or damaged.
+
+        Raises:
+            UnsupportedFormatError: a newer version of safe_ckpt wrote it.
+        """
+        try:
+            facts = json.loads(data)
+            if facts["format"] != FORMAT:
+                return None
+            version = int(facts["format_version"])
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+            return None
+        if version > _FORMAT_VERSION:
+            message = f"a newer version of safe_ckpt wrote it (format {version}): update safe_ckpt"
+            raise UnsupportedFormatError(path=str(path), message=message)
+        try:
+            lease = Lease.from_bytes(json.dumps(facts["lease"]).encode()) if facts["lease"] is not None else None
+            head = cls(
+                fence=int(facts["fence"]),
+                version=int(facts["version"]),
+                lease=lease,
+                sequence=int(facts["sequence"]),
+                pending=_folders(facts["pending"]),
+                trash=_folders(facts["trash"]),
+                quarantined=_folders(facts["quarantined"]),
+                committed=_folders(facts["committed"]) if facts.get("committed") is not None else None,
+                checked=bool(facts["checked"]),
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+            return None
+        return head if facts["lease"] is None or lease is not None else None
+
+    def taken(self, lease: Lease) -> Head:
+        """Another owner."""
+        return self._next(fence=self.fence + 1, lease=lease)
+
+    def released(self) -> Head:
+        """No owner."""
+        return self._next(lease=None)
+
+    def beaten(self) -> Head:
+        """A sign of life."""
+        return self._next(lease=self.lease.next() if self.lease is not None else None)
+
+    def announced(self, folder: str, sequence: int) -> Head:
+        """A save begins in ``folder``."""
+        return self._next(pending=(*self.pending, folder), sequence=max(self.sequence, sequence))
+
+    def settled(self, folders: Collection[str], committed: Sequence[str] = ()) -> Head:
+        """These saves are over: ``committed``, in their order, or nothing of them is left."""
+        pending = tuple(folder for folder in self.pending if folder not in folders)
+        if not committed:
+            return self._next(pending=pending)
+        earlier = [folder for folder in self.committed or () if folder not in committed]
+        return self._next(pending=pending, committed=(*earlier, *committed)[-_MOST_COMMITTED:])
+
+    def doomed(self, folders: Sequence[str]) -> Head:
+        """These are deleted from now on."""
+        besides = [folder for folder in self.trash if folder not in folders]
+        pending = tuple(folder for folder in self.pending if folder not in folders)
+        quarantined = tuple(folder for folder in self.quarantined if folder not in folders)
+        most = max(_MOST_TRASH, len(folders))
+        return self._next(
+            trash=(*besides, *folders)[-most:],
+            pending=pending,
+            quarantined=quarantined,
+            committed=self._committed_without(folders),
+        )
+
+    def quarantining(self, folder: str) -> Head:
+        """This is damaged."""
+        besides = (one for one in self.quarantined if one != folder)
+        return self._next(quarantined=(*besides, folder), committed=self._committed_without([folder]))
+
+    def seen_to_be_conditional(self) -> Head:
+        """The store keeps its promises."""
+        return self._next(checked=True)
+
+    def _committed_without(self, folders: Collection[str]) -> tuple[str, ...] | None:
+        return None if self.committed is None else tuple(one for one in self.committed if one not in folders)
+
+    def _next(self, **changes: object) -> Head:
+        return dataclasses.replace(self, version=self.version + 1, **changes)  # type: ignore[arg-type]
+
+
+def _folders(names: Sequence[object]) -> tuple[str, ...]:
+    """Names of folders in the directory itself. Objects below them are deleted: none may lie elsewhere."""
+    if any("/" in checked_name(name) for name in names):
+        raise ValueError("it names a folder within another one")
+    return tuple(map(str, names))
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def folders_of(path: ObjectPath) -> list[ObjectPath]:
+    """The folders of saves below ``path``. Needs no ownership.
+
+    Raises:
+        OSError: the store gave no answer.
+    """
+    return [path / name for name in sorted(path.bucket.list_folders(path.key)) if is_folder(name)]
+
+
+def is_folder(name: str) -> bool:
+    """Whether this is the name of a save's folder."""
+    return _FOLDER.match(name) is not None
+
+
+def look_at_head(path: ObjectPath, bucket: Bucket | None = None) -> tuple[Head | None, Version]:
+    """What the head of a directory says, and which state of it that is; None where it is damaged, as two reads say.
+
+    Args:
+        path: the directory.
+        bucket: with the deadline; None for that of the path.
+
+    Raises:
+        FileNotFoundError: there is none, as two reads say.
+        UnsupportedFormatError: a newer version of safe_ckpt wrote it.
+        OSError: two reads disagree; or the store gave no answer, or refuses.
+    """
+    place = path / HIDDEN / HEAD
+
+    def sound(data: bytes) -> Head | None:
+        return Head.from_bytes(data, place) if Head.is_sound(data) else None
+
+    data, head, version = read_twice(place, sound, bucket)
+    return head or Head.from_bytes(data, place), version
+
+
+def read_head(path: ObjectPath) -> Head | None:
+    """What the head of a directory says; None where there is none, or none that can be read. Needs no ownership.
+
+    Raises:
+        OSError: the store gave no answer, or refuses; or two reads disagree.
+    """
+    try:
+        return look_at_head(path)[0]
+    except FileNotFoundError:
+        return None
+
+
+def has_manifest(folder: ObjectPath) -> bool:
+    """Whether ``folder`` has a manifest, whatever that says.
+
+    Raises:
+        OSError: the store gave no answer, or refuses.
+    """
+    return is_there(folder / MANIFEST_NAME)
+
+
+def manifest_in(folder: ObjectPath) -> tuple[Manifest, bytes] | None:
+    """The manifest of ``folder``, and its bytes; None where a gravestone stands in its place.
+
+    Raises:
+        FileNotFoundError: neither is there, as two reads say.
+        CorruptCheckpointError: it is damaged, as two reads say.
+        UnsupportedFormatError: not ours, or of a newer version.
+        OSError: two reads disagree; or the store gave no answer, or refuses.
+    """
+
+    def parse(data: bytes) -> tuple[Manifest | None, bytes]:
+        return (None if is_gravestone(data) else parse_manifest(data, folder)), data
+
+    manifest, data = parse_twice(folder / MANIFEST_NAME, parse)
+    return None if manifest is None else (manifest, data)
+
+
+def is_gravestone(data: bytes) -> bool:
+    """Whether this stands in place of a manifest."""
+    try:
+        facts = json.loads(data)
+    except ValueError:
+        return False
+    return isinstance(facts, dict) and facts.get("format") == GRAVESTONE
+
+
+def missing_condition(folder: ObjectPath) -> str:
+    """Try in ``folder`` whether the store creates and replaces objects on a condition. Returns what it does not, or "".
+
+    Raises:
+        OSError: the store gave no answer, or refuses.
+    """
+    path = folder / "object"
+    bucket = path.bucket
+    try:
+        first = bucket.create(path.key, b"1")
+        with contextlib.suppress(ExistsError):
+            bucket.create(path.key, b"2")
+            return "creates an object where there is one already (If-None-Match)"
+        bucket.replace(path.key, b"3", first)
+        with contextlib.suppress(ChangedError):
+            bucket.replace(path.key, b"4", first)
+            return "replaces an object that has changed meanwhile (If-Match)"
+    except OSError as error:
+        if isinstance(error, PermissionError | TimeoutError | FileNotFoundError):
+            raise
+        return f"takes no conditional requests ({error.strerror})"
+    finally:
+        with contextlib.suppress(OSError):
+            bucket.within(_LAST_WORD_S).delete([path.key])
+    return ""
+
+
+def in_parallel(action: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """Do it for each, several at a time; the first error is raised when all are over."""
+    if len(items) < 2:
+        return [action(item) for item in items]
+    with ThreadPoolExecutor(min(_AT_A_TIME, len(items)), thread_name_prefix="safe_ckpt-objects") as pool:
+        return list(pool.map(action, items))

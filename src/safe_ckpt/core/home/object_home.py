@@ -1,0 +1,339 @@
+"""A directory in an object store that a job holds: how a save is announced, committed, dropped, and what is swept.
+
+Below the address lie one folder for each save, named ``<name>.<the save's id>``, and ``.safe_ckpt/head``. A folder is a
+checkpoint once it has a manifest, which is created last, by one request that fails if there is an object already. No key is
+written twice, so a replaced step is another folder, and the old one is deleted after the commit.
+
+A job that takes over creates a gravestone in place of each manifest that the earlier owner announced and has not created.
+Whichever of the two requests comes first decides: the earlier owner has committed, or it never will.
+
+Only what the head names is ever deleted: another program's folders may have such names, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.core.home.file_home import sequence_after
+from safe_ckpt.core.home.object_head import (
+    GRAVESTONE,
+    ID_LETTERS,
+    Head,
+    folders_of,
+    has_manifest,
+    in_parallel,
+    is_folder,
+    is_gravestone,
+    manifest_in,
+    missing_condition,
+)
+from safe_ckpt.core.home.object_lock import Found, ObjectOwner
+from safe_ckpt.core.storage.objects import unfinished
+from safe_ckpt.core.storage.objects.bucket import Bucket
+from safe_ckpt.core.storage.objects.clients import ExistsError
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.objects.second_look import is_there
+from safe_ckpt.errors import DirectoryError, DirectoryInUseError, SafeCheckpointError, naming
+from safe_ckpt.text import listed
+
+logger = logging.getLogger(__name__)
+_PROBE = "probe"
+_LAST_WORD_S = 5.0
+_AT_ONCE = 50  # half of what a head remembers as deleted
+_GRAVESTONE_S = 7 * 24 * 3600.0
+
+
+class UndecidedError(OSError):
+    """Whether a checkpoint is committed is not known: the store gives no answer. The next owner finds out."""
+
+
+class ObjectRoot:
+    """One directory of checkpoints in an object store, held by this job from ``open`` to ``close``.
+
+    Used on rank 0 only, but for ``path`` and ``place``.
+
+    Args:
+        path: the directory.
+        lease_s: how long its head may stand still before another job may take it over.
+        owner: what holds it within this process and how to free it, for messages.
+        unfenced: whether a store will do that does not keep conditions.
+
+    Attributes:
+        last_sequence: the last place in the order of commits that was given out.
+    """
+
+    def __init__(self, path: ObjectPath, *, lease_s: float, owner: str = "", unfenced: bool = False) -> None:
+        self.path = path
+        self.last_sequence = 0
+        self._lease_s = lease_s
+        self._unfenced = unfenced
+        self._owner = ObjectOwner(path, lease_s=lease_s, owner=owner, unfenced=unfenced)
+        self._closed = threading.Event()
+        self._tried: set[str] = set()  # folders whose manifest was sent
+        self._told: set[ObjectPath] = set()
+        self._dropped: set[str] = set()  # of saves that failed: another rank may still have sent something
+
+    def open(self, patience_s: float | None = None) -> None:
+        """Become the owner, and clean up what an earlier one left.
+
+        Args:
+            patience_s: how long to wait for an owner that cannot be asked; None for as long as its lease says.
+
+        Raises:
+            DirectoryError: the store refuses, gives no answer, or does not keep conditions.
+            DirectoryInUseError: a live job owns it.
+        """
+        with naming(rank=0, phase="taking the directory", path=str(self.path)):
+            found = self._owner.take(patience_s)
+        try:
+            with naming(rank=0, phase="cleaning up after an earlier job", path=str(self.path)):
+                if not self._owner.head.checked and not self._unfenced:
+                    self._check_conditions()
+                    self._owner.update(Head.seen_to_be_conditional)
+                self._sweep(found)
+        except BaseException:
+            self.close()
+            raise
+
+    def persist(self, seconds: float) -> None:
+        """After ``open``: from now on try a request again for so long, but not after ``close``."""
+        self.path = ObjectPath(self.path.bucket.within(seconds, self._refuse_closed), self.path.key)
+        self._owner.go_on_with(self.path)
+
+    def close(self) -> None:
+        """Give the directory back."""
+        self._closed.set()
+        self._owner.release()
+
+    def _refuse_closed(self) -> None:
+        if self._closed.is_set():
+            raise OSError(errno.ECANCELED, "the store gave no answer, and the job has ended", str(self.path))
+
+    def start_after(self, sequence: int) -> None:
+        """Everything saved from now on is newer than ``sequence``."""
+        self.last_sequence = max(self.last_sequence, sequence)
+
+    def next_sequence(self) -> int:
+        """The next place in the order of commits; a failed save leaves a gap."""
+        self.last_sequence = sequence_after(max(self.last_sequence, self._owner.head.sequence))
+        return self.last_sequence
+
+    def place(self, name: str, op_id: str) -> ObjectPath:
+        """The folder of one save. On any rank."""
+        return self.path / f"{name}.{op_id[:ID_LETTERS]}"
+
+    def confirm(self) -> None:
+        """Raise ``DirectoryInUseError`` if another job is known to have taken the directory over."""
+        self._owner.confirm()
+
+    def taken_over(self) -> DirectoryInUseError | None:
+        """After something was not as expected: the error that names the job that took the directory over, if one did.
+
+        Such a job sweeps away what this one has uploaded. None, too, where the store gives no answer within seconds.
+        """
+        try:
+            self._owner.find_out(_LAST_WORD_S)
+        except DirectoryInUseError as error:
+            return error
+        except (OSError, SafeCheckpointError) as error:
+            logger.debug("%s: who owns it is not known: %s", self.path, error)
+        return None
+
+    def announce(self, folder: ObjectPath, sequence: int) -> None:
+        """A save begins: from now on the next owner will look into ``folder``.
+
+        Raises:
+            DirectoryInUseError: another job has taken the directory over.
+            OSError: the store gave no answer.
+        """
+        again = sorted(self._dropped)
+        kept = [name for name in again if self._delete_unless_committed(self.path / name, self.path.bucket)]
+        # A copy that the store makes late may still come: the next start looks there once more.
+        gone = [name for name in again if name not in self._tried]
+        self._owner.update(lambda head: head.settled(again, kept).doomed(gone).announced(folder.name, sequence))
+        self._dropped.difference_update(again)
+
+    def commit(self, folder: ObjectPath, manifest: bytes) -> None:
+        """Create the manifest, which makes ``folder`` a checkpoint. One request decides.
+
+        Raises:
+            DirectoryInUseError: another job has taken the directory over; this is not committed, and never will be.
+            OSError: the store gave no answer; this is not committed, and never will be.
+            UndecidedError: the store gave no answer, not even to that question.
+        """
+        self.confirm()
+        self._tried.add(folder.name)
+        try:
+            self._create(folder / MANIFEST_NAME, manifest, self.path.bucket)
+        except ExistsError as error:
+            if (taken := self.taken_over()) is not None:
+                raise taken from error
+            raise
+        except OSError as error:
+            try:
+                committed = self._bury(folder, self.path.bucket.within(self._lease_s))
+            except OSError:
+                raise UndecidedError(error.errno, error.strerror, error.filename) from error
+            if not committed:
+                raise
+        self._owner.later(lambda head: head.settled([folder.name], [folder.name]))
+
+    def drop(self, folder: ObjectPath) -> None:
+        """Delete what a save left that failed, now and once more before the next one. Never raises."""
+        self._dropped.add(folder.name)
+        try:
+            self._delete_unless_committed(folder, self.path.bucket.within(self._lease_s))
+        except (OSError, DirectoryError) as error:
+            logger.warning("%s could not be deleted; the next start does it: %s", folder, error)
+
+    def discard(self, folders: Iterable[Place]) -> list[ObjectPath]:
+        """Delete checkpoints, their manifests first. Returns those that are gone; a failure is logged, once.
+
+        Raises:
+            DirectoryInUseError: another job has taken the directory over; nothing was deleted.
+        """
+        chosen = [folder for folder in folders if isinstance(folder, ObjectPath)]
+        gone: list[ObjectPath] = []
+        for at in range(0, len(chosen), _AT_ONCE):
+            gone += self._discard(chosen[at : at + _AT_ONCE])
+        return gone
+
+    def _discard(self, chosen: Sequence[ObjectPath]) -> list[ObjectPath]:
+        self._owner.update(lambda head: head.doomed([folder.name for folder in chosen]))
+        gone = []
+        for folder in chosen:
+            try:
+                self.path.bucket.delete([(folder / MANIFEST_NAME).key])
+                self._delete_folder(folder)
+            except OSError as error:
+                if folder not in self._told:
+                    logger.warning("%s could not be removed and stays: %s. The next commit tries again", folder, error)
+                self._told.add(folder)
+                continue
+            self._told.discard(folder)
+            gone.append(folder)
+        return gone
+
+    def quarantine(self, folder: ObjectPath) -> ObjectPath:
+        """Note that a checkpoint is damaged: from now on it is none. Its objects stay. Returns where it is.
+
+        Raises:
+            DirectoryInUseError: another job has taken the directory over.
+        """
+        self._owner.update(lambda head: head.quarantining(folder.name))
+        return folder
+
+    def quarantined(self) -> list[ObjectPath]:
+        """What is in quarantine."""
+        return [self.path / name for name in self._owner.head.quarantined]
+
+    def _sweep(self, found: Found) -> None:
+        """Take away what earlier owners left, as their head says."""
+        head = self._owner.head
+        if found != "read":
+            self._spare_unknown(stop=found == "damaged")
+        kept = [name for name in head.pending if self._bury(self.path / name, self.path.bucket)]
+        buried = [name for name in head.pending if name not in kept]
+        there = {folder.name for folder in folders_of(self.path)} if buried or head.trash else set()
+        for name in head.trash:
+            if name in there:
+                self._delete_folder(self.path / name)
+        for name in buried:
+            logger.info("removing what an earlier job left: %s", self.path / name)
+            self._delete_folder(self.path / name, spare=MANIFEST_NAME)
+        if there:
+            in_parallel(self._remove_if_old, [self.path / name for name in sorted(there)])
+        # Also of what is committed: where the answer to the beginning of an upload was lost, another one was begun.
+        mine = {*head.pending, *head.trash}
+        unfinished.abort(self.path, lambda name: name in mine or (is_folder(name) and self._is_ours(self.path / name)))
+        if head.pending:
+            self._owner.update(lambda now: now.settled(head.pending, kept))
+
+    def _spare_unknown(self, *, stop: bool) -> None:
+        """Without a head nobody says whose these are: they stay, and are named. ``stop``: no late request commits one."""
+        bare = [folder for folder in folders_of(self.path) if not has_manifest(folder)]
+        for folder in bare if stop else ():
+            self._bury(folder, self.path.bucket, spares=True)
+        if bare:
+            what = listed([folder.name for folder in bare])
+            message = "%s: no job says that these are its own, so they stay: %s. safe-ckpt gc --quarantine deletes them"
+            logger.warning(message, self.path, what)
+
+    def _is_ours(self, folder: ObjectPath) -> bool:
+        try:
+            manifest_in(folder)
+        except (OSError, SafeCheckpointError):
+            return False
+        return True
+
+    def _delete_unless_committed(self, folder: ObjectPath, bucket: Bucket) -> bool:
+        """Delete what a save left that failed, unless its manifest came to be there all the same. Returns whether it did."""
+        tried = folder.name in self._tried
+        if tried and self._bury(folder, bucket):
+            self._dropped.discard(folder.name)
+            return True
+        self._delete_folder(folder, spare=MANIFEST_NAME if tried else "")
+        return False
+
+    def _remove_if_old(self, folder: ObjectPath) -> None:
+        """Remove a gravestone that has stood for so long that no request can still be on its way."""
+        place = folder / MANIFEST_NAME
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            data, _ = place.bucket.read(place.key)
+            if not _is_old_gravestone(data) or place.bucket.afresh().read(place.key)[0] != data:
+                return  # it carries no digest: two reads have to agree
+            if json.loads(data).get("spares"):
+                self.path.bucket.delete([place.key])
+            else:
+                self._delete_folder(folder)
+
+    def _bury(self, folder: ObjectPath, bucket: Bucket, *, spares: bool = False) -> bool:
+        """Decide the fate of a save that may or may not be committed. Returns whether it is.
+
+        Args:
+            folder: the save's.
+            bucket: with the deadline.
+            spares: what lies there stays, because nobody knows whose it is.
+        """
+        stone = {"format": GRAVESTONE, "fence": self._owner.head.fence, "buried_at": time.time(), "spares": spares}
+        try:
+            self._create(folder / MANIFEST_NAME, json.dumps(stone).encode(), bucket)
+        except ExistsError:
+            try:
+                return manifest_in(ObjectPath(bucket, folder.key)) is not None
+            except SafeCheckpointError:
+                return True  # whatever it is, it is no gravestone
+        return False
+
+    def _delete_folder(self, folder: ObjectPath, *, spare: str = "") -> None:
+        entries = self.path.bucket.entries(folder.key)
+        self.path.bucket.delete([entry.key for entry in entries if entry.key != f"{folder.key}/{spare}"])
+        unfinished.abort(folder)
+
+    def _check_conditions(self) -> None:
+        folder = self.place(_PROBE, uuid.uuid4().hex)
+        # If this job dies, or a request comes late, a later start deletes it.
+        self._owner.update(lambda head: head.doomed([folder.name]))
+        if problem := missing_condition(folder):
+            message = f"this store {problem}: two jobs could both commit. Use another one, or set storage.unfenced"
+            raise DirectoryError(path=str(self.path), message=message, rank=0)
+
+    def _create(self, path: ObjectPath, data: bytes, bucket: Bucket) -> None:
+        if not self._unfenced:
+            bucket.create(path.key, data)
+            return
+        if is_there(ObjectPath(bucket, path.key)):
+            raise ExistsError(f"{path} is there already")
+        bucket.overwrite(path.key, data)
+
+
+def _is_old_gravestone(data: bytes) -> bool:
+    return is_gravestone(data) and time.time() - float(json.loads(data)["buried_at"]) > _GRAVESTONE_S

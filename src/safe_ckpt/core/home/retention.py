@@ -1,0 +1,193 @@
+"""Which checkpoints are deleted after a commit. Policies are values and pure: they decide from what they are given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from safe_ckpt.config import Retention
+from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.core.home.standing import Catalog, newest_of, still_has_its_name
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What retention decided after a commit.
+
+    Attributes:
+        to_delete: what is to be deleted now.
+        kept: names of what stays, oldest first, where that is known.
+        sizes: of those in an object store, how many bytes they have.
+    """
+
+    to_delete: Sequence[Place]
+    kept: Sequence[str] = ()
+    sizes: Mapping[Place, int] = field(default_factory=dict)
+
+
+class RetentionPolicy(Protocol):
+    """Chooses among the committed checkpoints of one directory."""
+
+    def to_delete(self, committed: Sequence[CheckpointInfo]) -> Sequence[Place]:
+        """What is to be deleted now; ``committed`` is empty where there is no catalog."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepByRules:
+    """Keeps what any rule of ``Retention`` keeps, and the newest.
+
+    Attributes:
+        rules: the settings.
+    """
+
+    rules: Retention
+
+    def to_delete(self, committed: Sequence[CheckpointInfo]) -> list[Place]:
+        """See ``RetentionPolicy``."""
+        return [info.path for info in to_delete(committed, self.rules)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepNewest:
+    """Keeps the newest up to a limit, and the best, as ``transformers.trainer_utils.rotate_checkpoints`` chooses them.
+
+    Attributes:
+        limit: how many to keep; None or less than 1 for all.
+        best: never deleted; None where there is none.
+    """
+
+    limit: int | None
+    best: Path | None = None
+
+    def to_delete(self, committed: Sequence[CheckpointInfo]) -> list[Place]:
+        """See ``RetentionPolicy``."""
+        if self.limit is None or self.limit < 1:
+            return []
+        by_age = [info.path for info in sorted(committed, key=lambda info: info.sequence)]
+        spared = {*by_age[-1:], *(path for path in by_age if path == self.best)}
+        surplus = len(by_age) - max(self.limit, len(spared))
+        return [path for path in by_age if path not in spared][: max(0, surplus)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteListed:
+    """The caller has decided already.
+
+    Attributes:
+        paths: what to delete.
+    """
+
+    paths: Sequence[Path]
+
+    def to_delete(self, committed: Sequence[CheckpointInfo]) -> Sequence[Path]:
+        """See ``RetentionPolicy``."""
+        del committed
+        return self.paths
+
+
+def policy_of(rules: Retention) -> KeepByRules | None:
+    """The policy of these settings; None when they have no rule, so that nothing is ever deleted."""
+    return KeepByRules(rules=rules) if has_rules(rules) else None
+
+
+def after_commit(
+    new: CheckpointInfo,
+    catalog: Catalog | None,
+    policy: RetentionPolicy | None,
+    *,
+    marked: Sequence[CheckpointInfo] = (),
+) -> Decision | None:
+    """``new`` was committed: add it to the catalog, and decide what is deleted. On rank 0, in the background.
+
+    Marked ones are not shown to the policy, which would count them. After the commit of a marked one the policy is not asked
+    at all, and only older marked ones are deleted: the newest stays for somebody to look at.
+
+    Args:
+        new: what was committed.
+        catalog: what there is besides; None for no catalog.
+        policy: decides; None deletes nothing.
+        marked: the last one that this job committed, also where there is no catalog.
+
+    Returns:
+        The decision; None where nothing is decided.
+
+    Raises:
+        OSError: a pointer of the catalog could not be read.
+    """
+    replaced = catalog.add(new) if catalog is not None else ()
+    if policy is None and not replaced:
+        return None
+    committed = catalog.still_ours(new) if catalog is not None else []
+    protected = {*catalog.named(), *newest_of(committed)} if catalog is not None else set()
+    if new.marked:
+        listed = [info.path for info in committed if info.marked and is_under_its_name(info) and info is not new]
+        # A healthy one may have its name since.
+        earlier = [info.path for info in marked if info.path != new.path and still_has_its_name(info)]
+        chosen: Sequence[Place] = list(dict.fromkeys([*listed, *earlier]))
+    else:
+        counted = [info for info in committed if not info.marked]
+        chosen = policy.to_delete(counted) if policy is not None else ()
+    paths = [*replaced, *(path for path in chosen if path not in protected)]
+    if catalog is not None:
+        catalog.forget(paths)
+    kept = sorted((info for info in committed if info.path not in paths), key=lambda info: info.sequence)
+    sizes: dict[Place, int] = {info.path: info.size_bytes for info in committed if isinstance(info.path, ObjectPath)}
+    return Decision(to_delete=paths, kept=[info.path.name for info in kept], sizes=sizes)
+
+
+def replaced_among(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Those in an object store that a later save of the same step has replaced: each save has a folder of its own there.
+
+    Also by a job that died before it could delete them. A folder under another name is the user's copy, and a marked one does
+    not replace a healthy one.
+    """
+    ours = [info for info in infos if isinstance(info.path, ObjectPath) and is_under_its_name(info)]
+    newest = {(info.name, info.marked): info for info in sorted(ours, key=lambda info: info.sequence)}
+    return [info for info in ours if info is not newest[info.name, info.marked]]
+
+
+def to_delete(infos: Sequence[CheckpointInfo], policy: Retention) -> list[CheckpointInfo]:
+    """The committed checkpoints that no rule keeps, oldest first. The newest is never among them.
+
+    Args:
+        infos: all committed checkpoints of one directory.
+        policy: the rules; a checkpoint that any of them keeps stays. Without any rule all stay.
+    """
+    if not has_rules(policy):
+        return []
+    # A checkpoint under another name than it was saved under is the user's copy or link, which only the user deletes.
+    by_age = sorted((info for info in infos if is_under_its_name(info)), key=lambda info: info.sequence)
+    kept = {info.sequence for info in by_age[-(policy.keep_last or 1) :]}
+    if policy.keep_best is not None and policy.metric is not None:
+        kept |= {info.sequence for info in best(by_age, policy)[: policy.keep_best]}
+    if policy.keep_every_steps is not None:
+        kept |= {info.sequence for info in by_age if info.step % policy.keep_every_steps == 0}
+    return [info for info in by_age if info.sequence not in kept]
+
+
+def is_under_its_name(info: CheckpointInfo) -> bool:
+    """Whether it has the name that it was saved under; in an object store an id follows."""
+    if isinstance(info.path, ObjectPath):
+        return info.path.name.rpartition(".")[0] == info.name
+    return info.path.name == info.name
+
+
+def has_rules(policy: Retention) -> bool:
+    """Whether anything is ever deleted."""
+    return not (policy.keep_last is None and policy.keep_best is None and policy.keep_every_steps is None)
+
+
+def best(infos: Sequence[CheckpointInfo], policy: Retention) -> list[CheckpointInfo]:
+    """Those with the policy's metric, best first; of equals the newer first. NaN is worse than anything."""
+    sign = 1 if policy.mode == "min" else -1
+    rated = [info for info in infos if policy.metric in info.metrics]
+
+    def rank(info: CheckpointInfo) -> tuple[float, int]:
+        value = info.metrics[policy.metric or ""]
+        return (math.inf if math.isnan(value) else sign * value, -info.sequence)
+
+    return sorted(rated, key=rank)

@@ -1,0 +1,247 @@
+"""What one directory of checkpoints holds, as a resume sees it: what it takes, in which order, and what is never deleted.
+
+The engine's resume and its retention ask this, and so do the commands: one answer. What a framework knows besides, such as
+the tag that DeepSpeed's ``latest`` names, is said by judges, see ``safe_ckpt.layouts.judges``.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
+from safe_ckpt.core.health.verdict import marked_words
+from safe_ckpt.core.home.candidates import Candidate, newest_first, stamp_of
+from safe_ckpt.core.home.file_home import HIDDEN
+from safe_ckpt.core.storage.copier import Stamp
+from safe_ckpt.core.storage.inside import inside
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.presence import opened
+from safe_ckpt.errors import HostileCheckpointError, SafeCheckpointError
+
+logger = logging.getLogger(__name__)
+TAKEN = "a resume takes it"
+_LONGEST_NAME = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """What a judge says of one candidate.
+
+    Attributes:
+        path: which one.
+        says: ``"first"``: a resume takes it before all others. ``"by name"``: only where it is named. ``"keep"``: it is not
+            deleted.
+        why: in words.
+    """
+
+    path: Place
+    says: Literal["first", "by name", "keep"]
+    why: str
+
+
+Judge = Callable[[Sequence[Candidate]], Iterable[Note]]
+"""Looks at the candidates in which nothing is wrong, in the order of their commits. It may read small files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """What a resume takes from one directory.
+
+    Attributes:
+        order: what it tries, in this order, without being told a name.
+        usable: these, and those that are taken only where they are named: marked ones in their places, others behind.
+        by_name_only: of these, why they are.
+        unusable: what it does not take at all, see ``Candidate.problem``.
+        protected: what is not deleted, whatever the rules of retention say; and why.
+    """
+
+    order: tuple[Candidate, ...]
+    usable: tuple[Candidate, ...]
+    by_name_only: Mapping[Place, str]
+    unusable: tuple[Candidate, ...]
+    protected: Mapping[Place, str]
+
+    def without(self, paths: Collection[Place]) -> Standing:
+        """As if these were not there: what a resume takes instead is protected then."""
+        order = tuple(candidate for candidate in self.order if candidate.path not in paths)
+        usable = tuple(candidate for candidate in self.usable if candidate.path not in paths)
+        return replace(self, order=order, usable=usable, protected={**_heads_of(order), **self.protected})
+
+
+def standing_of(candidates: Iterable[Candidate], judges: Sequence[Judge] = (), *, named: bool = False) -> Standing:
+    """Ours by the order of their commits, then those of other tools by step; then what the judges say.
+
+    Args:
+        candidates: what there is, in no order.
+        judges: say what a framework knows besides.
+        named: the caller named these: none is passed over because it is marked.
+
+    Raises:
+        OSError: a judge could not read what it needs.
+    """
+    candidates = list(candidates)
+    usable = newest_first(candidates)
+    notes = [note for judge in judges for note in judge(usable)]
+    first = {note.path for note in notes if note.says == "first"}
+    behind = {note.path: note.why for note in notes if note.says == "by name"}
+    passed = [c for c in usable if c.manifest is not None and c.manifest.marked and c.path not in first]
+    marked = {} if named else {c.path: marked_words(c.manifest.health) for c in passed if c.manifest is not None}
+    by_name = {**behind, **marked}
+    usable.sort(key=lambda candidate: (candidate.path not in first, candidate.path in behind))
+    order = tuple(candidate for candidate in usable if candidate.path not in by_name)
+    protected = {note.path: note.why for note in reversed(notes) if note.says == "keep"}
+    return Standing(
+        order=order,
+        usable=tuple(usable),
+        by_name_only=by_name,
+        unusable=tuple(candidate for candidate in candidates if candidate.problem),
+        protected={**_heads_of(order), **protected},
+    )
+
+
+def _heads_of(order: Iterable[Candidate]) -> dict[Place, str]:
+    """What a resume takes. Jobs of several frameworks may save into one directory: each resumes from its own."""
+    heads: dict[object, Place] = {}
+    for candidate in order:
+        heads.setdefault(_kind_of(candidate), candidate.path)
+    return dict.fromkeys(heads.values(), TAKEN)
+
+
+def _kind_of(candidate: Candidate) -> object:
+    adapter = None if candidate.manifest is None else candidate.manifest.notes.get("adapter", "")
+    return adapter, candidate.path.name.endswith(".ckpt")
+
+
+def newest_of(infos: Iterable[CheckpointInfo]) -> set[Place]:
+    """What a resume takes of one job's commits: the newest that is not marked. Empty where there is none."""
+    healthy = [info for info in infos if not info.marked]
+    return {max(healthy, key=lambda info: info.sequence).path} if healthy else set()
+
+
+def linked_in(folder: Path) -> dict[Path, str]:
+    """What links in a directory lead to, within it, such as ``last.ckpt`` of Lightning; and the link's name."""
+    found, real = {}, Path(os.path.realpath(folder))
+    with os.scandir(folder) as entries:
+        for name in sorted(entry.name for entry in entries if entry.is_symlink()):
+            target = Path(os.path.realpath(folder / name))
+            if real in target.parents:
+                found[folder / target.relative_to(real)] = name
+    return found
+
+
+class Catalog:
+    """The committed checkpoints of one directory as rank 0 knows them: those that were listed, and every commit since.
+
+    Args:
+        candidates: what was listed; those without a manifest of ours do not count.
+        pointers: files that name a checkpoint beside them, such as ``latest``; what they name is never deleted.
+
+    Attributes:
+        pointers: as given; more may be added.
+    """
+
+    def __init__(self, candidates: Iterable[Candidate] = (), pointers: Iterable[Path] = ()) -> None:
+        self._committed: list[CheckpointInfo] = []
+        self._leaving: list[CheckpointInfo] = []
+        self._stamps: dict[str, Stamp] = {}
+        self.pointers = list(pointers)
+        for candidate in candidates:
+            if (info := candidate.info) is not None:
+                self._committed.append(info)
+                self._stamps |= {info.op_id: candidate.stamp} if candidate.stamp is not None else {}
+
+    @property
+    def committed(self) -> list[CheckpointInfo]:
+        """What there is."""
+        return list(self._committed)
+
+    def add(self, new: CheckpointInfo) -> Sequence[Place]:
+        """``new`` was committed; those that are not there any more are forgotten. Returns what is to be deleted for it."""
+        others = (info for info in self._committed if info.path != new.path)
+        self._committed = [*(info for info in others if info.file_path.exists()), new]
+        return ()
+
+    def still_ours(self, new: CheckpointInfo) -> list[CheckpointInfo]:
+        """Those that still have their names. Where names are held one by one, another job may have taken one since.
+
+        A manifest is read again only when it is another file by now.
+        """
+        return [info for info in self._committed if info is new or self._has_its_name(info)]
+
+    def _has_its_name(self, info: CheckpointInfo) -> bool:
+        stamp = stamp_of(info.file_path)
+        if stamp is not None and self._stamps.get(info.op_id) == stamp:
+            return True
+        is_still = still_has_its_name(info)
+        if is_still and stamp is not None:
+            self._stamps[info.op_id] = stamp
+        return is_still
+
+    def named(self) -> set[Path]:
+        """What the pointers name now.
+
+        Raises:
+            OSError: one is there and cannot be read.
+        """
+        return {path for pointer in self.pointers if (path := named_by(pointer)) is not None}
+
+    def forget(self, paths: Collection[Place]) -> None:
+        """These are about to be deleted."""
+        self._leaving += [info for info in self._committed if info.path in paths]
+        self._committed = [info for info in self._committed if info.path not in paths]
+
+    def settle(self, gone: Collection[Place]) -> None:
+        """What was about to be deleted and is not gone stays known: retention chooses it again."""
+        new = {info.path for info in self._committed}
+        self._committed += [info for info in self._leaving if info.path not in gone and info.path not in new]
+        self._leaving.clear()
+        there = {info.op_id for info in self._committed}
+        self._stamps = {op_id: stamp for op_id, stamp in self._stamps.items() if op_id in there}
+
+
+def is_of(info: CheckpointInfo, manifest: Manifest) -> bool:
+    """Whether ``manifest`` is that of the checkpoint ``info``, and not of another one under the same name."""
+    return (manifest.op_id, manifest.sequence) == (info.op_id, info.sequence)
+
+
+def still_has_its_name(info: CheckpointInfo) -> bool:
+    """Whether the checkpoint of that name is still this one. False where its manifest cannot be read."""
+    try:
+        return is_of(info, read_manifest(info.path))
+    except (SafeCheckpointError, OSError) as error:
+        logger.warning("%s is not deleted, because its manifest cannot be checked: %s", info.path, error)
+        return False
+
+
+def named_by(pointer: Path) -> Path | None:
+    """What a file such as DeepSpeed's ``latest`` names in its directory, or below it; None where it names nothing there.
+
+    Any file may have this name: a pipe, a long one, a link to itself. They name nothing.
+
+    Raises:
+        OSError: it is there and cannot be read.
+    """
+    try:
+        with opened(pointer, os.O_RDONLY | os.O_NONBLOCK) as fd:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _LONGEST_NAME:
+                return None
+            name = os.read(fd, _LONGEST_NAME).decode("utf-8", errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            return None
+        raise
+    try:
+        named = inside(pointer.parent, name)
+    except HostileCheckpointError:  # what leads out is none of the checkpoints here
+        return None
+    return None if {HIDDEN, pointer.name} & set(named.relative_to(pointer.parent).parts) else named

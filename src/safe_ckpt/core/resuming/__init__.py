@@ -1,0 +1,1 @@
+"""Which checkpoint, read and verified by all ranks before anything is applied."""

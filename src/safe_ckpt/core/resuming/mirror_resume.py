@@ -1,0 +1,130 @@
+"""Resuming with a mirror: what is newer there is fetched first, and what is older when nothing here can be used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.core.home.candidates import WEIGHTS, Candidate, newest_first, newest_sequence
+from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.save import Root
+from safe_ckpt.errors import CorruptCheckpointError, NotEnoughSpaceError, SafeCheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+class Mirrored:
+    """One resume. Every method is called on every rank; without a mirror they do nothing.
+
+    Args:
+        engine: where the ranks meet; its mirror.
+        root: the directory that is held.
+        list_candidates: lists what there is in it; called on rank 0.
+        accepts: which candidates are fetched; None for all but weights alone. Called on rank 0.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        root: Root,
+        list_candidates: Callable[[], Sequence[Candidate]],
+        accepts: Callable[[Candidate], bool] | None,
+    ) -> None:
+        self._engine = engine
+        self._list = list_candidates
+        self._accepts = accepts or _to_resume_from
+        self._workspace = root if isinstance(root, Workspace) and engine.config.mirror.url is not None else None
+        self._tried: set[str] = set()
+
+    def fetch_newer(self) -> None:
+        """Fetch the newest of the mirror if it is newer than all that is here.
+
+        Raises:
+            SafeCheckpointError: nothing is here, and the mirror gives no answer: whether this run is new is not known.
+        """
+        self._agree("fetch what is newer", self._fetch_newer)
+
+    def fetch_named(self) -> None:
+        """Fetch the newest of the mirror that is accepted, whatever is here.
+
+        Raises:
+            SafeCheckpointError: the mirror gives no answer.
+        """
+        self._agree("fetch by name", self._fetch_next)
+
+    def after(self, infos: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """What is here, then what the mirror has besides, fetched when it is asked for: name and facts."""
+        yield from infos.items()
+        while (found := self._agree("fetch what is older", self._fetch_next)) is not None:
+            yield found["name"], found["info"]
+
+    def upload(self, info: CheckpointInfo) -> None:
+        """The ranks resume from this: it goes to the mirror, if an earlier job did not come to that."""
+        mirror, workspace = self._engine.mirror, self._workspace
+        if mirror is not None and workspace is not None and info.verified:
+            mirror.put(info, workspace, saved=False)
+
+    def _agree(self, kind: str, action: Callable[[], Any]) -> Any:
+        if self._workspace is None:
+            return None
+        return self._engine.coordinator.agree(
+            kind,
+            timeout_s=self._engine.config.timeouts.lengthy_s,
+            must_match={"directory": self._workspace.path},
+            decide=lambda _: action(),
+        )
+
+    def _fetch_newer(self) -> None:
+        usable = newest_first(self._list())
+        newest = newest_sequence(usable)
+        here = {one.manifest.op_id for one in usable if one.manifest is not None}
+        try:
+            for candidate in self._there():
+                manifest = candidate.manifest
+                if manifest is None or manifest.op_id in here or manifest.sequence <= newest:
+                    return  # the others are older
+                if self._fetch(candidate) is not None:
+                    return
+        except (OSError, SafeCheckpointError) as error:
+            if not usable:
+                raise
+            logger.warning("the mirror is not looked at: %s", error)
+
+    def _fetch_next(self) -> dict[str, Any] | None:
+        """Nothing that is here can be used. What is damaged here may be sound there."""
+        for candidate in self._there():
+            info = self._fetch(candidate)
+            if info is not None and self._workspace is not None:
+                name = info.file_path.relative_to(self._workspace.path).as_posix()
+                return {"name": name, "info": info.to_json()}
+        return None
+
+    def _there(self) -> list[Candidate]:
+        mirror, workspace = self._engine.mirror, self._workspace
+        if mirror is None or workspace is None:
+            return []
+        found = [one for one in mirror.candidates(workspace) if one.manifest is not None and self._accepts(one)]
+        return [one for one in found if str(one.path) not in self._tried]
+
+    def _fetch(self, candidate: Candidate) -> CheckpointInfo | None:
+        mirror, workspace = self._engine.mirror, self._workspace
+        self._tried.add(str(candidate.path))
+        if mirror is None or workspace is None:
+            return None
+        try:
+            return mirror.fetch(candidate, workspace)
+        except NotEnoughSpaceError:
+            raise
+        except CorruptCheckpointError as error:
+            logger.warning("%s in the mirror cannot be used: %s", candidate.path, error)
+            return None
+
+
+def _to_resume_from(candidate: Candidate) -> bool:
+    notes = candidate.manifest.notes if candidate.manifest is not None else {}
+    if candidate.manifest is not None and candidate.manifest.marked:
+        return False
+    return notes.get("adapter") != WEIGHTS and not notes.get("weights_only")

@@ -1,0 +1,485 @@
+"""One save as it is asked for, and whether it may start: what every rank answers, and what rank 0 makes of the answers."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from safe_ckpt.core.coordination.rounds import to_wire
+from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
+from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
+from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.object_home import ObjectRoot
+from safe_ckpt.core.home.retention import RetentionPolicy
+from safe_ckpt.core.home.standing import Catalog
+from safe_ckpt.core.staging.buffer import SharedBuffer
+from safe_ckpt.core.staging.overlap import OverlapPlan
+from safe_ckpt.core.staging.snapshot import StagingCopy
+from safe_ckpt.core.staging.unchanged import Sharing, UnchangedFiles
+from safe_ckpt.core.state.held import refuse_differences
+from safe_ckpt.core.storage.copier import FileCopy
+from safe_ckpt.core.storage.durable import Link
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.errors import ForkedError, RendezvousTimeout, SafeCheckpointError, SaveSkippedError
+
+Root = Workspace | ObjectRoot
+"""A directory that is held, in a file system or in an object store."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Destination:
+    """Where a checkpoint goes.
+
+    Attributes:
+        workspace: the directory that is held.
+        path: the final name.
+        kind: whether ``path`` becomes a directory with a manifest in it or a single file.
+    """
+
+    workspace: Root
+    path: Place
+    kind: Literal["directory", "file"]
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a kind that there is not, or that an object store has not."""
+        if isinstance(self.workspace, ObjectRoot) and self.kind != "directory":
+            raise ValueError("kind: an object store has directories only")
+        if self.kind not in ("directory", "file"):
+            raise ValueError(f'kind: expected "directory" or "file", got {self.kind!r}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What one rank writes. One of the classes below says how.
+
+    Attributes:
+        files: planned files; for a checkpoint that is a single file, one on rank 0.
+        copies: files that are copied as they are. ``save`` returns when they have been copied.
+        folders: below the checkpoint's directory, for files that go into one; the same on all ranks.
+    """
+
+    files: Sequence[FilePlan] = ()
+    copies: Sequence[FileCopy] = ()
+    folders: Sequence[str] = ()
+
+    @property
+    def new_bytes(self) -> int:
+        """How much this rank will write, as far as that is known."""
+        return sum(file.total_bytes for file in self.files) + sum(copy.stamp.size_bytes for copy in self.copies)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes anything."""
+        return bool(self.files or self.copies)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot(Content):
+    """Tensors are copied to host memory, and written from there after ``save`` has returned.
+
+    Attributes:
+        overlap: which tensors may be copied after ``save`` has returned; None for none.
+    """
+
+    overlap: OverlapPlan | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streamed(Content):
+    """Tensors are written while the caller waits, without a copy; the only way for files with lazy tensors.
+
+    Attributes:
+        feed: run on the caller's thread meanwhile; it provides what lazy tensors fetch. None where they fetch by themselves,
+            else every rank has one. It raises only when it was interrupted.
+    """
+
+    feed: Callable[[SaveJob], None] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for copies: they are read on the thread that streams."""
+        if self.copies:
+            raise ValueError("copies: files cannot be copied in a save that is streamed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unplanned(Content):
+    """Nothing: this rank could not plan it.
+
+    Attributes:
+        error: why; every rank raises it.
+    """
+
+    error: Exception
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the manifest says of a checkpoint.
+
+    Attributes:
+        step: the training step.
+        metrics: numbers that retention may look at.
+        items: what this rank knows for the manifest's ``items``.
+        notes: what it says besides; rank 0's counts.
+        unexamined: patterns of names of tensors of which the numbers are not looked at.
+    """
+
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    items: Mapping[str, Any] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    unexamined: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pointer:
+    """A small file beside checkpoints, such as one that names the newest. It is replaced in one step.
+
+    Attributes:
+        path: where.
+        data: its content.
+        mode: its permissions; None for the usual ones.
+        is_for_resume: whether it says what to resume from: it is never one that is marked.
+    """
+
+    path: Path
+    data: bytes
+    mode: int | None = None
+    is_for_resume: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnCommit:
+    """What is done at the commit besides, by rank 0.
+
+    Attributes:
+        prefilled: a folder from ``extra_files.open_folder`` that already holds files of the checkpoint; None for none.
+        carry: predicate: files in the directory that is replaced, of those that no save of ours wrote, for which it is true
+            are kept in the new one; None for none.
+        links: further names of a single file.
+        pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order.
+        catalog: gets the commit; None for no catalog.
+        retention: decides what is deleted then; None deletes nothing.
+    """
+
+    prefilled: Path | None = None
+    carry: Callable[[str], bool] | None = None
+    links: Sequence[Link] = ()
+    pointers: Sequence[Pointer] = ()
+    catalog: Catalog | None = None
+    retention: RetentionPolicy | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveRequest:
+    """One save as an adapter asks for it, on one rank.
+
+    Attributes:
+        destination: where the checkpoint goes.
+        content: what this rank writes.
+        facts: what the manifest says.
+        must_match: what must be equal on all ranks besides step and path. Compared when every rank could plan its content.
+        held: what this rank holds of what rank 0 saves for all, by item; see ``held.held``.
+        on_commit: what is done at the commit besides.
+        patient: wait for saves that are in flight, also where ``on_busy`` says to skip.
+    """
+
+    destination: Destination
+    content: Content
+    facts: Facts
+    must_match: Mapping[str, str] = field(default_factory=dict)
+    held: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    on_commit: OnCommit = field(default_factory=OnCommit)
+    patient: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a single file, or an object store, with what only a directory can have."""
+        content, on_commit = self.content, self.on_commit
+        if isinstance(self.destination.workspace, ObjectRoot):
+            impossible = ("prefilled", "carry", "pointers", "links")
+            if names := [name for name in impossible if getattr(on_commit, name)]:
+                raise ValueError(f"{', '.join(names)}: an object store has none of these")
+        if self.destination.kind == "directory":
+            return
+        wrong = {
+            "folders": content.folders,
+            "prefilled": on_commit.prefilled,
+            "carry": on_commit.carry,
+            "pointers": on_commit.pointers,
+        }
+        if names := [name for name, value in wrong.items() if value]:
+            raise ValueError(f"{', '.join(names)}: only a checkpoint that is a directory has these")
+
+    @property
+    def error(self) -> Exception | None:
+        """Why this rank could not plan its content."""
+        return self.content.error if isinstance(self.content, Unplanned) else None
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's name."""
+        return self.destination.path.name
+
+
+def answer(
+    request: SaveRequest, earlier: tuple[str, SafeCheckpointError] | None, rank: int, unchanged: UnchangedFiles
+) -> dict[str, Any]:
+    """What a rank answers: how much it will write, and which earlier failure it knows of.
+
+    Args:
+        request: this rank's own.
+        earlier: the ``op_id`` and the error of a save that failed and was not reported yet; None for none.
+        rank: this rank.
+        unchanged: knows what probably need not be written.
+
+    Raises:
+        Exception: why it cannot plan its content.
+    """
+    if request.error is not None:
+        raise request.error
+    failure = None
+    if earlier is not None:
+        failure = {"op_id": earlier[0], "error": to_wire(earlier[1], rank=rank, phase="save")}
+    root = request.destination.workspace
+    spared = unchanged.spared_bytes(request.content.files, root.path, request.facts.unexamined)
+    held = {name: list(texts) for name, texts in request.held.items()}
+    return {
+        "bytes": request.content.new_bytes - spared,
+        "writes": request.content.writes,
+        "earlier": failure,
+        "held": held,
+    }
+
+
+def decide(
+    request: SaveRequest, answers: Mapping[int, Any], *, busy: bool, frozen: Sequence[str] | None
+) -> dict[str, Any]:
+    """What rank 0 makes of the answers.
+
+    Args:
+        request: rank 0's own.
+        answers: what ``answer`` returned on every rank.
+        busy: as many saves are in flight as may be, and this one is not to wait.
+        frozen: names of parameters that are not trained; None where that is not known.
+
+    Returns:
+        ``earlier``: the failed save that every rank reports instead of starting this one. Or the ``manifest`` of the save that
+        may start, the ``writers``, and the ``needed_bytes`` of all of them. Nothing when the save is skipped.
+
+    Raises:
+        DesyncError: a rank holds something that would be lost; names it.
+    """
+    ranks = sorted(answers)
+    for rank in ranks:
+        if answers[rank]["earlier"]:
+            return {"earlier": answers[rank]["earlier"]}
+    refuse_differences({rank: answers[rank]["held"] for rank in ranks})
+    if busy:
+        return {}
+    manifest = Manifest(
+        name=request.name,
+        sequence=request.destination.workspace.next_sequence(),
+        step=request.facts.step,
+        world_size=len(ranks),
+        metrics=dict(request.facts.metrics),
+        notes=dict(request.facts.notes),
+        frozen=frozen,
+    )
+    return {
+        "manifest": manifest.to_json(),
+        "writers": [rank for rank in ranks if answers[rank]["writes"]],
+        "needed_bytes": sum(answers[rank]["bytes"] for rank in ranks),
+    }
+
+
+# A save under way on one rank, and the handle on its outcome that ``save`` returns.
+
+
+class SaveHandle:
+    """The outcome of a save, once it is known; the same on every rank."""
+
+    def __init__(self, name: str, limit_s: float, op_id: str = "", within: Root | None = None) -> None:
+        self.name = name
+        self.op_id = op_id
+        self.within = within
+        self._limit_s = limit_s
+        self._finished = threading.Event()
+        self._snapshot_taken = threading.Event()
+        self._info: CheckpointInfo | None = None
+        self._error: SafeCheckpointError | None = None
+        self._reported = False
+        self._pid = os.getpid()
+
+    def done(self) -> bool:
+        """Whether the outcome is known."""
+        return self._finished.is_set()
+
+    def result(self, timeout_s: float | None = None) -> CheckpointInfo:
+        """Wait for the outcome and return what was committed.
+
+        Args:
+            timeout_s: how long to wait; None means as long as the save itself may take.
+
+        Raises:
+            SafeCheckpointError: the save failed, with the same error on every rank.
+            RendezvousTimeout: it is not over yet.
+        """
+        self.settle(timeout_s)
+        if self._error is not None:
+            self._reported = True
+            raise self._error
+        if self._info is None:
+            raise SaveSkippedError(name=self.name, cause="no outcome was recorded")
+        return self._info
+
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait until the save is over, whatever came of it.
+
+        Raises:
+            RendezvousTimeout: it is not over yet.
+            ForkedError: in a forked child it never will be.
+        """
+        self._await(self._finished, f"saving {self.name}", timeout_s)
+
+    def wait_snapshot(self, timeout_s: float | None = None) -> None:
+        """Wait until the copy is complete and the state may change. An eager copy is complete when ``save`` returns.
+
+        Raises:
+            RendezvousTimeout: it is not complete yet.
+            ForkedError: in a forked child it never will be.
+        """
+        self._await(self._snapshot_taken, f"snapshot of {self.name}", timeout_s)
+
+    def _await(self, awaited: threading.Event, phase: str, timeout_s: float | None) -> None:
+        limit_s = self._limit_s if timeout_s is None else timeout_s
+        if self._pid != os.getpid() and not awaited.is_set():
+            raise ForkedError(what=f"waiting for {self.name}", pid=self._pid)
+        if not awaited.wait(limit_s):
+            raise RendezvousTimeout(phase=phase, seconds=limit_s)
+
+    @property
+    def outcome(self) -> CheckpointInfo | None:
+        """What was committed; None while it is not over, and when it failed. For the engine and adapters."""
+        return self._info
+
+    @property
+    def skipped(self) -> bool:
+        """Whether it was never started, because another one was in flight. For adapters."""
+        return isinstance(self._error, SaveSkippedError)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is over and failed. For the engine and adapters."""
+        return self._error is not None
+
+    def mark_snapshot_taken(self) -> None:
+        """The copy is complete. For the engine."""
+        self._snapshot_taken.set()
+
+    def finish(self, info: CheckpointInfo | None, error: SafeCheckpointError | None) -> None:
+        """Record the outcome; the first one counts. For the engine."""
+        if self._finished.is_set():
+            return
+        self._info, self._error = info, error
+        self._snapshot_taken.set()
+        self._finished.set()
+
+    @property
+    def unreported(self) -> SafeCheckpointError | None:
+        """The error, if there is one that was not reported yet. For the engine."""
+        return None if self._reported or not self._finished.is_set() else self._error
+
+    def mark_reported(self) -> None:
+        """The error was reported. For the engine."""
+        self._reported = True
+
+
+def skipped(name: str) -> SaveHandle:
+    """The handle on a save that is not started."""
+    handle = SaveHandle(name, 0.0)
+    handle.finish(None, SaveSkippedError(name=name, cause="another save is in flight and on_busy is 'skip'"))
+    handle.mark_reported()
+    return handle
+
+
+@dataclass(kw_only=True)
+class SaveJob:
+    """A save under way, on one rank.
+
+    Attributes:
+        manifest: what is known of it before a byte is written.
+        writers: the ranks that write.
+        needed_bytes: what all ranks together will write; 0 for files that come one by one.
+        tasks: what this rank writes.
+        copy: what fills the buffer; the writing follows it.
+        read: set when the files to be copied have been copied, or never will be.
+        streamed: written straight from the tensors, while the caller waits; there is no buffer then.
+        error: what went wrong on this rank after the agreement.
+        stall_s: how long the call held the caller.
+        started: when the caller called, on the monotonic clock. Its deadline counts from when its turn comes.
+        agreed_s: how long after that the ranks had agreed.
+        call: the number of the call that began it.
+        begun: whether its background phases have begun.
+        files: what of its content this rank writes from memory.
+        sharing: what it does not write, because a checkpoint before has it; None where nobody has looked.
+        versions: which tensors that training does not change there were at the call, and how often they had been written to.
+    """
+
+    request: SaveRequest
+    manifest: Manifest
+    writers: tuple[int, ...]
+    needed_bytes: int
+    handle: SaveHandle
+    buffer: SharedBuffer | None = None
+    tasks: Sequence[WriteTask] = ()
+    copy: StagingCopy | None = None
+    read: threading.Event = field(default_factory=threading.Event)
+    streamed: bool = False
+    error: BaseException | None = None
+    stall_s: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+    agreed_s: float = 0.0
+    call: int = 0
+    begun: bool = False
+    versions: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    files: Sequence[FilePlan] = ()
+    sharing: Sharing | None = None
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's name."""
+        return self.request.name
+
+    @property
+    def path(self) -> Place:
+        """The checkpoint's final name."""
+        return self.request.destination.path
+
+    @property
+    def workspace(self) -> Root:
+        """The directory that is held."""
+        return self.request.destination.workspace
+
+    @property
+    def overlap(self) -> OverlapPlan | None:
+        """Which tensors may be copied after ``save`` has returned; None for none."""
+        content = self.request.content
+        return content.overlap if isinstance(content, Snapshot) else None
+
+    @property
+    def op_id(self) -> str:
+        """Unique to this save; its pending directory is named after it."""
+        return self.manifest.op_id
+
+    @property
+    def folder(self) -> Place:
+        """The directory into which files are written."""
+        if isinstance(self.workspace, ObjectRoot):
+            return self.workspace.place(self.name, self.op_id)
+        own = self.workspace.pending / self.op_id
+        return own / self.name if self.request.destination.kind == "directory" else own

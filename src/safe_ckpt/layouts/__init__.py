@@ -1,0 +1,1 @@
+"""How each framework names, completes and orders its checkpoints; read without running anything."""

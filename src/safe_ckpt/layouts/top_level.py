@@ -1,0 +1,103 @@
+"""The top level of a torch file of any size, read without loading a tensor and without running anything in its pickle.
+
+``torch_reader`` reads more and bounds what it reads. What a resume may choose must not depend on such bounds: a checkpoint with
+a large replay buffer in it is one, too.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from typing_extensions import Self
+
+from safe_ckpt.core.home.candidates import Candidate
+from safe_ckpt.core.storage.presence import ends_as_archive
+from safe_ckpt.layouts import table as layouts
+from safe_ckpt.layouts.table import Layout
+
+
+def read_layout(path: Path) -> Layout:
+    """What a Lightning checkpoint says about itself, read without loading a tensor and without running its pickle.
+
+    Raises:
+        OSError: it could not be read.
+    """
+    return layouts.lightning_layout_of(path).with_content(top_level(layouts.facts_file(path)))
+
+
+def look_inside(candidate: Candidate, read: Callable[[Path], Layout] = read_layout) -> Candidate:
+    """Lightning's checkpoint with the step in its content, and a problem if there are only weights in it.
+
+    Raises:
+        OSError: it could not be read.
+    """
+    if not candidate.foreign or candidate.problem:
+        return candidate
+    layout = read(candidate.file_path)
+    return replace(candidate, step=layout.step, problem=layout.problem)
+
+
+def top_level(path: Path) -> object:
+    """The object in a file that ``torch.save`` wrote; what is no plain container or number in it is an empty stand-in.
+
+    Returns:
+        None for any other file.
+
+    Raises:
+        OSError: it could not be read.
+    """
+    try:
+        if ends_as_archive(path):
+            with zipfile.ZipFile(path) as archive:
+                name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+                with archive.open(name) as stream:
+                    return _Blind(stream).load()
+        with path.open("rb") as file:
+            for _ in range(3):  # torch's format before 1.6: a magic number, a version, facts of the system, the object
+                _Blind(file).load()
+            return _Blind(file).load()
+    except OSError:
+        raise
+    except Exception:  # the bytes are no pickle: any error may come of them
+        return None
+
+
+class _Anything(dict):  # type: ignore[type-arg]
+    """Stands in for an object of any class: accepts whatever a pickle does to it, and ignores it."""
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        return super().__new__(cls)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__()
+
+    def __call__(self, *_: object, **__: object) -> _Anything:
+        return self
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+    def _ignore(self, *_: object) -> None:
+        pass
+
+    __setstate__ = __setitem__ = append = extend = add = _ignore
+
+
+class _Blind(pickle.Unpickler):  # unpickles: stand-ins alone
+    """Rebuilds plain containers and numbers; no class is imported and no function is called."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(stream, encoding="latin-1")
+
+    def find_class(self, module: str, name: str) -> Any:
+        return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Anything
+
+    def persistent_load(self, pid: Any) -> Any:
+        del pid
+        return _Anything()

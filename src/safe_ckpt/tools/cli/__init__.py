@@ -1,0 +1,16 @@
+"""The command ``safe-ckpt``. Needs the extra ``cli``; nothing it does unpickles anything or takes a lock."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        from safe_ckpt.tools.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich", "click"):
+            raise
+        sys.exit("safe-ckpt needs typer and rich: pip install 'safe-ckpt[cli]'")
+    app()

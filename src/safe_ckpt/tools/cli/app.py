@@ -1,0 +1,27 @@
+"""The commands of ``safe-ckpt``: one file per command (``watch`` lives beside ``report``).
+
+Exit status: 0 all good; 1 something is damaged, held, or did not succeed; 2 wrong usage; 3 no damage found, but part of the
+data carries no checksums and could not be verified. Results go to stdout, remarks to stderr; ``--json`` prints one JSON
+document instead. No command runs a pickle, and none takes the lock of a live job.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from safe_ckpt.tools.cli import config
+from safe_ckpt.tools.cli.convert import convert
+from safe_ckpt.tools.cli.doctor import doctor
+from safe_ckpt.tools.cli.gc import gc
+from safe_ckpt.tools.cli.inspect import inspect
+from safe_ckpt.tools.cli.list import list_checkpoints
+from safe_ckpt.tools.cli.report import report, watch
+from safe_ckpt.tools.cli.resume_path import resume_path
+from safe_ckpt.tools.cli.unlock import unlock
+from safe_ckpt.tools.cli.verify import verify
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode=None)
+app.command("list")(list_checkpoints)
+for command in (verify, inspect, resume_path, gc, convert, unlock, doctor, report, watch):
+    app.command()(command)  # its name is that of the function
+app.add_typer(config.app, name="config")

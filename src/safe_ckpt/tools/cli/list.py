@@ -1,0 +1,68 @@
+"""``safe-ckpt list``: which checkpoints there are."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+
+import typer
+
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.text import bytes_text, duration, metrics_text
+from safe_ckpt.tools.cli.output import DAMAGED, AsJson, Directory, failing, print_json, print_table, say
+from safe_ckpt.tools.inspection.listing import Row, read_listing, rows
+from safe_ckpt.tools.inspection.objects.listing import object_rows, read_objects
+from safe_ckpt.tools.inspection.objects.reach import place_of
+
+
+def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
+    """List the checkpoints in DIR in the order in which a resume tries them, then what cannot be used, and why.
+
+    Their manifests are read, their payloads are not (``safe-ckpt verify`` does). The states: valid (committed, and its manifest
+    is in order), unverified (another tool wrote it), damaged, partial (a save that is under way, or was when its job died),
+    quarantined (found damaged by a resume and moved away), unreadable (no permission, a newer format, a failing disk: a resume
+    stops there). Exit status: 0, or 1 where something is unreadable.
+    """
+    with failing():
+        place = place_of(directory)
+        listed = _rows_of(place)
+    if as_json:
+        print_json([vars(row) for row in listed])
+    else:
+        now = datetime.now(timezone.utc)
+        columns = ("name", "step", "age", "size", "metrics", "state", "written by")
+        print_table(columns, [_cells(row, now) for row in listed])
+        if not listed:
+            say(f"no checkpoints in {place}")
+    if any(row.state == "unreadable" for row in listed):
+        raise typer.Exit(DAMAGED)
+
+
+def _rows_of(directory: Place) -> list[Row]:
+    if isinstance(directory, ObjectPath):
+        return list(object_rows(read_objects(directory)))
+    return list(rows(read_listing(directory)))
+
+
+def _cells(row: Row, now: datetime) -> tuple[object, ...]:
+    state = f"{row.state}: {row.reason}" if row.reason else row.state
+    metrics, size = metrics_text(row.metrics), bytes_text(row.size_bytes)
+    if row.shared_bytes:
+        size += f", {bytes_text(row.shared_bytes)} shared"
+    return row.name, row.step, _age_of(row, now), size, metrics, state, _writer(row)
+
+
+def _age_of(row: Row, now: datetime) -> str:
+    try:
+        seconds = (now - datetime.fromisoformat(row.created_at or "")).total_seconds()
+    except (TypeError, ValueError):
+        return ""
+    return duration(max(0, round(seconds)))
+
+
+def _writer(row: Row) -> str:
+    by = row.written_by
+    if not by:
+        return ""
+    where = f" on {by['host']}:{by['pid']}" if {"host", "pid"} <= by.keys() else ""
+    ranks = row.world_size
+    return f"safe-ckpt {by.get('safe-ckpt', '?')}{where}, {ranks} rank{'s' if ranks != 1 else ''}"

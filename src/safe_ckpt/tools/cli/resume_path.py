@@ -1,0 +1,179 @@
+"""``safe-ckpt resume-path``: what a job would go on from."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.errors import ConfigError, CorruptCheckpointError, DirectoryError
+from safe_ckpt.tools.cli.output import (
+    CANNOT_TELL,
+    DAMAGED,
+    AsJson,
+    Directory,
+    ending_on_signals,
+    failing,
+    print_json,
+    say,
+)
+from safe_ckpt.tools.inspection.check import Verdict, judge, plan
+from safe_ckpt.tools.inspection.listing import Listing, read_listing
+from safe_ckpt.tools.inspection.objects.check import plan_object
+from safe_ckpt.tools.inspection.objects.fetch import fetch
+from safe_ckpt.tools.inspection.objects.listing import ObjectListing, read_objects
+from safe_ckpt.tools.inspection.objects.reach import is_checkpoint, place_of
+
+_ATTEMPTS = 5
+
+
+@dataclass(kw_only=True)
+class _Choice:
+    """What a resume would take.
+
+    Attributes:
+        path: what it is; None for nothing.
+        source: where it was fetched from.
+        verified: every byte was compared.
+        foreign: another tool wrote it.
+        rejected: what is passed over, and why.
+        quarantined: what was found damaged by a resume.
+    """
+
+    path: Place | None = None
+    source: ObjectPath | None = None
+    verified: bool = False
+    foreign: bool = False
+    rejected: list[tuple[Place, str]] = field(default_factory=list)
+    quarantined: Sequence[Place] = ()
+
+
+def resume_path(
+    directory: Directory,
+    quick: Annotated[bool, typer.Option("--quick", help="Believe the manifests; do not read the payloads.")] = False,
+    fetch_to: Annotated[
+        Path | None,
+        typer.Option("--fetch", metavar="DIR2", help="Of an address: fetch it into this directory, verified."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the path of the checkpoint that resume="auto" would take: the newest whose every byte is what was written.
+
+    The path alone goes to stdout; why newer ones are passed over to stderr. DIR may be the address of an object store, also
+    that of one checkpoint. With --fetch it is downloaded and the path printed is that of the copy, which appears when it is
+    complete, verified and on the disk. Exit status: 0; 1 when there is none; 3 when the one that it is was written by another
+    tool and cannot be verified.
+    """
+    with failing(), ending_on_signals():
+        place = place_of(directory)
+        if isinstance(place, ObjectPath):
+            choice = _in_store(place, quick=quick, fetch_to=fetch_to)
+        elif fetch_to is not None:
+            raise ConfigError(
+                key="--fetch", message="is for an address such as s3://bucket/run: a directory is here already"
+            )
+        else:
+            choice = _in_directory(place, quick=quick)
+    _report(choice, directory, as_json=as_json)
+    if choice.path is None:
+        raise typer.Exit(DAMAGED)
+    if choice.foreign and not choice.verified and not quick:
+        say("another tool wrote it, in a format without checksums for all of it: it cannot be verified")
+        raise typer.Exit(CANNOT_TELL)
+
+
+def _report(choice: _Choice, directory: str, *, as_json: bool) -> None:
+    if as_json:
+        reasons = [{"path": str(path), "reason": reason} for path, reason in choice.rejected]
+        path = str(choice.path) if choice.path else None
+        source = {"source": str(choice.source)} if choice.source else {}
+        print_json({"path": path, **source, "verified": choice.verified, "rejected": reasons})
+    else:
+        for rejected, reason in choice.rejected:
+            say(f"not {rejected}: {reason}")
+        for quarantined in choice.quarantined:
+            say(f"not {quarantined}: in quarantine, since a resume found it damaged")
+        if choice.path is not None:
+            typer.echo(os.fsencode(str(choice.path)))  # as it is, whatever bytes are in it: programs open it
+    if choice.path is None:
+        unusable = choice.rejected or choice.quarantined
+        nothing = f"no checkpoint in {directory}: a job would start afresh"
+        say(f"no usable checkpoint in {directory}" if unusable else nothing)
+
+
+def _in_directory(directory: Path, *, quick: bool) -> _Choice:
+    for _ in range(_ATTEMPTS):
+        listing = read_listing(directory)
+        _refuse_unreadable(listing)
+        with contextlib.suppress(FileNotFoundError):  # a live job has just deleted one: look again
+            return _choose(listing, quick=quick)
+    raise _changing(directory)
+
+
+def _choose(listing: Listing, *, quick: bool) -> _Choice:
+    choice = _Choice(quarantined=listing.quarantined)
+    choice.rejected = [(candidate.path, candidate.problem) for candidate in listing.unusable]
+    choice.rejected += listing.standing.by_name_only.items()
+    for candidate in listing.standing.order:
+        choice.path, choice.foreign = candidate.path, candidate.foreign
+        if quick:
+            return choice
+        verdict = judge([plan(candidate.file_path)])[0]
+        if verdict.state != "damaged":
+            choice.verified = verdict.state == "valid"
+            return choice
+        choice.rejected.append((candidate.path, _why(verdict)))
+    choice.path, choice.foreign = None, False
+    return choice
+
+
+def _in_store(place: ObjectPath, *, quick: bool, fetch_to: Path | None) -> _Choice:
+    for _ in range(_ATTEMPTS):
+        choice, usable = _Choice(), [place]
+        if not is_checkpoint(place):
+            listing = read_objects(place)
+            _refuse_unreadable(listing)
+            usable = [c.path for c in listing.standing.order if isinstance(c.path, ObjectPath)]
+            choice.rejected = [(candidate.path, candidate.problem) for candidate in listing.unusable]
+            choice.rejected += listing.standing.by_name_only.items()
+            choice.quarantined = listing.quarantined
+        with contextlib.suppress(FileNotFoundError):  # a live job has just deleted one: look again
+            return _choose_object(choice, usable, quick=quick, fetch_to=fetch_to)
+    raise _changing(place)
+
+
+def _choose_object(choice: _Choice, usable: Iterable[ObjectPath], *, quick: bool, fetch_to: Path | None) -> _Choice:
+    for path in usable:
+        if fetch_to is not None:
+            try:
+                choice.path, choice.source, choice.verified = fetch(path, fetch_to), path, True
+            except CorruptCheckpointError as error:
+                choice.rejected.append((path, f"{error.file} {error.message}".strip()))
+                continue
+            return choice
+        verdict = None if quick else judge([plan_object(path)])[0]
+        if verdict is None or verdict.state == "valid":
+            choice.path, choice.verified = path, verdict is not None
+            return choice
+        choice.rejected.append((path, _why(verdict)))
+    return choice
+
+
+def _why(verdict: Verdict) -> str:
+    return "; ".join(f"{bad.file} {bad.reason}" for bad in verdict.damaged[:3])
+
+
+def _refuse_unreadable(listing: Listing | ObjectListing) -> None:
+    for path, why in listing.unreadable.items():
+        raise DirectoryError(path=str(path), message=f"cannot be read, and a resume would stop there: {why}")
+
+
+def _changing(directory: Place) -> DirectoryError:
+    message = "changes while it is read: its job deletes checkpoints. Try again"
+    return DirectoryError(path=str(directory), message=message)

@@ -1,0 +1,176 @@
+"""Writing what was read, in another format: committed like a save, with a manifest, in bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from safe_ckpt.checkpointer import Checkpointer
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.formats import hugging_face
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, single
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest
+from safe_ckpt.core.formats.torch_archive import torch_image
+from safe_ckpt.core.home.candidates import WEIGHTS
+from safe_ckpt.core.saving import export
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.homes import HeldDirectories
+from safe_ckpt.core.saving.save import Streamed
+from safe_ckpt.core.storage import durable
+from safe_ckpt.core.storage.reader import digest_of
+from safe_ckpt.errors import ConfigError, DirectoryError
+from safe_ckpt.tools.inspection.files import walk
+from safe_ckpt.tools.inspection.tensors import Entry
+from safe_ckpt.tools.inspection.values import Mapped
+
+Form = Literal["safetensors", "lightning", "torch", "dcp", "safe_ckpt"]
+WEIGHTS_ALONE = ("safetensors", "lightning")
+_CONFIG = CheckpointConfig(max_host_bytes=64 << 20, record_events=False)
+
+
+def write_safetensors(
+    path: Path, entries: Mapping[str, Entry], maps: Mapped, *, max_shard_size: str, dtype: torch.dtype | None
+) -> CheckpointInfo:
+    """Weights in Hugging Face's layout, one tensor at a time in memory. Each name gets its values, tied ones too.
+
+    Raises:
+        ConfigError: ``max_shard_size`` is no size.
+        StateError: a tensor does not fit safetensors.
+        SafeCheckpointError: it could not be written; nothing is there then.
+    """
+    most_bytes = hugging_face.parse_size(max_shard_size, "--max-shard-size")
+    tensors = {name: _lazy(name, entry, maps, dtype) for name, entry in entries.items()}
+    return _saved(path, hugging_face.images(tensors, most_bytes), kind="directory")
+
+
+def write_archive(path: Path, state: Any, *, strict: bool = True) -> CheckpointInfo:
+    """One file that ``torch.load`` reads; with ``strict`` also with ``weights_only=True``.
+
+    Raises:
+        StateError: something in it cannot be saved; names it.
+        SafeCheckpointError: it could not be written; nothing is there then.
+    """
+    image = torch_image(path.name, state, strict=strict, key="convert")
+    return _saved(path, [single(image, path.name)], kind="file")
+
+
+def write_steps(path: Path, state: Mapping[str, Any], step: int) -> CheckpointInfo:
+    """A checkpoint of ``Checkpointer``, in a directory of such.
+
+    Raises:
+        SafeCheckpointError: it could not be written; nothing is there then.
+    """
+    with Checkpointer(path, _CONFIG) as keeper:
+        return keeper.save(step, state).result()
+
+
+def write_dcp(path: Path, state: Mapping[str, Any]) -> CheckpointInfo:
+    """A directory that ``torch.distributed.checkpoint.load`` reads, written by torch's own code, with a manifest of ours.
+
+    Raises:
+        DirectoryError: the file system refused.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: TID251 - writes DCP in this process alone
+    from torch.distributed.checkpoint.state_dict_saver import save  # noqa: TID251 - likewise
+
+    staging = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        durable.make_directory(path.parent)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that there is no process group, which is meant
+            save(dict(state), storage_writer=FileSystemWriter(staging, sync_files=True), no_dist=True)
+        manifest = _manifest_of(staging, path.name)
+        durable.write_durably(staging / MANIFEST_NAME, manifest.to_bytes())
+        durable.publish(staging, path, lambda: staging.with_suffix(".old"))
+    except RuntimeError as error:  # torch raises it for an error of the disk
+        raise DirectoryError(path=str(path), message=f"could not be written: {str(error).splitlines()[0]}") from error
+    except OSError as error:
+        raise DirectoryError.of(error, path=error.filename or path, rank=0, phase=f"writing {path.name}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return CheckpointInfo.of(manifest, path, sum(entry.size_bytes for entry in manifest.files))
+
+
+def _manifest_of(folder: Path, name: str) -> Manifest:
+    digests = {file: digest_of(file.path, file.size_bytes, cached=None) for file in walk(folder)}
+    entries = [
+        FileEntry(path=f.name, size_bytes=f.size_bytes, xxh3_128=digest, rank=0) for f, digest in digests.items()
+    ]
+    return Manifest(
+        name=name,
+        sequence=1,
+        step=0,
+        op_id=uuid.uuid4().hex,
+        world_size=1,
+        metrics={},
+        files=tuple(entries),
+        notes={"adapter": WEIGHTS},  # no resume takes it, and no retention deletes it, wherever it is put
+    )
+
+
+def _lazy(name: str, entry: Entry, maps: Mapped, dtype: torch.dtype | None) -> LazyTensor:
+    kind = getattr(torch, entry.dtype)
+    final = dtype if dtype is not None and kind.is_floating_point else kind
+    hugging_face.admit(name, torch.empty(0, dtype=kind), final)
+    fetch: Callable[[], torch.Tensor] = lambda: maps.tensor(entry).to(final).contiguous()  # noqa: E731
+    return LazyTensor(dtype=final, shape=entry.shape, fetch=fetch)
+
+
+def _saved(path: Path, images: list[FilePlan], *, kind: Literal["directory", "file"]) -> CheckpointInfo:
+    engine = Engine(_CONFIG)
+    try:
+        root = HeldDirectories(engine).hold(path)
+        return engine.save(export.request_of(root, path, Streamed(files=images), kind=kind)).result()
+    finally:
+        engine.close()
+
+
+@contextlib.contextmanager
+def scratch_beside(path: Path) -> Iterator[Path]:
+    """A folder for tensors that must be put together first: on the disk that has room for the result."""
+    durable.make_directory(path.parent)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp") as folder:
+        yield Path(folder)
+
+
+def as_lightning(tensors: Mapping[str, torch.Tensor], step: int) -> dict[str, Any]:
+    """Weights as ``load_from_checkpoint`` expects them; there is nothing in it to train on from."""
+    return {"state_dict": dict(tensors), "epoch": 0, "global_step": step, "pytorch-lightning_version": "2.0.0"}
+
+
+def refuse_existing(path: Path) -> None:
+    """Converting replaces nothing.
+
+    Raises:
+        ConfigError: something is there.
+    """
+    if path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
+        raise ConfigError(key=str(path), message="is there already, and converting replaces nothing: give another name")
+
+
+def dtype_named(name: str) -> torch.dtype | None:
+    """A floating-point type by its name; None for "".
+
+    Raises:
+        ConfigError: there is no such type.
+    """
+    if not name:
+        return None
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(key="--dtype", message=f"expected a floating-point type such as bfloat16, got {name!r}")
+    return dtype
+
+
+def as_items(state: Any) -> dict[str, Any]:
+    """A state as names to parts; tensors without such a name are the model."""
+    named = isinstance(state, Mapping) and all(isinstance(key, str) for key in state)
+    return dict(state) if named and not any(isinstance(p, torch.Tensor) for p in state.values()) else {"model": state}

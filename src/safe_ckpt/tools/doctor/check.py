@@ -1,0 +1,325 @@
+"""Checks run so that none can hang the caller: each on a daemon thread, under a deadline, in a private folder.
+
+If the server of a file system is lost, a system call may block for ever, and nothing in the process can end it. So the
+call is abandoned and reported, and no further check touches the same disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from safe_ckpt.tools.inspection.listing import read_listing
+
+logger = logging.getLogger(__name__)
+PREFIX = ".safe_ckpt_doctor-"
+STUCK = "the disk or its server does not answer: look at dmesg and at the mount, before any training"
+_T = TypeVar("_T")
+_Default = TypeVar("_Default")
+_LEAVE_S = 5.0
+
+
+class StuckError(OSError):
+    """A call did not end in time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of the command.
+
+    Attributes:
+        state_bytes: the size of one checkpoint; None to take that of the newest one in the directory.
+        probe_bytes: how much is written and read to measure the speed, at most a tenth of what is free; 0 for not at all.
+        timeout_s: how long any single check may take, and how long the ranks wait for each other.
+    """
+
+    state_bytes: int | None = None
+    probe_bytes: int = 256 << 20
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """What a check is given.
+
+    Attributes:
+        asked: the directory that was asked about, absolute.
+        existing: that, or the nearest of its parents that exists.
+        scratch: a private folder below ``existing``; None where it could not be made.
+        problem: why not.
+        options: the options of the command.
+        state_bytes: the size of one checkpoint, if it is known.
+        state_from: how it is known, in words.
+        stop: set when the checks are to end early; long ones look at it.
+    """
+
+    asked: Path
+    existing: Path
+    scratch: Path | None = None
+    problem: OSError | None = None
+    options: Options = field(default_factory=Options)
+    state_bytes: int | None = None
+    state_from: str = ""
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def levels_up(self) -> int:
+        """How many levels ``existing`` is above ``asked``."""
+        return len(self.asked.parts) - len(self.existing.parts)
+
+    def folder(self, name: str) -> Path:
+        """A new folder in the private folder, for a check with ``needs_scratch``."""
+        if self.scratch is None:
+            raise FileNotFoundError(f"there is no private folder in {self.existing}")
+        folder = self.scratch / name
+        folder.mkdir()
+        return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One entry of the list of checks.
+
+    Attributes:
+        name: what its finding is called where it cannot give one itself.
+        run: does it; an ``OSError`` that it raises becomes a finding.
+        needs_scratch: it writes; not run where nothing can be written.
+        touches_disk: not run any more when the disk has stopped answering.
+    """
+
+    name: str
+    run: Callable[[Examined], list[Finding]]
+    needs_scratch: bool = False
+    touches_disk: bool = True
+
+
+def bounded(action: Callable[[], _T], limit_s: float, stop: threading.Event | None = None) -> _T:
+    """Run ``action`` on a thread of its own and wait for it, at most ``limit_s``.
+
+    Args:
+        action: what to do.
+        limit_s: how long.
+        stop: set on Ctrl-C, so that ``action`` ends: a check that still writes must end before its folder is removed.
+
+    Raises:
+        StuckError: it did not end in time; its thread continues.
+        BaseException: what ``action`` raised.
+    """
+    outcome: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(action())
+        except BaseException as error:  # it belongs to the caller that waits
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="safe_ckpt-doctor", daemon=True).start()
+    try:
+        wait([outcome], limit_s)
+    except BaseException:
+        if stop is not None:
+            stop.set()
+            wait([outcome], _LEAVE_S)
+        raise
+    if not outcome.done():
+        raise StuckError(f"no answer within {limit_s:g} s")
+    return outcome.result()
+
+
+def nearest_existing(path: Path) -> Path:
+    """``path``, absolute, or the nearest of its parents that exists. Follows no link at the end of the path."""
+    path = Path(os.path.abspath(path))
+    return next(candidate for candidate in (path, *path.parents) if os.path.lexists(candidate) or not candidate.name)
+
+
+def known_size(directory: Path, options: Options) -> tuple[int | None, str]:
+    """The size of one checkpoint, as given or as that of the newest one in ``directory``, and how it is known."""
+    if options.state_bytes is not None:
+        return options.state_bytes, "as given"
+    # Without an answer: no directory, a live job that deletes one just now, or a disk that the first check reports anyway.
+    infos = or_else(lambda: [candidate.info for candidate in read_listing(directory).usable], options.timeout_s, ())
+    newest = next((info for info in infos if info is not None and info.size_bytes), None)
+    return (newest.size_bytes, f"as {newest.path.name} is") if newest else (None, "")
+
+
+def or_else(action: Callable[[], _T], limit_s: float, default: _Default) -> _T | _Default:
+    """As ``bounded``; ``default`` where the file system refuses or does not answer."""
+    try:
+        return bounded(action, limit_s)
+    except OSError:
+        return default
+
+
+def look_at(path: Path, options: Options) -> Examined:
+    """What is known of a directory before anything is written.
+
+    Raises:
+        StuckError: the file system does not answer.
+    """
+    asked = Path(os.path.abspath(path))
+    existing = bounded(lambda: nearest_existing(asked), options.timeout_s)
+    size, known_from = known_size(asked, options)
+    return Examined(asked=asked, existing=existing, options=options, state_bytes=size, state_from=known_from)
+
+
+@contextlib.contextmanager
+def examining(path: Path, options: Options) -> Iterator[Examined]:
+    """The directory with its private folder, which is removed at the end, also after an error or Ctrl-C.
+
+    Where the folder cannot be made, ``problem`` says why. Called on rank 0, on the main thread.
+
+    Raises:
+        StuckError: the file system does not answer.
+    """
+    examined = look_at(path, options)
+    scratch = examined.existing / f"{PREFIX}{uuid.uuid4().hex}"
+    try:
+        try:
+            bounded(scratch.mkdir, options.timeout_s)
+        except StuckError:
+            raise
+        except OSError as error:
+            yield replace(examined, problem=error)
+        else:
+            yield replace(examined, scratch=scratch)
+    finally:
+        examined.stop.set()
+        try:
+            bounded(lambda: _remove(scratch), options.timeout_s)
+        except OSError as error:
+            logger.warning("%s could not be removed, delete it by hand: %s", scratch, error)
+
+
+def _remove(scratch: Path) -> None:
+    for _ in range(3):  # an abandoned check may create a file there meanwhile
+        shutil.rmtree(scratch, ignore_errors=True)
+    if os.path.lexists(scratch):
+        shutil.rmtree(scratch)
+
+
+def run_checks(examined: Examined, checks: Sequence[Check]) -> list[Finding]:
+    """Run the checks in their order and collect their findings. Called on the main thread.
+
+    Args:
+        examined: the directory.
+        checks: what to do.
+
+    Raises:
+        BaseException: a check raised something other than ``OSError``, or Ctrl-C came; the check that was under way was
+            asked to end, and was given a few seconds for that.
+    """
+    findings: list[Finding] = []
+    stuck = False
+    for check in checks:
+        if check.touches_disk and stuck:
+            findings.append(skipped(check.name, "not tried: the file system has stopped answering"))
+            continue
+        if check.needs_scratch and examined.scratch is None:
+            findings.append(skipped(check.name, "not tried: nothing can be written there"))
+            continue
+        try:
+            findings += bounded(partial(check.run, examined), examined.options.timeout_s, examined.stop)
+        except StuckError as error:
+            stuck = stuck or check.touches_disk
+            findings.append(fail(check.name, str(error), STUCK if check.touches_disk else "try again later"))
+        except OSError as error:
+            findings.append(refused(check.name, error))
+    return findings
+
+
+# The outcome of a check: a state, the figure behind it, and what to do about it.
+
+State = Literal["ok", "warn", "fail", "skipped"]
+_ORDER: tuple[State, ...] = ("ok", "skipped", "warn", "fail")
+Figure = int | float | str | bool | None
+
+_ADVICE = {
+    errno.EACCES: "give this user the right to write there (chown, chmod), or choose another directory",
+    errno.EPERM: "this user, or this file system, may not do that: choose another directory",
+    errno.EROFS: "it is mounted read-only: mount it for writing, or choose another directory",
+    errno.ENOSPC: "the file system is full: delete something, or choose another directory",
+    errno.EDQUOT: "the quota of this user is used up: delete something, or ask for more",
+    errno.EIO: "the disk or its server reports errors: look at dmesg, and do not keep checkpoints there",
+    errno.ESTALE: "the server no longer knows this directory: mount it again",
+    errno.ENOENT: "the path leads nowhere, as a dangling link does: choose another directory",
+    errno.ENOTDIR: "a part of the path is a file: choose another directory",
+    errno.ENAMETOOLONG: "choose a directory with a shorter path",
+    errno.EMFILE: "too many files are open: ulimit -n 65536",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The outcome of one check.
+
+    Attributes:
+        check: the name of the check.
+        state: ``"ok"``; ``"warn"``: it works, at a price; ``"fail"``: checkpoints cannot be relied on here; ``"skipped"``: it
+            could not be checked.
+        measured: what was seen, as text.
+        advice: what to do about it, or a hint; "" where there is nothing to do.
+        where: the host and ranks concerned, where that is not all of them.
+        figures: the same in numbers, for programs; units are in the names.
+    """
+
+    check: str
+    state: State
+    measured: str
+    advice: str = ""
+    where: str = ""
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-able data."""
+        return dataclasses.asdict(self)
+
+
+def ok(check: str, measured: str, advice: str = "", /, **figures: Figure) -> Finding:
+    """Nothing to do; ``advice`` is only a hint."""
+    return Finding(check=check, state="ok", measured=measured, advice=advice, figures=figures)
+
+
+def warn(check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
+    """It works, at a price."""
+    return Finding(check=check, state="warn", measured=measured, advice=advice, figures=figures)
+
+
+def warn_if(bad: bool, check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
+    """A warning with ``advice`` where it is ``bad``; else nothing to do."""
+    return warn(check, measured, advice, **figures) if bad else ok(check, measured, **figures)
+
+
+def fail(check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
+    """Checkpoints cannot be relied on here."""
+    return Finding(check=check, state="fail", measured=measured, advice=advice, figures=figures)
+
+
+def skipped(check: str, why: str) -> Finding:
+    """The check could not be made."""
+    return Finding(check=check, state="skipped", measured=why)
+
+
+def refused(check: str, error: OSError, doing: str = "") -> Finding:
+    """The operating system refused a call."""
+    code = errno.errorcode.get(error.errno or 0, "")
+    where = f" ({os.path.basename(os.fsdecode(error.filename))})" if isinstance(error.filename, str | bytes) else ""
+    text = f"{f'{doing}: ' if doing else ''}{error.strerror or error}{f' [{code}]' if code else ''}{where}"
+    advice = _ADVICE.get(error.errno or 0, "choose a directory on another file system")
+    return fail(check, text, advice, errno=code or None)
+
+
+def worst(findings: Iterable[Finding]) -> State:
+    """The state of the whole; ``"ok"`` when there is none."""
+    return max((finding.state for finding in findings), key=_ORDER.index, default="ok")

@@ -1,0 +1,222 @@
+"""The file system of a directory: its kind, what renames, links and names do there, and how much fits."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safe_ckpt.core.storage import durable
+from safe_ckpt.text import bytes_text
+from safe_ckpt.tools.doctor.check import Examined, Finding, fail, ok, skipped, warn, warn_if
+
+_LITTLE_BYTES = 1 << 30
+_FEW_INODES = 10_000
+_TABLE = Path("/proc/self/mountinfo")
+_OCTAL = re.compile(r"\\([0-7]{3})")
+_LAG = "other hosts may see new files seconds late; safe_ckpt waits for them"
+_NFS = f"{_LAG}. Mount it hard, not soft: a soft mount turns a busy server into failed saves"
+_CIFS = f"{_LAG}. Mount it with cache=strict, and expect slow renames"
+NETWORK = {
+    "nfs": _NFS,
+    "nfs4": _NFS,
+    "lustre": "stripe the directory for large files before training: lfs setstripe -c 4 DIR",
+    "cifs": _CIFS,
+    "smb3": _CIFS,
+    "9p": f"{_LAG}. It is a folder of the host of a virtual machine: prefer a disk",
+    "virtiofs": "it is a folder of the host of a virtual machine: the host decides when bytes are on the disk",
+}
+_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mount:
+    """One mounted file system.
+
+    Attributes:
+        point: where it is mounted.
+        kind: its type, such as ``"ext4"``.
+        source: the device or the server.
+        options: of the mount and of the file system.
+    """
+
+    point: str
+    kind: str
+    source: str
+    options: frozenset[str]
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it is gone after a reboot."""
+        return self.kind in _MEMORY
+
+
+def mount_of(path: str, table: str) -> Mount | None:
+    """The mount that ``path`` is on; None when the table has none.
+
+    Args:
+        path: absolute, without symbolic links.
+        table: what ``/proc/self/mountinfo`` says.
+    """
+    best: Mount | None = None
+    for line in table.splitlines():
+        left, separator, right = line.partition(" - ")
+        ahead, behind = left.split(), right.split(" ")
+        if not separator or len(ahead) < 6 or len(behind) < 2:
+            continue
+        point = _plain(ahead[4])
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        # Of two mounts at one point the later one lies on top.
+        if inside and (best is None or len(point) >= len(best.point)):
+            options = frozenset([*ahead[5].split(","), *(behind[2].split(",") if len(behind) > 2 else [])])
+            best = Mount(point=point, kind=behind[0], source=_plain(behind[1]), options=options)
+    return best
+
+
+def _plain(text: str) -> str:
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
+
+
+def current(path: Path, table: Path = _TABLE) -> Mount | None:
+    """The mount that ``path`` is on now; None where that is unknown."""
+    try:
+        return mount_of(os.path.realpath(path), table.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+
+
+def judge(mount: Mount) -> Finding:
+    """Whether checkpoints survive on a file system of this kind."""
+    text = f"{mount.kind} at {mount.point}, from {mount.source}"
+    figures = {"kind": mount.kind, "mount_point": mount.point, "source": mount.source}
+    if "ro" in mount.options:
+        advice = "mount it for writing, or choose another directory"
+        return fail("file system", f"{text}, read-only", advice, **figures)
+    advice = NETWORK.get(mount.kind, "")
+    if mount.in_memory:
+        advice = (
+            "it is memory: what is saved there is gone after a reboot or with the job. Choose a directory on a disk"
+        )
+    elif mount.kind == "overlay":
+        advice = "it is the container's own layer, which is deleted with the container: mount a volume and save there"
+    elif mount.kind.startswith("fuse"):
+        advice = "its program decides what fsync and rename promise: object stores behind FUSE are not supported"
+    elif "soft" in mount.options and advice:
+        text += ", mounted soft"
+    else:
+        return ok("file system", text, advice, **figures)
+    return warn("file system", text, advice, **figures)
+
+
+def file_system(examined: Examined) -> list[Finding]:
+    """The kind of the file system."""
+    mount = current(examined.existing)
+    return [judge(mount) if mount else skipped("file system", f"{_TABLE} does not list it")]
+
+
+def renaming(examined: Examined) -> list[Finding]:
+    """A rename replaces a file, moves a directory, and can exchange two."""
+    folder = examined.folder("renamed")
+    for name in ("new", "old"):
+        (folder / name).write_text(name)
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+    os.replace(folder / "new", folder / "old")
+    os.rename(folder / "old", folder / "b" / "moved")
+    os.rename(folder / "a", folder / "c")
+    exchanged = durable.exchange(folder / "b", folder / "c")
+    moved = folder / ("c" if exchanged else "b") / "moved"
+    if (folder / "new").exists() or moved.read_text() != "new":
+        return [fail("rename", "a renamed file is not what it was", "choose a directory on another file system")]
+    if exchanged:
+        text = "replaces a file in one step, moves directories, and exchanges two names"
+        return [ok("rename", text, exchange=True)]
+    advice = "replacing a directory takes two renames here; the next start repairs what a crash leaves between them"
+    text = "replaces a file in one step and moves directories, but cannot exchange two names"
+    return [ok("rename", text, advice, exchange=False)]
+
+
+def links(examined: Examined) -> list[Finding]:
+    """Whether hard and symbolic links work: a second name of a checkpoint is one."""
+    folder = examined.folder("links")
+    (folder / "file").write_text("x")
+    works = {
+        "hard": _works(lambda: os.link(folder / "file", folder / "hard")),
+        "symbolic": _works(lambda: os.symlink("file", folder / "symbolic")),
+    }
+    missing = [name for name, does in works.items() if not does]
+    if not missing:
+        return [ok("links", "hard and symbolic links work", **works)]
+    advice = "a second name of a checkpoint, such as last.ckpt, is a copy here and takes its space again"
+    if "symbolic" in missing:
+        advice += '; do not use save_last="link"'
+    return [warn("links", f"no {' and '.join(missing)} links", advice, **works)]
+
+
+def _works(action: Callable[[], object]) -> bool:
+    try:
+        action()
+    except OSError:
+        return False
+    return True
+
+
+def names(examined: Examined) -> list[Finding]:
+    """Whether the file system distinguishes names that differ only in case."""
+    folder = examined.folder("names")
+    (folder / "case").touch()
+    if (folder / "CASE").exists():
+        advice = "two names that differ only in case are one file here: do not rely on case in file names or metrics"
+        return [warn("names", "not case-sensitive", advice, case_sensitive=False)]
+    return [ok("names", "case-sensitive", case_sensitive=True)]
+
+
+def space(examined: Examined) -> list[Finding]:
+    """Free bytes, against the size of a checkpoint."""
+    free_bytes = durable.free_bytes(examined.existing)
+    if free_bytes is None:
+        return [skipped("space", "this file system does not report its free space, so no save checks it beforehand")]
+    stat = os.statvfs(examined.existing)
+    total_bytes = stat.f_blocks * stat.f_frsize
+    size = examined.state_bytes
+    return [judge_space(free_bytes=free_bytes, total_bytes=total_bytes, size=size, why=examined.state_from)]
+
+
+def judge_space(*, free_bytes: int, total_bytes: int, size: int | None, why: str = "") -> Finding:
+    """Whether that is enough: a new checkpoint is complete before an old one is deleted.
+
+    Args:
+        free_bytes: free for this user.
+        total_bytes: of the file system.
+        size: bytes of one checkpoint, if that is known.
+        why: where it is known from.
+    """
+    text = f"{bytes_text(free_bytes)} free of {bytes_text(total_bytes)}"
+    figures = {"free_bytes": free_bytes, "total_bytes": total_bytes, "state_bytes": size}
+    if size is None:
+        if free_bytes < _LITTLE_BYTES:
+            advice = "that is little: free some, or give the size of a checkpoint with --state-bytes"
+            return warn("space", text, advice, **figures)
+        return ok("space", f"{text}; --state-bytes shows how many checkpoints fit", **figures)
+    figures["fit"] = fit = free_bytes // size
+    text += f": {fit} {'checkpoint fits' if fit == 1 else 'checkpoints fit'} of {bytes_text(size)} each ({why})"
+    if fit == 0:
+        advice = "delete something, keep fewer checkpoints (Retention), or choose another directory"
+        return fail("space", text, advice, **figures)
+    advice = "a new one is complete before an old one is deleted: make room for two"
+    return warn_if(fit == 1, "space", text, advice, **figures)
+
+
+def inodes(examined: Examined) -> list[Finding]:
+    """How many files may still be created."""
+    try:
+        stat = os.statvfs(examined.existing)
+    except OSError as error:
+        return [skipped("files", f"this file system does not report how many can be created ({error.strerror})")]
+    if not stat.f_files:
+        return [ok("files", "no limit on their number")]
+    free, text = stat.f_favail, f"{stat.f_favail} more can be created"
+    advice = "delete files that nobody needs: without free inodes no file can be created, even with space left"
+    return [warn_if(free < _FEW_INODES, "files", text, advice, free_inodes=free)]

@@ -1,0 +1,326 @@
+"""The checkpoints in a directory of any adapter or tool, without its job: usable, damaged, uncommitted and quarantined."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
+from safe_ckpt.core.health.verdict import described
+from safe_ckpt.core.home import candidates as catalog
+from safe_ckpt.core.home.candidates import Candidate
+from safe_ckpt.core.home.file_home import HIDDEN, NAMES
+from safe_ckpt.core.home.holders import Holder, hidden_folders, holders
+from safe_ckpt.core.home.standing import Standing, named_by, standing_of
+from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
+from safe_ckpt.layouts import table as layouts
+from safe_ckpt.layouts.judges import is_tag, judges_of
+from safe_ckpt.layouts.table import Layout
+from safe_ckpt.layouts.top_level import look_inside
+from safe_ckpt.tools.inspection.dcp_reader import METADATA
+from safe_ckpt.tools.inspection.files import CheckpointFile, Window
+from safe_ckpt.tools.inspection.torch_reader import looks_like_archive, open_archive, read_old_file
+
+NOT_COMMITTED = "not committed"
+FOUND_DAMAGED = "found damaged by a resume"
+_NAME = re.compile(r"^(?:step-|epoch_|step_)([0-9]{1,18})\Z")  # ours, and those of Accelerate's examples
+_DIRECTORIES: Sequence[tuple[str, Callable[[str], bool]]] = (
+    ("DeepSpeed directory", lambda name: name.startswith(("zero_pp_rank_", "mp_rank_"))),
+    ("DCP directory", lambda name: name == METADATA),
+    ("Accelerate directory", lambda name: name.startswith("random_states_")),
+    ("Transformers Trainer directory", lambda name: name == "trainer_state.json"),
+    ("Hugging Face directory", lambda name: name.endswith(".safetensors")),
+)
+_FILES = {".ckpt": "Lightning or torch file", ".safetensors": "safetensors file"}
+
+
+def kind_of(files: Sequence[CheckpointFile]) -> str:
+    """The kind of a checkpoint that is not ours, in words. That of a single file follows from its ending."""
+    names = [Path(file.name).name for file in files]
+    if len(files) == 1 and files[0].path.suffix in _FILES:
+        return _FILES[files[0].path.suffix]
+    unknown = "files" if len(files) > 1 else "file"
+    return next((kind for kind, is_sign in _DIRECTORIES if any(map(is_sign, names))), unknown)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """The checkpoints of a directory.
+
+    Attributes:
+        folder: which directory they are in.
+        hidden: where the lock, saves under way and the quarantine are; None where safe_ckpt never worked.
+        places: that, and others where these are: of checkpoints in it that are named one by one.
+        standing: what a resume takes of them.
+        usable: those in which nothing is wrong so far: in the order in which a resume tries them, then those that it takes only
+            where they are named.
+        unusable: those that a resume would not take, and why (``problem``).
+        unreadable: what could not be read, and why. A resume stops with that error.
+        under_way: folders of saves that are not committed: of a job that saves now, or left by one that was killed.
+        quarantined: what was found damaged and moved away.
+    """
+
+    folder: Path
+    hidden: Path | None
+    places: tuple[Path, ...]
+    standing: Standing
+    usable: tuple[Candidate, ...]
+    unusable: tuple[Candidate, ...]
+    unreadable: Mapping[Path, str]
+    under_way: tuple[Path, ...]
+    quarantined: tuple[Path, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of a listing.
+
+    Attributes:
+        name: relative to the directory that the checkpoints are in.
+        step: its training step, or the number in its name; None where neither is known.
+        sequence: its place in the order of commits.
+        created_at: ISO 8601, UTC.
+        size_bytes: of all its files.
+        shared_bytes: of those of them that other checkpoints have, too: they are on the disk once.
+        world_size: number of ranks that saved it.
+        metrics: those given to ``save``.
+        written_by: versions, host and process; None where another tool wrote it.
+        state: "valid" (its manifest is in order), "unhealthy" (and its numbers are not), "unverified", "damaged", "unreadable",
+            "partial" or "quarantined".
+        reason: why it cannot be used; "" where nothing is wrong so far.
+    """
+
+    name: str
+    step: int | None = None
+    sequence: int | None = None
+    created_at: str | None = None
+    size_bytes: int | None = None
+    shared_bytes: int | None = None
+    world_size: int | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    written_by: Mapping[str, Any] | None = None
+    state: str
+    reason: str = ""
+
+
+def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
+    """Read names and manifests, and no payload.
+
+    Args:
+        directory: the one given to safe_ckpt or another tool, or the ``checkpoints`` folder of an Accelerate project.
+        tags_below: whether tags of DeepSpeed count that lie in a folder below it, to which its ``latest`` leads. That folder
+            has a lock and an order of commits of its own.
+
+    Raises:
+        OSError: it could not be listed.
+    """
+    unreadable: dict[Path, str] = {}
+
+    def note(path: Path, error: Exception) -> None:
+        if os.path.lexists(path) or isinstance(error, PermissionError):  # else a live job has just deleted it
+            unreadable[path] = str(error)
+
+    folder, places = directory, hidden_folders(directory)
+    candidates = catalog.list_directories(folder, _number_of, _problem_of, note)
+    files = catalog.list_files(folder, ".ckpt", layouts.is_lightning_directory, note)
+    with catalog.guarded(folder / layouts.LATEST, note):
+        candidates += _tags_below(folder, note) if tags_below else ()
+        candidates += _named_and_damaged(folder, candidates)
+    for file in files:
+        with catalog.guarded(file.file_path, note):
+            candidates.append(_judged(file))
+    below = directory / "checkpoints"
+    if not candidates and not unreadable and below.is_dir() and not below.is_symlink():  # a project of Accelerate's
+        folder = below
+        candidates = catalog.list_directories(folder, _number_of, _problem_of, note)
+        places = list({place.resolve(): place for place in (*hidden_folders(folder), *places)}.values())
+    standing = standing_of(candidates)
+    with catalog.guarded(folder / layouts.LATEST, note):
+        standing = standing_of(candidates, judges_of(folder))
+    return Listing(
+        folder=folder,
+        hidden=places[0] if places else None,
+        places=tuple(places),
+        standing=standing,
+        usable=standing.usable,
+        unusable=standing.unusable,
+        unreadable=unreadable,
+        under_way=(*_listed(places, "pending", unreadable), *_listed(places, "staging", unreadable)),
+        quarantined=_listed(places, "quarantine", unreadable),
+    )
+
+
+def _named_and_damaged(top: Path, listed: Sequence[Candidate]) -> list[Candidate]:
+    """The tag that ``latest`` names where its manifest is damaged: of a name of one's own nothing else tells that it is one."""
+    named = named_by(top / layouts.LATEST)
+    if named is None or any(candidate.path == named for candidate in listed) or not (named / MANIFEST_NAME).is_file():
+        return []
+    try:
+        read_manifest(named)
+    except CorruptCheckpointError as error:
+        return [Candidate(path=named, problem=f"{error.file} {error.message}", damaged=True)]
+    except UnsupportedFormatError:
+        return []
+    return []
+
+
+def _tags_below(top: Path, note: catalog.OnError) -> list[Candidate]:
+    """DeepSpeed's tags in folders below, such as "warmup/step10": beside the one that ``latest`` names, or all without it."""
+    named = named_by(top / layouts.LATEST)
+    if named is not None:
+        folders = [named.parent] if named.parent != top and named.parent.is_dir() else []
+    else:
+        folders = [path for path in sorted(top.iterdir()) if not path.is_symlink() and (path / HIDDEN).is_dir()]
+    found = []
+    for folder in folders:
+        with catalog.guarded(folder, note):
+            found += [tag for tag in catalog.list_directories(folder, _number_of, _problem_of, note) if is_tag(tag)]
+    return found if named is not None else [tag for tag in found if tag.manifest is not None]
+
+
+def holders_of(listing: Listing, directory: Path) -> dict[Path, Holder]:
+    """Who holds the directory that was listed, or a name in it, by where each lock lies.
+
+    Raises:
+        OSError: a lock is there and could not be read.
+    """
+    found = {**holders(listing.folder), **holders(directory)}
+    return dict({place.resolve(): (place, holder) for place, holder in found.items()}.values())
+
+
+def rows(listing: Listing) -> Iterator[Row]:
+    """The lines of a listing: usable checkpoints in the order in which a resume tries them, then the others, and why."""
+    for candidate in listing.usable:
+        with contextlib.suppress(FileNotFoundError):  # a live job has just deleted it
+            row = row_of(_name(listing, candidate.file_path), candidate, "unverified" if candidate.foreign else "valid")
+            yield replace(row, reason=row.reason or listing.standing.by_name_only.get(candidate.path, ""))
+    for candidate in listing.unusable:
+        yield row_of(_name(listing, candidate.file_path), candidate, "damaged")
+    for path, why in listing.unreadable.items():
+        yield Row(name=_name(listing, path), state="unreadable", reason=why)
+    for path in listing.under_way:
+        yield Row(name=_name(listing, path), state="partial", reason=NOT_COMMITTED)
+    for path in listing.quarantined:
+        yield Row(name=_name(listing, path), state="quarantined", reason=FOUND_DAMAGED)
+
+
+def list_existing(directory: Path) -> tuple[tuple[Row, ...], str]:
+    """The checkpoints of a run and its quarantine, and why some could not be listed; "" if all were.
+
+    Args:
+        directory: as ``read_listing`` takes it.
+    """
+    try:
+        listing = replace(read_listing(directory), folder=directory)  # names are relative to it
+        existing = tuple(row for row in rows(listing) if row.state not in ("unreadable", "partial"))
+    except OSError as error:
+        return (), str(error)
+    return existing, "; ".join(f"{path.name}: {why}" for path, why in listing.unreadable.items())
+
+
+def read_layout(path: Path) -> Layout:
+    """What a Lightning checkpoint says about itself; of a pickle that is too long to be read, what its name says.
+
+    Bounded like all that the command reads. A resume looks into any length: ``blind_reader.read_layout``.
+
+    Raises:
+        OSError: it could not be read.
+    """
+    layout = layouts.lightning_layout_of(path)
+    try:
+        with Window(layouts.facts_file(path)) as window:
+            return layout.with_content(
+                open_archive(window).root if looks_like_archive(window) else read_old_file(window)
+            )
+    except HostileCheckpointError as error:
+        return replace(layout, problem=f"is no checkpoint: {error.message}")
+    except CorruptCheckpointError:
+        return layout.with_content(None)
+    except UnsupportedFormatError:  # too long to be read
+        return layout
+
+
+def _number_of(name: str) -> int | None:
+    number = next((number for kind in layouts.KINDS if (number := kind.number_of(name)) is not None), None)
+    match = _NAME.match(name)
+    return int(match.group(1)) if number is None and match else number
+
+
+def _problem_of(path: Path) -> str:
+    """Why a directory without a manifest cannot be used; "" if another tool may have written it to its end."""
+    if path.name.startswith("step-"):
+        return "has no manifest.json: never committed, or altered"
+    layout = layouts.layout_of(path)
+    if layout is not None:
+        return layout.problem
+    return "" if catalog.looks_like_checkpoint(path) else "holds no checkpoint: empty, or cut off"
+
+
+def _judged(candidate: Candidate) -> Candidate:
+    """As a resume of Lightning does, but bounded: the step in a file of another tool, and whether there are only weights."""
+    if candidate.manifest is not None and candidate.manifest.notes.get("weights_only"):
+        return replace(candidate, problem=layouts.WEIGHTS_ONLY)
+    return look_inside(candidate, read_layout)
+
+
+def row_of(name: str, candidate: Candidate, state: str) -> Row:
+    """The line of one checkpoint.
+
+    Raises:
+        OSError: it was deleted meanwhile.
+    """
+    manifest, info = candidate.manifest, candidate.info
+    row = Row(name=name, state=state, reason=candidate.problem)
+    if manifest is not None and not candidate.problem and manifest.health.get("healthy") is False:
+        row = replace(row, state="unhealthy", reason=described(manifest.health))
+    if manifest is None or info is None:
+        return replace(row, step=candidate.step if candidate.step >= 0 else None)
+    return replace(
+        row,
+        step=manifest.step,
+        sequence=manifest.sequence,
+        created_at=manifest.created_at,
+        size_bytes=info.size_bytes,
+        shared_bytes=_shared_bytes(candidate.path, manifest),
+        world_size=manifest.world_size,
+        metrics=dict(manifest.metrics),
+        written_by={**manifest.versions, **manifest.written_by},
+    )
+
+
+def _shared_bytes(path: object, manifest: Manifest) -> int:
+    if not isinstance(path, Path):
+        return 0
+    total = 0
+    for entry in manifest.files:
+        with contextlib.suppress(OSError):  # it is missing, or a live job has just deleted the checkpoint
+            total += entry.size_bytes if (path / entry.path).stat().st_nlink > 1 else 0
+    return total
+
+
+def _name(listing: Listing, path: Path) -> str:
+    if path.is_relative_to(listing.folder):
+        return path.relative_to(listing.folder).as_posix()
+    hidden = next((hidden for hidden in listing.places if path.is_relative_to(hidden)), listing.folder)
+    return f"{hidden.name}/{path.relative_to(hidden).as_posix()}"
+
+
+def _listed(hidden: Sequence[Path], name: str, unreadable: dict[Path, str]) -> tuple[Path, ...]:
+    """The entries of the folders of this name: the directory's own, and that of each checkpoint with a lock of its own."""
+    places = [place for folder in hidden for place in (folder, *_entries(folder / NAMES, unreadable))]
+    return tuple(path for place in places for path in _entries(place / name, unreadable))
+
+
+def _entries(folder: Path, unreadable: dict[Path, str]) -> Iterable[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        unreadable[folder] = str(error)
+        return []

@@ -1,0 +1,44 @@
+"""What the user keeps in a checkpoint directory is kept when that is saved again."""
+
+import os
+
+from safe_ckpt.core.home import extra_files
+from safe_ckpt.core.home.candidates import list_directories
+
+
+def test_links_and_empty_folders_are_kept(tmp_path):
+    """Links to files and to directories, relative ones too, files in folders, and empty folders; with the modes of all."""
+    old, staged, elsewhere = tmp_path / "old", tmp_path / "staged", tmp_path / "elsewhere"
+    (old / "notes/deep").mkdir(parents=True)
+    (old / "empty/within").mkdir(parents=True)
+    staged.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "big").touch()
+    (old / "notes/deep/a.txt").write_text("a")
+    os.symlink(elsewhere, old / "data")
+    os.symlink("../elsewhere", old / "notes/relative")
+    os.symlink("nowhere", old / "dangling")
+    modes = {"notes": 0o700, "notes/deep": 0o750, "empty": 0o2700, "empty/within": 0o500}
+    for name, mode in modes.items():
+        (old / name).chmod(mode)
+    extra_files.carry(old, staged, lambda _: True)
+    assert (staged / "notes/deep/a.txt").read_text() == "a"
+    assert (staged / "empty/within").is_dir()
+    assert [os.readlink(staged / name) for name in ("data", "notes/relative", "dangling")] == [
+        str(elsewhere),
+        "../elsewhere",
+        "nowhere",
+    ]
+    assert {name: (staged / name).stat().st_mode & 0o7777 for name in modes} == modes
+    assert os.listdir(elsewhere) == ["big"]
+    assert extra_files.adopt(staged, {"notes/deep/a.txt"}) == []
+
+
+def test_a_folder_with_other_digits_is_no_step(tmp_path):
+    """A name that looks like a number to Python and is none of ours keeps no job from starting."""
+    for name in (
+        "step-\u00b2\u00b2\u00b2\u00b2\u00b2\u00b2\u00b2\u00b2",
+        "step-\u0663\u0663\u0663\u0663\u0663\u0663\u0663\u0663",
+    ):
+        (tmp_path / name).mkdir()
+    assert list_directories(tmp_path) == []

@@ -1,0 +1,289 @@
+"""Who may have a directory: taken over from the dead at once or when their lease is over, never from the living."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from safe_ckpt import set_up_directory
+from safe_ckpt.core.home import file_lock as locks
+from safe_ckpt.core.home import lease as leases
+from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_lock import JobLock
+from safe_ckpt.core.home.lease import Lease
+from safe_ckpt.errors import DirectoryError, DirectoryInUseError
+from support import HOLD_LOCK, holding_lock, needs_root
+
+
+def of_elsewhere(**facts):
+    known = {"token": "ab", "host": "elsewhere", "pid": 1, "started_at": "2026-01-01T00:00:00+00:00", "lease_s": 60.0}
+    return Lease(**{**known, "kernel": "other", "namespace": 1, "process_start": 5, **facts})
+
+
+def lock_in(folder, lease_s=2.0):
+    return JobLock(folder, subject=folder, lease_s=lease_s)
+
+
+@needs_root
+def test_another_container_of_this_machine_is_asked_through_the_kernel(tmp_path):
+    """A holder in another PID namespace: refused while it lives, taken over at once when it is killed, its pid unknown here."""
+    with holding_lock(tmp_path, within=("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")) as holder:
+        lease = Lease.from_bytes((tmp_path / "lock").read_bytes())
+        assert lease.namespace != leases.pid_namespace()
+        assert leases.fate_of(lease, tmp_path) == "unknown"
+        with pytest.raises(DirectoryInUseError, match="no sign of life; its lease ends in"):
+            lock_in(tmp_path).acquire(patience_s=0.5)
+        holder.kill()
+        holder.wait()
+        begun = time.monotonic()
+        lock = lock_in(tmp_path)
+        lock.acquire()
+        assert time.monotonic() - begun < 5
+        lock.release()
+
+
+def test_a_restarted_pod_is_not_its_predecessor(tmp_path):
+    """Same host name, another machine or container: the lease runs out, and nothing is claimed to be alive."""
+    (tmp_path / "lock").write_bytes(of_elsewhere(host=os.uname().nodename, pid=os.getpid(), lease_s=2.0).to_bytes())
+    with pytest.raises(DirectoryInUseError) as caught:
+        lock_in(tmp_path).acquire(patience_s=0.2)
+    assert "alive" not in str(caught.value)
+    lock = lock_in(tmp_path)
+    lock.acquire(patience_s=10)
+    lock.confirm()
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_dead_holders_own_lease_counts(tmp_path):
+    """Whoever comes with a longer or a shorter lease waits as long as the holder promised to show itself."""
+    for other in (1.0, 300.0):
+        (tmp_path / "lock").write_bytes(of_elsewhere(lease_s=3.0).to_bytes())
+        begun = time.monotonic()
+        lock = lock_in(tmp_path, lease_s=other)
+        lock.acquire()
+        assert 2.5 < time.monotonic() - begun < 7
+        lock.release()
+
+
+def test_waiting_is_counted_across_restarts(tmp_path):
+    """A job that is restarted before the lease is over goes on waiting where it stopped; a live holder is heard meanwhile."""
+    (tmp_path / "lock").write_bytes(of_elsewhere(lease_s=600.0).to_bytes())
+    with pytest.raises(DirectoryInUseError, match="start again then"):
+        lock_in(tmp_path).acquire(patience_s=0.1)
+    seen = json.loads((tmp_path / "lock.seen").read_text())
+    (tmp_path / "lock.seen").write_text(json.dumps({**seen, "at": seen["at"] - 6}))
+    (tmp_path / "lock").write_bytes(of_elsewhere(lease_s=6.0).to_bytes())  # not what was seen: counted anew
+    with pytest.raises(DirectoryInUseError, match=r"lease ends in [56] s"):
+        lock_in(tmp_path).acquire(patience_s=0.5)
+    seen = json.loads((tmp_path / "lock.seen").read_text())
+    (tmp_path / "lock.seen").write_text(json.dumps({**seen, "at": seen["at"] - 6}))
+    begun = time.monotonic()
+    lock = lock_in(tmp_path)
+    lock.acquire()
+    assert 1.9 < time.monotonic() - begun < 5  # a third of the lease, in which a live one would have shown itself
+    lock.release()
+
+
+def test_alive_is_said_where_it_was_seen(tmp_path):
+    """A holder elsewhere that changes its record while it is watched is refused as alive, at its first sign."""
+    lease = of_elsewhere(lease_s=600.0)
+    (tmp_path / "lock").write_bytes(lease.to_bytes())
+    timer = threading.Timer(0.5, lambda: (tmp_path / "lock").write_bytes(lease.next().to_bytes()))
+    timer.start()
+    begun = time.monotonic()
+    with pytest.raises(DirectoryInUseError, match="gave a sign of life"):
+        lock_in(tmp_path).acquire(patience_s=30)
+    timer.join()
+    assert time.monotonic() - begun < 10
+
+
+def test_a_stopped_holder_is_taken_over_and_told_by_name(tmp_path):
+    """Stopped beyond its lease and then continued: it is told who has the directory, and what it moves then goes nowhere."""
+    first, second = Workspace(tmp_path, lease_s=6), Workspace(tmp_path, lease_s=6)
+    first.open()
+    staged = first.make_pending("op") / "step-1"
+    staged.mkdir()
+    aside = first.aside("op", tmp_path / "step-0")
+    first.confirm()  # and here it is stopped
+    locks._held.clear()  # as in a process of its own
+    (first.hidden / "lock").write_bytes(of_elsewhere(lease_s=1.0).to_bytes())
+    second.open()
+    (tmp_path / "step-0").mkdir()
+    for one, other in ((staged, tmp_path / "step-1"), (tmp_path / "step-0", aside)):
+        with pytest.raises(FileNotFoundError):
+            os.rename(one, other)
+    assert first.discard([tmp_path / "step-0"]) == []
+    with pytest.raises(DirectoryInUseError, match="took the directory over") as caught:
+        first.confirm()
+    assert caught.value.pid == os.getpid()
+    assert (tmp_path / "step-0").is_dir()
+    first.close()
+    second.confirm()
+    second.close()
+
+
+def test_an_outage_longer_than_the_lease_ends_nothing(tmp_path):
+    """The storage is away for several leases: a job that nobody took over goes on, and shows signs of life again."""
+    hidden = tmp_path / "exp"
+    hidden.mkdir()
+    lock = lock_in(hidden, lease_s=1.0)
+    lock.acquire()
+    hidden.rename(tmp_path / "away")
+    with pytest.raises(DirectoryInUseError, match="its lock is gone") as caught:
+        lock.confirm()
+    assert "in use by" not in str(caught.value)  # nobody holds it
+    time.sleep(2.5)  # the outage itself
+    (tmp_path / "away").rename(hidden)
+    lock.confirm()
+    before = (hidden / "lock").read_bytes()
+    deadline = time.monotonic() + 10
+    while (hidden / "lock").read_bytes() == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    lock.release()
+
+
+@pytest.mark.parametrize("left", ["a dead process", "nobody"])
+def test_one_of_many_gets_it(tmp_path, left):
+    """Eight contenders for the lock of a dead process, or of one that was killed before it wrote its name: one has it, and
+    the others are refused by its name.
+    """
+    here = {"kernel": leases.kernel_id(), "namespace": leases.pid_namespace()}
+    dead = of_elsewhere(**here, pid=2**22 - 1).to_bytes()
+    (tmp_path / "lock").write_bytes(dead if left == "a dead process" else b"")
+    code = HOLD_LOCK.replace("lock.acquire()", "lock.acquire(patience_s=20)")
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), "60"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(8)
+    ]
+    # The one that holds it says so and waits; the others end.
+    said = [process.stdout.readline() for process in started]
+    assert sorted(said) == [""] * 7 + ["held\n"]
+    winner = started[said.index("held\n")]
+    for process in started:
+        errors = process.communicate("")[1]
+        if process is not winner:
+            assert f"in use by process {winner.pid}" in errors
+
+
+@pytest.mark.parametrize("left", ["", "{", "[]", '{"token": 1}', "x" * 10_000, '{"lease_s": "nan"}'])
+def test_a_lock_file_that_says_nothing_is_taken_over(tmp_path, left):
+    """A creator that was killed before it wrote its name, or a file of something else, keeps nobody out for long."""
+    (tmp_path / "lock").write_text(left)
+    lock = lock_in(tmp_path)
+    lock.acquire(patience_s=10)
+    lock.confirm()
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/null", path)])
+def test_what_is_no_file_neither_blocks_nor_misleads(tmp_path, make):
+    """A directory, a pipe or a link in the place of the lock is moved out of the way."""
+    make(tmp_path / "lock")
+    lock = lock_in(tmp_path)
+    lock.acquire(patience_s=10)
+    lock.confirm()
+    lock.release()
+
+
+def test_a_lock_that_another_took_meanwhile_is_given_back(tmp_path):
+    """Judged dead, but replaced by a live job's before it could be removed: that one keeps it, with links and without."""
+    mine = of_elsewhere(token="new").to_bytes()
+    for refused in (False, True):
+        (tmp_path / "lock").write_bytes(mine)
+        answers = iter([True, False])  # the judged one when looked at, the other when it was renamed
+        with pytest.MonkeyPatch.context() as patch:
+            if refused:
+                patch.setattr(leases.os, "link", lambda *_: (_ for _ in ()).throw(OSError(95, "no links")))
+            assert not leases.take_away(tmp_path, lambda _, answers=answers: next(answers))
+        assert (tmp_path / "lock").read_bytes() == mine
+        assert os.listdir(tmp_path) == ["lock"]
+
+
+def test_overwriting_waits_for_the_lease_of_a_dead_job(tmp_path):
+    """set_up_directory(mode="overwrite") after a crash elsewhere: the holder's lease counts, not one of its own."""
+    (tmp_path / "exp/.safe_ckpt").mkdir(parents=True)
+    (tmp_path / "exp/.safe_ckpt/lock").write_bytes(of_elsewhere(lease_s=2.0).to_bytes())
+    (tmp_path / "exp/old").touch()
+    set_up_directory(tmp_path / "exp", mode="overwrite", timeout_s=30)
+    assert not (tmp_path / "exp/old").exists()
+
+
+def test_a_stopped_process_of_this_machine_is_named(tmp_path):
+    """It is there, so nothing is taken from it: whoever is refused learns its pid."""
+    with holding_lock(tmp_path) as holder:
+        os.kill(holder.pid, signal.SIGSTOP)
+        with pytest.raises(DirectoryInUseError, match=f"process {holder.pid}"):
+            lock_in(tmp_path).acquire(patience_s=1)
+
+
+def test_a_disk_that_refuses_says_so(tmp_path):
+    """No lock without a lock file: a typed error with the errno, and nothing is held."""
+    lock = JobLock(tmp_path / "missing", subject=tmp_path, lease_s=2.0)
+    with pytest.raises(DirectoryError) as caught:
+        lock.acquire()
+    assert caught.value.errno == 2
+    (tmp_path / "missing").mkdir()
+    lock.acquire()
+    lock.release()
+    assert Path(tmp_path / "missing").exists()
+
+
+def test_what_killed_contenders_left_is_swept(tmp_path):
+    """Half-made locks and such that were being taken away: gone with the next start; the end leaves nothing."""
+    for number in range(3):
+        (tmp_path / f"lock.{number:032x}").write_bytes(of_elsewhere().to_bytes())
+    lock = lock_in(tmp_path)
+    lock.acquire()
+    assert sorted(os.listdir(tmp_path)) == ["lock", "lock.alive"]
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_another_thread_of_the_process_does_not_take_the_lock_away(tmp_path, monkeypatch):
+    """Two threads open one directory at the same time: one has it, the other is told so, and the lock file stays."""
+    inside, go_on = threading.Event(), threading.Event()
+    create = JobLock._create
+
+    def slowly(self):
+        made = create(self)
+        if not inside.is_set():
+            inside.set()
+            go_on.wait(20)
+        return made
+
+    monkeypatch.setattr(JobLock, "_create", slowly)
+    first, second = (JobLock(tmp_path, subject=tmp_path, lease_s=6.0) for _ in range(2))
+    thread = threading.Thread(target=first.acquire)
+    thread.start()
+    inside.wait(20)
+    with pytest.raises(DirectoryInUseError, match="this process has it open already"):
+        second.acquire()
+    go_on.set()
+    thread.join(20)
+    first.confirm()
+    first.release()
+    second.acquire()
+    second.release()
+
+
+@pytest.mark.parametrize("lease_s", [1e12, 3601.0])
+def test_no_lock_file_is_waited_for_without_end(tmp_path, lease_s):
+    """A lease that no setting allows is nonsense: it is bounded, and the error says how to free the directory."""
+    (tmp_path / "lock").write_bytes(of_elsewhere(lease_s=lease_s).to_bytes())
+    with pytest.raises(DirectoryInUseError, match=r"ends in 3600 s.*unlock --break-lock"):
+        JobLock(tmp_path, subject=tmp_path, lease_s=6.0).acquire(0.0)

@@ -1,0 +1,109 @@
+import math
+import uuid
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safe_ckpt import CheckpointInfo, Retention
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest
+from safe_ckpt.core.home.retention import Decision, DeleteListed, KeepNewest, after_commit, best, to_delete
+from safe_ckpt.core.home.standing import Catalog
+
+
+def info(sequence, step, **metrics):
+    return CheckpointInfo(
+        path=Path(f"step-{step}"),
+        name=f"step-{step}",
+        step=step,
+        sequence=sequence,
+        metrics=metrics,
+        created_at="",
+        world_size=1,
+        size_bytes=1,
+    )
+
+
+infos = st.lists(
+    st.tuples(st.integers(0, 50), st.one_of(st.none(), st.floats(allow_infinity=True, allow_nan=True))), max_size=12
+).map(lambda rows: [info(i + 1, step, **({} if v is None else {"loss": v})) for i, (step, v) in enumerate(rows)])
+counts = st.one_of(st.none(), st.integers(1, 5))
+
+
+@given(infos, counts, counts, st.sampled_from(["min", "max"]), st.one_of(st.none(), st.integers(1, 10)))
+def test_what_a_rule_keeps_is_kept_and_the_newest_always(found, last, top, mode, every):
+    """No policy ever deletes the newest checkpoint, or one that any of its rules keeps; the rest goes."""
+    policy = Retention(keep_last=last, keep_best=top, metric="loss", mode=mode, keep_every_steps=every)
+    gone = {i.sequence for i in to_delete(found, policy)}
+    newest_first = sorted(found, key=lambda i: -i.sequence)
+    kept = {i.sequence for i in newest_first[: last or 1]}
+    kept |= {i.sequence for i in best(found, policy)[: top or 0]}
+    kept |= {i.sequence for i in found if every and i.step % every == 0}
+    if last is top is every is None:
+        kept = {i.sequence for i in found}
+    assert gone == {i.sequence for i in found} - kept
+
+
+def test_best_prefers_the_newer_of_equals_and_nan_comes_last():
+    """Ranking by metric is total: NaN is worse than anything, ties go to the newer."""
+    found = [info(1, 1, loss=0.5), info(2, 2, loss=math.nan), info(3, 3, loss=0.5), info(4, 4, loss=0.9), info(5, 5)]
+    order = [i.sequence for i in best(found, Retention(keep_best=1, metric="loss"))]
+    assert order == [3, 1, 4, 2]
+    order = [i.sequence for i in best(found, Retention(keep_best=1, metric="loss", mode="max"))]
+    assert order == [4, 3, 1, 2]
+
+
+def test_an_abandoned_future_does_not_outlive_its_rewind():
+    """After a rewind the older step with the newer commit counts as the newest."""
+    found = [info(1, 500), info(2, 1000), info(3, 600)]
+    assert [i.step for i in to_delete(found, Retention(keep_last=1))] == [500, 1000]
+
+
+@given(st.lists(st.integers(0, 1000), unique=True, max_size=12), st.integers(-1, 6), st.integers(-1, 11))
+def test_rotation_is_that_of_the_trainer(sequences, limit, best):
+    """For any history: never the newest, never the best, no more than the limit otherwise, the oldest first."""
+    committed = [
+        CheckpointInfo(
+            path=Path(f"/run/checkpoint-{n}"), name="", step=n, sequence=n, metrics={}, created_at="", world_size=1,
+            size_bytes=0,
+        )
+        for n in sequences
+    ]  # fmt: skip
+    chosen = committed[best].path if 0 <= best < len(committed) else None
+    paths = KeepNewest(limit=limit, best=chosen).to_delete(committed)
+    gone = [info for info in committed if info.path in paths]
+    left = sorted((i for i in committed if i not in gone), key=lambda i: i.sequence)
+    assert chosen not in [info.path for info in gone]
+    if committed:
+        assert left[-1].sequence == max(sequences)
+    if limit < 1:
+        assert not gone
+    else:
+        assert len(left) <= max(limit, 2)
+        assert len(left) >= min(limit, len(committed))
+    plain = [info for info in left if info.path != chosen]
+    assert all(old.sequence < min(p.sequence for p in plain) for old in gone) if plain else True
+
+
+def test_the_catalog_decides_with_the_policy(tmp_path):
+    """What a pointer names stays, as does what is of another job now; what goes is forgotten; a list needs no catalog."""
+    made = [_committed(tmp_path / f"step-{n}", n) for n in range(1, 6)]
+    (tmp_path / "latest").write_text("step-2\n")
+    catalog = Catalog(pointers=[tmp_path / "latest", tmp_path / "missing"])
+    for one in made[:4]:
+        assert after_commit(one, catalog, None) is None
+    _committed(tmp_path / "step-3", 3)  # saved again by another job
+    decision = after_commit(made[4], catalog, KeepNewest(limit=1))
+    assert decision == Decision(to_delete=[made[0].path, made[3].path], kept=["step-2", "step-5"])
+    assert [one.step for one in catalog.committed] == [2, 3, 5]
+    listed = after_commit(made[4], None, DeleteListed(paths=[tmp_path / "old"]))
+    assert listed == Decision(to_delete=[tmp_path / "old"], kept=[])
+
+
+def _committed(path, step):
+    manifest = Manifest(
+        name=path.name, sequence=step, step=step, op_id=uuid.uuid4().hex, world_size=1, metrics={}, files=()
+    )
+    path.mkdir(exist_ok=True)
+    (path / MANIFEST_NAME).write_bytes(manifest.to_bytes())
+    return CheckpointInfo.of(manifest, path, 0)

@@ -1,0 +1,355 @@
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from kit.manifests import checkpoint
+from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_lock import JobLock
+from safe_ckpt.core.home.lease import Lease
+from safe_ckpt.core.storage import durable
+from safe_ckpt.errors import DirectoryError, DirectoryInUseError
+
+
+def of_elsewhere(**facts):
+    """A lock file as a process on another machine would have left it."""
+    known = {"token": "ab", "host": "elsewhere", "pid": 1, "started_at": "2026-01-01T00:00:00+00:00", "lease_s": 60.0}
+    return Lease(**{**known, "kernel": "other", "namespace": 1, "process_start": 5, **facts}).to_bytes()
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    made = Workspace(tmp_path / "exp", lease_s=6)
+    made.open()
+    yield made
+    made.close()
+
+
+def test_leftovers_of_a_dead_job_are_swept(tmp_path):
+    """Half-written saves and half-deleted checkpoints are gone after the next start; checkpoints and quarantine stay.
+
+    ``staging`` is the former name of ``pending``.
+    """
+    exp = tmp_path / "exp"
+    for left in ("pending/abc/step-1", "staging/ghi/step-4", "trash/def", "quarantine/step-2"):
+        (exp / ".safe_ckpt" / left).mkdir(parents=True)
+    (exp / "step-3").mkdir()
+    workspace = Workspace(exp, lease_s=6)
+    workspace.open()
+    assert not any(workspace.pending.iterdir())
+    assert not (exp / ".safe_ckpt/staging").exists()
+    assert not any(workspace.trash.iterdir())
+    assert [path.name for path in workspace.quarantined()] == ["step-2"]
+    assert (exp / "step-3").exists()
+    workspace.close()
+
+
+@pytest.mark.parametrize("pending", ["pending", "staging"])
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_interrupted_replacement_is_finished_or_undone(workspace, complete, pending):
+    """Killed between "old away" and "new in": a complete new one goes forward, else the old one comes back."""
+    final = workspace.path / "step-1"
+    final.mkdir()
+    checkpoint(final, {"f": b"old"})
+    staged = workspace.make_pending("op") / "step-1"
+    staged.mkdir()
+    checkpoint(staged, {"f": b"new"})
+    if not complete:
+        (staged / "f").write_bytes(b"ne")
+    final.rename(workspace.aside("op", workspace.path / "step-1"))
+    workspace.close()
+    workspace.pending.rename(workspace.hidden / pending)  # the former name, too
+    again = Workspace(workspace.path, lease_s=6)
+    again.open()
+    assert (final / "f").read_bytes() == (b"new" if complete else b"old")
+    assert not any(again.pending.iterdir())
+    assert not any(again.trash.iterdir())
+    again.close()
+
+
+def test_an_unfinished_save_is_never_rolled_forward(workspace):
+    """A complete but uncommitted save of a new name is not a checkpoint."""
+    staged = workspace.make_pending("op") / "step-1"
+    staged.mkdir()
+    checkpoint(staged, {"f": b"new"})
+    workspace.close()
+    again = Workspace(workspace.path, lease_s=6)
+    again.open()
+    assert not (workspace.path / "step-1").exists()
+    again.close()
+
+
+def test_a_live_job_keeps_others_out(tmp_path):
+    """A second job is refused with host, pid and start of the first; once that is killed, the next one gets in at once."""
+    code = f"""
+        from pathlib import Path
+        from safe_ckpt.core.home.file_home import Workspace
+        root = Workspace(Path({str(tmp_path / "exp")!r}), lease_s=60)
+        root.open()
+        print("open", flush=True)
+        input()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    second = Workspace(tmp_path / "exp", lease_s=60)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "open\n"
+        with pytest.raises(DirectoryInUseError) as caught:
+            second.open()
+        assert caught.value.pid == holder.pid
+        assert caught.value.host in str(caught.value)
+        assert caught.value.started_at.startswith("20")
+        holder.kill()
+    begun = time.monotonic()
+    second.open()
+    assert time.monotonic() - begun < 5
+    second.confirm()
+    second.close()
+
+
+def test_one_process_opens_a_directory_once(workspace):
+    """Two pipelines of one process in one directory would overwrite each other."""
+    with pytest.raises(DirectoryInUseError, match="this process"):
+        Workspace(workspace.path, lease_s=6).open()
+
+
+def test_a_lease_of_another_host_is_taken_over_when_it_stands_still(tmp_path):
+    """A requeued job on another machine resumes by itself once the dead holder's record has not changed for the lease."""
+    hidden = tmp_path / "exp/.safe_ckpt"
+    hidden.mkdir(parents=True)
+    (hidden / "lock").write_bytes(of_elsewhere(lease_s=2.0))
+    workspace = Workspace(tmp_path / "exp", lease_s=2)
+    begun = time.monotonic()
+    workspace.open()
+    assert 1.5 < time.monotonic() - begun < 6
+    workspace.confirm()
+    workspace.close()
+
+
+def test_a_lost_lease_is_noticed_before_a_commit(workspace):
+    """When another job has taken over, this one may not rename anything into place any more; it is told by whom."""
+    (workspace.hidden / "lock").write_bytes(of_elsewhere(pid=77))
+    with pytest.raises(DirectoryInUseError, match="took the directory over") as caught:
+        workspace.confirm()
+    assert (caught.value.host, caught.value.pid) == ("elsewhere", 77)
+    (workspace.hidden / "lock").unlink()
+    with pytest.raises(DirectoryInUseError, match="its lock is gone"):
+        workspace.confirm()
+
+
+@pytest.mark.parametrize("make", [lambda p: p.write_text("x"), lambda p: p.symlink_to("/dev/null")])
+def test_a_file_in_the_way_is_named(tmp_path, make):
+    """A path that is no directory is refused with its name, and left alone."""
+    path = tmp_path / "exp"
+    make(path)
+    with pytest.raises(DirectoryError) as caught:
+        Workspace(path, lease_s=6).open()
+    assert str(path) in str(caught.value)
+    assert not path.is_dir()
+
+
+def test_discarding_takes_only_what_is_there(workspace):
+    """What is deleted is renamed away first; what is gone already is no error."""
+    (workspace.path / "step-1").mkdir()
+    assert workspace.discard([workspace.path / "step-1", workspace.path / "step-2"]) == [workspace.path / "step-1"]
+    assert not any(workspace.trash.iterdir())
+
+
+def test_quarantine_keeps_what_it_is_given(workspace):
+    """Two damaged checkpoints of one name are both kept."""
+    for word in ("a", "b"):
+        (workspace.path / "step-1").mkdir()
+        (workspace.path / "step-1" / "f").write_text(word)
+        workspace.quarantine(workspace.path / "step-1")
+    assert sorted((path / "f").read_text() for path in workspace.quarantined()) == ["a", "b"]
+
+
+def test_the_holder_is_told_to_people(workspace):
+    """The lock is a record that a person can read."""
+    record = json.loads((workspace.hidden / "lock").read_text())
+    assert (record["host"], record["pid"]) == (socket.gethostname(), os.getpid())
+    assert record["started_at"].startswith("20")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["step-1", "loss%2F0.5", "100%25", "sub/of%2F the user/step-1", f"{'é' * 60}/{'ä' * 60}", "\udcff/step-1"],
+    ids=["plain", "a slash that is none", "a percentage", "below", "long", "no text"],
+)
+def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch, caplog, name):
+    """Where the kernel cannot exchange names: killed after each rename, the old or the new is there after a restart."""
+    caplog.set_level(logging.CRITICAL, "safe_ckpt")  # xdist cannot pass on a name that is no text
+    monkeypatch.setattr(durable, "exchange", lambda *_: False)
+    for stop_after in range(4):
+        exp = tmp_path / f"exp{stop_after}"
+        workspace = Workspace(exp, lease_s=6)
+        workspace.open()
+        final = exp / name
+        final.mkdir(parents=True)
+        checkpoint(final, {"f": b"old"})
+        staged = workspace.make_pending("op") / final.name
+        staged.mkdir()
+        checkpoint(staged, {"f": b"new"})
+        renames = iter(range(stop_after))
+        real = durable.os.rename
+
+        def rename(one, other, renames=renames, real=real):
+            if next(renames, None) is None:
+                raise KeyboardInterrupt
+            real(one, other)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(durable.os, "rename", rename)
+            with contextlib.suppress(KeyboardInterrupt):
+                durable.publish_directory(staged, final, workspace.aside("op", final))
+        workspace.close()
+        again = Workspace(exp, lease_s=6)
+        again.open()
+        assert (final / "f").read_bytes() in (b"old", b"new")
+        assert (final / "f").read_bytes() == (b"old" if stop_after == 0 else b"new")
+        again.close()
+        assert [path.parent for path in exp.rglob("f")] == [final]
+
+
+def test_what_was_moved_aside_outlives_the_tidying_up(tmp_path):
+    """A replacement that failed half-way: tidying up after it does not delete the only copy, and the next start restores it."""
+    workspace = Workspace(tmp_path, lease_s=60)
+    workspace.open()
+    workspace.make_pending("op")
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001/f").touch()
+    os.rename(tmp_path / "step-00000001", workspace.aside("op", workspace.path / "step-00000001"))
+    workspace.drop_pending("op")
+    workspace.close()
+    again = Workspace(tmp_path, lease_s=60)
+    again.open()
+    again.close()
+    assert (tmp_path / "step-00000001/f").exists()
+
+
+def test_a_record_that_cannot_be_written_gives_the_lock_back(tmp_path, monkeypatch):
+    """A full disk at the moment of taking the lock: a typed error, and the same process can try again."""
+    workspace = Workspace(tmp_path, lease_s=60)
+    with monkeypatch.context() as patch:
+        patch.setattr(JobLock, "_own_lease", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(DirectoryError, match="No space"):
+            workspace.open()
+    workspace.open()
+    workspace.close()
+
+
+@pytest.mark.parametrize("name", ["", "pending", "staging", "trash", "quarantine"])
+def test_what_a_link_leads_to_is_not_swept(tmp_path, name):
+    """A hidden folder that is a link is refused by name: sweeping it would delete somebody else's files."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("kept")
+    link = tmp_path / "held" / ".safe_ckpt" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(elsewhere, target_is_directory=True)
+    with pytest.raises(DirectoryError, match="is a link") as caught:
+        Workspace(tmp_path / "held", lease_s=60.0).open()
+    assert caught.value.path == str(link).rstrip("/")
+    assert (elsewhere / "precious").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", [".safe_ckpt", ".safe_ckpt/names"])
+def test_a_link_above_a_hidden_folder_is_not_followed(tmp_path, name):
+    """A directory that is named by itself has its hidden folder further down: no part of the way there may be a link."""
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "held" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    with pytest.raises(DirectoryError, match="is a link"):
+        Workspace(tmp_path / "held", lease_s=60.0, hidden=tmp_path / "held/.safe_ckpt/names/weights").open()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_directory_behind_a_link_is_one(tmp_path):
+    """The checkpoint directory itself may be a link, as users have them to a larger disk."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "held").symlink_to(tmp_path / "disk", target_is_directory=True)
+    workspace = Workspace(tmp_path / "held", lease_s=60.0)
+    workspace.open()
+    workspace.close()
+
+
+def test_a_name_that_cannot_be_is_a_directory_error(tmp_path):
+    """What the kernel refuses to look at is the same named error as what it refuses to create."""
+    with pytest.raises(DirectoryError, match="creating the checkpoint directory"):
+        Workspace(tmp_path / ("n" * 300), lease_s=60.0).open()
+
+
+def test_what_was_made_and_is_empty_goes_at_the_end(tmp_path):
+    """A directory that nothing was saved into leaves no trace, one that was there stays, and what somebody put there, too."""
+    workspace = Workspace(tmp_path / "a/b/exp", lease_s=6)
+    workspace.open()
+    workspace.aside("op", workspace.path / "x")
+    workspace.drop_pending("op")
+    workspace.close()
+    workspace.close()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "exp").mkdir()
+    workspace = Workspace(tmp_path / "exp", lease_s=6)
+    workspace.open()
+    workspace.close()
+    assert list((tmp_path / "exp").iterdir()) == []
+    workspace.open()
+    (workspace.hidden / "note").touch()
+    workspace.close()
+    assert list(workspace.hidden.iterdir()) == [workspace.hidden / "note"]
+
+
+def test_nothing_of_a_job_that_took_over_is_taken_away(tmp_path):
+    """A job that ends when another one has its directory leaves that one's folders alone."""
+    workspace = Workspace(tmp_path / "exp", lease_s=6)
+    workspace.open()
+    (workspace.hidden / "lock").write_bytes(of_elsewhere())
+    workspace.close()
+    assert workspace.pending.is_dir()
+    assert (workspace.hidden / "lock").exists()
+
+
+def test_jobs_that_end_and_begin_at_once_do_not_disturb_each_other(tmp_path):
+    """One job after the other has the directory, two processes at a time; each either gets it, or is told that it is in use."""
+    script = """
+        import sys
+        from pathlib import Path
+        from safe_ckpt.core.home.file_home import Workspace
+        from safe_ckpt.errors import DirectoryInUseError
+        had = 0
+        while had < 60:
+            root = Workspace(Path(sys.argv[1]), lease_s=6)
+            try:
+                root.open()
+            except DirectoryInUseError:
+                continue
+            had += 1
+            root.make_pending("op")
+            root.drop_pending("op")
+            root.close()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "a/exp")]
+    jobs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [job.communicate(timeout=100)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], said
+    assert not any(path.is_file() or path.name == ".safe_ckpt" for path in tmp_path.rglob("*"))
+
+
+def test_empty_folders_of_others_stay(tmp_path):
+    """Nothing was saved: what this opening made is taken away, not what an earlier one had made and the user has since."""
+    workspace = Workspace(tmp_path / "runs/exp", lease_s=6)
+    workspace.open()
+    workspace.close()
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "runs").mkdir()
+    workspace.open()
+    workspace.close()
+    assert (tmp_path / "runs").is_dir()
+    assert not (tmp_path / "runs/exp").exists()

@@ -1,0 +1,155 @@
+"""``safe-ckpt gc``: what is deleted, and above all what is not."""
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kit import warm
+from safe_ckpt import Checkpointer
+from safe_ckpt.tools.cli.app import app
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["gc", *map(str, args)])
+
+
+def steps(folder):
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with Checkpointer(tmp_path / "d") as ckpt:
+        for step, loss in [(10, 0.5), (20, 0.1), (30, 0.9), (40, 0.4)]:
+            ckpt.save(step, {"w": {"t": torch.ones(10)}}, metrics={"loss": loss}).result(timeout_s=20)
+    return tmp_path / "d"
+
+
+@pytest.mark.parametrize(
+    ("rules", "left"),
+    [
+        ([], [10, 20, 30, 40]),
+        (["--keep-last", "2"], [30, 40]),
+        (["--keep-best", "1", "--metric", "loss"], [20, 40]),
+        (["--keep-best", "1", "--metric", "loss", "--mode", "max"], [30, 40]),
+        (["--keep-every-steps", "20"], [20, 40]),
+        (["--keep-every-steps", "7"], [40]),
+        (["--keep-last", "1", "--keep-best", "1", "--metric", "unknown"], [40]),
+    ],
+    ids=str,
+)
+def test_rules(folder, rules, left):
+    """What any rule keeps stays, and the newest always; --dry-run says the same and deletes nothing."""
+    before = {path.name for path in folder.iterdir()}
+    said = run(folder, *rules, "--dry-run", "--json")
+    would = json.loads(said.stdout)
+    assert (said.exit_code, would["dry_run"], would["kept"]) == (0, True, len(left))
+    assert {path.name for path in folder.iterdir()} == before
+    assert [row["step"] for row in would["checkpoints"]] == [step for step in (10, 20, 30, 40) if step not in left]
+    assert not any(row["deleted"] for row in would["checkpoints"])
+    done = run(folder, *rules, "--json")
+    assert done.exit_code == 0
+    assert all(row["deleted"] for row in json.loads(done.stdout)["checkpoints"])
+    assert steps(folder) == left
+
+
+def test_text(folder):
+    """A line per checkpoint on stdout, the sum on stderr."""
+    done = run(folder, "--keep-last", "3")
+    assert done.exit_code == 0
+    assert done.stdout.startswith(f"deleted {folder / 'step-00000010'} ")
+    assert done.stderr.startswith("3 kept; ")
+
+
+def test_a_live_job_keeps_its_directory(folder):
+    """Refused with its host and process, and everything left as it is; --dry-run may look."""
+    with Checkpointer(folder):
+        done = run(folder, "--keep-last", "1", "--quarantine")
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert f"process {os.getpid()} on host {os.uname().nodename}" in done.stderr
+        assert steps(folder) == [10, 20, 30, 40]
+        assert run(folder, "--keep-last", "1", "--dry-run").exit_code == 0
+    assert run(folder, "--keep-last", "1").exit_code == 0
+
+
+def test_what_others_wrote_stays(folder):
+    """Stock checkpoints, damaged ones and anything else in the directory are not gc's to delete."""
+    torch.save({"w": 1}, folder / "epoch=1-step=1.ckpt")
+    (folder / "checkpoint-5").mkdir()
+    torch.save({"w": 1}, folder / "checkpoint-5/pytorch_model.bin")
+    (folder / "notes.txt").write_text("mine")
+    (folder / "step-00000010/manifest.json").write_text("{")
+    assert run(folder, "--keep-last", "1").exit_code == 0
+    assert {path.name for path in folder.iterdir()} >= {
+        "epoch=1-step=1.ckpt",
+        "checkpoint-5",
+        "notes.txt",
+        "step-00000010",
+    }
+    assert steps(folder) == [10, 40]
+
+
+def test_a_directory_of_another_tool_is_left_without_a_trace(tmp_path):
+    """Nothing of ours in it: no lock is taken there, no folder made."""
+    (tmp_path / "checkpoint-5").mkdir()
+    torch.save({"w": 1}, tmp_path / "checkpoint-5/pytorch_model.bin")
+    assert run(tmp_path, "--keep-last", "1", "--quarantine").exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
+
+
+def test_quarantine_only_when_asked_for(folder):
+    """What a resume found damaged is kept for people until they say otherwise."""
+    bad = folder / ".safe_ckpt/quarantine/step-00000005"
+    bad.mkdir(parents=True)
+    (bad / "x").write_text("evidence")
+    assert run(folder, "--keep-last", "4").exit_code == 0
+    assert bad.exists()
+    assert run(folder, "--quarantine", "--dry-run").stdout.startswith(f"would delete {bad}")
+    assert bad.exists()
+    assert run(folder, "--quarantine").exit_code == 0
+    assert not bad.exists()
+    assert steps(folder) == [10, 20, 30, 40]
+
+
+def test_leftovers_of_a_killed_job_are_swept(folder):
+    """A job that was killed while it saved: its pending goes, its lock is taken over, what it committed stays."""
+    script = (
+        "import os, sys, signal; from safe_ckpt import Checkpointer\n"
+        "ckpt = Checkpointer(sys.argv[1]); ckpt.resume({})\n"
+        "half = sys.argv[1] + '/.safe_ckpt/pending/half'\n"
+        "os.makedirs(half); open(half + '/x', 'w').write('x')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = warm.run([sys.executable, "-c", script, str(folder)], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, (folder / ".safe_ckpt/pending/half").exists()) == (-9, True), done.stderr
+    assert run(folder).exit_code == 0
+    assert not (folder / ".safe_ckpt/pending/half").exists()
+    assert steps(folder) == [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize("name", ["trash", "pending", "staging", "quarantine", ""])
+def test_a_link_in_the_hidden_folder_is_not_followed(folder, tmp_path, name):
+    """Somebody's .safe_ckpt/trash that leads to a home directory does not empty it."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.tex").write_text("years")
+    hidden = folder / ".safe_ckpt"
+    place = hidden / name if name else hidden
+    if place.exists():
+        place.rename(tmp_path / "aside")
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(home)
+    if not name:
+        for inner in ("trash", "pending", "quarantine"):
+            (home / inner).mkdir()
+            (home / inner / "precious").write_text("x")
+    before = sorted(path.relative_to(home) for path in home.rglob("*"))
+    done = run(folder, "--keep-last", "1", "--quarantine")
+    assert done.exit_code == 1
+    assert "is a link" in done.stderr
+    assert sorted(path.relative_to(home) for path in home.rglob("*")) == before
+    assert steps(folder) == [10, 20, 30, 40]
