@@ -19,7 +19,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import PartialState
 
 from safe_ckpt.accelerate import contents
-from safe_ckpt.adapters import Patch, patch
+from safe_ckpt.adapters import Patch
 from safe_ckpt.data.loader import Resumable, Seeding, made_of
 from safe_ckpt.data.order import is_map, is_placed, name_of
 from safe_ckpt.errors import RestoreError
@@ -370,6 +370,7 @@ class Placed:
         self._base: Any = loader.base_dataloader
         self._over: int | None = None  # how many batches the epoch had that is over, until the next loop
         self._saved_iteration = 0
+        self._patch = Patch()
 
     def state(self, *, between: bool = False) -> dict[str, Any]:
         """What to save.
@@ -411,7 +412,7 @@ class Placed:
         self._loader.iteration, self._over = state["iteration"], state.get("over")
         if self._over is not None:
             self._saved_iteration = state["iteration"]
-            patch.once(self._loader, "begin", self._leave_out)
+            self._patch.once(self._loader, "begin", self._leave_out)
 
     def pending(self) -> int | None:
         """How many batches of the epoch were given before the place that is gone to next; None where none is."""
@@ -428,7 +429,7 @@ class Placed:
         """Have the next loop begin at the beginning: of the next epoch where this one is over."""
         if self._over is not None:
             self._loader.iteration, self._over = self._loader.iteration + 1, None
-            patch.take_away(self._loader, "begin")
+            self._patch.give_back(self._loader, "begin")
         self._base.begin_anew()
 
     def forget(self) -> None:
@@ -455,7 +456,7 @@ class Placed:
             stock()
 
         loader.skip_batches = skipped + 1
-        patch.once(loader, "end", end)
+        self._patch.once(loader, "end", end)
 
     def _steps(self) -> int:
         """How many steps the epoch had that is over. Where batches are dispatched, only the main process reads them."""

@@ -15,8 +15,7 @@ from safe_ckpt.accelerate import load, save, strategies
 from safe_ckpt.accelerate import save_model as models
 from safe_ckpt.accelerate.dataloaders import Loaders
 from safe_ckpt.accelerate.directories import CheckpointDirectory
-from safe_ckpt.adapters import AttachedHandle, Engine, Patch, Tracking
-from safe_ckpt.adapters.handle import MARK
+from safe_ckpt.adapters import AttachedHandle, Engine, Tracking
 from safe_ckpt.adapters.planning import prepare_memory
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.errors import ConfigError
@@ -77,8 +76,7 @@ class Handle(AttachedHandle):
 
     def _put_on(self, project: Mapping[str, str]) -> None:
         accelerator, engine = self._accelerator, self._engine
-        self._project = Patch(accelerator.project_configuration, project)
-        self.undo.callback(self._project.give_back)
+        self.undo.put(accelerator.project_configuration, project)
         naming = accelerator.project_configuration.automatic_checkpoint_naming
         self.project: str | None = accelerator.project_dir if naming else None
         directories = CheckpointDirectory(engine, accelerator, retention(accelerator, self.config))
@@ -93,7 +91,7 @@ class Handle(AttachedHandle):
             loaders=Loaders(),
             shards=strategies.ShardedStates(engine, accelerator) if strategies.is_sharding(accelerator) else None,
         )
-        self.undo.callback(self._context.loaders.forget)
+        self.undo.also(self._context.loaders.forget)
         for loader in accelerator._dataloaders:
             self._context.loaders.watch(loader)
         self._prepare_data_loader: Callable[..., Any] = accelerator.prepare_data_loader
@@ -102,7 +100,7 @@ class Handle(AttachedHandle):
         self._end_training: Callable[[], None] = accelerator.end_training
         self._free_memory: Callable[..., Any] = accelerator.free_memory
         methods = {name: getattr(self, name) for name in _REPLACED}
-        self._patch = self.attach({**methods, "__getstate__": self._state_of_a_copy})
+        self.attach({**methods, "__getstate__": self._state_of_a_copy})
         self.prepare()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -309,7 +307,7 @@ class Handle(AttachedHandle):
     def leave(self, project: Any) -> None:
         """Another Accelerator with this very project configuration is about to be registered: leave it as it was."""
         if self._accelerator.project_configuration is project:
-            self._project.give_back()
+            self.undo.give_back(project)
 
     def _land(self) -> None:
         """Wait until nothing is in flight, whatever came of it, and report it."""
@@ -323,7 +321,7 @@ class Handle(AttachedHandle):
             if not quiet:
                 self._land()  # the trackers end with the training
         finally:
-            self._patch.give_back("save_model")  # needs no registration: from here on it is stock's
+            self.undo.give_back(self._accelerator, "save_model")  # needs no registration: from here on it is stock's
             super()._end(by, quiet=quiet)
 
     def _refuse_copy(self, call: str) -> None:
@@ -332,10 +330,7 @@ class Handle(AttachedHandle):
 
     def _state_of_a_copy(self) -> Any:
         """Stands in for the Accelerator's ``__getstate__``: a copy, also one in a worker, is as if it were not registered."""
-        state = self._patch.state_without()
-        if isinstance(state, dict):
-            state.pop(MARK, None)
-        return state
+        return self.undo.state_without(self._accelerator)
 
 
 def check(accelerator: Any, config: CheckpointConfig) -> None:

@@ -13,14 +13,11 @@ from typing import Any
 
 from typing_extensions import Self
 
-from safe_ckpt.adapters.patch import Patch
+from safe_ckpt.adapters.patch import MARK, Patch
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.agreed_config import config_and_more
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.errors import ClosedError
-
-MARK = "_safe_ckpt"
-"""The attribute of the framework's object that names the handle on it."""
 
 
 def begin(
@@ -70,7 +67,7 @@ class AttachedHandle:
         self._owner = owner
         self._core = engine
         self.ended = ""
-        self.undo = contextlib.ExitStack()
+        self.undo = Patch()
 
     @contextlib.contextmanager
     def whole_or_nothing(self) -> Iterator[None]:
@@ -81,16 +78,12 @@ class AttachedHandle:
             try:
                 self._core.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
             finally:
-                self.undo.close()
+                self.undo.give_back()
             raise
 
-    def attach(self, replacements: Mapping[str, Any]) -> Patch:
+    def attach(self, replacements: Mapping[str, Any]) -> None:
         """Replace attributes of the object; name -> what takes its place."""
-        self._patch = Patch(self._owner, replacements)
-        self.undo.callback(self._patch.give_back)
-        setattr(self._owner, MARK, self)
-        self.undo.callback(delattr, self._owner, MARK)
-        return self._patch
+        self.undo.put(self._owner, {**replacements, MARK: self})
 
     def wait(self) -> None:
         """Wait until everything in flight is committed.
@@ -153,4 +146,4 @@ class AttachedHandle:
     def _detach(self) -> None:
         """Leave the object as it was, if this handle is on it."""
         if vars(self._owner).get(MARK) is self:
-            self.undo.close()
+            self.undo.give_back()

@@ -93,7 +93,7 @@ class Handle(AttachedHandle):
                 weights=HeldDirectories(self._core),
                 data_place=DataPlace(engine) if resume_data else None,
             )
-            self.undo.callback(self._forget)
+            self.undo.also(self._forget)
             self._load_checkpoint = engine.load_checkpoint
             self._destroy: Callable[[], None] = engine.destroy
             self.attach({name: getattr(self, name) for name in _REPLACED})

@@ -173,7 +173,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             size = self._saver.engine.coordinator.size
             self._saver.continuation = loop_state.prepare(checkpoint, self._saver.engine.rank, size)
             if self._saver.continuation is not None:
-                loop_state.let_next_epoch_begin(trainer.fit_loop)
+                loop_state.let_next_epoch_begin(trainer.fit_loop, self._saver.undo)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the attributes, without the paths of files that are gone."""
@@ -193,7 +193,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         due, self._saver.continuation = self._saver.continuation, None
         dataloader.say_what_is_inexact(trainer, self, resumed_within=due is not None and due.mid_epoch)
         if due is not None:
-            loop_state.continue_from(trainer, due)
+            loop_state.continue_from(trainer, due, self._saver.undo)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Save if it is time to."""

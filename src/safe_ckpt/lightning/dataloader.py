@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -11,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from torch.utils.data import DataLoader
 
 from safe_ckpt.adapters.extras import get_rng_state
+from safe_ckpt.adapters.patch import replace_for_good
 from safe_ckpt.data import order as facts
 from safe_ckpt.data.loader import Resumable, Seeding, made_of
 from safe_ckpt.data.order import is_map, is_placed, name_of
@@ -21,7 +21,6 @@ from safe_ckpt.lightning.checkpoint_io import fit_loops
 logger = logging.getLogger(__name__)
 _Loader = TypeVar("_Loader", bound="DataLoader[Any]")
 _KEY = "safe_ckpt.position"
-_MARK = "_safe_ckpt"
 _VERSION = "version"
 _PLACES, _AHEAD, _NOW = "places", "ahead", "now"
 
@@ -58,13 +57,11 @@ def let_places_be_used() -> None:
     has no part in this.
     """
     for fit_loop in fit_loops():
-        if not hasattr(fit_loop.setup_data, _MARK):
-            fit_loop.setup_data = _loading_late(fit_loop.setup_data)
-            fit_loop._load_combined_loader_states = _load_places
+        replace_for_good(fit_loop, "setup_data", _loading_late)
+        replace_for_good(fit_loop, "_load_combined_loader_states", lambda _: _load_places)
 
 
 def _loading_late(stock: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(stock)
     def setup_data(fit_loop: Any) -> None:
         stock(fit_loop)
         if fit_loop._combined_loader is not None and fit_loop._combined_loader_states_to_load:
@@ -72,7 +69,6 @@ def _loading_late(stock: Callable[[Any], None]) -> Callable[[Any], None]:
             _give_back(fit_loop)
             iter(fit_loop._data_fetcher)
 
-    setattr(setup_data, _MARK, True)
     return setup_data
 
 

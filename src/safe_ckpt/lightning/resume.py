@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import CheckpointInfo, Engine, patch
+from safe_ckpt.adapters import CheckpointInfo, Engine
 from safe_ckpt.adapters.directories import (
     HIDDEN,
     Candidate,
@@ -100,7 +100,7 @@ def arrange(trainer: Any, saver: TrainerSaver, directory: Path, suffix: str) -> 
         with resume.naming_older(Path(checkpoint_path), "fit(..., ckpt_path=...)"):
             original(checkpoint_path, *args, **kwargs)
 
-    patch.once(trainer._checkpoint_connector, "_restore_modules_and_callbacks", restore)
+    saver.undo.once(trainer._checkpoint_connector, "_restore_modules_and_callbacks", restore)
 
 
 def keep_from_tuner(trainer: Any, saver: TrainerSaver) -> None:
@@ -121,12 +121,7 @@ def keep_from_tuner(trainer: Any, saver: TrainerSaver) -> None:
             saver.searching = False
             connector._ckpt_path, connector._loaded_checkpoint = kept
 
-    patch.put(connector, "restore", restore)
-
-
-def undo(trainer: Any) -> None:
-    """Take back what was arranged for this ``fit``, also where it ended before it restored anything."""
-    patch.take_away(trainer._checkpoint_connector, "_restore_modules_and_callbacks", "restore")
+    saver.undo.put_methods(connector, {"restore": restore})
 
 
 def choose(engine: Engine, workspace: Workspace, suffix: str) -> Path | None:

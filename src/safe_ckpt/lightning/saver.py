@@ -29,7 +29,7 @@ from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import RendezvousTimeout, SafeCheckpointError, SaveError
 from safe_ckpt.events import Hook
-from safe_ckpt.lightning import contents, loop_state, signals, strategies
+from safe_ckpt.lightning import contents, signals, strategies
 from safe_ckpt.lightning import resume as resuming
 from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, report_commit
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
@@ -56,6 +56,7 @@ class TrainerSaver:
         engine: where the ranks meet.
         tracking: the saves in flight.
         directories: those that are held.
+        undo: what ``fit`` changed in the Trainer, until it ends.
         auto_directory: the directory of a callback with ``resume="auto"``.
         resumed_from: the checkpoint that it chose there.
         training: whether the training loop has begun: before that there is nothing to continue.
@@ -85,7 +86,7 @@ class TrainerSaver:
         self._noted = Noted()
         self._requeue_wished = threading.Event()
         self._alone: SafeCheckpointError | None = None
-        self._limits: list[Patch] = []
+        self.undo = Patch()
         self._last_whole: SaveHandle | None = None
         self._shards = Shards(self.engine)
         self.directories = TrainerDirectories(self.engine)
@@ -120,6 +121,7 @@ class TrainerSaver:
     def give_up(self) -> None:
         """Close what was made before an error; nothing here raises."""
         self.closed = True
+        self.undo.give_back()
         self.engine.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
 
     def holds(self, directory: Path) -> bool:
@@ -323,9 +325,7 @@ class TrainerSaver:
                 self.land()
         finally:
             self.closed = True
-            signals.undo_end_fit(self._trainer, self._limits)
-            loop_state.let_be(self._trainer)
-            resuming.undo(self._trainer)
+            self.undo.give_back()
             self.engine.close(quiet=interrupted, within_s=self._left_s() if interrupted else None)
 
     @property
@@ -340,7 +340,7 @@ class TrainerSaver:
         """The loops are about to run, and Lightning's own signal handlers are in place. Every rank calls this."""
         if not self.training:
             self.training = True
-            self._noted.watch(self._trainer)
+            self._noted.watch(self._trainer, self.undo)
             if self.resumed_from is None and self._trainer.ckpt_path:
                 self.engine.trained.recall_from(Path(os.path.abspath(self._trainer.ckpt_path)))
             go_on(self.engine, lambda: [self._trainer.lightning_module])
@@ -350,7 +350,7 @@ class TrainerSaver:
 
     def end_fit(self) -> None:
         """Let ``fit`` return after this batch."""
-        self._limits = signals.end_fit(self._trainer)
+        signals.end_fit(self._trainer, self.undo)
 
     def all_ranks_met_an_exception(self, wanted: Any) -> bool:
         """Whether all ranks save ``wanted`` at an exception; known within ``peer_stall_s``. Each rank that does calls this.

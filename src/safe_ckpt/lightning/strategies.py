@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import Engine, Planned, patch
+from safe_ckpt.adapters import Engine, Patch, Planned
 from safe_ckpt.adapters.directories import presence, verify
 from safe_ckpt.adapters.planning import gather_whole
 from safe_ckpt.layouts import table as layouts
 
 if TYPE_CHECKING:
     import torch
+
+    from safe_ckpt.lightning.saver import TrainerSaver
 
 _LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed has them, in parts
 
@@ -62,7 +64,7 @@ def dump(trainer: Any, form: Form, weights_only: bool | None) -> dict[str, Any]:
     """
     strategy = trainer.strategy
     parts = {"_save_distributed_checkpoint": True} if form.gathers else {}
-    with patch.Patch(strategy, parts):
+    with Patch(strategy, parts):
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only)
         return checkpoint
 
@@ -105,33 +107,24 @@ def _by_number(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
     return dict(FullyShardedDataParallel.rekey_optim_state_dict(aligned, OptimStateKeyType.PARAM_ID, model))
 
 
-def guard(
-    trainer: Any,
-    engine: Engine,
-    before: Callable[[], None],
-    end: Callable[[], None],
-    trusts: Callable[[Path], bool] = lambda _: False,
-) -> None:
+def guard(trainer: Any, saver: TrainerSaver) -> None:
     """Let the strategy load only what all ranks together have verified, if it is a directory of ours, and end the pipeline.
 
     Args:
         trainer: its strategy reads by itself, and does not tear the I/O down.
-        engine: where the ranks meet.
-        before: called before it loads: what is in flight must be over.
-        end: called when it is torn down.
-        trusts: whether all ranks together have verified a directory a moment ago.
+        saver: what is in flight is over before it loads; ended when it is torn down.
     """
-    strategy = trainer.strategy
+    strategy, engine = trainer.strategy, saver.engine
     form = form_of(strategy)
     original = type(strategy).load_checkpoint
 
     def load(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        before()
+        saver.land()
         path = Path(checkpoint_path)
 
         # As rank 0 sees it: what follows is done on all ranks together or on none.
         is_folder = engine.agree("load", must_match={"path": path}, decide=lambda _: presence.is_directory(path))
-        if is_folder and not trusts(path):
+        if is_folder and not saver.trusts(path):
             verify(engine, path)
         context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if form is not None and form.engine and is_folder:
@@ -144,14 +137,12 @@ def guard(
             return original(strategy, checkpoint_path, *args, **kwargs)
 
     def teardown() -> None:
-        patch.take_away(strategy, "load_checkpoint", "teardown")
         try:
-            end()
+            saver.end()
         finally:
             type(strategy).teardown(strategy)
 
-    patch.put(strategy, "load_checkpoint", load)
-    patch.put(strategy, "teardown", teardown)
+    saver.undo.put_methods(strategy, {"load_checkpoint": load, "teardown": teardown})
 
 
 def collect_engine(core: Engine, strategy: Any, checkpoint: Mapping[str, Any] | None) -> Planned:
