@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.adapters import Engine
-from safe_ckpt.adapters.directories import HIDDEN, checked_name
+from safe_ckpt.adapters.extras import HIDDEN, checked_name
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError, HostileCheckpointError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.adapters.directories import presence
+from safe_ckpt.adapters.extras import presence
 from safe_ckpt.deepspeed.arguments import is_tag
 from safe_ckpt.errors import RestoreError
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.adapters import Patch, config_of_all
-from safe_ckpt.adapters.extras import refused_retention
+from safe_ckpt.adapters import Patch
+from safe_ckpt.adapters.extras import config_of_all, refused_retention
 from safe_ckpt.adapters.patch import replace_for_good
 from safe_ckpt.adapters.spool import is_url, spooled
 from safe_ckpt.config import CheckpointConfig, Retention

@@ -7,30 +7,26 @@ import dataclasses
 import logging
 import os
 import uuid
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import CheckpointInfo, Engine
-from safe_ckpt.adapters.directories import (
+from safe_ckpt.adapters import CheckpointInfo
+from safe_ckpt.adapters.extras import (
     HIDDEN,
     Candidate,
+    Link,
     Workspace,
     catalog,
     durable,
-    presence,
     read_manifest,
     really_inside,
     resume,
-    verify_if_ours,
-    verify_share,
 )
-from safe_ckpt.adapters.pickles import refuse_code, refusing
-from safe_ckpt.adapters.planning import Link
+from safe_ckpt.adapters.pickles import refusing
+from safe_ckpt.adapters.saver import Saver
 from safe_ckpt.errors import (
     ConfigError,
-    CorruptCheckpointError,
     HostileCheckpointError,
     IncompleteCheckpointError,
     NoValidCheckpointError,
@@ -124,22 +120,17 @@ def keep_from_tuner(trainer: Any, saver: TrainerSaver) -> None:
     saver.undo.put_methods(connector, {"restore": restore})
 
 
-def choose(engine: Engine, workspace: Workspace, suffix: str) -> Path | None:
+def choose(saver: Saver, workspace: Workspace, suffix: str) -> Path | None:
     """The newest valid checkpoint in a held directory, verified on all ranks; None on a fresh run. Every rank calls this.
 
     Raises:
         NoValidCheckpointError: there are checkpoints and none is usable.
     """
-    rank, size = engine.rank, engine.coordinator.size
+    engine = saver.engine
 
     def verified(path: Path) -> None:
-        if presence.is_directory(path):
-            verify_share(path, rank, size)
-            refuse_code(path, rank, size)
-        elif rank == 0:  # all ranks read all of it right afterwards
-            _verify(path)
-            refuse_code(path)
-        if rank == 0:
+        saver.verify_share(path)
+        if engine.rank == 0:
             with contextlib.suppress(UnsupportedFormatError, IncompleteCheckpointError):  # of another tool
                 _due(workspace, path)
 
@@ -157,31 +148,21 @@ def choose(engine: Engine, workspace: Workspace, suffix: str) -> Path | None:
     return info.file_path
 
 
-def choose_beside(engine: Engine, workspace: Workspace, suffix: str, rival: Path) -> Path | None:
+def choose_beside(saver: Saver, workspace: Workspace, suffix: str, rival: Path) -> Path | None:
     """As ``choose``; None also when ``rival``, from which Lightning would go on, is of a later step, or is all there is."""
     try:
-        chosen = choose(engine, workspace, suffix)
+        chosen = choose(saver, workspace, suffix)
     except NoValidCheckpointError as error:
         logger.warning("resuming from %s, which Lightning saved: %s", rival, error)
         return None
     if chosen is None:
         return None
-    ours = engine.agree("rival", must_match={"path": rival}, decide=lambda _: _step(chosen) >= _step(rival))
+    ours = saver.engine.agree("rival", must_match={"path": rival}, decide=lambda _: _step(chosen) >= _step(rival))
     return chosen if ours else None
 
 
 def _step(path: Path) -> int:
     return read_layout(path).step
-
-
-def _verify(path: Path) -> None:
-    if verify_if_ours(path) or not presence.ends_as_archive(path):  # torch's format before 1.6 has nothing to check
-        return
-    # Of another tool: its CRC-32s are all there is to check, and torch.load never looks at them.
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise CorruptCheckpointError(path=str(path), file=damaged, message="its CRC-32 does not match")
 
 
 def _judged(candidate: Candidate) -> Candidate:

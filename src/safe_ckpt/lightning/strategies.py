@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import Engine, Patch, Planned
-from safe_ckpt.adapters.directories import presence, verify
-from safe_ckpt.adapters.planning import gather_whole
+from safe_ckpt.adapters import Engine, Patch
+from safe_ckpt.adapters.strategy import Strategy
 from safe_ckpt.layouts import table as layouts
 
 if TYPE_CHECKING:
@@ -77,22 +76,11 @@ def split(checkpoint: Mapping[str, Any], form: Form) -> tuple[dict[str, Any], di
     return states, rest
 
 
-def whole(engine: Engine, trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-    """Gather a checkpoint of parts: the whole one on rank 0, None elsewhere. Every rank calls this.
-
-    Raises:
-        SafeCheckpointError: a rank was lost or left, on every rank.
-    """
-    parts: dict[str, Any] = {
-        name: checkpoint[name] for name in ("state_dict", "optimizer_states") if name in checkpoint
-    }
-    gathered = gather_whole(engine, parts)
-    if gathered is None:
-        return None
-    model = trainer.strategy.model
+def numbered(gathered: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """Whole states as a full checkpoint has them."""
     if "optimizer_states" in gathered:
         gathered["optimizer_states"] = [_by_number(state, model) for state in gathered["optimizer_states"]]
-    return {**checkpoint, **gathered}
+    return gathered
 
 
 def _by_number(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
@@ -122,18 +110,14 @@ def guard(trainer: Any, saver: TrainerSaver) -> None:
         saver.land()
         path = Path(checkpoint_path)
 
-        # As rank 0 sees it: what follows is done on all ranks together or on none.
-        is_folder = engine.agree("load", must_match={"path": path}, decide=lambda _: presence.is_directory(path))
+        is_folder = saver.is_directory(path, "load")
         if is_folder and not saver.trusts(path):
-            verify(engine, path)
-        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            saver.verify(path)
+        loading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if form is not None and form.engine and is_folder:
-            from safe_ckpt.deepspeed import nested
-
             fitting = str(getattr(trainer.state.fn, "value", "")) == "fit"
-            engines = {layouts.LIGHTNING_TAG: strategy.deepspeed_engine}
-            context = nested.loading(engine, engines, path, optimizer_states=fitting)
-        with context:
+            loading = engine_of(engine, strategy).loading(path, optimizer_states=fitting)
+        with loading:
             return original(strategy, checkpoint_path, *args, **kwargs)
 
     def teardown() -> None:
@@ -145,17 +129,15 @@ def guard(trainer: Any, saver: TrainerSaver) -> None:
     saver.undo.put_methods(strategy, {"load_checkpoint": load, "teardown": teardown})
 
 
-def collect_engine(core: Engine, strategy: Any, checkpoint: Mapping[str, Any] | None) -> Planned:
-    """What the DeepSpeed engine writes, with the rest of the Trainer's checkpoint in it. Every rank calls this.
+def engine_of(core: Engine, strategy: Any) -> Strategy:
+    """What lays out the checkpoints of a DeepSpeed engine."""
+    from safe_ckpt.deepspeed.nested import EngineWrites
 
-    Raises:
-        SafeCheckpointError: see ``nested.collect``.
-    """
-    from safe_ckpt.deepspeed import nested
+    return EngineWrites(core, {layouts.LIGHTNING_TAG: strategy.deepspeed_engine})
 
-    return nested.collect(
-        core,
-        {layouts.LIGHTNING_TAG: strategy.deepspeed_engine},
-        {key: value for key, value in (checkpoint or {}).items() if key not in _LEFT_OUT},
-        exclude_frozen_parameters=bool(getattr(strategy, "exclude_frozen_parameters", False)),
-    )
+
+def for_engine(strategy: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """How the engine is to save, with the rest of the Trainer's checkpoint in what it writes."""
+    rest = {key: value for key, value in checkpoint.items() if key not in _LEFT_OUT}
+    frozen = bool(getattr(strategy, "exclude_frozen_parameters", False))
+    return {layouts.LIGHTNING_TAG: {"client_state": rest, "exclude_frozen_parameters": frozen}}
