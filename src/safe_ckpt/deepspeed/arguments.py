@@ -65,17 +65,11 @@ def checked_tag(tag: object) -> str:
         ConfigError: it leads elsewhere, or is a name of ours or of DeepSpeed's.
     """
     name = str(tag)
-    if not is_tag(name):
-        message = f"expected the name of a directory in save_dir, and none of {sorted(_RESERVED)}, got {name!r}"
-        raise ConfigError(key="tag", message=message)
-    return name
-
-
-def is_tag(name: str) -> bool:
-    """Whether a tag may have this name."""
     with contextlib.suppress(HostileCheckpointError):
-        return _RESERVED.isdisjoint(checked_name(name).split("/"))
-    return False
+        if _RESERVED.isdisjoint(checked_name(name).split("/")):
+            return name
+    message = f"expected the name of a directory in save_dir, and none of {sorted(_RESERVED)}, got {name!r}"
+    raise ConfigError(key="tag", message=message)
 
 
 def checked_file(directory: object, name: object) -> Path:

@@ -23,7 +23,6 @@ from safe_ckpt.adapters.extras import (
 )
 from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.deepspeed.arguments import is_tag
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 from safe_ckpt.events import Hook
 from safe_ckpt.layouts.judges import tags
@@ -143,9 +142,8 @@ def latest_tag(folder: Path) -> str | None:
         OSError: it is there and cannot be read.
     """
     named = named_by(folder / LATEST)
-    name = named.relative_to(folder).as_posix() if named is not None else ""
-    if is_tag(name):
-        return name
+    if named is not None:
+        return named.relative_to(folder).as_posix()
     if presence.is_there(folder / LATEST):
         logger.warning("%s names no directory beside it", folder / LATEST)
     return None

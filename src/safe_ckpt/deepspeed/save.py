@@ -56,7 +56,7 @@ def save(
     home = saver.hold(top, tag)
     planned, scripts = plan_tag(core, engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
     if context.data_place is not None:
-        planned = Planned.joined([planned, Planned(files=context.data_place.files())])
+        planned = Planned.joined([planned, Planned(files=[context.data_place.file()])])
     pointers = [Pointer(path=top / name, data=data, mode=_EXECUTABLE) for name, data in scripts.items()]
     know_models(core, lambda: [engine.module])
     return saver.save(

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from torch.utils.data import DataLoader
 
+from safe_ckpt.adapters.data_position import has_length
 from safe_ckpt.adapters.extras import get_rng_state
 from safe_ckpt.adapters.patch import replace_for_good
 from safe_ckpt.data import order as facts
@@ -33,7 +34,7 @@ class ForLightning(Resumable):
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is. Called on every rank at a save."""
         places = [self.position(unseen).to_json() for unseen in range(self.looks_ahead + 1)]
-        return {_KEY: {_PLACES: places, _AHEAD: int(not _has_length(self)), _NOW: get_rng_state()}}
+        return {_KEY: {_PLACES: places, _AHEAD: int(not has_length(self)), _NOW: get_rng_state()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go there at the start of the next iteration."""
@@ -225,7 +226,7 @@ def say_what_is_inexact(trainer: Any, callback: Any, *, resumed_within: bool) ->
     if loaders is None or trainer.global_rank != 0 or not (resumed_within or saves_within_epochs(trainer, callback)):
         return
     several = len(loaders.flattened) > 1
-    if several and loaders._mode == "max_size_cycle" and not all(map(_has_length, loaders.flattened)):
+    if several and loaders._mode == "max_size_cycle" and not all(map(has_length, loaders.flattened)):
         logger.warning(
             "CombinedLoader: with 'max_size_cycle' and a loader without a length, Lightning does not save which loaders "
             "have come to their end: after a resume within an epoch that epoch may be longer. Give each loader a length"
@@ -257,10 +258,3 @@ def resumable(loader: _Loader, *, worker_seeding: Seeding = "stock", skip: Liter
         skip = "read"
     let_places_be_used()
     return made_of(loader, worker_seeding, skip, ForLightning)
-
-
-def _has_length(loader: Any) -> bool:
-    try:
-        return len(loader) >= 0
-    except (TypeError, NotImplementedError):
-        return False

@@ -33,7 +33,7 @@ from safe_ckpt.errors import (
     SafeCheckpointError,
     UnsupportedFormatError,
 )
-from safe_ckpt.layouts import table as layouts
+from safe_ckpt.layouts.table import WEIGHTS_ONLY, is_lightning_directory
 from safe_ckpt.layouts.top_level import look_inside, read_layout
 from safe_ckpt.lightning import signals
 
@@ -87,7 +87,7 @@ def arrange(trainer: Any, saver: TrainerSaver, directory: Path, suffix: str) -> 
     def restore(original: Callable[..., None], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         rival = signals.requeue_resume_path(trainer) if checkpoint_path is not None else None
         none_given = checkpoint_path is None or (rival is not None and rival == Path(os.path.abspath(checkpoint_path)))
-        if none_given and trainer.global_step == 0:
+        if none_given and is_due(trainer):
             chosen = saver.resume_from(directory, suffix, rival)
             checkpoint_path = str(chosen) if chosen is not None else None
         if checkpoint_path is None:
@@ -97,6 +97,11 @@ def arrange(trainer: Any, saver: TrainerSaver, directory: Path, suffix: str) -> 
             original(checkpoint_path, *args, **kwargs)
 
     saver.undo.once(trainer._checkpoint_connector, "_restore_modules_and_callbacks", restore)
+
+
+def is_due(trainer: Any) -> bool:
+    """Whether nothing was restored or trained on this Trainer. What a finder of learning rates did, it has given back."""
+    return trainer.global_step == 0 and not trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
 
 def keep_from_tuner(trainer: Any, saver: TrainerSaver) -> None:
@@ -135,7 +140,7 @@ def choose(saver: Saver, workspace: Workspace, suffix: str) -> Path | None:
                 _due(workspace, path)
 
     def judged() -> list[Candidate]:
-        listed = catalog.list_files(workspace.path, suffix, layouts.is_lightning_directory)
+        listed = catalog.list_files(workspace.path, suffix, is_lightning_directory)
         return [_judged(candidate) for candidate in listed]
 
     chosen = resume.choose(engine, workspace, judged, verified)
@@ -171,7 +176,7 @@ def _judged(candidate: Candidate) -> Candidate:
         return candidate
     if candidate.manifest is not None:
         weights_only = bool(candidate.manifest.notes.get(WEIGHTS_NOTE))
-        return dataclasses.replace(candidate, problem=layouts.WEIGHTS_ONLY) if weights_only else candidate
+        return dataclasses.replace(candidate, problem=WEIGHTS_ONLY) if weights_only else candidate
     return look_inside(candidate)
 
 

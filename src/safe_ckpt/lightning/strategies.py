@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import Engine, Patch
 from safe_ckpt.adapters.strategy import Strategy
-from safe_ckpt.layouts import table as layouts
+from safe_ckpt.layouts.table import LIGHTNING_TAG
 
 if TYPE_CHECKING:
     import torch
@@ -133,11 +133,11 @@ def engine_of(core: Engine, strategy: Any) -> Strategy:
     """What lays out the checkpoints of a DeepSpeed engine."""
     from safe_ckpt.deepspeed.nested import EngineWrites
 
-    return EngineWrites(core, {layouts.LIGHTNING_TAG: strategy.deepspeed_engine})
+    return EngineWrites(core, {LIGHTNING_TAG: strategy.deepspeed_engine})
 
 
 def for_engine(strategy: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """How the engine is to save, with the rest of the Trainer's checkpoint in what it writes."""
     rest = {key: value for key, value in checkpoint.items() if key not in _LEFT_OUT}
     frozen = bool(getattr(strategy, "exclude_frozen_parameters", False))
-    return {layouts.LIGHTNING_TAG: {"client_state": rest, "exclude_frozen_parameters": frozen}}
+    return {LIGHTNING_TAG: {"client_state": rest, "exclude_frozen_parameters": frozen}}
