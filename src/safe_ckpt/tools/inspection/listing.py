@@ -13,9 +13,8 @@ from typing import Any
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
 from safe_ckpt.core.health.verdict import described
 from safe_ckpt.core.home import candidates as catalog
-from safe_ckpt.core.home.candidates import Candidate
-from safe_ckpt.core.home.file_home import HIDDEN, NAMES
 from safe_ckpt.core.home.holders import Holder, hidden_folders, holders
+from safe_ckpt.core.home.home import HIDDEN, NAMES, Candidate, OnError
 from safe_ckpt.core.home.standing import Standing, named_by, standing_of
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.layouts import table as layouts
@@ -169,7 +168,7 @@ def _named_and_damaged(top: Path, listed: Sequence[Candidate]) -> list[Candidate
     return []
 
 
-def _tags_below(top: Path, note: catalog.OnError) -> list[Candidate]:
+def _tags_below(top: Path, note: OnError) -> list[Candidate]:
     """DeepSpeed's tags in folders below, such as "warmup/step10": beside the one that ``latest`` names, or all without it."""
     named = named_by(top / layouts.LATEST)
     if named is not None:
