@@ -41,8 +41,8 @@ def fill(number, model, optimizer=None):
 
 
 @torch.no_grad()
-def differing(number, model, optimizer=None):
-    """The names of what is not as ``fill`` made it; every rank of a sharded model calls it."""
+def same(number, model, optimizer=None):
+    """Raise with the names of what is not as ``fill`` made it; every rank of a sharded model calls it."""
     found, wrong = tensors(model, optimizer), []
     for name, parameter in model.named_parameters():
         if optimizer is not None and parameter.requires_grad:
@@ -52,7 +52,8 @@ def differing(number, model, optimizer=None):
         if not torch.equal(whole, value(name, number, whole.shape, trained=_trained(tensor, name))):
             wrong.append(name)
     rates = [] if optimizer is None else [group["lr"] for group in optimizer.param_groups]
-    return wrong + [f"lr {rate}" for rate in rates if rate != number / 1000]
+    wrong += [f"lr {rate}" for rate in rates if rate != number / 1000]
+    assert not wrong, wrong
 
 
 def step(model, optimizer, inputs):

@@ -26,7 +26,7 @@ def main(source, *names):
 
     assert Path(safe_ckpt.__file__).is_relative_to(paths[0]), safe_ckpt.__file__
     shutil.rmtree(PLACE, ignore_errors=True)
-    for group in names or ("plain", "ranks", "lightning", "accelerate", "transformers"):
+    for group in names or ("plain", "ranks", "frameworks"):
         GROUPS[group]()
     for folder in PLACE.iterdir():
         shutil.rmtree(CHECKPOINTS / folder.name, ignore_errors=True)
@@ -42,13 +42,22 @@ def plain():
 
 
 def ranks():
-    from corpus.plain import save_ranks
+    """All that two ranks save. Accelerate sets up the group of processes that the others use."""
+    from corpus.ranks import save
     from safe_ckpt.testing import spawn_ranks, values
 
-    values(spawn_ranks(save_ranks, 2, PLACE))
+    values(spawn_ranks(save, 2, PLACE, init=False))
 
 
-GROUPS = {"plain": plain, "ranks": ranks}
+def frameworks():
+    from corpus import of_accelerate, of_lightning, of_transformers
+
+    of_lightning.save(PLACE / "lightning_file")
+    of_accelerate.save(PLACE / "accelerate")
+    of_transformers.save(PLACE / "transformers")
+
+
+GROUPS = {"plain": plain, "ranks": ranks, "frameworks": frameworks}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

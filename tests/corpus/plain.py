@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from corpus.filled import differing, fill, step
+from corpus.filled import fill, same, step
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState, Timeouts
 
 CONFIG = CheckpointConfig(
@@ -49,7 +49,7 @@ class Job:
 
     def same(self, number):
         """Raise unless it is as at this step."""
-        assert differing(number, self.model, self.optimizer) == []
+        same(number, self.model, self.optimizer)
         expected = self.data(number)
         assert self.state["note"] == expected["note"]
         own, wanted = self.state["own"].value, expected["own"].value
