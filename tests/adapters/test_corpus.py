@@ -27,6 +27,8 @@ HELD = {
     "accelerate": [(0, "valid")],
     "accelerate_sharded": [(0, "valid")],
     "transformers": [(2, "valid")],
+    "deepspeed_zero2": [(2, "valid")],
+    "deepspeed_zero3": [(2, "valid")],
 }
 
 

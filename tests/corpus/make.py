@@ -57,7 +57,16 @@ def frameworks():
     of_transformers.save(PLACE / "transformers")
 
 
-GROUPS = {"plain": plain, "ranks": ranks, "frameworks": frameworks}
+def deepspeed():
+    from corpus.of_deepspeed import save
+    from safe_ckpt.testing import spawn_ranks, values
+
+    values(spawn_ranks(save, 2, PLACE, timeout_s=300))
+    for script in PLACE.glob("*/*.py"):  # DeepSpeed puts some of its own code beside the tags
+        script.unlink()
+
+
+GROUPS = {"plain": plain, "ranks": ranks, "frameworks": frameworks, "deepspeed": deepspeed}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
