@@ -7,6 +7,7 @@ follows from formulas in ``tests/corpus``; the batches that were left are those 
 import json
 import shutil
 
+import obstore
 import pytest
 from typer.testing import CliRunner
 
@@ -44,11 +45,24 @@ def rows(command, folder):
     return json.loads(done.output)
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in CHECKPOINTS.iterdir()))
+def listed_and_valid(place, held):
+    assert [(row["step"], row["state"]) for row in rows("list", place)] == held
+    assert [row["state"] for row in rows("verify", place)] == ["valid"] * len(held)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CHECKPOINTS.iterdir() if path.name != "objects"))
 def test_they_are_listed_and_valid(saved, name):
     """Each with its step; what is marked is so because of its numbers, and its bytes are those that were written."""
-    assert [(row["step"], row["state"]) for row in rows("list", saved / name)] == HELD[name]
-    assert [row["state"] for row in rows("verify", saved / name)] == ["valid"] * len(HELD[name])
+    listed_and_valid(saved / name, HELD[name])
+
+
+def test_checkpointer_resumes_them_from_an_object_store(bucket):
+    """Every object under its key, as it was in the store then."""
+    store, objects = obstore.store.from_url(bucket.url("")), CHECKPOINTS / "objects"
+    for file in [path for path in objects.rglob("*") if path.is_file()]:
+        obstore.put(store, file.relative_to(objects).as_posix(), file.read_bytes())
+    listed_and_valid(bucket.url(), BOTH)
+    plain.resume_objects(bucket.url())
 
 
 @pytest.mark.parametrize("name", plain.ONE_RANK)

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 TESTS = Path(__file__).resolve().parents[1]
 CHECKPOINTS = TESTS / "corpus" / "checkpoints"
@@ -26,7 +27,7 @@ def main(source, *names):
 
     assert Path(safe_ckpt.__file__).is_relative_to(paths[0]), safe_ckpt.__file__
     shutil.rmtree(PLACE, ignore_errors=True)
-    for group in names or ("plain", "ranks", "frameworks"):
+    for group in names or ("plain", "ranks", "frameworks", "objects"):
         GROUPS[group]()
     for folder in PLACE.iterdir():
         shutil.rmtree(CHECKPOINTS / folder.name, ignore_errors=True)
@@ -57,6 +58,21 @@ def frameworks():
     of_transformers.save(PLACE / "transformers")
 
 
+def objects():
+    """What a bucket has under each key becomes a file."""
+    from corpus.plain import save_objects
+    from kit import object_servers
+
+    with TemporaryDirectory() as log, object_servers.start("ministack", Path(log)) as server:
+        bucket = server.new_bucket()
+        os.environ.update(bucket.environment())
+        save_objects(bucket.url())
+        for key in bucket.keys(""):
+            file = PLACE / "objects" / key
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(bucket.read(key))
+
+
 def deepspeed():
     from corpus.of_deepspeed import save
     from safe_ckpt.testing import spawn_ranks, values
@@ -66,7 +82,7 @@ def deepspeed():
         script.unlink()
 
 
-GROUPS = {"plain": plain, "ranks": ranks, "frameworks": frameworks, "deepspeed": deepspeed}
+GROUPS = {"plain": plain, "ranks": ranks, "frameworks": frameworks, "objects": objects, "deepspeed": deepspeed}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -121,6 +121,15 @@ def resume_frozen(folder):
     resume(folder, Job(frozen=True))
 
 
+def save_objects(url):
+    """In an object store."""
+    save(url, Job())
+
+
+def resume_objects(url):
+    resume(url, Job())
+
+
 def save_marked(folder):
     """The newest has a number that is none."""
     job = Job()
