@@ -130,6 +130,8 @@ def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
     with catalog.guarded(folder / layouts.LATEST, note):
         candidates += _tags_below(folder, note) if tags_below else ()
         candidates += _named_and_damaged(folder, candidates)
+    twice = {file.path for file in files}  # a directory of Lightning's with a manifest of ours was found by both
+    candidates = [candidate for candidate in candidates if candidate.path not in twice]
     for file in files:
         with catalog.guarded(file.file_path, note):
             candidates.append(_judged(file))
