@@ -10,18 +10,20 @@ from safe_ckpt.core.formats.file_plan import LazyTensor
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.formats.verify import is_marked, verify_if_ours
 from safe_ckpt.core.home import candidates as catalog
-from safe_ckpt.core.home.candidates import WEIGHTS, Candidate
-from safe_ckpt.core.home.file_home import HIDDEN, HIDDEN_TOO, NAMES, Workspace
+from safe_ckpt.core.home.candidates import WEIGHTS
+from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES, Candidate, Pointer
 from safe_ckpt.core.home.retention import DeleteListed, KeepNewest, policy_of
 from safe_ckpt.core.home.standing import Catalog, is_of, named_by, standing_of
 from safe_ckpt.core.names import wrapped
 from safe_ckpt.core.offload.consolidate import agree_parts, own_part
 from safe_ckpt.core.offload.restore import Part, give_back, parts_of
 from safe_ckpt.core.resuming import resume
+from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.saving import export, one_shot
 from safe_ckpt.core.saving.export import Exporter
 from safe_ckpt.core.saving.homes import refuse
-from safe_ckpt.core.saving.save import Destination, Facts, Pointer, SaveRequest
+from safe_ckpt.core.saving.save import Destination, Facts, SaveRequest
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state.plan import check_step, checked_metrics

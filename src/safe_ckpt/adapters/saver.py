@@ -22,12 +22,13 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manife
 from safe_ckpt.core.formats.verify import verify_if_ours, verify_share
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.standing import Catalog
+from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming import resume
+from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.resuming.mirror_resume import Mirrored
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.homes import HeldDirectories, open_folder
 from safe_ckpt.core.saving.save import Content, Destination, Facts, OnCommit, SaveRequest
-from safe_ckpt.core.saving.set_up import listed
 from safe_ckpt.core.state.plan import expected_bytes
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.transfer.fetching import is_copy_of
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from safe_ckpt.adapters.tracking import Sinks
     from safe_ckpt.config import CheckpointConfig
     from safe_ckpt.core.formats.manifest import CheckpointInfo
-    from safe_ckpt.core.home.candidates import Candidate
     from safe_ckpt.core.home.file_home import Workspace
+    from safe_ckpt.core.home.home import Candidate
     from safe_ckpt.core.saving.save import SaveHandle
     from safe_ckpt.events import Hook
     from safe_ckpt.layouts.table import Kind
@@ -163,7 +164,8 @@ class Saver:
             NoValidCheckpointError: there are checkpoints and none is usable.
             SafeCheckpointError: one could not be read; on every rank.
         """
-        chosen = resume.choose(self.engine, home.workspace, find or self._candidates_of(home), self.verify_share)
+        reader = FileReader(self.engine, self.verify_share)
+        chosen = resume.choose(self.engine, home.workspace, find or self._candidates_of(home), reader)
         if chosen is None:
             return None
         self._warn_if_foreign(chosen.info.file_path)

@@ -15,6 +15,7 @@ from safe_ckpt.adapters import CheckpointInfo
 from safe_ckpt.adapters.extras import (
     HIDDEN,
     Candidate,
+    FileReader,
     Link,
     Workspace,
     catalog,
@@ -143,7 +144,7 @@ def choose(saver: Saver, workspace: Workspace, suffix: str) -> Path | None:
         listed = catalog.list_files(workspace.path, suffix, is_lightning_directory)
         return [_judged(candidate) for candidate in listed]
 
-    chosen = resume.choose(engine, workspace, judged, verified)
+    chosen = resume.choose(engine, workspace, judged, FileReader(engine, verified))
     if chosen is None:
         return None
     info = chosen.info
