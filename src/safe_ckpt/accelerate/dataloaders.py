@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
@@ -21,7 +21,7 @@ from accelerate.state import PartialState
 from safe_ckpt.accelerate import contents
 from safe_ckpt.adapters import Patch
 from safe_ckpt.adapters.data_position import DataPosition
-from safe_ckpt.data.loader import Resumable, Seeding, made_of
+from safe_ckpt.data.loader import Resumable, Skip, made_of
 from safe_ckpt.data.order import is_map, is_placed, name_of
 from safe_ckpt.errors import RestoreError
 
@@ -311,24 +311,22 @@ def prepare(loader: Any, given: Any) -> None:
         given: what the user gave.
     """
     if isinstance(given, Resumable) and not getattr(loader, "use_stateful_dataloader", False):
-        kind = type(given)
-        count(loader, kind.worker_seeding, kind.skip)
+        count(loader, type(given).skip)
 
 
-def count(loader: Any, seeding: Seeding, skip: Literal["read"] | None) -> bool:
+def count(loader: Any, skip: Skip) -> bool:
     """Have the inner loader of a prepared one count. Returns whether it does.
 
     Args:
         loader: a prepared one.
-        seeding: see ``safe_ckpt.data.resumable``.
-        skip: see there.
+        skip: see ``safe_ckpt.data.resumable``.
     """
     inner = getattr(loader, "base_dataloader", None)
     if inner is None or isinstance(inner, Resumable):
         return isinstance(inner, ForAccelerate)
     skip = skip if is_map(inner) or is_placed(inner) else "read"
     try:
-        counted: Any = made_of(inner, seeding, skip, ForAccelerate)
+        counted: Any = made_of(inner, skip, ForAccelerate)
     except TypeError as error:
         logger.warning("%s", error)
         return False

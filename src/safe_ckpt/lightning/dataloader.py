@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
@@ -13,7 +13,7 @@ from safe_ckpt.adapters.data_position import has_length
 from safe_ckpt.adapters.extras import get_rng_state
 from safe_ckpt.adapters.patch import replace_for_good
 from safe_ckpt.data import order as facts
-from safe_ckpt.data.loader import Resumable, Seeding, made_of
+from safe_ckpt.data.loader import Resumable, Skip, made_of
 from safe_ckpt.data.order import is_map, is_placed, name_of
 from safe_ckpt.data.position import Position
 from safe_ckpt.errors import RestoreError
@@ -241,14 +241,13 @@ def say_what_is_inexact(trainer: Any, callback: Any, *, resumed_within: bool) ->
         )
 
 
-def resumable(loader: _Loader, *, worker_seeding: Seeding = "stock", skip: Literal["read"] | None = None) -> _Loader:
+def resumable(loader: _Loader, *, skip: Skip = None) -> _Loader:
     """Make a DataLoader resumable within an epoch. Returns a loader that stands in for it, of a subclass of its class.
 
     See ``safe_ckpt.data.resumable``, which this is for Lightning: Lightning's own ``ModelCheckpoint`` saves its place, too.
 
     Args:
         loader: a ``torch.utils.data.DataLoader``.
-        worker_seeding: as there.
         skip: as there. An ``IterableDataset`` without ``state_dict`` and ``load_state_dict`` is always read again.
 
     Raises:
@@ -257,4 +256,4 @@ def resumable(loader: _Loader, *, worker_seeding: Seeding = "stock", skip: Liter
     if isinstance(loader, DataLoader) and not is_map(loader) and not is_placed(loader):
         skip = "read"
     let_places_be_used()
-    return made_of(loader, worker_seeding, skip, ForLightning)
+    return made_of(loader, skip, ForLightning)

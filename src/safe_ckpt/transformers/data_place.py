@@ -41,7 +41,7 @@ class DataPlace:
     def watch(self, loader: Any, rank: int) -> None:
         """Count from now on, and go to a place between two epochs."""
         inner = getattr(loader, "base_dataloader", None)
-        if type(inner) is not DataLoader or not placed_loaders.count(loader, "stock", None):
+        if type(inner) is not DataLoader or not placed_loaders.count(loader, None):
             if self._state(rank) is not None:
                 message = (
                     "the checkpoint has the place of a loader that was counted; %s of now is not. The Trainer leaves out as "
