@@ -12,7 +12,9 @@ import typer
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
 from safe_ckpt.core.health.verdict import described
+from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.source import in_files, in_store
 from safe_ckpt.errors import ConfigError, UnsupportedFormatError
 from safe_ckpt.text import bytes_text, listed, metrics_text
 from safe_ckpt.tools.cli.output import (
@@ -57,8 +59,8 @@ def inspect(
         if health:
             _show_health(one_of(_here(first)), as_json=as_json)
             return
-        if isinstance(first, ObjectPath) and other is None:
-            _show_object(one_of(first), match, as_json=as_json)
+        if is_url(path) and other is None:
+            _show_object(in_store(one_of(first)), match, as_json=as_json)
             return
         content = _matching(read_content(one_of(_here(first)), follow_symlinks=follow_symlinks), match)
         if other is None:
@@ -70,10 +72,11 @@ def inspect(
 
 
 def _here(place: Place) -> Path:
-    if isinstance(place, ObjectPath):
+    try:
+        return in_files(place)
+    except TypeError:
         message = f"comparing takes the numbers. Fetch it first: safe-ckpt resume-path {place} --fetch DIR"
-        raise ConfigError(key=str(place), message=message)
-    return place
+        raise ConfigError(key=str(place), message=message) from None
 
 
 def _matching(content: Content, pattern: str) -> Content:
