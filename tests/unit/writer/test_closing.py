@@ -6,6 +6,7 @@ import pytest
 import torch
 import xxhash
 
+from kit.writing import write_file
 from safe_ckpt import CheckpointConfig, Checkpointer, WriterConfig
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.file_plan import WriteTask
@@ -16,8 +17,7 @@ from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
-from safe_ckpt.core.writer import stream_writer
-from safe_ckpt.core.writer.file_writer import write_file
+from safe_ckpt.core.writer.content import TensorContent
 from safe_ckpt.errors import SaveError, StateError
 
 CHUNK = 1 << 16
@@ -73,12 +73,12 @@ def test_every_size_around_a_chunk_is_resumed(tmp_path):
 
 def test_a_stream_that_was_not_taken_to_its_end_reports_nothing():
     """A writer that stops early cannot report the digest of a part."""
-    image = file_plan.single(torch_archive.torch_image("a.pt", {"w": torch.ones(10)}, strict=True, key="x"), "a.pt")
+    image = file_plan.single(torch_archive.torch_image("a.pt", {"w": torch.ones(9999)}, strict=True, key="x"), "a.pt")
     (task,) = snapshot.list_tasks([image], "/folder", {})
-    content = stream_writer._Content(image, task)
-    next(content.pieces())
+    content = TensorContent(task, image)
+    next(content.pieces(4096))
     with pytest.raises(OSError, match="before all bytes"):
-        content.written(10)
+        content.closing()
 
 
 BAD = [

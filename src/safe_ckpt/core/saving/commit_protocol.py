@@ -19,11 +19,10 @@ from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry
 from safe_ckpt.core.health.verdict import ITSELF, Expectation, Known, described, of_checkpoint
 from safe_ckpt.core.saving.save import SaveJob
-from safe_ckpt.core.staging.shared_files import Shared
 from safe_ckpt.core.storage.copier import FileCopy, first_changed
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
-from safe_ckpt.core.writer.client import WriteJob
+from safe_ckpt.core.writer.existing import Shared
+from safe_ckpt.core.writer.sink import WriteJob
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
@@ -229,8 +228,8 @@ class CommitProtocol:
             results += self._share(job.sharing.shared)
         if job.streamed:
             most = self._config.max_host_bytes
-            tasks = self._expecting(job.tasks)
-            results += self._writer.stream(tasks, job.files, directories, most, self._look_around)
+            streamed = self._job_of(files=self._expecting(job.tasks), directories=directories)
+            results += self._writer.stream(streamed, job.files, most, self._look_around)
             job.handle.mark_snapshot_taken()
         elif job.buffer is not None:
             results += self._run_writer(buffer=job.buffer, files=self._expecting(job.tasks), directories=directories)
@@ -275,7 +274,10 @@ class CommitProtocol:
 
     def _run_writer(self, **what: Any) -> list[WrittenFile]:
         """Have the writer do what the other fields of a ``WriteJob`` say."""
-        return self._writer.write(WriteJob(name=self._job.name, rank=self._rank, **what), self._look_around)
+        return self._writer.write(self._job_of(**what), self._look_around)
+
+    def _job_of(self, **what: Any) -> WriteJob:
+        return WriteJob(name=self._job.name, rank=self._rank, folder=str(self._job.folder), **what)
 
     def _copy_files(self) -> list[WrittenFile]:
         """Copy what lies in files. The caller goes on once they are read."""
@@ -309,22 +311,20 @@ class CommitProtocol:
             return []
         outcomes = [(one, f"{job.folder}/{one.path}", one.link(f"{job.folder}/{one.path}")) for one in chosen]
         done = [one.written(path, shared=True) for one, path, how in outcomes if how == "linked"]
-        left = [(one, one.copy(path)) for one, path, how in outcomes if how != "linked"]
+        left = [(one, one.adoption(path)) for one, path, how in outcomes if how != "linked"]
         if not left:
             return done
-        files = [copy for _, copy in left if isinstance(copy, FileCopy)]
-        objects = [copy for _, copy in left if isinstance(copy, ObjectCopy)]
-        results = {result.path: result for result in self._run_writer(copies=files, objects=objects)}
+        results = {result.path: result for result in self._run_writer(adoptions=[told for _, told in left])}
         if any(how == "never" for *_, how in outcomes):
             sharing.refused()
-        if not all(results[one.path].shared_bytes for one in objects):
+        if any(told.sources and not results[told.path].shared_bytes for _, told in left):
             sharing.not_copied()
-        for one, copy in left:
-            result = results[copy.path]
+        for one, told in left:
+            result = results[told.path]
             if result.xxh3_128 != one.before.xxh3_128:
                 cause = f"{one.path} was to be taken from {one.before.sources[0]}, whose bytes are not those that were written"
                 raise SaveError(name=job.name, cause=cause, rank=self._rank, phase="write")
-            done.append(one.written(copy.path, shared=result.shared_bytes > 0))
+            done.append(one.written(told.path, shared=result.shared_bytes > 0))
         return done
 
     def _refuse_changed(self, copies: Sequence[FileCopy]) -> None:

@@ -11,22 +11,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from safe_ckpt.config import Timeouts
-from safe_ckpt.core.formats.file_plan import WriteTask
-from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.progress import Progress, ProgressPage, new_page
-from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.direct_io import write_without_direct
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
 from safe_ckpt.core.writer.process import STACK_SIGNAL
+from safe_ckpt.core.writer.sink import WriteJob
 from safe_ckpt.machine import process_state
 
 logger = logging.getLogger(__name__)
@@ -42,35 +38,6 @@ _BOOT = (
     "import sys; sys.path += {path!r}; "
     "from safe_ckpt.core.writer.process import main; main({sock}, {page}, {nice}, {parent})"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class WriteJob:
-    """What to write.
-
-    Attributes:
-        name: of the checkpoint, for messages.
-        rank: the same.
-        buffer: holds the bytes of ``files``; None when there are only copies.
-        files: to be written from the shared buffer.
-        copies: files to be copied.
-        objects: objects to be copied within their bucket.
-        directories: made durable afterwards.
-    """
-
-    name: str
-    rank: int
-    buffer: SharedBuffer | None = None
-    files: Sequence[WriteTask] = ()
-    copies: Sequence[FileCopy] = ()
-    objects: Sequence[ObjectCopy] = ()
-    directories: Sequence[str] = ()
-
-    @property
-    def paths(self) -> list[str]:
-        """What is there afterwards, in the order of the results."""
-        copied = (*(copy.path for copy in self.copies), *(copy.path for copy in self.objects))
-        return [*copied, *(task.path for task in self.files)]
 
 
 class StallWatch:

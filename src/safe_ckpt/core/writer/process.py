@@ -21,14 +21,11 @@ import threading
 import time
 from typing import Any
 
-from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.health.examine import prepare
 from safe_ckpt.core.staging.progress import ProgressPage
-from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.direct_io import WriteOptions, refused_direct
-from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
 from safe_ckpt.core.storage.objects.options import take_variables
-from safe_ckpt.core.writer.file_writer import write_files
+from safe_ckpt.core.writer.sink import WriteJob, write_job
 
 STACK_SIGNAL = signal.SIGUSR2
 _WATCH_S = 1.0
@@ -96,19 +93,17 @@ def _receive(connection: socket.socket, jobs: queue.SimpleQueue[dict[str, Any]],
 
 
 def _serve(
-    job: dict[str, Any], buffers: dict[int, int], maps: dict[int, mmap.mmap], page: ProgressPage
+    line: dict[str, Any], buffers: dict[int, int], maps: dict[int, mmap.mmap], page: ProgressPage
 ) -> dict[str, Any]:
     try:
-        plan = job["plan"]
+        plan = line["plan"]
         options = WriteOptions.from_json(plan["options"])
         if options.storage is not None:
             take_variables(plan["variables"])
         page.begin(0)
-        copies = [FileCopy.from_json(entry) for entry in plan["copies"]]
-        objects = [ObjectCopy.from_json(entry) for entry in plan["objects"]]
-        tasks = [WriteTask.from_json(entry) for entry in plan["files"]]
-        memory = memoryview(_mapped(job, buffers, maps)) if tasks else memoryview(b"")
-        written = write_files(copies, tasks, plan["directories"], memory, options, page, objects)
+        job = WriteJob.from_json(plan["job"])
+        memory = memoryview(_mapped(line, buffers, maps)) if job.files else None
+        written = write_job(job, options, page, memory)
         results = [vars(result) for result in written]
         # Nobody reads a log of this process, so its parent logs which file systems refused direct writes.
         return {"files": results, "refused_direct": list(refused_direct().items())}

@@ -19,8 +19,8 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core.staging.worker_thread import Background
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.core.writer.client import StallWatch, WriteJob, WriterEnded
-from safe_ckpt.core.writer.file_writer import write_files
+from safe_ckpt.core.writer.client import StallWatch, WriterEnded
+from safe_ckpt.core.writer.sink import WriteJob, write_job
 
 _POLL_S = 0.1
 # Once more, in a new file, or with other memory: for a process.
@@ -117,8 +117,8 @@ class _Task(Unwatched):
         """On the thread."""
         job = self._job
         try:
-            memory = memoryview(job.buffer.memory if job.buffer is not None else b"")
-            self.results = write_files((), job.files, job.directories, memory, self._options, self, job.objects)
+            memory = memoryview(job.buffer.memory) if job.buffer is not None else None
+            self.results = write_job(job, self._options, self, memory)
         except BaseException as error:  # raised in the thread that waits
             self.failure = error
         finally:

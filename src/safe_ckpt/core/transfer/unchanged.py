@@ -23,23 +23,21 @@ import torch
 import xxhash
 
 from safe_ckpt.config import Health, Unchanged
+from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES
 from safe_ckpt.core.formats.manifest import Manifest, read_manifest
 from safe_ckpt.core.health.verdict import ITSELF, digest_of_patterns, is_sick
 from safe_ckpt.core.recent import Recent
-from safe_ckpt.core.staging.shared_files import Before, Shared, SharedFile, SharedObject, Tries
 from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.core.storage.objects.object_copy import MOST_BYTES
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.presence import opened
+from safe_ckpt.core.writer.existing import MOST_BYTES, Before, Shared, SharedFile, SharedObject, Tries
 from safe_ckpt.errors import CommitOutcomeUnknown, SafeCheckpointError
 
 if TYPE_CHECKING:
     from safe_ckpt.core.formats.file_plan import FilePlan
 
 logger = logging.getLogger(__name__)
-LEAST_BYTES = 1 << 20
-"""Smaller files are written: a look at them gains nothing, and people edit such files in place, under all their names."""
 _MOST_SOURCES = 4
 _PATIENCE, _AGAIN = 3, 16
 _ZEROS = bytes(64 << 10)
@@ -64,7 +62,7 @@ class Wanted:
     @classmethod
     def of(cls, plan: FilePlan, unexamined: Sequence[str]) -> Wanted | None:
         """None for one that is not worth it, or has other bytes than the tensors': an archive has check sums."""
-        if plan.length < LEAST_BYTES or plan.records is not None or plan.lazies:
+        if plan.length < LEAST_SHARED_BYTES or plan.records is not None or plan.lazies:
             return None
         return cls(path=plan.path, length=plan.length, frozen=plan.frozen, unexamined=tuple(unexamined))
 
@@ -118,7 +116,7 @@ class UnchangedFiles:
         health, known = manifest.health.get("files", {}), self._directory(root).known
         for entry in manifest.files:
             # Files of other ranks are not this rank's to share, and many ranks must not look at all files.
-            if entry.rank == self._rank and entry.size_bytes >= LEAST_BYTES:
+            if entry.rank == self._rank and entry.size_bytes >= LEAST_SHARED_BYTES:
                 known[entry.path] = Before(
                     sources=(checkpoint / entry.path,),
                     stamp=_stamp(checkpoint / entry.path),
@@ -193,7 +191,7 @@ class UnchangedFiles:
         """See ``Sharing.learn``."""
         found, directory = {}, self._directory(root)
         for file in written:
-            if file.size_bytes < LEAST_BYTES:
+            if file.size_bytes < LEAST_SHARED_BYTES:
                 continue
             path = file.path.removeprefix(f"{folder}/") if folder else ITSELF
             place, before = checkpoint / path, directory.known.get(path)
