@@ -12,12 +12,11 @@ from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.health.examine import Examination
 from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
-from safe_ckpt.core.writer.content import TensorContent
+from safe_ckpt.core.writer import content
 from safe_ckpt.errors import SaveError, StateError
 
 CHUNK = 1 << 16
@@ -27,13 +26,13 @@ OPTIONS = WriteOptions(direct=False, chunk_bytes=CHUNK, flush_every_bytes=1 << 2
 @pytest.fixture
 def late(monkeypatch):
     """The hasher comes to its end only when the writer has had every chance to be faster."""
-    verdict = Examination.verdict
+    closing = content._Pass.closing
 
-    def slowly(self):
+    def slowly(self, rest):
         threading.Event().wait(0.05)
-        return verdict(self)
+        return closing(self, rest)
 
-    monkeypatch.setattr(Examination, "verdict", slowly)
+    monkeypatch.setattr(content._Pass, "closing", slowly)
 
 
 @pytest.mark.parametrize("length", [4 * CHUNK, 4 * CHUNK + 1, 5 * CHUNK - 4096, 3 * CHUNK], ids=str)
@@ -75,10 +74,10 @@ def test_a_stream_that_was_not_taken_to_its_end_reports_nothing():
     """A writer that stops early cannot report the digest of a part."""
     image = file_plan.single(torch_archive.torch_image("a.pt", {"w": torch.ones(9999)}, strict=True, key="x"), "a.pt")
     (task,) = snapshot.list_tasks([image], "/folder", {})
-    content = TensorContent(task, image)
-    next(content.pieces(4096))
+    stream = content.TensorContent(task, image)
+    next(stream.pieces(4096))
     with pytest.raises(OSError, match="before all bytes"):
-        content.closing()
+        stream.closing()
 
 
 BAD = [

@@ -25,13 +25,14 @@ import xxhash
 from safe_ckpt.config import Health, Unchanged
 from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES
 from safe_ckpt.core.formats.manifest import Manifest, read_manifest
+from safe_ckpt.core.health.examine import NAME as HEALTH
 from safe_ckpt.core.health.verdict import ITSELF, digest_of_patterns, is_sick
 from safe_ckpt.core.recent import Recent
 from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.presence import opened
-from safe_ckpt.core.writer.existing import MOST_BYTES, Before, Shared, SharedFile, SharedObject, Tries
+from safe_ckpt.core.writer.existing import MOST_BYTES, UNCHANGED, Before, Shared, SharedFile, SharedObject, Tries
 from safe_ckpt.errors import CommitOutcomeUnknown, SafeCheckpointError
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class UnchangedFiles:
                     stamp=_stamp(checkpoint / entry.path),
                     size_bytes=entry.size_bytes,
                     xxh3_128=entry.xxh3_128,
-                    health=health.get(entry.path),
+                    observed={HEALTH: health[entry.path]} if entry.path in health else {},
                     age=entry.age,
                 )
 
@@ -177,7 +178,7 @@ class UnchangedFiles:
             directory.under_way.discard(number)
 
     def earlier(self, root: Place, path: str) -> tuple[Any, ...] | None:
-        """See ``Sharing.earlier``."""
+        """See ``existing.UNCHANGED``. Where nothing was shared for a while it is tried now and then only: it costs a hash."""
         directory = self._directory(root)
         known, number = directory.known.get(path), directory.tries.count
         fruitless = known is not None and known.fruitless >= _PATIENCE and number % _AGAIN > 1
@@ -202,8 +203,9 @@ class UnchangedFiles:
                 stamp=_stamp(place),
                 size_bytes=file.size_bytes,
                 xxh3_128=file.xxh3_128,
-                health=file.health,
-                age=file.age or (before.age + 1 if before is not None and file.shared_bytes else 0),
+                observed={name: found for name, found in file.observed.items() if name != UNCHANGED},
+                age=file.observed.get(UNCHANGED, {}).get("age")
+                or (before.age + 1 if before is not None and file.shared_bytes else 0),
                 # With another size it is another file under an old name.
                 repeated=same if before is not None and before.size_bytes == file.size_bytes else None,
                 fruitless=before.fruitless + 1 if before is not None and not file.shared_bytes else 0,
@@ -239,7 +241,7 @@ class UnchangedFiles:
         """Whether what was found of its numbers is what would be found now. An alarm is not said again without a look."""
         if self._health.action == "off":
             return True
-        known = before.health
+        known = before.observed.get(HEALTH)
         if known is None or is_sick(known) or (self._health.recheck and "hashes" not in known):
             return False
         return bool(known.get("ignored", "") == digest_of_patterns((*self._health.ignore, *unexamined)))
@@ -281,8 +283,11 @@ class Sharing:
         self.found: dict[str, Shared] = {}
         self._fell_back = False
 
-    def same_as(self, path: str) -> str:
-        """See ``WriteTask.same_as``. On the background thread, when all saves before this one are over."""
+    def told(self, path: str) -> dict[str, Any]:
+        """What the writer is told of a file: see ``UNCHANGED``. On the background thread, after all saves before it."""
+        return {"earlier": self._known.earlier(self.root, path), "same_as": self._same_as(path)}
+
+    def _same_as(self, path: str) -> str:
         wanted = self.perhaps.get(path)
         before = self._known.candidate(wanted, self.root) if wanted is not None else None
         one = self._known.held(path, before, self.root) if before is not None else None
@@ -290,10 +295,6 @@ class Sharing:
             return ""
         self.found[path] = one
         return one.before.xxh3_128
-
-    def earlier(self, path: str) -> tuple[Any, ...] | None:
-        """See ``WriteTask.earlier``. Where nothing was shared for a while it is tried now and then only: it costs a hash."""
-        return self._known.earlier(self.root, path)
 
     def learn(self, checkpoint: Place, written: Sequence[WrittenFile], folder: str) -> None:
         """Take over what was committed. On the background thread.

@@ -11,17 +11,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from safe_ckpt.config import Timeouts
-from safe_ckpt.core.staging.progress import Progress, ProgressPage, new_page
+from safe_ckpt.core.staging.progress import STACK_SIGNAL, Progress, ProgressPage, new_page
 from safe_ckpt.core.storage.direct_io import write_without_direct
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.core.writer.process import STACK_SIGNAL
 from safe_ckpt.core.writer.sink import WriteJob
 from safe_ckpt.machine import process_state
 
@@ -36,7 +35,7 @@ _STOPPED_S = 3.0
 _WAITING = ("D", "R")  # for the disk, or for a processor
 _BOOT = (
     "import sys; sys.path += {path!r}; "
-    "from safe_ckpt.core.writer.process import main; main({sock}, {page}, {nice}, {parent})"
+    "from safe_ckpt.core.writer.process import main; main({sock}, {page}, {nice}, {parent}, {ahead!r})"
 )
 
 
@@ -95,9 +94,14 @@ def _await_exec(process: subprocess.Popen[bytes]) -> None:
 
 
 class WriterClient:
-    """One running writer process."""
+    """One running writer process.
 
-    def __init__(self, niceness: int) -> None:
+    Args:
+        niceness: of it.
+        ahead: modules that it imports before its first job.
+    """
+
+    def __init__(self, niceness: int, ahead: Sequence[str] = ()) -> None:
         if not sys.executable:
             raise OSError("cannot start the writer process: sys.executable is not set in this interpreter")
         ours, theirs = socket.socketpair()
@@ -106,7 +110,8 @@ class WriterClient:
         used = [xxhash, *(sys.modules[name] for name in ("isal", "obstore", "numpy") if name in sys.modules)]
         homes = [_HOME, *(Path(module.__file__).parent.parent for module in used if module.__file__)]
         roots = list(dict.fromkeys(map(str, homes)))
-        boot = _BOOT.format(path=roots, sock=theirs.fileno(), page=page_fd, nice=niceness, parent=os.getpid())
+        ends = {"sock": theirs.fileno(), "page": page_fd, "parent": os.getpid()}
+        boot = _BOOT.format(path=roots, nice=niceness, ahead=list(ahead), **ends)
         with theirs:
             try:
                 # Not multiprocessing: its spawn re-imports the user's main and fails where that came from stdin.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import importlib
+import logging
 import mmap
 import threading
 import time
@@ -19,16 +21,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import xxhash
 
 from safe_ckpt.core.formats import zip_archive
-from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, WriteTask, closing_of
+from safe_ckpt.core.formats.file_plan import FilePlan, KnownBytes, LazyTensor, WriteTask, closing_of
 from safe_ckpt.core.formats.zip_archive import RecordDigest
-from safe_ckpt.core.health.examine import Examination, marked
-from safe_ckpt.core.health.regions import Pieces
 from safe_ckpt.core.storage.direct_io import PAGE, ProgressReporter
 from safe_ckpt.core.storage.durable import WrittenFile
 
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
 _NEXT_LOOK_S = 0.0005
 _HASH_BYTES = 1 << 20  # so that it stays in the cache from one hash to the next
 
@@ -44,18 +45,20 @@ class Closing:
     Attributes:
         xxh3_128: of the whole file, with the tail.
         size_bytes: of the whole file.
-        health: what was found of its numbers; None where they were not looked at.
+        observed: what the observers found, by their names.
         tail: the bytes that follow the pieces: less than a page of the plan, and what follows that.
     """
 
     xxh3_128: str
     size_bytes: int
-    health: Mapping[str, Any] | None
+    observed: Mapping[str, Any]
     tail: bytes
 
     def written(self, path: str, **facts: Any) -> WrittenFile:
         """Of the file at ``path``, which is there now."""
-        return WrittenFile(path=path, size_bytes=self.size_bytes, xxh3_128=self.xxh3_128, health=self.health, **facts)
+        return WrittenFile(
+            path=path, size_bytes=self.size_bytes, xxh3_128=self.xxh3_128, observed=self.observed, **facts
+        )
 
 
 class Content(Protocol):
@@ -90,6 +93,63 @@ class Content(Protocol):
         """Stop, also before the end."""
 
 
+class Observer(Protocol):
+    """Looks at a file while it is hashed. May import neither torch nor YAML. If it raises, what it would find is not known."""
+
+    def __init__(self, task: WriteTask, known: memoryview | KnownBytes, told: Mapping[str, Any]) -> None:
+        """``known``: the file, in which what is no tensor can be read already. ``told``: of ``WriteTask.observed``."""
+
+    def take(self, at: int, piece: memoryview) -> None:
+        """Bytes of the file, which come in order from ``at`` on."""
+
+    def found(self) -> Any:
+        """What it has found, as JSON-able data; None for nothing. When all bytes were taken."""
+
+    def section(self) -> Mapping[str, Any]:
+        """Its section of the manifest that the file carries inside; empty for none. When all bytes were taken."""
+
+
+class _Observers:
+    """Those of one file, by the names of their extensions."""
+
+    def __init__(self, task: WriteTask, known: memoryview | KnownBytes) -> None:
+        self._path = task.path
+        self._all: dict[str, Observer] = {}
+        for name, told in task.observed.items():
+            if "observer" in told:
+                module, _, kind = told["observer"].partition(":")
+                try:
+                    self._all[name] = getattr(importlib.import_module(module), kind)(task, known, told)
+                except Exception as error:
+                    self._drop(name, error)
+
+    def take(self, at: int, piece: memoryview) -> None:
+        for name, one in self._all.items():
+            try:
+                one.take(at, piece)
+            except Exception as error:
+                self._drop(name, error)
+
+    def sections(self) -> dict[str, Any]:
+        return {name: dict(section) for name, section in self._asked(lambda one: one.section()).items() if section}
+
+    def found(self) -> dict[str, Any]:
+        return {name: found for name, found in self._asked(lambda one: one.found()).items() if found is not None}
+
+    def _asked(self, question: Callable[[Observer], Any]) -> dict[str, Any]:
+        answers = {}
+        for name, one in self._all.items():
+            try:
+                answers[name] = question(one)
+            except Exception as error:
+                self._drop(name, error)
+        return answers
+
+    def _drop(self, name: str, error: Exception) -> None:
+        self._all = {other: one for other, one in self._all.items() if other != name}
+        logger.warning("%s: what %s would find in it is not known: %r", self._path, name, error)
+
+
 class _Source(Protocol):
     """Where the bytes come from."""
 
@@ -103,11 +163,11 @@ class _Source(Protocol):
 class _Pass:
     """One pass over a file: hashes it, fills in the data descriptors, and makes the bytes that follow the plan."""
 
-    def __init__(self, task: WriteTask, length: int, source: _Source, examination: Examination) -> None:
+    def __init__(self, task: WriteTask, length: int, source: _Source, observers: _Observers) -> None:
         self._task = task
         self._length = length
         self._source = source
-        self._examination = examination
+        self._observers = observers
         self._whole = xxhash.xxh3_128()
         self._crcs: dict[str, int] = {}
         self._hashes: dict[str, str] = {}
@@ -128,15 +188,15 @@ class _Pass:
 
     def closing(self, rest: bytes) -> Closing:
         """After the last piece; ``rest``: what of them is no whole page."""
-        health = self._examination.verdict()
         if self._task.records is not None:
-            tail = closing_of(self._task, self._length, self._crcs, self._hashes, marked(self._task, health))
+            sections = self._observers.sections()
+            tail = closing_of(self._task, self._length, self._crcs, self._hashes, sections)
             self._whole.update(tail)
             comment = zip_archive.COMMENT_PREFIX + self._whole.hexdigest().encode()
             self._whole.update(comment)
             rest += tail + comment
         size = self._length // PAGE * PAGE + len(rest)
-        return Closing(xxh3_128=self._whole.hexdigest(), size_bytes=size, health=health, tail=rest)
+        return Closing(xxh3_128=self._whole.hexdigest(), size_bytes=size, observed=self._observers.found(), tail=rest)
 
     def _absorb(self, start: int, end: int, digest: RecordDigest | None = None) -> Iterator[memoryview]:
         at = start
@@ -144,7 +204,7 @@ class _Pass:
             self._whole.update(piece)
             if digest is not None:
                 digest.update(piece)
-            self._examination.take(at, piece)
+            self._observers.take(at, piece)
             at += len(piece)
             yield piece
 
@@ -231,9 +291,9 @@ class MemoryContent:
     def _run(self) -> None:
         try:
             self._progress.moved(0)
-            examination = Examination(self._task, self._image)
+            observers = _Observers(self._task, self._image)
             self._progress.moved(0)
-            self._announce(self._hash(_Pass(self._task, self.length, self, examination)))
+            self._announce(self._hash(_Pass(self._task, self.length, self, observers)))
         except BaseException as error:  # it belongs to the thread that writes
             with self._turn:
                 self._failure = error
@@ -313,7 +373,8 @@ class TensorContent:
             *((at, lazy.size_bytes, lazy) for at, lazy in plan.lazies),
         ]
         self._parts = deque(sorted(parts, key=lambda part: part[0]))
-        one = _Pass(self._task, self.length, self, Examination(self._task, Pieces(plan.length, plan.pieces)))
+        observers = _Observers(self._task, KnownBytes(plan.length, plan.pieces))
+        one = _Pass(self._task, self.length, self, observers)
         with mmap.mmap(-1, size) as memory, memoryview(memory) as buffer:
             filled = 0
             for piece in one.pieces():

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.durable import WrittenFile, link_open_file
 from safe_ckpt.core.storage.objects.place import Place
 
+UNCHANGED = "unchanged"
+"""The name of the extension that knows of such files.
+
+It says of a ``WriteTask``: ``earlier``, path and ctime of the file before it, with which it may share blocks of the disk (empty
+if there is none yet, None to share none); and ``same_as``, the xxh3-128 of a file that is there already: with these bytes it is
+not written. Of a ``WrittenFile``: ``age``, how many saves ago it was written, if all of it is another file; and ``left_out``: it
+is not there yet, its bytes are those of ``same_as``.
+"""
 _LONGEST = 16
 MOST_BYTES = 5 << 30
 """S3 copies no larger object in one request."""
@@ -55,7 +63,7 @@ class Before:
         stamp: of the newest when it was committed; None where that is not known.
         size_bytes: its length.
         xxh3_128: of its bytes.
-        health: what was found of its numbers.
+        observed: what else was found of it, by the names of extensions.
         age: how many saves ago it was written.
         repeated: whether the save before had the same bytes; None where that is not known.
         fruitless: how many saves before it shared none of them, either.
@@ -65,7 +73,7 @@ class Before:
     size_bytes: int
     xxh3_128: str
     stamp: Stamp | None = None
-    health: Mapping[str, Any] | None = None
+    observed: Mapping[str, Any] = field(default_factory=dict)
     age: int = 0
     repeated: bool | None = None
     fruitless: int = 0
@@ -173,9 +181,9 @@ def _written(path: str, before: Before, *, shared: bool, examined: bool) -> Writ
         path=path,
         size_bytes=before.size_bytes,
         xxh3_128=before.xxh3_128,
-        health=before.health if examined else None,
         shared_bytes=before.size_bytes if shared else 0,
-        age=before.age + 1,  # a copy may have the same blocks
+        # A copy may have the same blocks.
+        observed={**(before.observed if examined else {}), UNCHANGED: {"age": before.age + 1}},
     )
 
 

@@ -16,7 +16,7 @@ from safe_ckpt.core.storage.direct_io import ProgressReporter, WriteOptions, fil
 from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
 from safe_ckpt.core.storage.reflink import SharedPieces
 from safe_ckpt.core.writer.content import Content
-from safe_ckpt.core.writer.existing import Adoption
+from safe_ckpt.core.writer.existing import UNCHANGED, Adoption
 
 Put = Callable[[int, memoryview, int, ProgressReporter, bool], bool]
 """Brings a piece to its place in an open file. See ``write_all``."""
@@ -83,9 +83,10 @@ class SharingSink(FileSink):
         self, task: WriteTask, content: Content, progress: ProgressReporter, put: Put | None = None
     ) -> WrittenFile:
         """See ``Sink``."""
-        if task.earlier is None:
+        earlier = task.observed.get(UNCHANGED, {}).get("earlier")
+        if earlier is None:
             return super().write(task, content, progress, put)
-        with contextlib.closing(SharedPieces(task.path, content.length, task.earlier, self._options)) as pieces:
+        with contextlib.closing(SharedPieces(task.path, content.length, earlier, self._options)) as pieces:
             written = super().write(task, content, progress, pieces.put)
             pieces.remember()
         return replace(written, shared_bytes=pieces.shared_bytes)

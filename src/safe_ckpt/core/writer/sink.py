@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from safe_ckpt.core.formats.file_plan import WriteTask
@@ -15,7 +15,7 @@ from safe_ckpt.core.storage.direct_io import ProgressReporter, WriteOptions, onc
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.writer.content import Content, MemoryContent
-from safe_ckpt.core.writer.existing import Adoption
+from safe_ckpt.core.writer.existing import UNCHANGED, Adoption
 from safe_ckpt.core.writer.file_sink import SharingSink
 from safe_ckpt.core.writer.object_sink import ObjectSink
 
@@ -136,6 +136,8 @@ def write_file(sink: Sink, task: WriteTask, content: Content, progress: Progress
         OSError: as the storage says, with the path.
     """
     with contextlib.closing(content):
-        if task.same_as and content.in_memory and (closing := content.closing()).xxh3_128 == task.same_as:
-            return closing.written(task.path, left_out=True)
+        same_as = task.observed.get(UNCHANGED, {}).get("same_as")
+        if same_as and content.in_memory and (closing := content.closing()).xxh3_128 == same_as:
+            written = closing.written(task.path)
+            return replace(written, observed={**written.observed, UNCHANGED: {"left_out": True}})
         return once_more_after_eio(lambda: sink.write(task, content, progress))

@@ -41,6 +41,7 @@ class WriterSupervisor:
         timeouts: how long it may make no progress.
         respawned: called with pid and reason when the process was replaced.
         storage: how object stores are reached; None where no file goes to one.
+        ahead: modules that the process imports before its first job.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class WriterSupervisor:
         timeouts: Timeouts,
         respawned: Callable[[int, str], None],
         storage: StorageOptions | None = None,
+        ahead: Sequence[str] = (),
     ) -> None:
         self._config = config
+        self._ahead = ahead
         self._timeouts = timeouts
         self._respawned = respawned
         self._child: WriterClient | None = None
@@ -70,7 +73,7 @@ class WriterSupervisor:
             if self._child is not None or self._closed:
                 return
             first = self._spawn is None
-            spawn = self._spawn = self._spawn or Spawn(self._config.niceness)
+            spawn = self._spawn = self._spawn or Spawn(self._config.niceness, self._ahead)
         if first:
             spawn.wait(_MOMENT_S)
         self._take(spawn)
