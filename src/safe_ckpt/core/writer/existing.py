@@ -16,7 +16,7 @@ UNCHANGED = "unchanged"
 
 It says of a ``WriteTask``: ``earlier``, path and ctime of the file before it, with which it may share blocks of the disk (empty
 if there is none yet, None to share none); and ``same_as``, the xxh3-128 of a file that is there already: with these bytes it is
-not written. Of a ``WrittenFile``: ``age``, how many saves ago it was written, if all of it is another file; and ``left_out``: it
+not written. Of a ``WrittenFile``: ``age``, how many saves ago it was written if all of it is another file; and ``left_out``: it
 is not there yet, its bytes are those of ``same_as``.
 """
 _LONGEST = 16
