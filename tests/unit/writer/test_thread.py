@@ -17,7 +17,7 @@ from safe_ckpt.core.staging.worker_thread import Refused
 from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.writer import file_sink
 from safe_ckpt.core.writer.sink import WriteJob
-from safe_ckpt.core.writer.thread import WriterThread
+from safe_ckpt.core.writer.workers import WriterThread
 from safe_ckpt.errors import SaveError
 from support import writers_of
 

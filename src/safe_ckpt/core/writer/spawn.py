@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from safe_ckpt.core.writer.client import WriterClient
+from safe_ckpt.core.writer.workers import WriterClient
 
 _LOOK_S = 0.1
 

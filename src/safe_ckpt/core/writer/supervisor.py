@@ -21,11 +21,10 @@ from safe_ckpt.core.staging.worker_thread import Refused
 from safe_ckpt.core.storage.direct_io import PAGE, Unwatched, WriteOptions
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.options import StorageOptions, variables
-from safe_ckpt.core.writer.client import WriterClient, WriterEnded
 from safe_ckpt.core.writer.content import TensorContent
 from safe_ckpt.core.writer.sink import WriteJob, write_job
 from safe_ckpt.core.writer.spawn import Spawn
-from safe_ckpt.core.writer.thread import WriterThread
+from safe_ckpt.core.writer.workers import WriterClient, WriterEnded, WriterThread
 from safe_ckpt.errors import WriterError
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,9 @@
-"""One running writer process, seen from its parent: a socket for jobs, a shared page for progress, a log for last words."""
+"""Those that write, seen from the one that waits for them: a process, and a thread for what is small. One loop watches both."""
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import logging
 import os
@@ -10,18 +12,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.staging.progress import STACK_SIGNAL, Progress, ProgressPage, new_page
-from safe_ckpt.core.storage.direct_io import write_without_direct
+from safe_ckpt.core.staging.worker_thread import Background
+from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions, write_without_direct
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.core.writer.sink import WriteJob
+from safe_ckpt.core.writer.sink import WriteJob, write_job
 from safe_ckpt.machine import process_state
 
 logger = logging.getLogger(__name__)
@@ -33,31 +37,12 @@ _ABSENT_S = 1.0
 _STOPPED = ("T", "t")
 _STOPPED_S = 3.0
 _WAITING = ("D", "R")  # for the disk, or for a processor
+# Once more, in a new file, or with other memory: for a process.
+_AGAIN = (errno.EIO, errno.EEXIST, errno.ENOMEM)
 _BOOT = (
     "import sys; sys.path += {path!r}; "
     "from safe_ckpt.core.writer.process import main; main({sock}, {page}, {nice}, {parent}, {ahead!r})"
 )
-
-
-class StallWatch:
-    """How long a writer has made no progress. Time in which this process itself stood still does not count.
-
-    Args:
-        beats: a number that changes as long as the writer makes progress.
-    """
-
-    def __init__(self, beats: int) -> None:
-        self._beats = beats
-        self._since = time.monotonic()
-
-    def stalled_s(self, beats: int, asked: float) -> float:
-        """The time since the last progress; ``asked`` is when this look began, on the monotonic clock."""
-        looked = time.monotonic()
-        if beats != self._beats:
-            self._beats, self._since = beats, looked
-        elif looked - asked > _ABSENT_S:  # this process was stopped or very busy, and the writer perhaps with it
-            self._since += looked - asked
-        return looked - self._since
 
 
 class WriterEnded(Exception):
@@ -67,6 +52,61 @@ class WriterEnded(Exception):
         super().__init__(how)
         self.pid = pid
         self.stalled = stalled
+
+
+class _Look(NamedTuple):
+    """What is seen of a worker.
+
+    Attributes:
+        beats: a number that changes as long as it makes progress.
+        phase: what it is doing.
+        state: what the kernel says of its process; "" for a thread.
+    """
+
+    beats: int
+    phase: str
+    state: str = ""
+
+
+def _watch(
+    is_done: Callable[[float], bool],
+    look: Callable[[], _Look],
+    stalled: Callable[[_Look, float], WriterEnded],
+    timeouts: Timeouts,
+    stop: Callable[[], None],
+) -> None:
+    """Wait for a worker as long as it makes progress. Time in which this process itself stood still does not count.
+
+    Args:
+        is_done: waits so many seconds; returns whether it is over. Raises ``WriterEnded`` if the worker is.
+        look: shows the worker.
+        stalled: the error of one that made no progress for so many seconds.
+        timeouts: how long that may be.
+        stop: called ten times a second; raises to give up.
+    """
+    beats, since = look().beats, time.monotonic()
+    while True:
+        asked = time.monotonic()
+        if is_done(_POLL_S):
+            return
+        now, looked = look(), time.monotonic()
+        if now.beats != beats:
+            beats, since = now.beats, looked
+        elif looked - asked > _ABSENT_S:  # this process was stopped or very busy, and the worker perhaps with it
+            since += looked - asked
+        limit_s = _limit_s(timeouts, now.phase, now.state)
+        if looked - since > limit_s:
+            raise stalled(now, limit_s)
+        stop()
+
+
+def _limit_s(timeouts: Timeouts, phase: str, state: str) -> float:
+    """How long the process may move no byte, by what the kernel says of it."""
+    if state in _STOPPED:  # a moment of it, for a debugger or a freezer, harms nothing
+        return min(_STOPPED_S, timeouts.writer_stall_s)
+    if phase in ("fsync", "upload"):
+        return timeouts.fsync_stall_s
+    return max(timeouts.fsync_stall_s, timeouts.writer_stall_s) if state in _WAITING else timeouts.writer_stall_s
 
 
 def _program() -> list[str]:
@@ -158,23 +198,23 @@ class WriterClient:
         """
         self._jobs += 1
         self._send(job, plan)
-        watch = StallWatch(self.beats())
-        while True:
-            asked = time.monotonic()
-            reply = self._receive(job) if self._readable.poll(_POLL_S * 1000) else None
+        replies: list[dict[str, Any]] = []
+
+        def is_done(seconds: float) -> bool:
+            reply = self._receive(job) if self._readable.poll(seconds * 1000) else None
             if reply is not None and reply["job"] == self._jobs:
-                return _results(reply, job)
-            if self._process.poll() is not None:
+                replies.append(reply)
+            elif self._process.poll() is not None:
                 raise self._ended(self._how_it_ended(job))
-            now = self._page.read()
-            stalled_s = watch.stalled_s(now.beats, asked)
-            state = process_state(self._process.pid)
-            limit_s = _limit_s(timeouts, now.phase, state)
-            if stalled_s > limit_s:
-                why = " (it is stopped)" if state in _STOPPED else self._stack()
-                how = f"made no progress for {limit_s:g} s {_where(now, job)}{why}"
-                raise WriterEnded(how, self._process.pid, stalled=now.beats > 0 or state in _STOPPED)
-            stop()
+            return bool(replies)
+
+        def stalled(now: _Look, limit_s: float) -> WriterEnded:
+            why = " (it is stopped)" if now.state in _STOPPED else self._stack()
+            how = f"made no progress for {limit_s:g} s {_where(self._page.read(), job)}{why}"
+            return WriterEnded(how, self._process.pid, stalled=now.beats > 0 or now.state in _STOPPED)
+
+        _watch(is_done, self._look, stalled, timeouts, stop)
+        return _results(replies[0], job)
 
     def kill(self) -> None:
         """End the process now. One that the kernel does not let go of is left behind, without its socket."""
@@ -187,6 +227,10 @@ class WriterClient:
         except subprocess.TimeoutExpired:
             logger.warning("writer process %d cannot be killed: it waits for the disk", self._process.pid)
         os.close(self._log)
+
+    def _look(self) -> _Look:
+        now = self._page.read()
+        return _Look(now.beats, now.phase, process_state(self._process.pid))
 
     def _send(self, job: WriteJob, plan: bytes) -> None:
         buffer = job.buffer
@@ -253,15 +297,6 @@ class WriterClient:
         return f"; it said:\n{text}" if text else ""
 
 
-def _limit_s(timeouts: Timeouts, phase: str, state: str) -> float:
-    """How long the process may move no byte, by what the kernel says of it."""
-    if state in _STOPPED:  # a moment of it, for a debugger or a freezer, harms nothing
-        return min(_STOPPED_S, timeouts.writer_stall_s)
-    if phase in ("fsync", "upload"):
-        return timeouts.fsync_stall_s
-    return max(timeouts.fsync_stall_s, timeouts.writer_stall_s) if state in _WAITING else timeouts.writer_stall_s
-
-
 def _results(reply: dict[str, Any], job: WriteJob) -> list[WrittenFile]:
     if "error" in reply:
         error = reply["error"]
@@ -280,3 +315,116 @@ def _where(standing: Progress, job: WriteJob) -> str:
     paths = job.paths
     file = paths[standing.file_index] if standing.file_index < len(paths) else "its last job"
     return f"in phase {standing.phase} of {file}, after {standing.moved_bytes} bytes"
+
+
+class WriterThread:
+    """A thread of this process that writes small snapshots: to start a process would take longer than the writing.
+
+    It is watched like the process. It cannot be killed. If it does not return from the kernel, it is abandoned, and a process
+    writes the same snapshot again. When it returns, it may finish the call that it was in. So it makes no call that could harm
+    another file: it creates new files, and neither removes nor replaces any. If a file is in its way, or the disk fails, it
+    leaves the job to the process. Used by one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._background = Background("safe_ckpt-write", _Task.work)
+        self._task: _Task | None = None  # the one that is written now
+        self._moves = 0  # of those before it
+
+    def run(
+        self, job: WriteJob, options: WriteOptions, timeouts: Timeouts, stop: Callable[[], None]
+    ) -> list[WrittenFile]:
+        """Let it write a job without copies of files.
+
+        Args:
+            job: what to write.
+            options: how.
+            timeouts: how long it may make no progress.
+            stop: called ten times a second; raises to give up.
+
+        Raises:
+            WriterEnded: it made no progress for too long, or met what is to be tried once more.
+            OSError: the file system refused.
+            Refused: the system gives no more threads.
+        """
+        task = _Task(job, dataclasses.replace(options, replace=False, direct=False))
+
+        def stalled(now: _Look, limit_s: float) -> WriterEnded:
+            how = f"made no progress for {limit_s:g} s in phase {now.phase} of {job.name}"
+            return WriterEnded(how, os.getpid(), stalled=True)
+
+        self._background.put(task)
+        self._task = task
+        try:
+            _watch(task.over.wait, lambda: _Look(task.beats, task.phase), stalled, timeouts, stop)
+        finally:
+            self._task, self._moves = None, self._moves + task.beats + 1
+            if not task.over.is_set():
+                self._leave(task)
+        failure = task.failure
+        if isinstance(failure, MemoryError) or (isinstance(failure, OSError) and failure.errno in _AGAIN):
+            raise WriterEnded(f"met an error: {failure}", os.getpid()) from failure
+        if failure is not None:
+            raise failure
+        return task.results
+
+    def progress(self) -> int:
+        """A number that changes as long as bytes move."""
+        task = self._task
+        return self._moves + (task.beats if task is not None else 0)
+
+    def close(self) -> None:
+        """End the thread, when it has done what it does. One that idles is over by then."""
+        self._background.end()
+        if not self._background.is_current:  # a collector may call this from anywhere
+            self._background.join(_POLL_S)
+
+    def _leave(self, task: _Task) -> None:
+        task.abandoned = True
+        self._background.end()
+        self._background = Background("safe_ckpt-write", _Task.work)
+
+
+class _Abandoned(Exception):
+    """The job was given up, and its memory may be used by another save."""
+
+
+class _Task(Unwatched):
+    """One job on its way, and how far it is."""
+
+    def __init__(self, job: WriteJob, options: WriteOptions) -> None:
+        self._job = job
+        self._options = options
+        self.over = threading.Event()
+        self.results: list[WrittenFile] = []
+        self.failure: BaseException | None = None
+        self.abandoned = False
+        self.phase = "write"
+        self.beats = 0
+
+    def work(self) -> None:
+        """On the thread."""
+        job = self._job
+        try:
+            memory = memoryview(job.buffer.memory) if job.buffer is not None else None
+            self.results = write_job(job, self._options, self, memory)
+        except BaseException as error:  # raised in the thread that waits
+            self.failure = error
+        finally:
+            self.over.set()
+
+    def moved(self, count: int) -> None:
+        """So many bytes were hashed or written."""
+        del count
+        self.beats += 1
+        self.waiting()
+
+    def entered(self, phase: str) -> None:
+        """A phase began."""
+        self.phase = phase
+        self.moved(0)
+
+    def waiting(self) -> None:
+        """There is nothing to write yet."""
+        if self.abandoned:
+            raise _Abandoned
