@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from safe_ckpt.core.storage import presence
+from safe_ckpt.core.storage.durable import freed_bytes
 from safe_ckpt.core.storage.inside import really_inside
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+
+
+class FileFacts(Protocol):
+    """A file of a checkpoint, as its manifest has it."""
+
+    @property
+    def path(self) -> str:
+        """Relative to the checkpoint."""
+
+    @property
+    def size_bytes(self) -> int:
+        """How long it is."""
 
 
 def in_files(place: Place) -> Path:
@@ -80,3 +95,25 @@ def sizes_in(folder: Place, names: Iterable[str]) -> dict[str, int]:
         except (FileNotFoundError, NotADirectoryError):
             continue
     return found
+
+
+def shared_bytes(folder: Place, entries: Iterable[FileFacts]) -> int:
+    """How many bytes of these files other checkpoints have, too: files with further names."""
+    total = 0
+    if not isinstance(folder, Path):
+        return total
+    for entry in entries:
+        with contextlib.suppress(OSError):  # it is missing, or a live job has just deleted the checkpoint
+            total += entry.size_bytes if (folder / entry.path).stat().st_nlink > 1 else 0
+    return total
+
+
+def frees_bytes(places: Sequence[Place], sizes: Mapping[Place, int]) -> int:
+    """How much room it gives to delete checkpoints. Of a file that is shared nothing is freed as long as one name is left.
+
+    Args:
+        places: the checkpoints.
+        sizes: how many bytes those have that are known.
+    """
+    files = [place for place in places if isinstance(place, Path)]
+    return freed_bytes(files) + sum(sizes.get(place, 0) for place in places if not isinstance(place, Path))

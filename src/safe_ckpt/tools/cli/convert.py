@@ -17,10 +17,9 @@ from safe_ckpt.errors import ConfigError, CorruptCheckpointError, UnsupportedFor
 from safe_ckpt.text import bytes_text
 from safe_ckpt.tools.cli.output import CHECKPOINT, AsJson, FollowSymlinks, ending_on_signals, failing, print_json, say
 from safe_ckpt.tools.inspection.check import judge, plan
-from safe_ckpt.tools.inspection.files import Window
-from safe_ckpt.tools.inspection.objects.fetch import fetch
-from safe_ckpt.tools.inspection.objects.listing import one_of
-from safe_ckpt.tools.inspection.objects.reach import place_of
+from safe_ckpt.tools.inspection.fetch import fetch
+from safe_ckpt.tools.inspection.files import Window, place_of
+from safe_ckpt.tools.inspection.listing import one_of
 from safe_ckpt.tools.inspection.zip_reader import is_archive
 
 if TYPE_CHECKING:

@@ -25,12 +25,9 @@ from safe_ckpt.tools.cli.output import (
     print_table,
     say,
 )
-from safe_ckpt.tools.inspection.content import read_content
-from safe_ckpt.tools.inspection.files import walk
-from safe_ckpt.tools.inspection.listing import kind_of, read_listing
-from safe_ckpt.tools.inspection.objects.content import read_object_content
-from safe_ckpt.tools.inspection.objects.listing import one_of
-from safe_ckpt.tools.inspection.objects.reach import place_of
+from safe_ckpt.tools.inspection.content import read_content, read_object_content
+from safe_ckpt.tools.inspection.files import place_of, walk
+from safe_ckpt.tools.inspection.listing import kind_of, one_of, read_listing
 from safe_ckpt.tools.inspection.tensors import Content, Entry, Value
 
 if TYPE_CHECKING:
@@ -58,16 +55,16 @@ def inspect(
     with failing():
         first = place_of(path)
         if health:
-            _show_health(_one(_here(first)), as_json=as_json)
+            _show_health(one_of(_here(first)), as_json=as_json)
             return
         if isinstance(first, ObjectPath) and other is None:
             _show_object(one_of(first), match, as_json=as_json)
             return
-        content = _matching(read_content(_one(_here(first)), follow_symlinks=follow_symlinks), match)
+        content = _matching(read_content(one_of(_here(first)), follow_symlinks=follow_symlinks), match)
         if other is None:
             _show(_here(first), content, as_json=as_json, follow_symlinks=follow_symlinks)
             return
-        second = _matching(read_content(_one(_here(place_of(other))), follow_symlinks=follow_symlinks), match)
+        second = _matching(read_content(one_of(_here(place_of(other))), follow_symlinks=follow_symlinks), match)
         if not _compare(content, second, as_json=as_json):
             raise typer.Exit(DAMAGED)
 
@@ -101,18 +98,6 @@ def _facts(path: Path, *, follow_symlinks: bool) -> dict[str, Any]:
 def _facts_of(manifest: Manifest, kind: str) -> dict[str, Any]:
     facts = {name: getattr(manifest, name) for name in ("step", "created_at", "world_size", "metrics", "versions")}
     return {"kind": kind, **facts}
-
-
-def _one(path: Path) -> Path:
-    """The path, unless it is a directory in which several checkpoints are kept."""
-    if path.is_dir() and not (path / MANIFEST_NAME).exists():
-        listing = read_listing(path)
-        names = [candidate.file_path.relative_to(path).as_posix() for candidate in (*listing.usable, *listing.unusable)]
-        if names or listing.hidden is not None:
-            advice = f"name one of them: {listed(names)}" if names else "there is none in it"
-            message = f"is a directory for checkpoints, and no checkpoint; {advice}"
-            raise UnsupportedFormatError(path=str(path), message=message)
-    return path
 
 
 def _show(path: Path, content: Content, *, as_json: bool, follow_symlinks: bool) -> None:
