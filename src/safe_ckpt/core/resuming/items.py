@@ -10,6 +10,7 @@ from typing import Any
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.state import plan, restore
+from safe_ckpt.core.state.planner import SHARDED
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.core.transfer.host_cache import Host
 
@@ -39,10 +40,10 @@ class StoredItems:
         entries = {entry.path: entry for entry in manifest.files}
         needed = self._needed(manifest)
         items = {name: manifest.items[name] for name in needed}
-        folders = [needed[name] for name, item in items.items() if item["form"] == plan.SHARDED]
+        folders = [needed[name] for name, item in items.items() if item["form"] == SHARDED]
         chosen = plan.files_in(folders, manifest)
         if len(host.ranks) > 1:
-            whole = [name for name, item in items.items() if item["form"] != plan.SHARDED and not item["per_rank"]]
+            whole = [name for name, item in items.items() if item["form"] != SHARDED and not item["per_rank"]]
             chosen += [file for name in whole for file in plan.files_of(needed[name], manifest)]
         return [entries[path] for path in chosen]
 
@@ -61,7 +62,7 @@ class StoredItems:
         loaded: dict[str, Any] = {}
         for name, file in self._needed(manifest).items():
             item = manifest.items[name]
-            if item["form"] == plan.SHARDED:
+            if item["form"] == SHARDED:
                 shards = restore.Shards(folder / file)
                 loaded[name] = shards.refuse_code() if self._rank == 0 else shards
             else:
