@@ -39,7 +39,7 @@ class Bomb:
 
 def test_a_value_of_somebody_else_is_refused():
     """Set by one who does not know the secret, moved to another key, or changed: an error that names the key."""
-    store = process_groups.host_store(network.listen("127.0.0.1", 0))
+    store = process_groups.host_store(rendezvous.listen("127.0.0.1", 0))
     ours = SealedStore(store, "secret")
     ours.set("a", "1")
     ours.set("b", "2")
@@ -59,7 +59,7 @@ def test_a_value_of_somebody_else_is_refused():
 
 def test_values_above_the_limit_of_the_store_go_in_parts():
     """A TCPStore refuses more than 8 MiB: what compresses goes whole, the rest in parts, and these are deleted with the key."""
-    store = process_groups.host_store(network.listen("127.0.0.1", 0))
+    store = process_groups.host_store(rendezvous.listen("127.0.0.1", 0))
     ours, theirs = SealedStore(store, "secret"), SealedStore(store, "secret")
     before = store.num_keys()
     dense, again = (random.Random(seed).randbytes(11 << 20).hex() for seed in (1, 2))
@@ -81,7 +81,7 @@ def test_values_above_the_limit_of_the_store_go_in_parts():
 
 def test_parts_of_somebody_else_are_refused():
     """A part that is changed, or not there: an error that names the key, at once."""
-    store = process_groups.host_store(network.listen("127.0.0.1", 0))
+    store = process_groups.host_store(rendezvous.listen("127.0.0.1", 0))
     ours = SealedStore(store, "secret")
     value = random.Random(3).randbytes(9 << 20).hex()
     ours.set("a", value)
@@ -103,7 +103,7 @@ def test_parts_of_somebody_else_are_refused():
 def test_what_is_larger_than_can_be_sent_is_named(monkeypatch):
     """Which value, how large it is, how large it may be; and nothing of it is written."""
     monkeypatch.setattr(store_module, "_MOST_PARTS", 1)
-    store = process_groups.host_store(network.listen("127.0.0.1", 0))
+    store = process_groups.host_store(rendezvous.listen("127.0.0.1", 0))
     with pytest.raises(StateError, match=r"a: \d+ bytes are to go from rank to rank, 4194304 are the most"):
         SealedStore(store, "secret").set("a", random.Random(4).randbytes(9 << 20).hex())
     assert not store.check(["a/part/0"])
@@ -207,7 +207,7 @@ def test_no_free_port_is_named():
     port = next(p for p in range(21000, 60000, network.PORTS) if _all_free(p))
     taken = [socket.create_server(("127.0.0.1", number)) for number in range(port, port + network.PORTS)]
     with pytest.raises(ConfigError, match=f"ports {port} to {port + 15}") as caught:
-        network.listen("127.0.0.1", port)
+        rendezvous.listen("127.0.0.1", port)
     assert caught.value.key == "network.port"
     for one in taken:
         one.close()
@@ -226,7 +226,7 @@ def _all_free(port):
 def test_both_families(address):
     """IPv4 and IPv6: a store that listens on one address is reached there."""
     try:
-        listening = network.listen(address, 0)
+        listening = rendezvous.listen(address, 0)
     except ConfigError as error:
         pytest.skip(f"no such family here: {error}")
     port = listening.getsockname()[1]
@@ -270,10 +270,10 @@ def test_no_descriptor_left_is_named():
     code = """
         import os, resource
         import torch.distributed as dist
-        from safe_ckpt.core.coordination import network, process_groups, rendezvous
-        listening = network.listen("127.0.0.1", 0)
+        from safe_ckpt.core.coordination import process_groups, rendezvous
+        listening = rendezvous.listen("127.0.0.1", 0)
         connect = rendezvous._Connector(["127.0.0.1"], listening.getsockname()[1], "token", "secret")
-        network.CONNECT_S = 1.0
+        rendezvous.CONNECT_S = 1.0
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         held = []
         try:
@@ -297,11 +297,11 @@ def test_one_host_listens_on_the_loopback(monkeypatch):
     """Where torchrun says that all ranks run here, nobody else can even connect."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    listening = network.listen(None, 0)
+    listening = rendezvous.listen(None, 0)
     assert listening.getsockname()[0] == "127.0.0.1"
     listening.close()
     monkeypatch.setenv("WORLD_SIZE", "8")
-    listening = network.listen(None, 0)
+    listening = rendezvous.listen(None, 0)
     assert listening.getsockname()[0] in ("::", "0.0.0.0")
     listening.close()
 
