@@ -15,8 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Network, Timeouts
-from safe_ckpt.core.coordination import process_groups
-from safe_ckpt.core.coordination import rendezvous as network
+from safe_ckpt.core.coordination import process_groups, rendezvous
 from safe_ckpt.core.coordination import store as store_module
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.store import SealedStore
@@ -199,13 +198,13 @@ def test_each_session_takes_the_next_port():
     for found, ports in values(spawn_ranks(_several_sessions, 2, port)):
         assert found == [1, 1]
         assert len(set(ports)) == 2
-        assert all(port <= taken < port + network.PORTS for taken in ports)
+        assert all(port <= taken < port + rendezvous.PORTS for taken in ports)
 
 
 def test_no_free_port_is_named():
     """All sixteen are taken: an error with the setting and the ports."""
-    port = next(p for p in range(21000, 60000, network.PORTS) if _all_free(p))
-    taken = [socket.create_server(("127.0.0.1", number)) for number in range(port, port + network.PORTS)]
+    port = next(p for p in range(21000, 60000, rendezvous.PORTS) if _all_free(p))
+    taken = [socket.create_server(("127.0.0.1", number)) for number in range(port, port + rendezvous.PORTS)]
     with pytest.raises(ConfigError, match=f"ports {port} to {port + 15}") as caught:
         rendezvous.listen("127.0.0.1", port)
     assert caught.value.key == "network.port"
@@ -215,7 +214,7 @@ def test_no_free_port_is_named():
 
 def _all_free(port):
     try:
-        for number in range(port, port + network.PORTS):
+        for number in range(port, port + rendezvous.PORTS):
             socket.create_server(("127.0.0.1", number)).close()
     except OSError:
         return False
@@ -232,20 +231,20 @@ def test_both_families(address):
     port = listening.getsockname()[1]
     store = process_groups.host_store(listening)
     store.set("a", "1")
-    assert network.addresses(address) == [address]
-    assert next(network.reachable([address], port)) == address
+    assert rendezvous.addresses(address) == [address]
+    assert next(rendezvous.reachable([address], port)) == address
     assert process_groups.connect_store(address, port, 5.0).get("a") == b"1"
 
 
 def test_a_masters_address_that_is_not_ours_is_not_offered(monkeypatch):
     """MASTER_ADDR names another host: the others are not sent there. One's own name in it is offered."""
     monkeypatch.setenv("MASTER_ADDR", "203.0.113.9")
-    assert "203.0.113.9" not in network.addresses("::")
-    own = next((a for a in network.addresses("0.0.0.0") if a[0].isdigit()), None)
+    assert "203.0.113.9" not in rendezvous.addresses("::")
+    own = next((a for a in rendezvous.addresses("0.0.0.0") if a[0].isdigit()), None)
     if own is not None:
         monkeypatch.setenv("MASTER_ADDR", own)
-        assert own in network.addresses("::")
-    assert "127.0.0.1" not in network.addresses("::")
+        assert own in rendezvous.addresses("::")
+    assert "127.0.0.1" not in rendezvous.addresses("::")
 
 
 def test_the_limit_of_descriptors_is_raised_or_named():

@@ -13,11 +13,11 @@ from safe_ckpt.core.changing import changed_meanwhile
 from safe_ckpt.core.coordination.rounds import reraise
 from safe_ckpt.core.formats import file_plan, safetensors, torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
+from safe_ckpt.core.home.home import Pointer
 from safe_ckpt.core.saving.save import (
     Content,
     Destination,
     Facts,
-    Pointer,
     SaveRequest,
     Snapshot,
     Streamed,

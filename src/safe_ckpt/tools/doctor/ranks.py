@@ -23,7 +23,8 @@ from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.process_groups import Store
 from safe_ckpt.core.coordination.rendezvous import Rendezvous, rendezvous
-from safe_ckpt.core.saving import set_up as shared
+from safe_ckpt.core.home import visibility as shared
+from safe_ckpt.core.saving import set_up
 from safe_ckpt.errors import ConfigError, PeerLostError, RendezvousTimeout, SafeCheckpointError
 from safe_ckpt.tools.doctor import machine, rank_findings
 from safe_ckpt.tools.doctor.check import (
@@ -201,7 +202,7 @@ def _self(path: Path) -> dict[str, Any]:
 def _leave_token(examined: Examined) -> str:
     """The name of a file that other ranks look for; "" where none can be created, and the checks that follow say why."""
     scratch = examined.scratch
-    return or_else(lambda: shared.leave_token(scratch), examined.options.timeout_s, "") if scratch else ""
+    return or_else(lambda: set_up.leave_token(scratch), examined.options.timeout_s, "") if scratch else ""
 
 
 def _look(asked: Path, shown: Mapping[str, Any], rank: int, timeout_s: float) -> dict[str, Any]:
