@@ -97,14 +97,14 @@ def resume_one_rank(folder):
 def save_frozen(folder):
     """The two have the part that is not trained in common. Here it is smaller than what is shared otherwise."""
     from safe_ckpt.core.staging import unchanged
-    from safe_ckpt.core.state import plan
+    from safe_ckpt.core.state import planner
 
     before = unchanged.LEAST_BYTES
-    unchanged.LEAST_BYTES = plan.LEAST_BYTES = 512
+    unchanged.LEAST_BYTES = planner.LEAST_BYTES = 512
     try:
         save(folder, Job(frozen=True))
     finally:
-        unchanged.LEAST_BYTES = plan.LEAST_BYTES = before
+        unchanged.LEAST_BYTES = planner.LEAST_BYTES = before
     assert [file.stat().st_nlink for file in frozen_files(folder)] == [2, 2]
 
 

@@ -21,6 +21,9 @@ from safe_ckpt.core.storage.reader import crc32
 if TYPE_CHECKING:
     import torch
 
+LEAST_BYTES = 1 << 20
+"""Smaller files are written, also where an earlier checkpoint has them: a look at them gains nothing, and people edit such files in
+place, under all their names."""
 FROZEN_BYTES = 1 << 30
 """How large a file of tensors that are not trained becomes at most: an object store must copy it within one request's time."""
 

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from safe_ckpt.core.formats.file_plan import FilePlan
 
 logger = logging.getLogger(__name__)
-LEAST_BYTES = 1 << 20
-"""Smaller files are written: a look at them gains nothing, and people edit such files in place, under all their names."""
 _MOST_SOURCES = 4
 _PATIENCE, _AGAIN = 3, 16
 _ZEROS = bytes(64 << 10)
