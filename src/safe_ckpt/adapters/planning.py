@@ -14,11 +14,22 @@ from safe_ckpt.core.coordination.rounds import reraise
 from safe_ckpt.core.formats import file_plan, safetensors, torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
 from safe_ckpt.core.home.home import Pointer
-from safe_ckpt.core.saving.save import Content, Destination, Facts, SaveRequest, Snapshot, Streamed, Unplanned
+from safe_ckpt.core.saving.save import (
+    Content,
+    Destination,
+    Facts,
+    SaveRequest,
+    Snapshot,
+    Streamed,
+    Unplanned,
+    check_step,
+    checked_metrics,
+)
 from safe_ckpt.core.sharding.gather import gather_nested
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import fixed
-from safe_ckpt.core.state.plan import check_step, checked_metrics, expected_bytes
+from safe_ckpt.core.state.items import expected_bytes
+from safe_ckpt.core.state.models import Models
 from safe_ckpt.core.state.planner import Planner
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.durable import Link
@@ -208,8 +219,9 @@ def gather_whole(engine: Engine, states: Mapping[str, Any]) -> dict[str, Any] | 
 
 def know_models(engine: Engine, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
     """Before each save: tell which tensors may be infinite by design, and which are trained, by the models that it saves."""
-    fixed.learn(engine.known, modules, recheck=engine.config.health.recheck)
-    engine.trained.note(lambda: _by_name(modules()))
+    models = Models(lambda: _by_name(modules()))
+    fixed.learn(engine.known, models, recheck=engine.config.health.recheck)
+    engine.trained.note(models)
 
 
 def go_on(engine: Engine, modules: Callable[[], Iterable[Any]]) -> None:
