@@ -108,7 +108,7 @@ def save_and_die(rank, folder, stage, offload, tags):
 
 def die_in_a_copy(rank, out, run, handle):
     """Save once more; rank 1 never copies its part, and when rank 0's is there both are killed."""
-    writer = handle._core._save_queue.writer
+    writer = handle.saver.engine._save_queue.writer
     writer.start()
     if rank == 1:
         os.kill(writer.pid, signal.SIGSTOP)

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
-from safe_ckpt.adapters.planning import Attempt, Shards
+from safe_ckpt.adapters import Attempt
+from safe_ckpt.adapters.strategy import Sharded
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.errors import StateError
 from safe_ckpt.testing import spawn_ranks, values
@@ -257,13 +258,13 @@ def _as_adapters_do(rank, folder):
     DefaultSavePlanner.create_local_plan = note
     state = build(2)
     engine = Engine(CheckpointConfig(timeouts=QUICK))
-    shards, counts = Shards(engine), []
+    sharded, counts = Sharded(engine), []
     for number in range(4):
         weights, moments = get_state_dict(state["model"], state["optimizer"])
         if number == 3:
             moments["param_groups"][0]["maximize"] = True
         planned.clear()
-        (file, *_) = shards.files({"model": weights, "optimizer": moments}, Attempt())
+        (file, *_) = sharded.plan({"model": weights, "optimizer": moments}, Attempt()).files
         counts.append(len(planned))
         held = {tensor.data_ptr() for _, tensor in file.tensors}
         parts = [part.to_local() for part in weights.values() if isinstance(part, DTensor)]

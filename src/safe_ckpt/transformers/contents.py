@@ -20,7 +20,7 @@ from transformers import modeling_utils
 
 from safe_ckpt.adapters import FilePlan, Patch, torch_file
 from safe_ckpt.adapters.extras import refuse_short
-from safe_ckpt.adapters.planning import safetensors as safetensors_format
+from safe_ckpt.adapters.extras import safetensors as safetensors_format
 
 
 class Catch:
