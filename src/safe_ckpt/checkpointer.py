@@ -17,14 +17,14 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.changing import unchanging
 from safe_ckpt.core.coordination.agreed_config import config_and_more
 from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.home import candidates as catalog
-from safe_ckpt.core.home import object_catalog, retention
+from safe_ckpt.core.home import retention
+from safe_ckpt.core.home.home import Candidate, Home
 from safe_ckpt.core.home.standing import Catalog
+from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming import resume
 from safe_ckpt.core.resuming.items import StoredItems
-from safe_ckpt.core.resuming.object_candidate import ObjectReader
 from safe_ckpt.core.resuming.resume import Chosen
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.export import Exporter
@@ -34,18 +34,16 @@ from safe_ckpt.core.saving.save import (
     Destination,
     Facts,
     OnCommit,
-    Root,
     SaveHandle,
     SaveRequest,
     Snapshot,
     Unplanned,
 )
-from safe_ckpt.core.saving.set_up import listed
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import fixed, plan, restore
 from safe_ckpt.core.state.planner import Planner
 from safe_ckpt.core.storage.objects.options import StorageOptions, is_url
-from safe_ckpt.core.storage.objects.place import ObjectPath, Place, open_place
+from safe_ckpt.core.storage.objects.place import Place, open_place
 from safe_ckpt.errors import ConfigError, NoValidCheckpointError
 
 if TYPE_CHECKING:
@@ -95,11 +93,7 @@ class Checkpointer:
         self.config, self.directory = config_and_more(config, functools.partial(_place, directory), group)
         self._engine = Engine(self.config, group=group, hooks=hooks, owner="a Checkpointer; its close() frees it")
         try:
-            self._workspace: Root
-            if isinstance(self.directory, ObjectPath):
-                self._workspace = self._engine.hold_objects(self.directory)
-            else:
-                self._workspace = self._engine.hold(self.directory)
+            self._workspace: Home = self._engine.hold(self.directory)
             self._catalog = Catalog()
             self._planner = Planner(self._engine.rank, apart=self.config.unchanged.share)
             self._shards: ShardPlanner | None = None
@@ -109,7 +103,7 @@ class Checkpointer:
             self._engine.agree(
                 "list",
                 must_match={"directory": self.directory},
-                decide=lambda _: self._take_stock(listed(self._listed, timeouts)),
+                decide=lambda _: self._take_stock(listed(self._workspace.look, timeouts)),
             )
             self._engine.watch_signals()
         except BaseException:
@@ -234,29 +228,26 @@ class Checkpointer:
         """
         self._engine.wait()
 
-        def candidates() -> list[catalog.Candidate]:
-            found = self._listed()
+        def candidates() -> list[Candidate]:
+            found = self._workspace.look()
             return found if step is None else [c for c in found if _is_of(c, step)]
 
         view = {"names": ", ".join(map(str, state)), "step": step}
-        if not isinstance(self.directory, ObjectPath):
-            wanted = None if step is None else lambda one: _is_of(one, step)
+        wanted = None if step is None else lambda one: _is_of(one, step)
+        reader = StoredItems(state, self._engine.rank, self._engine.coordinator.size).reader(
+            self._engine, self._workspace
+        )
+        try:
             chosen = resume.choose(
                 self._engine,
                 self._workspace,
                 candidates,
-                lambda path: self._load(path, state),
+                reader,
                 view,
                 accepts=wanted,
                 named=step is not None,
                 by_name=_BY_NAME,
             )
-            return self._restore(chosen, state, step)
-        items = StoredItems(state, self._engine.rank)
-        reader = ObjectReader(self._engine, items.wanted, items.load, lambda: items.verified)
-        try:
-            how: dict[str, Any] = {"named": step is not None, "by_name": _BY_NAME}
-            chosen = resume.choose(self._engine, self._workspace, candidates, reader, view, **how)
             return self._restore(chosen, state, step)
         finally:
             reader.close()
@@ -274,7 +265,7 @@ class Checkpointer:
         modules = plan.modules_of(state)
         self._engine.trained.expect(lambda: modules)
         self._engine.agree(
-            "list", must_match={"directory": self.directory}, decide=lambda _: self._take_stock(self._listed())
+            "list", must_match={"directory": self.directory}, decide=lambda _: self._take_stock(self._workspace.look())
         )
         self.prepare(state)
         return chosen.info
@@ -365,36 +356,8 @@ class Checkpointer:
         within_s = None if error is None else self.config.timeouts.shutdown_s
         self._engine.close(quiet=error is not None, within_s=within_s)
 
-    def _load(self, path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-        manifest = read_manifest(path)
-        rank, size = self._engine.rank, self._engine.coordinator.size
-        needed = plan.files_for(manifest, state, rank=rank, path=path)
-        folders = {name: file for name, file in needed.items() if manifest.items[name]["form"] == plan.SHARDED}
-        sharded = plan.files_in(folders.values(), manifest)
-        verify(path, manifest, only=set(sharded[rank::size]), cached=True)
-        loaded: dict[str, Any] = {name: restore.Shards(path / folder) for name, folder in folders.items()}
-        for shards in loaded.values() if rank == 0 else ():
-            shards.refuse_code()
-        for name in needed.keys() - folders.keys():
-            shared = size > 1 and not manifest.items[name]["per_rank"]
-            loaded[name] = plan.load_item(lambda _: path, manifest, needed[name], name, shared=shared)
-        if rank == 0:
-            # Rank 0 verifies the files that no rank loads: a checkpoint is good as a whole or not at all.
-            read = {file for name in state for file in manifest.items[name]["files"].values()}
-            elsewhere = {entry.path for entry in manifest.files if 0 < entry.rank < size and entry.path in read}
-            here = {part for file in needed.values() for part in plan.files_of(file, manifest)}
-            rest = {entry.path for entry in manifest.files} - here - elsewhere - set(sharded)
-            verify(path, manifest, only=rest)
-        return loaded
-
-    def _listed(self) -> list[catalog.Candidate]:
-        if isinstance(self.directory, ObjectPath):
-            return object_catalog.list_objects(self.directory)
-        return catalog.list_directories(self.directory)
-
-    def _take_stock(self, candidates: Sequence[catalog.Candidate]) -> None:
-        remote = isinstance(self.directory, ObjectPath)
-        self._catalog = object_catalog.ObjectCatalog(candidates) if remote else Catalog(candidates)
+    def _take_stock(self, candidates: Sequence[Candidate]) -> None:
+        self._catalog = Catalog(candidates)
         self._workspace.start_after(catalog.newest_sequence(candidates))
 
 
@@ -407,6 +370,6 @@ def _place(directory: str | os.PathLike[str], config: CheckpointConfig) -> Place
     return Path(os.path.abspath(directory))  # a program may change its working directory meanwhile
 
 
-def _is_of(candidate: catalog.Candidate, step: int) -> bool:
+def _is_of(candidate: Candidate, step: int) -> bool:
     name = candidate.manifest.name if candidate.manifest is not None else candidate.path.name
     return name == catalog.step_name(step)

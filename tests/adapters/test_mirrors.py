@@ -16,7 +16,7 @@ from accelerate_runs import CONFIG, Training, fresh, registered, stateful
 from safe_ckpt import Mirror, StorageConfig, events
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.home.file_home import Workspace
-from safe_ckpt.core.home.object_catalog import list_objects
+from safe_ckpt.core.home.object_head import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.core.transfer.mirror import Mirror as Uploads

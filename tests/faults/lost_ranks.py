@@ -9,9 +9,9 @@ from entries import ENTRIES
 
 from safe_ckpt import CheckpointConfig, Timeouts
 from safe_ckpt.core.coordination.rounds import TwoPhaseCommit
+from safe_ckpt.core.home.file_home import FilePublication
 from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.file_publication import FilePublication
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckpointError, SaveError

@@ -16,8 +16,9 @@ from entries import ENTRIES, entered
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.core.formats.manifest import FileEntry
 from safe_ckpt.core.home.candidates import looks_like_checkpoint
-from safe_ckpt.core.saving.file_publication import FilePublication
-from safe_ckpt.core.saving.set_up import Patience
+from safe_ckpt.core.home.file_home import FilePublication
+from safe_ckpt.core.home.home import NewCheckpoint
+from safe_ckpt.core.home.visibility import Patience
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import NoValidCheckpointError, SafeCheckpointError, SaveError
 from safe_ckpt.testing import spawn_ranks, values
@@ -289,14 +290,15 @@ def test_a_commit_names_what_is_not_there_in_the_end(tmp_path):
     config = CheckpointConfig(timeouts=Timeouts(barrier_s=2))
     held = SimpleNamespace(confirm=lambda: None)
     held.pending = tmp_path
-    job = SimpleNamespace(name="c", op_id="o")
-    publication = FilePublication(job, held, tmp_path / "c", tmp_path, config.timeouts)
+    new = NewCheckpoint(path=tmp_path / "c", manifest=SimpleNamespace(op_id="o"), kind="file")
+    publication = FilePublication(new, held, tmp_path / "c", config.timeouts)
+    publication.folder.mkdir()
 
     def check(entries):
-        publication._check_staged(entries, lambda: None)
+        publication._check_written(entries, lambda: None)
 
     entries = tuple(FileEntry(path=name, size_bytes=3, xxh3_128="0" * 32, rank=1) for name in ("late", "never"))
-    timer = threading.Timer(0.2, lambda: (tmp_path / "late").write_bytes(b"123"))
+    timer = threading.Timer(0.2, lambda: (publication.folder / "late").write_bytes(b"123"))
     timer.start()
     with pytest.raises(SaveError, match="never, written by rank 1 with 3 bytes, is not there") as caught:
         check(entries)

@@ -13,7 +13,7 @@ from two_hosts import Job, check_start
 from kit.hosts import Hosts, needs_hosts
 from kit.ranks import spawn_over
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
-from safe_ckpt.core.coordination import rendezvous as network
+from safe_ckpt.core.coordination import rendezvous
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.errors import PeerLostError, SafeCheckpointError
 from safe_ckpt.testing import spawn_ranks, values
@@ -221,10 +221,10 @@ def test_a_rank_that_was_stopped_lives_again(tmp_path, victim, matrix):
 
 def test_addresses_are_raced(tmp_path):
     """Addresses that swallow what is sent to them cost nothing: the one that answers is found while they are waited for."""
-    listening = network.listen("127.0.0.1", 0)
+    listening = rendezvous.listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
     begun = time.monotonic()
-    found = next(network.reachable(["198.51.100.7", "203.0.113.9", "127.0.0.1"], port))
+    found = next(rendezvous.reachable(["198.51.100.7", "203.0.113.9", "127.0.0.1"], port))
     assert found == "127.0.0.1"
     assert time.monotonic() - begun < 5
     listening.close()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from kit import warm
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState, Timeouts, WriterConfig
-from safe_ckpt.core.resuming import resume
+from safe_ckpt.core.resuming import candidate
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
@@ -376,8 +376,10 @@ def _blind_to_the_newest(rank, path):
     with Checkpointer(path, CONFIG) as ckpt:
         for step in (1, 2):
             ckpt.save(step, {"x": step}).result(timeout_s=20)
-        real = resume.await_visible
-        resume.await_visible = lambda p, timeout_s: real(p, timeout_s) and not (rank == 1 and "step-00000002" in str(p))
+        real = candidate.await_visible
+        candidate.await_visible = lambda p, timeout_s: (
+            real(p, timeout_s) and not (rank == 1 and "step-00000002" in str(p))
+        )
         try:
             ckpt.resume({"x": 0})
         except DirectoryNotSharedError as error:

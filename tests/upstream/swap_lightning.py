@@ -13,7 +13,7 @@ import lightning.pytorch
 import saves
 from lightning.pytorch.callbacks import model_checkpoint
 
-from safe_ckpt.core.home.file_home import HIDDEN
+from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.lightning import SafeCheckpointCallback
 
 _STOCK = model_checkpoint.ModelCheckpoint

@@ -17,15 +17,17 @@ from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import is_marked, verify_if_ours, verify_share
 from safe_ckpt.core.home import candidates as catalog
-from safe_ckpt.core.home.candidates import WEIGHTS, Candidate
-from safe_ckpt.core.home.file_home import HIDDEN, HIDDEN_TOO, NAMES, Workspace
+from safe_ckpt.core.home.candidates import WEIGHTS
+from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES, Candidate
 from safe_ckpt.core.home.retention import DeleteListed, KeepNewest, policy_of
 from safe_ckpt.core.home.standing import Catalog, is_of, named_by, standing_of
+from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming import resume
+from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.resuming.mirror_resume import Mirrored
 from safe_ckpt.core.saving.homes import HeldDirectories, open_folder, refuse
 from safe_ckpt.core.saving.save import Content, Destination, Facts, OnCommit, SaveRequest
-from safe_ckpt.core.saving.set_up import listed
 from safe_ckpt.core.storage import durable, presence
 from safe_ckpt.core.storage.inside import checked_name, really_inside
 from safe_ckpt.core.transfer.fetching import is_copy_of
@@ -46,6 +48,7 @@ __all__ = [
     "Candidate",
     "Catalog",
     "DeleteListed",
+    "FileReader",
     "HeldDirectories",
     "KeepNewest",
     "Manifest",
@@ -133,7 +136,9 @@ class OpenDirectory:
             NoValidCheckpointError: there are checkpoints and none is usable.
             SafeCheckpointError: one could not be read; on every rank.
         """
-        chosen = resume.choose(engine, self.workspace, find, lambda path: _verify_share(engine, path))
+        chosen = resume.choose(
+            engine, self.workspace, find, FileReader(engine, lambda path: _verify_share(engine, path))
+        )
         return chosen.info if chosen is not None else None
 
     def save(

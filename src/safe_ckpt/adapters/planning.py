@@ -13,7 +13,8 @@ from safe_ckpt.core.changing import changed_meanwhile
 from safe_ckpt.core.coordination.rounds import reraise
 from safe_ckpt.core.formats import file_plan, safetensors, torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
-from safe_ckpt.core.saving.save import Content, Destination, Facts, Pointer, SaveRequest, Snapshot, Streamed, Unplanned
+from safe_ckpt.core.home.home import Pointer
+from safe_ckpt.core.saving.save import Content, Destination, Facts, SaveRequest, Snapshot, Streamed, Unplanned
 from safe_ckpt.core.sharding.gather import gather_nested
 from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import fixed

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest
-from safe_ckpt.core.home.candidates import Candidate
+from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.home.standing import Judge, Note, linked_in, named_by
 from safe_ckpt.core.storage import presence
 from safe_ckpt.layouts.table import DEEPSPEED, LATEST, TRAINER_STATE, TRANSFORMERS

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from typing_extensions import Self
 
-from safe_ckpt.core.home.candidates import Candidate
+from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.storage.presence import ends_as_archive
 from safe_ckpt.layouts import table as layouts
 from safe_ckpt.layouts.table import Layout

@@ -16,6 +16,7 @@ from safe_ckpt.adapters import CheckpointInfo, Engine, patch
 from safe_ckpt.adapters.directories import (
     HIDDEN,
     Candidate,
+    FileReader,
     Workspace,
     catalog,
     durable,
@@ -152,7 +153,7 @@ def choose(engine: Engine, workspace: Workspace, suffix: str) -> Path | None:
         listed = catalog.list_files(workspace.path, suffix, layouts.is_lightning_directory)
         return [_judged(candidate) for candidate in listed]
 
-    chosen = resume.choose(engine, workspace, judged, verified)
+    chosen = resume.choose(engine, workspace, judged, FileReader(engine, verified))
     if chosen is None:
         return None
     info = chosen.info

@@ -14,9 +14,9 @@ from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.home import object_home as object_root
 from safe_ckpt.core.home import object_lock as object_owner
 from safe_ckpt.core.home.lease import own_lease
-from safe_ckpt.core.home.object_catalog import ObjectCatalog, list_objects
-from safe_ckpt.core.home.object_head import Head, folders_of, missing_condition
+from safe_ckpt.core.home.object_head import Head, folders_of, list_objects, missing_condition
 from safe_ckpt.core.home.object_home import ObjectRoot, UndecidedError
+from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
@@ -206,7 +206,7 @@ def test_a_step_saved_again_is_another_folder(place):
     """The old one is there until the new one is committed, and is what the catalog wants deleted then."""
     root = opened(place)
     old, _ = save(root, 1)
-    catalog = ObjectCatalog(list_objects(place))
+    catalog = Catalog(list_objects(place))
     new, manifest = save(root, 1, data=b"other")
     from safe_ckpt.core.formats.manifest import CheckpointInfo
 

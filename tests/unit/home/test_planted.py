@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from safe_ckpt import Checkpointer
-from safe_ckpt.core.home.file_home import HIDDEN
 from safe_ckpt.core.home.file_lock import JobLock
+from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.core.home.lease import Lease, _fate_of_process
 from safe_ckpt.errors import DirectoryInUseError
 

@@ -12,10 +12,9 @@ from kit.fault_proxy import FaultProxy
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.config import Mirror
 from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.home import object_catalog
+from safe_ckpt.core.home import object_head
 from safe_ckpt.core.home import object_lock as object_owner
-from safe_ckpt.core.home.object_catalog import list_objects
-from safe_ckpt.core.home.object_head import Head, folders_of, read_head
+from safe_ckpt.core.home.object_head import Head, folders_of, list_objects, read_head
 from safe_ckpt.core.home.object_home import ObjectRoot
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
@@ -88,7 +87,7 @@ def place(bucket, proxy):
 @pytest.fixture
 def briefly(monkeypatch):
     """An old list is looked at as often as always, in less time."""
-    monkeypatch.setattr(object_catalog, "_PAUSES_S", (0.01, 0.01, 0.01, None))
+    monkeypatch.setattr(object_head, "_PAUSES_S", (0.01, 0.01, 0.01, None))
 
 
 @pytest.fixture

@@ -385,9 +385,10 @@ def test_close_does_not_return_as_if_all_were_well(tmp_path):
     code = """
         import sys, time, torch
         from safe_ckpt import Checkpointer, CheckpointConfig, Timeouts
-        from safe_ckpt.core.saving import file_publication, save_queue
-        save_queue._LAST_WORDS_S = 0.3
-        file_publication.commit.publish_directory = lambda *_: time.sleep(60)
+        from safe_ckpt.core.home import file_home
+        from safe_ckpt.core.saving import queue
+        queue._LAST_WORDS_S = 0.3
+        file_home.durable.publish_directory = lambda *_: time.sleep(60)
         ckpt = Checkpointer(sys.argv[1], CheckpointConfig(timeouts=Timeouts(shutdown_s=0.3)))
         ckpt.save(1, {"x": 1})
         begun = time.monotonic()

@@ -8,7 +8,7 @@ import torch
 from kit.fault_proxy import FaultProxy
 from kit.patience import scaled
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, StorageConfig, Timeouts, events
-from safe_ckpt.core.home.object_catalog import list_objects
+from safe_ckpt.core.home.object_head import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 

@@ -5,7 +5,7 @@ import os
 import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Telemetry
-from safe_ckpt.core.home.file_home import HIDDEN
+from safe_ckpt.core.home.home import HIDDEN
 
 
 def test_a_checkpointer_stays_where_it_was_opened(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.saving import file_publication
+from safe_ckpt.core.home import file_home
 from safe_ckpt.core.staging.worker_thread import Refused
 from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.writer import file_writer
@@ -109,7 +109,7 @@ def test_a_thread_that_comes_back_late_harms_no_file(tmp_path, monkeypatch, call
             back.wait(60)
         return real(*args, **kwargs)
 
-    check = file_publication.FilePublication._check_staged
+    check = file_home.FilePublication._check_written
 
     def come_back(self, entries, look_around):
         back.set()
@@ -118,7 +118,7 @@ def test_a_thread_that_comes_back_late_harms_no_file(tmp_path, monkeypatch, call
         check(self, entries, look_around)
 
     monkeypatch.setattr(file_writer.os, call, hang)
-    monkeypatch.setattr(file_publication.FilePublication, "_check_staged", come_back)
+    monkeypatch.setattr(file_home.FilePublication, "_check_written", come_back)
     times = Timeouts(fsync_stall_s=0.5, writer_stall_s=0.5, lengthy_s=60, barrier_s=20)
     with Checkpointer(tmp_path, CheckpointConfig(timeouts=times)) as ckpt:
         info = ckpt.save(1, {"w": {"t": torch.ones(1000)}}).result(timeout_s=30)

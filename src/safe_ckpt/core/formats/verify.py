@@ -6,7 +6,6 @@ An ``OSError`` while reading does not make a checkpoint corrupt: it is raised as
 from __future__ import annotations
 
 import contextlib
-import stat
 from pathlib import Path
 
 from safe_ckpt.core.formats.manifest import (
@@ -20,9 +19,9 @@ from safe_ckpt.core.formats.manifest import (
 )
 from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES
 from safe_ckpt.core.storage import presence
-from safe_ckpt.core.storage.inside import really_inside
-from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.reader import ReadProgress, digest_of
+from safe_ckpt.core.storage.source import file_in, size_of
 from safe_ckpt.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
@@ -101,32 +100,6 @@ def identity_of(file: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-class KnownDamage:
-    """Files that were found damaged, under whichever name: checkpoints share the bytes of what did not change."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[int, int], str] = {}
-
-    def note(self, path: Path, error: CorruptCheckpointError) -> None:
-        """A file of a directory was found damaged."""
-        identity = identity_of(path / error.file) if error.file else None
-        if identity is not None:
-            self._found[identity] = str(path / error.file)
-
-    def refuse(self, path: Path) -> None:
-        """Look at a directory before it is read.
-
-        Raises:
-            CorruptCheckpointError: it shares a damaged file.
-        """
-        if not self._found or not presence.is_there(path / MANIFEST_NAME):
-            return
-        for entry in read_manifest(path).files:
-            known = self._found.get(identity_of(path / entry.path) or (-1, -1))
-            if known is not None:
-                raise CorruptCheckpointError(path=str(path), file=entry.path, message=f"is the damaged {known}")
-
-
 def verify_if_ours(path: Path) -> bool:
     """Verify a single file if it carries our manifest. Returns whether it did.
 
@@ -164,9 +137,9 @@ def verify_entry(
         IncompleteCheckpointError: it is not there.
         OSError: it could not be read; it is not treated as corrupt.
     """
-    file = really_inside(path, entry.path) if isinstance(path, Path) and not links else path / entry.path
+    file = file_in(path, entry.path, links=links)
     try:
-        size = file.bucket.size_of(file.key) if isinstance(file, ObjectPath) else _size_of(file, links=links)
+        size = size_of(file, links=links)
         if size < 0:
             raise CorruptCheckpointError(path=str(path), file=entry.path, message="not a regular file")
         if size != entry.size_bytes:
@@ -178,12 +151,6 @@ def verify_entry(
     if digest != entry.xxh3_128:
         raise CorruptCheckpointError(path=str(path), file=entry.path, message=UNEQUAL)
     return entry.size_bytes
-
-
-def _size_of(file: Path, *, links: bool) -> int:
-    """How many bytes it has; -1 if it is no regular file."""
-    status = file.stat(follow_symlinks=links)
-    return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
 
 def verify_archive(path: Path, *, cached: bool | None = False, progress: ReadProgress | None = None) -> int:

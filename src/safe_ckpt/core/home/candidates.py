@@ -7,11 +7,11 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, Manifest, read_manifest
-from safe_ckpt.core.home.file_home import HIDDEN
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
+from safe_ckpt.core.home.home import HIDDEN, Candidate, OnError
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.objects.place import Place
@@ -26,58 +26,9 @@ logger = logging.getLogger(__name__)
 WEIGHTS = "weights"
 """The kind of a directory that holds a model's weights alone: nothing to resume from, and nothing that retention deletes."""
 StepOf = Callable[[str], "int | None"]
-OnError = Callable[[Path, Exception], None]
 _ATTEMPTS = 10
 _LONGEST_NAME = 4096
 _STOCK_FILES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """Something that may be a checkpoint.
-
-    Attributes:
-        path: where it is.
-        manifest: its manifest if that is in order.
-        problem: why it cannot be used, as far as a look at the manifest tells; "" when nothing is wrong so far.
-        damaged: the problem is that its bytes are wrong.
-        foreign: it was written by another tool.
-        step: its training step, or the number in its name, where that is known of one that is foreign or a directory.
-        missing: the manifest, or the file as a whole, that was not seen although this may be one of ours; None when nothing
-            was missed.
-        stamp: of what the manifest was read from, see ``stamp_of``; None where that is not known.
-    """
-
-    path: Place
-    manifest: Manifest | None = None
-    problem: str = ""
-    damaged: bool = False
-    foreign: bool = False
-    step: int = -1
-    missing: Path | None = None
-    stamp: Stamp | None = None
-
-    @property
-    def file_path(self) -> Path:
-        """Where it is in a file system.
-
-        Raises:
-            TypeError: it is in an object store.
-        """
-        if not isinstance(self.path, Path):
-            raise TypeError(f"{self.path} is in an object store")
-        return self.path
-
-    @property
-    def info(self) -> CheckpointInfo | None:
-        """What is known about it without reading its payload."""
-        if self.manifest is None:
-            return None
-        files = self.manifest.files
-        size = sum(f.size_bytes for f in files)
-        if not files and isinstance(self.path, Path) and not presence.is_directory(self.path):
-            size = self.path.stat().st_size
-        return CheckpointInfo.of(self.manifest, self.path, size)
 
 
 def list_directories(
@@ -340,17 +291,23 @@ def _manifest_of(path: Path) -> Manifest:
         return read_manifest(path)
 
 
-def stamp_of(path: Path) -> Stamp | None:
+def stamp_of(path: Place) -> Stamp | None:
     """Tells whether what stands at ``path`` is still the same checkpoint; None where that cannot be told.
 
-    Of a directory that of its manifest, which is replaced with it; of any other file or folder its own.
+    Of a directory that of its manifest, which is replaced with it; of any other file or folder its own. In an object store
+    there is none, and a name is there once.
     """
-    for place in (path / MANIFEST_NAME, path):
+    for place in (path / MANIFEST_NAME, path) if isinstance(path, Path) else ():
         with contextlib.suppress(OSError):
             status = place.lstat()
             # Further names, and those taken away, change the time of the inode.
             return replace(Stamp.of(status), ctime_ns=0)
     return None
+
+
+def is_still(path: Place, stamp: Stamp | None) -> bool:
+    """Whether it is what ``stamp`` was of, and no other one of its name."""
+    return not isinstance(path, Path) or (stamp is not None and stamp_of(path) == stamp)
 
 
 def step_name(step: int) -> str:

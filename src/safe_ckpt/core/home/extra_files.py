@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, read_manifest
-from safe_ckpt.core.home.file_home import HIDDEN
+from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.core.storage.durable import sync_directory, sync_file
 from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.errors import SafeCheckpointError

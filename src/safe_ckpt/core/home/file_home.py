@@ -8,35 +8,48 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
-import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
-from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.config import Timeouts
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, read_manifest
+from safe_ckpt.core.formats.verify import is_marked, refuse_unreadable, verify
+from safe_ckpt.core.home import extra_files
+from safe_ckpt.core.home.candidates import list_directories
 from safe_ckpt.core.home.file_lock import JobLock
+from safe_ckpt.core.home.home import HIDDEN, Candidate, NewCheckpoint, OnError, sequence_after
+from safe_ckpt.core.home.visibility import Patience, await_visible
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.place import Place
-from safe_ckpt.errors import CorruptCheckpointError, DirectoryError, UnsupportedFormatError, naming
+from safe_ckpt.core.storage.source import in_files
+from safe_ckpt.errors import (
+    CommitOutcomeUnknown,
+    CorruptCheckpointError,
+    DirectoryError,
+    DirectoryInUseError,
+    DirectoryNotSharedError,
+    SafeCheckpointError,
+    SaveError,
+    UnsupportedFormatError,
+    naming,
+)
 
 logger = logging.getLogger(__name__)
 
-HIDDEN = ".safe_ckpt"
-HIDDEN_TOO = "_safe_ckpt"
-"""For the Transformers Trainer, which would push what begins with a dot."""
-NAMES = "names"
-"""In the hidden folder: those of checkpoints that jobs hold by their names, each with a lock of its own."""
-EVENTS = "events.jsonl"
+_VISIBLE_S = 60.0
+_UNHEALTHY = "unhealthy-"  # in front: Lightning takes what begins with "last" for the last one
 _MOVING = ".moving-"
 _ATTEMPTS = 10
 
 
 class Workspace:
-    """One directory of checkpoints, held by this job from ``open`` to ``close``.
+    """See ``Home``. One directory of checkpoints, held by this job from ``open`` to ``close``.
 
     Args:
         path: the directory; created when missing.
@@ -49,11 +62,14 @@ class Workspace:
         last_sequence: the last place in the order of commits that was given out.
     """
 
+    is_mounted: ClassVar[bool] = True
+    lacks: ClassVar[frozenset[str]] = frozenset()
+
     def __init__(
         self, path: Path, *, lease_s: float, hidden: Path | None = None, owner: str = "", swept: Path | None = None
     ) -> None:
-        self.path = path
-        self.hidden = hidden or path / HIDDEN
+        self._path = path
+        self._hidden = hidden or path / HIDDEN
         self.pending = self.hidden / "pending"
         self._formerly = self.hidden / "staging"
         self._kept_formerly = self.hidden / "kept"
@@ -64,6 +80,25 @@ class Workspace:
         self.last_sequence = 0
         self._made: list[Path] = []
         self._told: set[Path] = set()
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._path
+
+    @property
+    def hidden(self) -> Path:
+        """See ``Home``."""
+        return self._hidden
+
+    @property
+    def is_for_one_name(self) -> bool:
+        """See ``Home``."""
+        return self.hidden.parent.parent.name == HIDDEN
+
+    def begin(self, new: NewCheckpoint, timeouts: Timeouts) -> FilePublication:
+        """See ``Home``."""
+        return FilePublication(new, self, in_files(new.path), timeouts)
 
     def open(self, patience_s: float | None = None) -> None:
         """Create the directory, take the lock, repair and sweep what an earlier job left.
@@ -99,6 +134,9 @@ class Workspace:
         except BaseException:
             self._lock.release()
             raise
+
+    def persist(self, seconds: float) -> None:
+        """See ``Home``. A file system tries by itself."""
 
     def close(self) -> None:
         """Give the directory back, and take away what was made here and is empty."""
@@ -169,6 +207,11 @@ class Workspace:
         for folder in (self.pending / op_id, aside):
             self._delete(folder)
 
+    def abandon(self, prefilled: Path | None) -> None:
+        """Remove a folder that was made for hooks, see ``open_folder``. Never raises."""
+        if prefilled is not None:
+            self.drop_pending(prefilled.parent.name)
+
     def _sweep_away(self, path: Path) -> None:
         """Delete what a job left. It may still live: one rename takes it out of its reach, so it can never commit a half."""
         target = self.trash / f"{uuid.uuid4().hex}-{path.name}"
@@ -180,12 +223,10 @@ class Workspace:
             return  # that job has committed it, or deleted it itself
         self._delete(target)
 
-    def discard(self, paths: Iterable[Place]) -> list[Path]:
-        """Delete checkpoints, directories by way of the trash. Returns those that are gone; a failure is logged, once."""
+    def discard(self, places: Iterable[Place]) -> list[Path]:
+        """See ``Home``. Directories go by way of the trash."""
         gone: list[Path] = []
-        for path in paths:
-            if not isinstance(path, Path):
-                continue
+        for path in map(in_files, places):
             try:
                 self._discard(path)
             except FileNotFoundError:
@@ -220,8 +261,22 @@ class Workspace:
         finally:
             self._delete(bin_)
 
-    def quarantine(self, path: Path) -> Path:
-        """Move a damaged checkpoint into quarantine. Returns where it is now."""
+    def frees_bytes(self, places: Sequence[Place], sizes: Mapping[Place, int]) -> int:
+        """See ``Home``. What other names have as well stays."""
+        del sizes
+        return durable.freed_bytes(map(in_files, places))
+
+    def look(self, on_error: OnError | None = None) -> list[Candidate]:
+        """See ``Home``."""
+        return list_directories(self.path, on_error=on_error)
+
+    def name_of(self, place: Place) -> str:
+        """See ``Home``."""
+        return in_files(place).relative_to(self.path).as_posix()
+
+    def quarantine(self, place: Place) -> Path:
+        """See ``Home``."""
+        path = in_files(place)
         # By way of a folder that a job that takes over moves away, as in ``aside``.
         moving = self._quarantine / f"{_MOVING}{uuid.uuid4().hex}"
         durable.make_directory(moving)
@@ -308,17 +363,177 @@ class Workspace:
             logger.warning("%s could not be deleted and stays in the hidden folder: %s", path, error)
 
 
+class FilePublication:
+    """See ``Publication``: built in ``pending``, durable, then renamed.
+
+    Args:
+        new: what is to become a checkpoint.
+        home: the directory that is held.
+        path: the final name.
+        timeouts: how long to wait.
+    """
+
+    def __init__(self, new: NewCheckpoint, home: Workspace, path: Path, timeouts: Timeouts) -> None:
+        self._new = new
+        self._home = home
+        self._final = path
+        self._timeouts = timeouts
+        self._op_id = new.attempt
+        self._own = home.pending / self._op_id
+        self._pending = self._own / path.name
+
+    @property
+    def folder(self) -> Path:
+        """See ``Publication``."""
+        return self._pending if self._new.kind == "directory" else self._own
+
+    @property
+    def folders(self) -> list[str]:
+        """See ``Publication``. The innermost first."""
+        return [*(str(self.folder / name) for name in self._new.folders), str(self.folder)]
+
+    def prepare(self) -> None:
+        """See ``Publication``."""
+        new = self._new
+        why = "Earlier checkpoints are deleted only after the new one is committed, so both must fit."
+        durable.require_space(self._home.path, new.needed_bytes, why)
+        self._home.make_pending(self._op_id)
+        if new.kind == "directory":
+            if new.prefilled is not None:
+                extra_files.enter(new.prefilled, self._pending)
+            else:
+                self._pending.mkdir()
+            for name in new.folders:
+                (self._pending / name).mkdir(exist_ok=True)  # a hook may have made it
+            durable.sync_directory(str(self._own))
+
+    def await_folder(self, rank: int, left_s: Callable[[], float]) -> None:
+        """See ``Publication``."""
+        if not all(await_visible(Path(folder), min(_VISIBLE_S, left_s())) for folder in self.folders):
+            raise DirectoryNotSharedError(path=str(self._home.path), rank=rank, ranks=(rank,))
+
+    def commit(
+        self, entries: Sequence[FileEntry], sections: Mapping[str, Any], check_still_wanted: Callable[[], None]
+    ) -> CheckpointInfo:
+        """See ``Publication``. A single file without entries: names are only given to, or taken from, what is there already."""
+        new = self._new
+        self._check_written(entries, check_still_wanted)
+        manifest = dataclasses.replace(new.manifest, **sections)
+        if manifest.marked and os.path.lexists(self._final) and not is_marked(self._final):
+            self._final = self._final.with_name(f"{_UNHEALTHY}{self._final.name}")
+            manifest = dataclasses.replace(manifest, name=self._final.name)
+        if new.kind == "directory":
+            if new.prefilled is not None:
+                entries = (*entries, *extra_files.adopt(self._pending, {entry.path for entry in entries}))
+            if new.carry is not None:
+                extra_files.carry(self._final, self._pending, new.carry)
+            manifest = dataclasses.replace(manifest, files=tuple(entries))
+            durable.write_durably(self._pending / MANIFEST_NAME, manifest.to_bytes())
+            self._publish()
+        elif entries:
+            refuse_unreadable(self._pending)
+            self._publish()
+        self._link(marked=manifest.marked)
+        self._point(marked=manifest.marked)
+        return CheckpointInfo.of(manifest, self._final, sum(entry.size_bytes for entry in entries))
+
+    def abort(self) -> None:
+        """See ``Publication``."""
+        self._home.drop_pending(self._op_id)
+        self._home.abandon(self._new.prefilled)
+
+    def clean_up(self) -> None:
+        """See ``Publication``."""
+        self._home.drop_pending(self._op_id)
+
+    def explain(self, error: BaseException, *, rank: int, phase: str) -> SafeCheckpointError | None:
+        """See ``Publication``."""
+        if rank == 0 and (taken := self._taken_over(error)) is not None:
+            return taken
+        if not isinstance(error, OSError) or isinstance(error, SafeCheckpointError):
+            return None
+        name = self._final.name
+        if isinstance(error, durable.HalfCommittedError):
+            cause = f"it has its name, but the disk did not confirm that: {error}"
+            return CommitOutcomeUnknown(name=name, cause=cause, rank=rank, phase="commit", code=error.errno or 0)
+        folder = self._home.path
+        path = str(error.filename or folder)
+        facts = {"path": path, "message": f"Saving {name}: {error.strerror}.", "rank": rank, "phase": phase}
+        full = durable.out_of_space(error, folder, needed_bytes=self._new.needed_bytes, **facts)
+        return full or DirectoryError.of(error, path=path, rank=rank, phase=f"saving {name}: {phase}")
+
+    def _taken_over(self, error: BaseException) -> DirectoryInUseError | None:
+        """The error that names the job that took the directory over, and swept the files away, in whatever phase."""
+        unknown = DirectoryInUseError | durable.HalfCommittedError | CommitOutcomeUnknown
+        if isinstance(error, Exception) and not isinstance(error, unknown):
+            try:
+                self._home.confirm()
+            except DirectoryInUseError as taken:
+                return taken
+            except OSError:
+                pass
+        return None
+
+    def _publish(self) -> None:
+        """Give it its name, if the directory is still this job's."""
+        durable.make_directory(self._final.parent)
+        aside = self._aside(self._final)
+        self._home.confirm()
+        durable.publish(self._pending, self._final, aside)
+
+    def _link(self, *, marked: bool) -> None:
+        """A name such as ``last`` stays with what it names, rather than to go to a marked checkpoint."""
+        if marked:
+            return
+        for number, link in enumerate(self._new.links):
+            staged = self._pending.parent / f"link{number}-{link.path.name}"
+            aside = self._aside(link.path)
+            self._home.confirm()
+            durable.publish_link(self._final, staged, link, aside)
+
+    def _point(self, *, marked: bool) -> None:
+        for pointer in self._new.pointers:
+            if marked and pointer.is_for_resume:
+                continue
+            staged = self._pending.parent / f"pointer-{pointer.path.name}"
+            try:
+                durable.write_durably(staged, pointer.data)
+                if pointer.mode is not None:
+                    staged.chmod(pointer.mode)
+                durable.publish_file(staged, pointer.path)
+            except OSError as error:
+                raise durable.HalfCommittedError(error.errno, f"{pointer.path}: {error.strerror}") from error
+
+    def _aside(self, path: Path) -> Callable[[], Path]:
+        home, op_id = self._home, self._op_id
+        if self._new.kind != "directory" and not os.path.lexists(path):
+            return lambda: home.aside(op_id, path)  # a file is replaced in one step
+        made = home.aside(op_id, path)
+
+        def in_place() -> Path:
+            if made.parent.parent == home.trash and os.path.lexists(path):
+                for folder in (home.trash, home.hidden):  # both are made when they are needed
+                    durable.sync_directory(str(folder))
+            return made
+
+        return in_place
+
+    def _check_written(self, entries: Sequence[FileEntry], check_still_wanted: Callable[[], None]) -> None:
+        # The files on disk must be those that were reported: another rank's file may have vanished, or lie on another disk.
+        # Caches of network file systems lag behind, so rank 0 waits for a file that it does not see yet, or with an old size.
+        patience = Patience(self._timeouts)
+        for entry in entries:
+            size = patience.until_sized(self.folder / entry.path, entry.size_bytes, check_still_wanted)
+            if size != entry.size_bytes:
+                cause = f"{entry.path}, written by rank {entry.rank} with {entry.size_bytes} bytes, "
+                cause += "is not there" if size < 0 else f"has {size} bytes here"
+                self._home.confirm()  # a job that took over has swept it away
+                raise SaveError(name=self._new.path.name, cause=cause, rank=entry.rank, phase="commit")
+
+
 def _flat(path: Path) -> str:
     """A path as one name, from which it can be told again. Nothing else in it changes: a name has at most 255 bytes."""
     return path.as_posix().replace("%", "%25").replace("/", "%2F")
-
-
-def sequence_after(last: int) -> int:
-    """The place in the order of commits behind ``last``.
-
-    Never below the clock: jobs that save in one folder may not know of each other, and their numbers are compared.
-    """
-    return max(last + 1, int(time.time() * 1000))
 
 
 def _listed(folder: Path) -> list[Path]:

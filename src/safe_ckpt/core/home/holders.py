@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.home.file_home import HIDDEN, HIDDEN_TOO, NAMES, Workspace
+from safe_ckpt.core.home.file_home import Workspace
 from safe_ckpt.core.home.file_lock import LEASE_S
+from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES
 from safe_ckpt.core.home.lease import Lease, fate_of, read_lock, take_away
 from safe_ckpt.core.home.standing import still_has_its_name
 from safe_ckpt.errors import DirectoryInUseError, SafeCheckpointError

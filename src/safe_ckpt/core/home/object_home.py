@@ -13,16 +13,20 @@ Only what the head names is ever deleted: another program's folders may have suc
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
-from safe_ckpt.core.home.file_home import sequence_after
+from safe_ckpt.config import Timeouts
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
+from safe_ckpt.core.home.home import HIDDEN, Candidate, NewCheckpoint, OnError, sequence_after
 from safe_ckpt.core.home.object_head import (
     GRAVESTONE,
     ID_LETTERS,
@@ -32,6 +36,7 @@ from safe_ckpt.core.home.object_head import (
     in_parallel,
     is_folder,
     is_gravestone,
+    list_objects,
     manifest_in,
     missing_condition,
 )
@@ -41,7 +46,15 @@ from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.clients import ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.objects.second_look import is_there
-from safe_ckpt.errors import DirectoryError, DirectoryInUseError, SafeCheckpointError, naming
+from safe_ckpt.core.storage.source import in_store
+from safe_ckpt.errors import (
+    CommitOutcomeUnknown,
+    DirectoryError,
+    DirectoryInUseError,
+    SafeCheckpointError,
+    SaveError,
+    naming,
+)
 from safe_ckpt.text import listed
 
 logger = logging.getLogger(__name__)
@@ -56,7 +69,7 @@ class UndecidedError(OSError):
 
 
 class ObjectRoot:
-    """One directory of checkpoints in an object store, held by this job from ``open`` to ``close``.
+    """See ``Home``. One directory of checkpoints in an object store, held by this job from ``open`` to ``close``.
 
     Used on rank 0 only, but for ``path`` and ``place``.
 
@@ -70,6 +83,10 @@ class ObjectRoot:
         last_sequence: the last place in the order of commits that was given out.
     """
 
+    is_mounted: ClassVar[bool] = False
+    is_for_one_name = False
+    lacks: ClassVar[frozenset[str]] = frozenset({"file", "prefilled", "carry", "pointers", "links"})
+
     def __init__(self, path: ObjectPath, *, lease_s: float, owner: str = "", unfenced: bool = False) -> None:
         self.path = path
         self.last_sequence = 0
@@ -80,6 +97,19 @@ class ObjectRoot:
         self._tried: set[str] = set()  # folders whose manifest was sent
         self._told: set[ObjectPath] = set()
         self._dropped: set[str] = set()  # of saves that failed: another rank may still have sent something
+
+    def abandon(self, prefilled: Path | None) -> None:
+        """See ``Home``. There is none here."""
+
+    @property
+    def hidden(self) -> ObjectPath:
+        """See ``Home``."""
+        return self.path / HIDDEN
+
+    def begin(self, new: NewCheckpoint, timeouts: Timeouts) -> ObjectPublication:
+        """See ``Home``."""
+        del timeouts
+        return ObjectPublication(new, self)
 
     def open(self, patience_s: float | None = None) -> None:
         """Become the owner, and clean up what an earlier one left.
@@ -194,13 +224,13 @@ class ObjectRoot:
         except (OSError, DirectoryError) as error:
             logger.warning("%s could not be deleted; the next start does it: %s", folder, error)
 
-    def discard(self, folders: Iterable[Place]) -> list[ObjectPath]:
+    def discard(self, places: Iterable[Place]) -> list[ObjectPath]:
         """Delete checkpoints, their manifests first. Returns those that are gone; a failure is logged, once.
 
         Raises:
             DirectoryInUseError: another job has taken the directory over; nothing was deleted.
         """
-        chosen = [folder for folder in folders if isinstance(folder, ObjectPath)]
+        chosen = [in_store(place) for place in places]
         gone: list[ObjectPath] = []
         for at in range(0, len(chosen), _AT_ONCE):
             gone += self._discard(chosen[at : at + _AT_ONCE])
@@ -222,12 +252,25 @@ class ObjectRoot:
             gone.append(folder)
         return gone
 
-    def quarantine(self, folder: ObjectPath) -> ObjectPath:
+    def frees_bytes(self, places: Sequence[Place], sizes: Mapping[Place, int]) -> int:
+        """See ``Home``."""
+        return sum(sizes.get(place, 0) for place in places)
+
+    def look(self, on_error: OnError | None = None) -> list[Candidate]:
+        """See ``Home``."""
+        return list_objects(self.path, on_error)
+
+    def name_of(self, place: Place) -> str:
+        """See ``Home``."""
+        return place.name
+
+    def quarantine(self, place: Place) -> ObjectPath:
         """Note that a checkpoint is damaged: from now on it is none. Its objects stay. Returns where it is.
 
         Raises:
             DirectoryInUseError: another job has taken the directory over.
         """
+        folder = in_store(place)
         self._owner.update(lambda head: head.quarantining(folder.name))
         return folder
 
@@ -333,6 +376,73 @@ class ObjectRoot:
         if is_there(ObjectPath(bucket, path.key)):
             raise ExistsError(f"{path} is there already")
         bucket.overwrite(path.key, data)
+
+
+class ObjectPublication:
+    """See ``Publication``: announced, uploaded, then its manifest is created.
+
+    Args:
+        new: what is to become a checkpoint.
+        home: the directory that is held.
+    """
+
+    folders: Sequence[str] = ()  # an object is durable when its upload is over
+
+    def __init__(self, new: NewCheckpoint, home: ObjectRoot) -> None:
+        self._new = new
+        self._home = home
+        self.folder = home.place(new.path.name, new.attempt)
+
+    def prepare(self) -> None:
+        """See ``Publication``."""
+        self._home.announce(self.folder, self._new.manifest.sequence)
+
+    def await_folder(self, rank: int, left_s: Callable[[], float]) -> None:
+        """See ``Publication``. There is nothing to wait for."""
+
+    def commit(
+        self, entries: Sequence[FileEntry], sections: Mapping[str, Any], check_still_wanted: Callable[[], None]
+    ) -> CheckpointInfo:
+        """See ``Publication``."""
+        self._check_uploaded(entries)
+        check_still_wanted()
+        manifest = dataclasses.replace(self._new.manifest, files=tuple(entries), **sections)
+        self._home.commit(self.folder, manifest.to_bytes())
+        return CheckpointInfo.of(manifest, self.folder, sum(entry.size_bytes for entry in entries))
+
+    def abort(self) -> None:
+        """See ``Publication``."""
+        self._home.drop(self.folder)
+
+    def clean_up(self) -> None:
+        """See ``Publication``. What it replaced has a folder of its own, which retention deletes."""
+
+    def explain(self, error: BaseException, *, rank: int, phase: str) -> SafeCheckpointError | None:
+        """See ``Publication``."""
+        known = isinstance(error, DirectoryInUseError | UndecidedError) or not isinstance(error, Exception)
+        if rank == 0 and not known and (taken := self._home.taken_over()) is not None:
+            return taken
+        name = self._new.path.name
+        if isinstance(error, UndecidedError):
+            cause = f"the store did not say whether the manifest was created: {error.strerror}"
+            return CommitOutcomeUnknown(name=name, cause=cause, rank=rank, phase="commit", code=error.errno or 0)
+        if not isinstance(error, OSError) or isinstance(error, SafeCheckpointError):
+            return None
+        path = str(error.filename or self.folder)
+        return DirectoryError.of(error, path=path, rank=rank, phase=f"saving {name}: {phase}")
+
+    def _check_uploaded(self, entries: Sequence[FileEntry]) -> None:
+        """What is there must be what was reported: another rank's store may be another one."""
+        for folder in (self.folder, self.folder.afresh()):
+            there = {entry.key: entry.size_bytes for entry in folder.bucket.entries(folder.key)}
+            sizes = {entry: there.get((folder / entry.path).key, -1) for entry in entries}
+            wrong = [entry for entry, size in sizes.items() if size != entry.size_bytes]
+            if not wrong:
+                return
+        entry, size = wrong[0], sizes[wrong[0]]
+        cause = f"{entry.path}, uploaded by rank {entry.rank} with {entry.size_bytes} bytes, "
+        cause += "is not there" if size < 0 else f"has {size} bytes in {self.folder}"
+        raise SaveError(name=self._new.path.name, cause=cause, rank=entry.rank, phase="commit")
 
 
 def _is_old_gravestone(data: bytes) -> bool:

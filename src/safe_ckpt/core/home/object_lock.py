@@ -21,7 +21,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Literal
 
-from safe_ckpt.core.home.file_home import HIDDEN
+from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.core.home.lease import Lease, fate_of_process, own_lease
 from safe_ckpt.core.home.object_head import HEAD, Head, look_at_head
 from safe_ckpt.core.storage.objects.bucket import Bucket, Version

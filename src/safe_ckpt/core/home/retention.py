@@ -10,8 +10,8 @@ from typing import Protocol
 
 from safe_ckpt.config import Retention
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.home.standing import Catalog, newest_of, still_has_its_name
-from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.home.standing import Catalog, is_under_its_name, newest_of, still_has_its_name
+from safe_ckpt.core.storage.objects.place import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Decision:
     Attributes:
         to_delete: what is to be deleted now.
         kept: names of what stays, oldest first, where that is known.
-        sizes: of those in an object store, how many bytes they have.
+        sizes: how many bytes those have that are known.
     """
 
     to_delete: Sequence[Place]
@@ -135,19 +135,8 @@ def after_commit(
     if catalog is not None:
         catalog.forget(paths)
     kept = sorted((info for info in committed if info.path not in paths), key=lambda info: info.sequence)
-    sizes: dict[Place, int] = {info.path: info.size_bytes for info in committed if isinstance(info.path, ObjectPath)}
+    sizes = {info.path: info.size_bytes for info in committed}
     return Decision(to_delete=paths, kept=[info.path.name for info in kept], sizes=sizes)
-
-
-def replaced_among(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Those in an object store that a later save of the same step has replaced: each save has a folder of its own there.
-
-    Also by a job that died before it could delete them. A folder under another name is the user's copy, and a marked one does
-    not replace a healthy one.
-    """
-    ours = [info for info in infos if isinstance(info.path, ObjectPath) and is_under_its_name(info)]
-    newest = {(info.name, info.marked): info for info in sorted(ours, key=lambda info: info.sequence)}
-    return [info for info in ours if info is not newest[info.name, info.marked]]
 
 
 def to_delete(infos: Sequence[CheckpointInfo], policy: Retention) -> list[CheckpointInfo]:
@@ -167,13 +156,6 @@ def to_delete(infos: Sequence[CheckpointInfo], policy: Retention) -> list[Checkp
     if policy.keep_every_steps is not None:
         kept |= {info.sequence for info in by_age if info.step % policy.keep_every_steps == 0}
     return [info for info in by_age if info.sequence not in kept]
-
-
-def is_under_its_name(info: CheckpointInfo) -> bool:
-    """Whether it has the name that it was saved under; in an object store an id follows."""
-    if isinstance(info.path, ObjectPath):
-        return info.path.name.rpartition(".")[0] == info.name
-    return info.path.name == info.name
 
 
 def has_rules(policy: Retention) -> bool:

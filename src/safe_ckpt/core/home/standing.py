@@ -17,11 +17,11 @@ from typing import Literal
 
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
 from safe_ckpt.core.health.verdict import marked_words
-from safe_ckpt.core.home.candidates import Candidate, newest_first, stamp_of
-from safe_ckpt.core.home.file_home import HIDDEN
+from safe_ckpt.core.home.candidates import newest_first, stamp_of
+from safe_ckpt.core.home.home import HIDDEN, Candidate
 from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.inside import inside
-from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.presence import opened
 from safe_ckpt.errors import HostileCheckpointError, SafeCheckpointError
 
@@ -163,17 +163,23 @@ class Catalog:
         return list(self._committed)
 
     def add(self, new: CheckpointInfo) -> Sequence[Place]:
-        """``new`` was committed; those that are not there any more are forgotten. Returns what is to be deleted for it."""
+        """``new`` was committed; those that are not there any more are forgotten. Returns the folders that it replaces."""
         others = (info for info in self._committed if info.path != new.path)
-        self._committed = [*(info for info in others if info.file_path.exists()), new]
-        return ()
+        self._committed = [*(info for info in others if not isinstance(info.path, Path) or info.path.exists()), new]
+        replaced = [info.path for info in replaced_among(self._committed)]
+        self.forget(replaced)
+        return replaced
 
     def still_ours(self, new: CheckpointInfo) -> list[CheckpointInfo]:
         """Those that still have their names. Where names are held one by one, another job may have taken one since.
 
-        A manifest is read again only when it is another file by now.
+        A manifest is read again only when it is another file by now. In an object store a folder has one save in its life.
         """
-        return [info for info in self._committed if info is new or self._has_its_name(info)]
+        return [
+            info
+            for info in self._committed
+            if info is new or not isinstance(info.path, Path) or self._has_its_name(info)
+        ]
 
     def _has_its_name(self, info: CheckpointInfo) -> bool:
         stamp = stamp_of(info.file_path)
@@ -204,6 +210,24 @@ class Catalog:
         self._leaving.clear()
         there = {info.op_id for info in self._committed}
         self._stamps = {op_id: stamp for op_id, stamp in self._stamps.items() if op_id in there}
+
+
+def replaced_among(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Those in an object store that a later save of the same step has replaced: each save has a folder of its own there.
+
+    Also by a job that died before it could delete them. A folder under another name is the user's copy, and a marked one does
+    not replace a healthy one.
+    """
+    ours = [info for info in infos if isinstance(info.path, ObjectPath) and is_under_its_name(info)]
+    newest = {(info.name, info.marked): info for info in sorted(ours, key=lambda info: info.sequence)}
+    return [info for info in ours if info is not newest[info.name, info.marked]]
+
+
+def is_under_its_name(info: CheckpointInfo) -> bool:
+    """Whether it has the name that it was saved under; in an object store an id follows."""
+    if isinstance(info.path, ObjectPath):
+        return info.path.name.rpartition(".")[0] == info.name
+    return info.path.name == info.name
 
 
 def is_of(info: CheckpointInfo, manifest: Manifest) -> bool:

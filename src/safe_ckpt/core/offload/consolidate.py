@@ -21,7 +21,7 @@ from safe_ckpt.config import CheckpointConfig, Timeouts
 from safe_ckpt.core.coordination.agreed_config import config_of_all
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
-from safe_ckpt.core.home.file_home import HIDDEN
+from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.homes import HeldDirectories, refuse
 from safe_ckpt.core.saving.save import Destination, Facts, OnCommit, SaveRequest, Snapshot

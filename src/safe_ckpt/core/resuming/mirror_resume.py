@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.home.candidates import WEIGHTS, Candidate, newest_first, newest_sequence
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.candidates import WEIGHTS, newest_first, newest_sequence
+from safe_ckpt.core.home.home import Candidate, Home
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.save import Root
 from safe_ckpt.errors import CorruptCheckpointError, NotEnoughSpaceError, SafeCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -29,14 +28,14 @@ class Mirrored:
     def __init__(
         self,
         engine: Engine,
-        root: Root,
+        root: Home,
         list_candidates: Callable[[], Sequence[Candidate]],
         accepts: Callable[[Candidate], bool] | None,
     ) -> None:
         self._engine = engine
         self._list = list_candidates
         self._accepts = accepts or _to_resume_from
-        self._workspace = root if isinstance(root, Workspace) and engine.config.mirror.url is not None else None
+        self._workspace = root if root.is_mounted and engine.config.mirror.url is not None else None
         self._tried: set[str] = set()
 
     def fetch_newer(self) -> None:
@@ -98,7 +97,7 @@ class Mirrored:
         for candidate in self._there():
             info = self._fetch(candidate)
             if info is not None and self._workspace is not None:
-                name = info.file_path.relative_to(self._workspace.path).as_posix()
+                name = self._workspace.name_of(info.path)
                 return {"name": name, "info": info.to_json()}
         return None
 

@@ -10,7 +10,7 @@ import dataclasses
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.rounds import TwoPhaseCommit, from_wire, to_wire
@@ -27,7 +27,6 @@ from safe_ckpt.core.writer.client import WriteJob
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
-    DirectoryInUseError,
     PeerLostError,
     SafeCheckpointError,
     SaveError,
@@ -37,61 +36,11 @@ from safe_ckpt.errors import (
 _LOOK_S = 1.0
 
 
-class Publication(Protocol):
-    """How what was written becomes a checkpoint, in one kind of storage. One per save, on every rank.
-
-    ``await_place`` and ``directories`` are for any rank, the rest for rank 0.
-    """
-
-    @property
-    def directories(self) -> list[str]:
-        """What is made durable behind the files."""
-
-    def prepare(self) -> None:
-        """Make the place for the files.
-
-        Raises:
-            OSError: it cannot be made.
-            DirectoryInUseError: another job has taken the directory over.
-        """
-
-    def await_place(self, rank: int, left_s: Callable[[], float]) -> None:
-        """Wait until this rank sees it.
-
-        Raises:
-            DirectoryNotSharedError: it does not.
-        """
-
-    def commit(
-        self, entries: tuple[FileEntry, ...], said: Mapping[str, Any], look_around: Callable[[], None]
-    ) -> CheckpointInfo:
-        """Check that what was reported is there, and make it a checkpoint, in one step.
-
-        Args:
-            entries: the files that the ranks report.
-            said: what the manifest says besides: of the ``items``, and of the ``health``.
-            look_around: called while waiting; raises to give up.
-
-        Raises:
-            OSError: it could not be done; ``named`` says whether it may have been done all the same.
-        """
-
-    def drop(self) -> None:
-        """Take away what the save has left that failed. Never raises."""
-
-    def taken_over(self, error: BaseException) -> DirectoryInUseError | None:
-        """The error that names the job that took the directory over, if that is why ``error`` came about."""
-
-    def named(self, error: OSError, *, rank: int, phase: str) -> SafeCheckpointError:
-        """An error of ours that says what ``error`` means for the save."""
-
-
 class CommitProtocol:
     """Runs one save on one rank, on the background thread.
 
     Args:
         job: the save.
-        publication: makes a checkpoint of what was written.
         two_phase: where the ranks report how it goes.
         writer: writes this rank's files.
         config: settings.
@@ -109,7 +58,6 @@ class CommitProtocol:
     def __init__(
         self,
         job: SaveJob,
-        publication: Publication,
         two_phase: TwoPhaseCommit,
         writer: WriterSupervisor,
         config: CheckpointConfig,
@@ -122,7 +70,7 @@ class CommitProtocol:
         self._found: dict[str, Mapping[str, Any]] = {}
         self._results: Sequence[WrittenFile] = ()
         self.health = ""
-        self._publication = publication
+        self._publication = job.publication
         self._two_phase = two_phase
         self._writer = writer
         self._config = config
@@ -171,11 +119,11 @@ class CommitProtocol:
                     raise from_wire(others[rank]["error"])
             info = self._commit({**own, **others})
         except BaseException as error:
-            ours = self._named(self._publication.taken_over(error) or error, "commit")
+            ours = self._explained(error, "commit")
             # Publish the cause first: the other ranks need not wait for the cleaning up.
             self._two_phase.conclude({"error": to_wire(ours, rank=0, phase="save")})
             if not isinstance(ours, CommitOutcomeUnknown):
-                self._publication.drop()
+                self._publication.abort()
             raise ours from error
         self._two_phase.conclude({"ok": info.to_json(), "health": self.health})
         return info
@@ -188,7 +136,7 @@ class CommitProtocol:
                     raise job.error
                 self._two_phase.await_prepared(self._left_s())
                 if self._two_phase.failed_elsewhere() is None:
-                    self._publication.await_place(self._rank, self._left_s)
+                    self._publication.await_folder(self._rank, self._left_s)
                     report = self._write()
                     reporting = True
                     self._two_phase.report(report)
@@ -199,7 +147,7 @@ class CommitProtocol:
                 # Rank 0 may have received it all the same, and committed.
                 raise CommitOutcomeUnknown(name=job.name, cause=str(error), phase="commit") from error
             except Exception as error:
-                self._report_failure(self._named(error, "write"))
+                self._report_failure(self._explained(error, "write"))
         return self._read_verdict()
 
     def _report_failure(self, error: SafeCheckpointError) -> None:
@@ -223,14 +171,14 @@ class CommitProtocol:
 
     def _write(self) -> dict[str, Any]:
         job = self._job
-        begun, directories = time.monotonic(), self._publication.directories
+        begun, directories = time.monotonic(), list(self._publication.folders)
         results = self._copy_files()
         if job.sharing is not None:
             results += self._share(job.sharing.shared)
         if job.streamed:
             most = self._config.max_host_bytes
             tasks = self._expecting(job.tasks)
-            results += self._writer.stream(tasks, job.files, directories, most, self._look_around)
+            results += self._writer.stream(tasks, job.files, directories, most, self._check_still_wanted)
             job.handle.mark_snapshot_taken()
         elif job.buffer is not None:
             results += self._run_writer(buffer=job.buffer, files=self._expecting(job.tasks), directories=directories)
@@ -275,7 +223,7 @@ class CommitProtocol:
 
     def _run_writer(self, **what: Any) -> list[WrittenFile]:
         """Have the writer do what the other fields of a ``WriteJob`` say."""
-        return self._writer.write(WriteJob(name=self._job.name, rank=self._rank, **what), self._look_around)
+        return self._writer.write(WriteJob(name=self._job.name, rank=self._rank, **what), self._check_still_wanted)
 
     def _copy_files(self) -> list[WrittenFile]:
         """Copy what lies in files. The caller goes on once they are read."""
@@ -346,7 +294,7 @@ class CommitProtocol:
         facts = {"size_bytes": result.size_bytes, "xxh3_128": result.xxh3_128, "age": result.age}
         return {"path": path, "rank": self._rank, **facts}
 
-    def _look_around(self) -> None:
+    def _check_still_wanted(self) -> None:
         self._give_up()
         for source in (self._job, self._job.copy):
             if source is not None and source.error is not None:
@@ -367,7 +315,9 @@ class CommitProtocol:
         found = {path: facts for rank in sorted(reports) for path, facts in reports[rank]["health"].items()}
         health = of_checkpoint(found, self._config.health.action)
         self.health = described(health)
-        return self._publication.commit(entries, {"items": _merge_items(reports), "health": health}, self._look_around)
+        return self._publication.commit(
+            entries, {"items": _merge_items(reports), "health": health}, self._check_still_wanted
+        )
 
     def _entries(self, reports: Mapping[int, Any]) -> tuple[FileEntry, ...]:
         """The files that the ranks report: each of them by one rank, with its size and its whole digest."""
@@ -386,11 +336,11 @@ class CommitProtocol:
     def _left_s(self) -> float:
         return max(0.001, self._deadline - time.monotonic())
 
-    def _named(self, error: BaseException, phase: str) -> SafeCheckpointError:
+    def _explained(self, error: BaseException, phase: str) -> SafeCheckpointError:
+        if (explained := self._publication.explain(error, rank=self._rank, phase=phase)) is not None:
+            return explained
         if isinstance(error, SafeCheckpointError):
             return error
-        if isinstance(error, OSError):
-            return self._publication.named(error, rank=self._rank, phase=phase)
         return SaveError(name=self._job.name, cause=f"{type(error).__name__}: {error}", rank=self._rank, phase=phase)
 
 

@@ -24,10 +24,10 @@ from safe_ckpt.core.coordination.preemption import Preemption
 from safe_ckpt.core.coordination.process_groups import ProcessGroup, group_timeout_s
 from safe_ckpt.core.coordination.rounds import from_wire
 from safe_ckpt.core.formats.manifest import Manifest, versions
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.saving.homes import Workspaces
 from safe_ckpt.core.saving.queue import SaveQueue, failed
-from safe_ckpt.core.saving.save import Root, SaveHandle, SaveJob, SaveRequest, answer, decide, skipped
+from safe_ckpt.core.saving.save import SaveHandle, SaveJob, SaveRequest, answer, decide, skipped
 from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.core.state.trained import Trained
 from safe_ckpt.core.transfer.mirror import Mirror
@@ -63,7 +63,6 @@ class Engine:
         hold: takes a directory; see ``Workspaces``.
         take_stock: has rank 0 look at what lies in one; the same.
         let_go: gives one back; the same.
-        hold_objects: owns one in an object store; the same.
         mirror: uploads what is committed, on rank 0; None without one.
 
     Raises:
@@ -90,7 +89,7 @@ class Engine:
         self._pid = os.getpid()
         self._workspaces = Workspaces(self.coordinator, config, self.emit, owner)
         self.hold, self.let_go = self._workspaces.hold, self._workspaces.let_go
-        self.take_stock, self.hold_objects = self._workspaces.take_stock, self._workspaces.hold_objects
+        self.take_stock = self._workspaces.take_stock
         self._stager = Stager(config, self.rank)
         self._save_queue = SaveQueue(self.coordinator, config, self.emit, self._stager.give_back)
         self.known, self.unchanged = self._save_queue.known, self._stager.unchanged
@@ -116,7 +115,7 @@ class Engine:
         if self.rank != 0:
             return
         if self.config.mirror.url is not None:
-            self.mirror = self._save_queue.mirror = Mirror(self.config, self.emit, self.owner)
+            self.mirror = self._save_queue.after_commit.mirror = Mirror(self.config, self.emit, self.owner)
             self.coordinator.movers.append(self.mirror.progress)
         try:
             for hook in asked_for(self.config.telemetry):
@@ -158,9 +157,8 @@ class Engine:
         decision = self._agree_save(request)
         agreed_s = time.monotonic() - started
         if not decision:
-            prefilled = request.on_commit.prefilled
-            if prefilled is not None and self.rank == 0 and isinstance(request.destination.workspace, Workspace):
-                request.destination.workspace.drop_pending(prefilled.parent.name)
+            if self.rank == 0:
+                request.destination.workspace.abandon(request.on_commit.prefilled)
             return skipped(request.name)
         manifest = Manifest.from_json(decision["manifest"], str(request.destination.path))
         # Its own deadline once its turn comes, plus what follows the verdict: deleting old checkpoints.
@@ -170,8 +168,10 @@ class Engine:
         job = SaveJob(
             request=request,
             manifest=manifest,
+            publication=request.destination.workspace.begin(
+                request.new(manifest, decision["needed_bytes"]), self.config.timeouts
+            ),
             writers=tuple(decision["writers"]),
-            needed_bytes=decision["needed_bytes"],
             handle=handle,
             started=started,
             agreed_s=agreed_s,
@@ -253,7 +253,7 @@ class Engine:
         self.settle()
         self.raise_unreported()
 
-    def settle(self, within: Root | None = None) -> None:
+    def settle(self, within: Home | None = None) -> None:
         """Wait until everything in flight is over, or what goes to one directory, whatever came of it."""
         for handle in list(self._handles):
             if within is None or handle.within is within:
@@ -384,7 +384,7 @@ class Engine:
             return
         try:
             self.mirror.drain(within_s)
-            self._save_queue.delete_deferred()
+            self._save_queue.after_commit.delete_deferred()
         except Exception:  # the directories are given back all the same
             logger.exception("the mirror could not be brought up to date")
         self.coordinator.movers.remove(self.mirror.progress)

@@ -9,19 +9,20 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.home import candidates as catalog
-from safe_ckpt.core.home.file_home import EVENTS, HIDDEN, NAMES, Workspace
+from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.home import EVENTS, HIDDEN, NAMES, Home, home_at
 from safe_ckpt.core.home.lease import read_lock
-from safe_ckpt.core.home.object_home import ObjectRoot
 from safe_ckpt.core.recent import Recent
 from safe_ckpt.core.saving import set_up as shared
-from safe_ckpt.core.storage.objects.place import ObjectPath
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError, SafeCheckpointError, naming
 from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.event_log import JsonlHook
@@ -53,17 +54,20 @@ class Workspaces:
         self._config = config
         self._emit = emit
         self._owner = owner
-        self._held: list[Workspace] = []
-        self._owned: list[ObjectRoot] = []
-        self._recorders: dict[Workspace, events.Hook] = {}
+        self._held: list[Home] = []
+        self._recorders: dict[Home, events.Hook] = {}
         self._records: Recent[Path, events.Hook] = Recent(lambda hook: hook in self._recorders.values())
 
-    def hold(self, path: Path, *, hidden: Path | None = None, recorded: bool | Path = True) -> Workspace:
+    @overload
+    def hold(self, place: Path, *, hidden: Path | None = None, recorded: bool | Path = True) -> Workspace: ...
+    @overload
+    def hold(self, place: Place, *, hidden: Path | None = None, recorded: bool | Path = True) -> Home: ...
+    def hold(self, place: Place, *, hidden: Path | None = None, recorded: bool | Path = True) -> Home:
         """Take a directory: create it, lock it, clean up after an earlier job. Every rank calls this.
 
         Args:
-            path: the directory.
-            hidden: where the hidden folder lies; None for in it.
+            place: the directory.
+            hidden: in a file system where the hidden folder lies; None for in it.
             recorded: whether events go to a file there, as ``record_events`` has it; or the folder in which.
 
         Raises:
@@ -71,54 +75,42 @@ class Workspaces:
             DirectoryInUseError: a live job holds it.
             DirectoryNotSharedError: some ranks do not see it.
         """
-        workspace = Workspace(path, lease_s=self._config.lease_s, hidden=hidden, owner=self._owner)
-        seen_from = workspace.hidden  # held by then: what a killed job left of this is swept
+        config, timeouts = self._config, self._config.timeouts
+        home = home_at(
+            place,
+            lease_s=config.lease_s,
+            owner=self._owner,
+            hidden=hidden,
+            unfenced=config.storage.unfenced,
+            answer_s=timeouts.barrier_s / 2,
+        )
+        seen_from = home.hidden  # held by then: what a killed job left of this is swept
 
         def take(_: object) -> str:
-            _open_through_blips(workspace, self._config)
+            _open_through_blips(home, config)
             try:
-                return shared.leave_token(seen_from) if self._coordinator.size > 1 else ""
+                return shared.leave_token(in_files(seen_from)) if home.is_mounted and self._coordinator.size > 1 else ""
             except OSError:
-                workspace.close()
+                home.close()
                 raise
 
         # A holder that cannot be checked has its lease to show a sign of life.
-        patience_s = self._config.timeouts.barrier_s + 2 * self._config.lease_s
+        patience_s = timeouts.barrier_s + 2 * config.lease_s
         with self._coordinator.together():
-            token = self._coordinator.agree("hold", must_match={"directory": path}, timeout_s=patience_s, decide=take)
-            self._held.append(workspace)
+            token = self._coordinator.agree("hold", must_match={"directory": place}, timeout_s=patience_s, decide=take)
+            home.persist(timeouts.lengthy_s)
+            self._held.append(home)
             try:
                 if token:  # there are others, who must see it
-                    shared.await_shared(self._coordinator, seen_from, token, self._config.timeouts.barrier_s)
+                    shared.await_shared(self._coordinator, in_files(seen_from), token, timeouts.barrier_s)
             except BaseException:
-                self.let_go(workspace)
+                self.let_go(home)
                 raise
-        if self._coordinator.rank == 0 and self._config.record_events and recorded:
-            self._record(workspace, recorded if isinstance(recorded, Path) else workspace.hidden)
-        return workspace
+        if home.is_mounted and self._coordinator.rank == 0 and config.record_events and recorded:
+            self._record(home, in_files(seen_from) if recorded is True else recorded)
+        return home
 
-    def hold_objects(self, path: ObjectPath) -> ObjectRoot:
-        """Own a directory in an object store. Every rank calls this.
-
-        Raises:
-            DirectoryError: the store refuses, gives no answer, or keeps no conditions; on every rank.
-            DirectoryInUseError: a live job owns it.
-        """
-        lease_s, barrier_s = self._config.lease_s, self._config.timeouts.barrier_s
-        near = ObjectPath(path.bucket.within(barrier_s / 2), path.key)
-        root = ObjectRoot(near, lease_s=lease_s, owner=self._owner, unfenced=self._config.storage.unfenced)
-        with self._coordinator.together():
-            self._coordinator.agree(
-                "hold",
-                must_match={"directory": path},
-                timeout_s=barrier_s + 2 * lease_s,
-                decide=lambda _: root.open(barrier_s + lease_s),
-            )
-        root.persist(self._config.timeouts.lengthy_s)
-        self._owned.append(root)
-        return root
-
-    def _record(self, workspace: Workspace, folder: Path) -> None:
+    def _record(self, workspace: Home, folder: Path) -> None:
         def record() -> events.Hook:
             return JsonlHook(
                 folder / EVENTS,
@@ -134,7 +126,7 @@ class Workspaces:
 
     def take_stock(
         self,
-        workspace: Workspace,
+        workspace: Home,
         view: Mapping[str, object],
         look: Callable[[], None],
         *,
@@ -160,7 +152,7 @@ class Workspaces:
             self.let_go(workspace)
             raise
 
-    def let_go(self, workspace: Workspace) -> None:
+    def let_go(self, workspace: Home) -> None:
         """Give a directory back before the end. Nothing that is in flight may belong to it; on any rank."""
         if workspace in self._held:
             self._held.remove(workspace)
@@ -172,15 +164,14 @@ class Workspaces:
 
     def close(self) -> None:
         """Give all of them back. What one refuses is logged."""
-        held: list[Workspace | ObjectRoot] = [*self._held, *self._owned]
-        for workspace in held if self._coordinator.rank == 0 else ():
+        for workspace in self._held if self._coordinator.rank == 0 else ():
             try:
                 workspace.close()
             except Exception:  # the others are given back all the same
                 logger.exception("%s could not be given back", workspace.path)
 
 
-def _open_through_blips(workspace: Workspace, config: CheckpointConfig) -> None:
+def _open_through_blips(workspace: Home, config: CheckpointConfig) -> None:
     """Retry for a moment: a network file system may be unavailable after mounting, or while its server changes."""
     deadline = time.monotonic() + min(_BLIP_S, config.timeouts.barrier_s / 2)
     while True:

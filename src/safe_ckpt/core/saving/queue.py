@@ -10,8 +10,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from safe_ckpt import events
@@ -20,22 +19,13 @@ from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.rounds import TwoPhaseCommit
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.health.verdict import Known
-from safe_ckpt.core.home import retention
-from safe_ckpt.core.home.candidates import WEIGHTS, stamp_of
-from safe_ckpt.core.home.file_home import Workspace
-from safe_ckpt.core.home.object_home import ObjectRoot
-from safe_ckpt.core.home.retention import Decision
-from safe_ckpt.core.saving.commit_protocol import CommitProtocol, Publication
-from safe_ckpt.core.saving.file_publication import FilePublication
-from safe_ckpt.core.saving.object_publication import ObjectPublication
-from safe_ckpt.core.saving.save import Root, SaveJob, SaveRequest
+from safe_ckpt.core.home.candidates import WEIGHTS
+from safe_ckpt.core.saving.after_commit import AfterCommit
+from safe_ckpt.core.saving.commit_protocol import CommitProtocol
+from safe_ckpt.core.saving.save import SaveJob, SaveRequest
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.worker_thread import Background, Refused
-from safe_ckpt.core.storage.copier import Stamp
-from safe_ckpt.core.storage.durable import freed_bytes
 from safe_ckpt.core.storage.objects.options import StorageOptions
-from safe_ckpt.core.storage.objects.place import ObjectPath, Place
-from safe_ckpt.core.transfer.mirror import Mirror
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
@@ -51,7 +41,6 @@ from safe_ckpt.hooks.emitter import Emitter
 _SHARE_OF_WAIT = 0.7
 logger = logging.getLogger(__name__)
 _LAST_WORDS_S = 5.0
-_NAMES_REPORTED = 10
 
 
 class SaveQueue:
@@ -68,7 +57,7 @@ class SaveQueue:
         stop_by: when the job must be over, on the monotonic clock; a save that is not done by then is given up.
         last_save_s: how long the last committed save took, from the call to its commit; 0 when there was none.
         known: what this rank knows of the health of its files.
-        mirror: gets what was committed; None for no mirror, and on other ranks than 0.
+        after_commit: deletes what is not kept, on rank 0.
     """
 
     def __init__(
@@ -92,8 +81,7 @@ class SaveQueue:
         self._open: list[SaveJob] = []
         self._beginning = threading.RLock()
         self._failures = 0
-        self.mirror: Mirror | None = None
-        self._deferred: list[tuple[Root, Place, Stamp | None]] = []  # to be deleted, and not gone yet
+        self.after_commit = AfterCommit(coordinator.rank, emit)
         self.stop_by: float | None = None
         self.last_save_s = 0.0
         self.known = Known()
@@ -190,10 +178,7 @@ class SaveQueue:
         give_up = functools.partial(self._check_giving_up, job.name)
         reporting = [rank for rank in job.writers if rank != 0]
         two_phase = TwoPhaseCommit(self._coordinator, self._store_client, job.op_id, reporting, give_up, job.call)
-        publication = publication_of(job, self._config)
-        phases = CommitProtocol(
-            job, publication, two_phase, self.writer, self._config, self._coordinator.rank, give_up, self.known
-        )
+        phases = CommitProtocol(job, two_phase, self.writer, self._config, self._coordinator.rank, give_up, self.known)
         self._emit(_agreed(job, self._coordinator.rank))
         info, failure = None, None
         try:
@@ -211,9 +196,9 @@ class SaveQueue:
         if info is not None and phases.health:
             failure = self._unhealthy(info, phases.health)
         if info is not None and self._coordinator.rank == 0:
-            if self.mirror is not None and isinstance(job.workspace, Workspace):
-                self.mirror.put(info, job.workspace)
-            self._retain(job, info)
+            if self.after_commit.mirror is not None and job.workspace.is_mounted:
+                self.after_commit.mirror.put(info, job.workspace)
+            self.after_commit.retain(job, info, marked=self.known.marked)
         if info is not None and info.marked:
             self.known.marked = [info]
         self._conclude(job, info, failure)
@@ -237,72 +222,6 @@ class SaveQueue:
                 return
         if job.buffer is not None:
             self._give_back(job.buffer)
-
-    def _retain(self, job: SaveJob, info: CheckpointInfo) -> None:
-        on_commit, begun = job.request.on_commit, time.monotonic()
-        try:
-            decision = retention.after_commit(info, on_commit.catalog, on_commit.retention, marked=self.known.marked)
-            if decision is None and any(root is job.workspace for root, *_ in self._deferred):
-                decision = Decision(to_delete=())
-            if on_commit.catalog is not None and not info.marked:  # what is still to be deleted was chosen again
-                self._deferred = [one for one in self._deferred if one[0] is not job.workspace]
-            if decision is not None:
-                gone = self._carry_out(decision, job.workspace, begun)
-                if on_commit.catalog is not None:
-                    on_commit.catalog.settle(gone)
-        except Exception:  # the save is committed, and must not fail because of the cleaning up
-            logger.warning("could not remove old checkpoints after %s", info.path, exc_info=True)
-        if isinstance(job.workspace, Workspace):
-            job.workspace.drop_pending(job.op_id)
-
-    def _carry_out(self, decision: Decision, root: Root, begun: float) -> Sequence[Place]:
-        rank = self._coordinator.rank
-        to_delete = self._due(root, decision.to_delete)
-        if to_delete:
-            root.confirm()
-        freed = freed_bytes(path for path in to_delete if isinstance(path, Path))
-        gone = self._discard(root, to_delete)
-        freed += sum(decision.sizes.get(path, 0) for path in gone)
-        for path in gone:
-            self._emit(events.Removed(rank=rank, path=str(path)))
-        self._emit(
-            events.Retained(
-                rank=rank,
-                kept=tuple(decision.kept[-_NAMES_REPORTED:]),
-                kept_count=len(decision.kept),
-                removed=tuple(str(path) for path in gone),
-                freed_bytes=freed if gone else 0,
-                seconds=time.monotonic() - begun,
-            )
-        )
-        return gone
-
-    def _due(self, root: Root, paths: Sequence[Place]) -> list[Place]:
-        """What of ``paths`` may be deleted now, and earlier ones: what the mirror needed, and what could not go then."""
-        asked = {path: stamp for other, path, stamp in self._deferred if other is root and _is_still(path, stamp)}
-        for path in paths:
-            asked.setdefault(path, stamp_of(path) if isinstance(path, Path) else None)
-        held = self.mirror.holding(list(asked)) if self.mirror is not None else set()
-        others = [one for one in self._deferred if one[0] is not root]
-        self._deferred = [*others, *((root, path, stamp) for path, stamp in asked.items())]
-        return [path for path in asked if path not in held]
-
-    def _discard(self, root: Root, paths: Sequence[Place]) -> Sequence[Place]:
-        gone = root.discard(paths)
-        self._deferred = [one for one in self._deferred if one[0] is not root or one[1] not in gone]
-        if self.mirror is not None and isinstance(root, Workspace):
-            self.mirror.deleted(gone, root)
-        return gone
-
-    def delete_deferred(self) -> None:
-        """Delete what the mirror needed, when it has ended. On rank 0, after ``close``. What fails is logged."""
-        for root in {id(one): one for one, *_ in self._deferred}.values():
-            try:
-                due = self._due(root, [])
-                root.confirm()
-                self._discard(root, due)
-            except (OSError, SafeCheckpointError):
-                logger.warning("could not remove old checkpoints in %s", root.path, exc_info=True)
 
     def _conclude(self, job: SaveJob, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> None:
         self._failures = 0 if failure is None else self._failures + 1
@@ -333,16 +252,6 @@ class SaveQueue:
         if self.stop_by is not None and time.monotonic() > self.stop_by:
             cause = f"the {self._config.signal_grace_s:.0f} s after the signal (signal_grace_s) are over"
             raise SaveError(name=name, cause=cause, rank=self._coordinator.rank, phase="shutdown")
-
-
-def publication_of(job: SaveJob, config: CheckpointConfig) -> Publication:
-    """How this save becomes a checkpoint, where it goes to."""
-    root, folder, path = job.workspace, job.folder, job.path
-    if isinstance(root, ObjectRoot) and isinstance(folder, ObjectPath):
-        return ObjectPublication(job, root, folder)
-    if isinstance(root, Workspace) and isinstance(folder, Path) and isinstance(path, Path):
-        return FilePublication(job, root, path, folder, config.timeouts)
-    raise TypeError(f"{path} does not lie in {root.path}")
 
 
 def _agreed(job: SaveJob, rank: int) -> events.Agreed:
@@ -409,8 +318,3 @@ def _missing(error: BaseException) -> tuple[int, ...]:
 def _since_epoch(moment: float) -> float:
     """A moment of the monotonic clock in seconds since the epoch."""
     return time.time() - (time.monotonic() - moment)
-
-
-def _is_still(path: Place, stamp: Stamp | None) -> bool:
-    """Whether it is what was to be deleted, and no other one of its name. In an object store a name is there once."""
-    return not isinstance(path, Path) or (stamp is not None and stamp_of(path) == stamp)

@@ -13,8 +13,7 @@ from typing import Any, Literal
 from safe_ckpt.core.coordination.rounds import to_wire
 from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
-from safe_ckpt.core.home.file_home import Workspace
-from safe_ckpt.core.home.object_home import ObjectRoot
+from safe_ckpt.core.home.home import Home, NewCheckpoint, Pointer, Publication
 from safe_ckpt.core.home.retention import RetentionPolicy
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.staging.buffer import SharedBuffer
@@ -27,9 +26,6 @@ from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import ForkedError, RendezvousTimeout, SafeCheckpointError, SaveSkippedError
 
-Root = Workspace | ObjectRoot
-"""A directory that is held, in a file system or in an object store."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
@@ -41,13 +37,13 @@ class Destination:
         kind: whether ``path`` becomes a directory with a manifest in it or a single file.
     """
 
-    workspace: Root
+    workspace: Home
     path: Place
     kind: Literal["directory", "file"]
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for a kind that there is not, or that an object store has not."""
-        if isinstance(self.workspace, ObjectRoot) and self.kind != "directory":
+        """Raise ``ValueError`` for a kind that there is not, or not there."""
+        if self.kind in self.workspace.lacks:
             raise ValueError("kind: an object store has directories only")
         if self.kind not in ("directory", "file"):
             raise ValueError(f'kind: expected "directory" or "file", got {self.kind!r}')
@@ -137,23 +133,6 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pointer:
-    """A small file beside checkpoints, such as one that names the newest. It is replaced in one step.
-
-    Attributes:
-        path: where.
-        data: its content.
-        mode: its permissions; None for the usual ones.
-        is_for_resume: whether it says what to resume from: it is never one that is marked.
-    """
-
-    path: Path
-    data: bytes
-    mode: int | None = None
-    is_for_resume: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class OnCommit:
     """What is done at the commit besides, by rank 0.
 
@@ -200,10 +179,9 @@ class SaveRequest:
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a single file, or an object store, with what only a directory can have."""
         content, on_commit = self.content, self.on_commit
-        if isinstance(self.destination.workspace, ObjectRoot):
-            impossible = ("prefilled", "carry", "pointers", "links")
-            if names := [name for name in impossible if getattr(on_commit, name)]:
-                raise ValueError(f"{', '.join(names)}: an object store has none of these")
+        lacks = sorted(self.destination.workspace.lacks - {"file"})
+        if names := [name for name in lacks if getattr(on_commit, name)]:
+            raise ValueError(f"{', '.join(names)}: an object store has none of these")
         if self.destination.kind == "directory":
             return
         wrong = {
@@ -224,6 +202,20 @@ class SaveRequest:
     def name(self) -> str:
         """The checkpoint's name."""
         return self.destination.path.name
+
+    def new(self, manifest: Manifest, needed_bytes: int) -> NewCheckpoint:
+        """What a publication is told of this save."""
+        return NewCheckpoint(
+            path=self.destination.path,
+            manifest=manifest,
+            kind=self.destination.kind,
+            needed_bytes=needed_bytes,
+            folders=self.content.folders,
+            prefilled=self.on_commit.prefilled,
+            carry=self.on_commit.carry,
+            links=self.on_commit.links,
+            pointers=self.on_commit.pointers,
+        )
 
 
 def answer(
@@ -303,7 +295,7 @@ def decide(
 class SaveHandle:
     """The outcome of a save, once it is known; the same on every rank."""
 
-    def __init__(self, name: str, limit_s: float, op_id: str = "", within: Root | None = None) -> None:
+    def __init__(self, name: str, limit_s: float, op_id: str = "", within: Home | None = None) -> None:
         self.name = name
         self.op_id = op_id
         self.within = within
@@ -413,8 +405,8 @@ class SaveJob:
 
     Attributes:
         manifest: what is known of it before a byte is written.
+        publication: how it becomes a checkpoint.
         writers: the ranks that write.
-        needed_bytes: what all ranks together will write; 0 for files that come one by one.
         tasks: what this rank writes.
         copy: what fills the buffer; the writing follows it.
         read: set when the files to be copied have been copied, or never will be.
@@ -432,8 +424,8 @@ class SaveJob:
 
     request: SaveRequest
     manifest: Manifest
+    publication: Publication
     writers: tuple[int, ...]
-    needed_bytes: int
     handle: SaveHandle
     buffer: SharedBuffer | None = None
     tasks: Sequence[WriteTask] = ()
@@ -461,7 +453,7 @@ class SaveJob:
         return self.request.destination.path
 
     @property
-    def workspace(self) -> Root:
+    def workspace(self) -> Home:
         """The directory that is held."""
         return self.request.destination.workspace
 
@@ -479,7 +471,4 @@ class SaveJob:
     @property
     def folder(self) -> Place:
         """The directory into which files are written."""
-        if isinstance(self.workspace, ObjectRoot):
-            return self.workspace.place(self.name, self.op_id)
-        own = self.workspace.pending / self.op_id
-        return own / self.name if self.request.destination.kind == "directory" else own
+        return self.publication.folder

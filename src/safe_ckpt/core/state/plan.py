@@ -19,9 +19,10 @@ from safe_ckpt.core.names import plain_name, plain_names
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.staging import overlap
 from safe_ckpt.core.staging.unchanged import LEAST_BYTES
-from safe_ckpt.core.storage.inside import checked_name, really_inside
-from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.inside import checked_name
+from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.reader import read_whole
+from safe_ckpt.core.storage.source import file_in, size_of, sizes_in
 from safe_ckpt.errors import (
     CorruptCheckpointError,
     HostileCheckpointError,
@@ -319,7 +320,7 @@ def files_in(folders: Iterable[str], manifest: Manifest) -> list[str]:
     return [entry.path for entry in sorted(entries, key=lambda entry: (-entry.size_bytes, entry.path))]
 
 
-def check_there(path: ObjectPath, entries: Iterable[FileEntry]) -> None:
+def check_there(path: Place, entries: Iterable[FileEntry]) -> None:
     """Check that files which nobody reads are there, with the size that they should have. Their bytes are not read.
 
     Raises:
@@ -327,9 +328,10 @@ def check_there(path: ObjectPath, entries: Iterable[FileEntry]) -> None:
         IncompleteCheckpointError: one is not there.
         OSError: the store gave no answer.
     """
-    there = {entry.key: entry.size_bytes for entry in path.bucket.entries(path.key)}
+    entries = list(entries)
+    there = sizes_in(path, [entry.path for entry in entries])
     for entry in entries:
-        size = there.get((path / entry.path).key)
+        size = there.get(entry.path)
         if size is None:
             raise IncompleteCheckpointError(path=str(path), file=entry.path, message="is missing")
         if size != entry.size_bytes:
@@ -384,9 +386,9 @@ def load_file(folder: Place, entry: FileEntry, item: Mapping[str, Any], name: st
         IncompleteCheckpointError: it is not there.
         OSError: it could not be read; it is not treated as corrupt.
     """
-    file = really_inside(folder, entry.path) if isinstance(folder, Path) else folder / entry.path
+    file = file_in(folder, entry.path)
     try:
-        size_bytes = file.bucket.size_of(file.key) if isinstance(file, ObjectPath) else file.stat().st_size
+        size_bytes = size_of(file)
         memory, digest = read_whole(file, entry.size_bytes, cached=shared)
     except IsADirectoryError:
         raise CorruptCheckpointError(path=str(folder), file=entry.path, message="is a directory") from None

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from safe_ckpt.config import Timeouts
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry
-from safe_ckpt.core.home.file_home import HIDDEN, HIDDEN_TOO, Workspace
+from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, Home, NewCheckpoint
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.inside import checked_name, really_inside
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.core.storage.objects.second_look import look_twice
+from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.core.transfer.host_cache import fetch_ranges, ranges_of
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, SafeCheckpointError
 
@@ -26,46 +28,38 @@ MIRRORED = "mirrored"
 _PLAIN = "=+,@:!~ ()[]"  # besides letters, digits and "_.-"
 
 
-def mirrored(
-    manifest: Manifest, path: Path, workspace: Workspace, files: Sequence[FileEntry], *, single: bool
-) -> Manifest:
+def mirrored(manifest: Manifest, path: Path, workspace: Home, *, single: bool) -> Manifest:
     """The manifest of a checkpoint for the mirror.
 
     Args:
         manifest: its own.
         path: the checkpoint.
         workspace: the directory that it is in.
-        files: what is uploaded.
         single: it is a file, and has its own manifest inside.
     """
     facts = {
-        "name": path.relative_to(workspace.path).as_posix(),
+        "name": workspace.name_of(path),
         "single": single,
         "own_name": manifest.name,
         "path": str(path),
     }
     notes = {**manifest.notes, MIRRORED: facts}
-    return dataclasses.replace(manifest, name=identity_of(path, workspace), notes=notes, files=tuple(files))
+    return dataclasses.replace(manifest, name=identity_of(path, workspace), notes=notes)
 
 
-def is_for_one_name(workspace: Workspace) -> bool:
-    """Whether the user names checkpoints one by one, and this was taken for one of them."""
-    return workspace.hidden.parent.parent.name == HIDDEN
-
-
-def identity_of(path: Path, workspace: Workspace) -> str:
+def identity_of(path: Path, workspace: Home) -> str:
     """What a checkpoint is called in the mirror. What has the same name later replaces it.
 
     Relative to its directory; one that the user named himself, relative to where the job was started.
     """
-    relative = os.path.relpath(path) if is_for_one_name(workspace) else path.relative_to(workspace.path).as_posix()
+    relative = os.path.relpath(path) if workspace.is_for_one_name else workspace.name_of(path)
     return quote(relative, safe=_PLAIN)
 
 
-def is_copy_of(manifest: Manifest, path: Path, workspace: Workspace) -> bool:
+def is_copy_of(manifest: Manifest, path: Path, workspace: Home) -> bool:
     """Whether a mirrored checkpoint is what ``path`` names: on this machine, or relative to where the job was started."""
     facts = _facts(manifest)
-    same_path = is_for_one_name(workspace) and facts.get("path") == str(path)
+    same_path = workspace.is_for_one_name and facts.get("path") == str(path)
     return same_path or (bool(facts) and manifest.name == identity_of(path, workspace))
 
 
@@ -102,7 +96,7 @@ def own_manifest(manifest: Manifest) -> Manifest:
 
 
 def fetch_into(
-    workspace: Workspace, source: ObjectPath, manifest: Manifest, *, at_a_time: int, part_bytes: int
+    workspace: Home, source: ObjectPath, manifest: Manifest, *, at_a_time: int, part_bytes: int, timeouts: Timeouts
 ) -> CheckpointInfo:
     """Fetch a checkpoint to its place below a directory that this job holds. On rank 0.
 
@@ -112,6 +106,7 @@ def fetch_into(
         manifest: its manifest.
         at_a_time: how many reads are under way at a time.
         part_bytes: the size of one read.
+        timeouts: how long to wait until what was fetched is seen.
 
     Raises:
         CorruptCheckpointError: bytes are not those that were written.
@@ -120,29 +115,28 @@ def fetch_into(
         OSError: the store gave no answer, or the disk refuses.
     """
     name, single = origin(manifest, source)
-    size = sum(entry.size_bytes for entry in manifest.files)
-    durable.require_space(workspace.path, size, "It is fetched from the mirror.")
-    op_id = uuid.uuid4().hex
-    folder = workspace.make_pending(op_id)
+    final, own = really_inside(in_files(workspace.path), name), own_manifest(manifest)
+    new = NewCheckpoint(
+        path=final,
+        manifest=own,
+        op_id=uuid.uuid4().hex,
+        kind="file" if single else "directory",
+        needed_bytes=sum(entry.size_bytes for entry in manifest.files),
+    )
+    publication = workspace.begin(new, timeouts)
     try:
-        staged = folder / Path(name).name
-        into = folder if single else staged
-        into.mkdir(exist_ok=True)
-        fetch_verified(source, manifest.files, into, at_a_time=at_a_time, part_bytes=part_bytes)
-        own = own_manifest(manifest)
-        if not single:
-            (staged / MANIFEST_NAME).write_bytes(own.to_bytes())
+        publication.prepare()
+        folder = in_files(publication.folder)
+        fetch_verified(source, manifest.files, folder, at_a_time=at_a_time, part_bytes=part_bytes)
         make_durable(folder)
-        final = really_inside(workspace.path, name)
         if os.path.lexists(final) and not _is_older(final, own):
             workspace.quarantine(final)
-        durable.make_directory(final.parent)
-        aside = workspace.aside(op_id, final)
-        workspace.confirm()
-        durable.publish(staged, final, lambda: aside)
-    finally:
-        workspace.drop_pending(op_id)
-    return CheckpointInfo.of(own, final, size)
+        info = publication.commit(manifest.files, {}, lambda: None)
+    except BaseException:
+        publication.abort()
+        raise
+    publication.clean_up()
+    return info
 
 
 def fetch_verified(

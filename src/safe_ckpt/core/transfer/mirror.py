@@ -20,13 +20,14 @@ from pathlib import Path
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
-from safe_ckpt.core.home.candidates import Candidate, newest_first
-from safe_ckpt.core.home.file_home import Workspace
-from safe_ckpt.core.home.object_catalog import list_objects
+from safe_ckpt.core.home.candidates import newest_first
+from safe_ckpt.core.home.home import Candidate, Home
+from safe_ckpt.core.home.object_head import list_objects
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place, open_place
-from safe_ckpt.core.transfer.fetching import directory_of, fetch_into, identity_of, is_for_one_name
+from safe_ckpt.core.storage.source import in_files, in_store
+from safe_ckpt.core.transfer.fetching import directory_of, fetch_into, identity_of
 from safe_ckpt.core.transfer.mirror_tier import Tier, Waiting
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import CorruptCheckpointError, SafeCheckpointError, SaveError, named
@@ -81,18 +82,18 @@ class Mirror:
         self.stop_by: float | None = None
         self.error: SafeCheckpointError | None = None
 
-    def root_of(self, workspace: Workspace) -> ObjectPath:
+    def root_of(self, workspace: Home) -> ObjectPath:
         """Where the checkpoints of a directory go: of the first one to the url itself, of others to a folder in it."""
-        if is_for_one_name(workspace):
+        if workspace.is_for_one_name:
             return self._top / NAMED
-        path = workspace.path
+        path = in_files(workspace.path)
         with self._turn:
             if path not in self._roots:
                 first = next(iter(self._roots), None)
                 self._roots[path] = self._top if first is None else self._top / _name_beside(path, first)
             return self._roots[path]
 
-    def put(self, info: CheckpointInfo, workspace: Workspace, *, saved: bool = True) -> None:
+    def put(self, info: CheckpointInfo, workspace: Home, *, saved: bool = True) -> None:
         """Upload this.
 
         Args:
@@ -100,7 +101,7 @@ class Mirror:
             workspace: the directory.
             saved: this job has just saved it; else an earlier one has, and did not come to uploading it.
         """
-        if workspace.path not in info.file_path.parents:
+        if in_files(workspace.path) not in info.file_path.parents:
             return  # a file elsewhere, of which a resume knows nothing
         if info.marked:
             return  # it would count there, and a healthy one would be deleted for it
@@ -141,11 +142,11 @@ class Mirror:
         if path in self._committed:
             one = self._committed[path]
             return one.info.sequence > self._newest.get(one.root, -1)
-        parents = path.parents if isinstance(path, Path) else ()  # of an earlier job
+        parents = in_files(path).parents  # of an earlier job
         root = next((root for folder, root in self._roots.items() if folder in parents), None)
         return root is None or root not in self._newest
 
-    def candidates(self, workspace: Workspace) -> list[Candidate]:
+    def candidates(self, workspace: Home) -> list[Candidate]:
         """What the mirror has of a directory, the newest first.
 
         Raises:
@@ -157,27 +158,29 @@ class Mirror:
         self._there |= {one.manifest.op_id for one in found if one.manifest is not None}
         return newest_first(found)
 
-    def fetch(self, candidate: Candidate, workspace: Workspace) -> CheckpointInfo:
+    def fetch(self, candidate: Candidate, workspace: Home) -> CheckpointInfo:
         """Bring one into the directory.
 
         Raises:
             CorruptCheckpointError: it is damaged, or something of it is not there.
             OSError: the store gave no answer, or the disk refuses.
         """
-        if candidate.manifest is None or not isinstance(candidate.path, ObjectPath):
+        if candidate.manifest is None:
             raise CorruptCheckpointError(path=str(candidate.path), message=candidate.problem or "has no manifest")
         earlier = directory_of(candidate.manifest)
         if earlier not in ("", workspace.path.name):
             message = "%s was mirrored from a directory %r: this run, in %s, continues that one. Was that meant?"
             logger.warning(message, candidate.path, earlier, workspace.path)
         storage, begun = self._config.storage, time.monotonic()
-        near = candidate.path.bucket.within(self._config.timeouts.lengthy_s)
+        there = in_store(candidate.path)
+        near = there.bucket.within(self._config.timeouts.lengthy_s)
         info = fetch_into(
             workspace,
-            ObjectPath(near, candidate.path.key),
+            ObjectPath(near, there.key),
             candidate.manifest,
             at_a_time=2 * storage.parts_in_flight,
             part_bytes=storage.part_bytes,
+            timeouts=self._config.timeouts,
         )
         seconds = time.monotonic() - begun
         self._emit(
@@ -187,16 +190,16 @@ class Mirror:
         )
         root = self.root_of(workspace)
         with self._turn:  # it need not be uploaded again
-            self._verified[root] = candidate.path, candidate.manifest
+            self._verified[root] = there, candidate.manifest
             self._newest[root] = max(self._newest.get(root, -1), info.sequence)
         return info
 
-    def deleted(self, paths: Sequence[Place], workspace: Workspace) -> None:
+    def deleted(self, paths: Sequence[Place], workspace: Home) -> None:
         """Retention has deleted these. With ``follow`` their copies go, too, after the next upload."""
         if not self._config.mirror.follow:
             return
         place = self.root_of(workspace)
-        gone = [path for path in paths if isinstance(path, Path) and workspace.path in path.parents]
+        gone = [path for path in map(in_files, paths) if in_files(workspace.path) in path.parents]
         with self._turn:
             self._deleted |= {(place, identity_of(path, workspace)) for path in gone}
 

@@ -16,9 +16,10 @@ from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, Manifest,
 from safe_ckpt.core.formats.verify import verify_archive
 from safe_ckpt.core.home import retention
 from safe_ckpt.core.home.candidates import WEIGHTS, newest_sequence
-from safe_ckpt.core.home.file_home import Workspace
-from safe_ckpt.core.home.object_catalog import ObjectCatalog, list_objects
+from safe_ckpt.core.home.home import Home, NewCheckpoint
+from safe_ckpt.core.home.object_head import list_objects
 from safe_ckpt.core.home.object_home import ObjectRoot
+from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.staging.shared_files import Tries
 from safe_ckpt.core.staging.unchanged import LEAST_BYTES
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
@@ -27,7 +28,7 @@ from safe_ckpt.core.storage.objects.object_copy import MOST_BYTES, ObjectCopy
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.transfer.fetching import identity_of, mirrored
 from safe_ckpt.core.writer.client import WriteJob
-from safe_ckpt.errors import CorruptCheckpointError, SafeCheckpointError
+from safe_ckpt.errors import CorruptCheckpointError, DirectoryInUseError, SafeCheckpointError
 
 _LAST_WORDS_S = 5.0
 Send = Callable[[WriteJob], Sequence[WrittenFile]]
@@ -45,7 +46,7 @@ class Waiting:
     """
 
     root: ObjectPath
-    workspace: Workspace
+    workspace: Home
     info: CheckpointInfo
     saved: bool
 
@@ -82,7 +83,8 @@ class Tier:
         except BaseException:
             self._root.close()
             raise
-        self._catalog = ObjectCatalog(candidates)
+        self._catalog = Catalog(candidates)
+        self._timeouts = config.timeouts
         self._rules = None if keeps_all else _rules_of(config)
         manifests = {one.path: one.manifest for one in candidates if one.manifest is not None}
         self._unchanged = config.unchanged
@@ -116,28 +118,28 @@ class Tier:
         if not path.exists() or (not one.saved and one.info.sequence <= self._newest_before):
             return None  # retention was faster, or what is there came later
         manifest, name = read_manifest(path), identity_of(path, one.workspace)
-        folder = self._root.place(name, uuid.uuid4().hex)
-        self._root.announce(folder, self._root.next_sequence())
+        remote = mirrored(self._as_the_newest(manifest, saved=one.saved), path, one.workspace, single=not path.is_dir())
+        new = NewCheckpoint(path=self._root.path / name, manifest=remote, op_id=uuid.uuid4().hex)
+        publication = self._root.begin(new, self._timeouts)
         try:
+            publication.prepare()
             earlier = self._earlier(manifest)
-            entries = _sent(manifest, path, folder, functools.partial(self._send, send), earlier)
-            remote = mirrored(
-                self._as_the_newest(manifest, saved=one.saved), path, one.workspace, entries, single=not path.is_dir()
-            )
-            self._root.commit(folder, remote.to_bytes())
+            entries = _sent(manifest, path, publication.folder, functools.partial(self._send, send), earlier)
+            info = publication.commit(entries, {}, lambda: None)
         except BaseException as error:
-            taken = self._root.taken_over() if isinstance(error, Exception) else None
-            self._root.drop(folder)
-            if taken is not None:
-                raise taken from error
+            told = publication.explain(error, rank=0, phase="mirror")
+            publication.abort()
+            if isinstance(told, DirectoryInUseError):
+                raise told from error
             raise
+        folder, remote = publication.folder, replace(remote, files=tuple(entries))
         self._there.add(manifest.op_id)
         self._newest = folder, remote
         self._copied = {name: self._copied.get(name, 0) + 1 for name in earlier}
         self._names[folder] = name
         if _is_weights(manifest):
             self._weights.add(folder)
-        self._retain(CheckpointInfo.of(remote, folder, sum(entry.size_bytes for entry in entries)))
+        self._retain(info)
         return str(folder)
 
     def follow(self, deleted: Collection[str]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from safe_ckpt import events
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.home.file_home import EVENTS, HIDDEN, sequence_after
+from safe_ckpt.core.home.home import EVENTS, HIDDEN, sequence_after
 from safe_ckpt.core.storage.presence import opened
 
 _TAIL_BYTES = 1 << 18

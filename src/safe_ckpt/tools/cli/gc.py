@@ -12,7 +12,8 @@ import typer
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.home.holders import WholeDirectory
-from safe_ckpt.core.home.retention import replaced_among, to_delete
+from safe_ckpt.core.home.retention import to_delete
+from safe_ckpt.core.home.standing import replaced_among
 from safe_ckpt.core.storage.durable import freed_bytes
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.errors import DirectoryError

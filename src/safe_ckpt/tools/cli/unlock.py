@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.home.file_home import NAMES
 from safe_ckpt.core.home.holders import Holder, remove_lock
+from safe_ckpt.core.home.home import NAMES
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, HeldDirectory, failing, print_json, tell
 from safe_ckpt.tools.inspection.listing import holders_of, read_listing

@@ -13,9 +13,8 @@ from typing import Any
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
 from safe_ckpt.core.health.verdict import described
 from safe_ckpt.core.home import candidates as catalog
-from safe_ckpt.core.home.candidates import Candidate
-from safe_ckpt.core.home.file_home import HIDDEN, NAMES
 from safe_ckpt.core.home.holders import Holder, hidden_folders, holders
+from safe_ckpt.core.home.home import HIDDEN, NAMES, Candidate, OnError
 from safe_ckpt.core.home.standing import Standing, named_by, standing_of
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.layouts import table as layouts
@@ -131,6 +130,8 @@ def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
     with catalog.guarded(folder / layouts.LATEST, note):
         candidates += _tags_below(folder, note) if tags_below else ()
         candidates += _named_and_damaged(folder, candidates)
+    twice = {file.path for file in files}  # a directory of Lightning's with a manifest of ours was found by both
+    candidates = [candidate for candidate in candidates if candidate.path not in twice]
     for file in files:
         with catalog.guarded(file.file_path, note):
             candidates.append(_judged(file))
@@ -169,7 +170,7 @@ def _named_and_damaged(top: Path, listed: Sequence[Candidate]) -> list[Candidate
     return []
 
 
-def _tags_below(top: Path, note: catalog.OnError) -> list[Candidate]:
+def _tags_below(top: Path, note: OnError) -> list[Candidate]:
     """DeepSpeed's tags in folders below, such as "warmup/step10": beside the one that ``latest`` names, or all without it."""
     named = named_by(top / layouts.LATEST)
     if named is not None:

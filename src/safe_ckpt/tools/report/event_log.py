@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
-from safe_ckpt.core.home.file_home import HIDDEN
+from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.text import clean
 
 MOST_EVENTS = 20_000

@@ -3,12 +3,14 @@
 import json
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from kit import warm
+from kit.manifests import checkpoint
 from safe_ckpt import Checkpointer
 from safe_ckpt.tools.cli.app import app
 
@@ -153,3 +155,17 @@ def test_a_link_in_the_hidden_folder_is_not_followed(folder, tmp_path, name):
     assert "is a link" in done.stderr
     assert sorted(path.relative_to(home) for path in home.rglob("*")) == before
     assert steps(folder) == [10, 20, 30, 40]
+
+
+def test_a_directory_of_lightnings_counts_once(tmp_path):
+    """A sharded checkpoint has the name of a file and a manifest in it: of three, two stay, and each is listed once."""
+    names = [f"step={number}.ckpt" for number in (1, 2, 3)]
+    for sequence, name in enumerate(names):
+        made = checkpoint(tmp_path / name, {"a": b"x"})
+        (tmp_path / name / "manifest.json").write_bytes(replace(made, sequence=sequence + 1).to_bytes())
+    (tmp_path / ".safe_ckpt").mkdir()
+    listed = json.loads(CliRunner().invoke(app, ["list", str(tmp_path), "--json"]).stdout)
+    assert [row["name"] for row in listed] == names[::-1]
+    done = run(tmp_path, "--keep-last", "2", "--json")
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == names[1:]

@@ -15,6 +15,7 @@ from safe_ckpt.core.formats.manifest import FileEntry, Manifest
 from safe_ckpt.core.formats.verify import verify_share
 from safe_ckpt.core.home.file_home import Workspace
 from safe_ckpt.core.resuming import resume
+from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.one_shot import save_archive
 from safe_ckpt.errors import CorruptCheckpointError
@@ -157,7 +158,7 @@ def by_deepspeed(home):
 
 
 def _first(engine, workspace, candidates):
-    chosen = resume.choose(engine, workspace, candidates, lambda path: verify_share(path, 0, 1))
+    chosen = resume.choose(engine, workspace, candidates, FileReader(engine, lambda path: verify_share(path, 0, 1)))
     return chosen.info.path if chosen else None
 
 

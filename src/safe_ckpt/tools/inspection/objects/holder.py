@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 
-from safe_ckpt.core.home.file_home import HIDDEN
 from safe_ckpt.core.home.holders import Holder
+from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.core.home.lease import fate_of_process
 from safe_ckpt.core.home.object_head import HEAD, look_at_head, read_head
 from safe_ckpt.core.storage.objects.clients import ChangedError

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from safe_ckpt.core.home.candidates import Candidate
-from safe_ckpt.core.home.object_catalog import list_objects
-from safe_ckpt.core.home.object_head import Head, folders_of, in_parallel, read_head
+from safe_ckpt.core.home.home import Candidate
+from safe_ckpt.core.home.object_head import Head, folders_of, in_parallel, list_objects, read_head
 from safe_ckpt.core.home.standing import Standing, standing_of
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.errors import UnsupportedFormatError

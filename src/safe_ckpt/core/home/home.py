@@ -1,0 +1,335 @@
+"""One directory of checkpoints, in a file system or in an object store: what whoever saves, resumes or deletes may ask of it.
+
+Nobody who uses a home asks which storage it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+from safe_ckpt.config import Timeouts
+from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, Manifest
+from safe_ckpt.core.storage import presence
+from safe_ckpt.core.storage.copier import Stamp
+from safe_ckpt.core.storage.durable import Link
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.errors import SafeCheckpointError
+
+HIDDEN = ".safe_ckpt"
+HIDDEN_TOO = "_safe_ckpt"
+"""For the Transformers Trainer, which would push what begins with a dot."""
+NAMES = "names"
+"""In the hidden folder: those of checkpoints that jobs hold by their names, each with a lock of its own."""
+EVENTS = "events.jsonl"
+
+
+OnError = Callable[[Any, Exception], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Something that may be a checkpoint.
+
+    Attributes:
+        path: where it is.
+        manifest: its manifest if that is in order.
+        problem: why it cannot be used, as far as a look at the manifest tells; "" when nothing is wrong so far.
+        damaged: the problem is that its bytes are wrong.
+        foreign: it was written by another tool.
+        step: its training step, or the number in its name, where that is known of one that is foreign or a directory.
+        missing: the manifest, or the file as a whole, that was not seen although this may be one of ours; None when nothing
+            was missed.
+        stamp: of what the manifest was read from, see ``stamp_of``; None where that is not known.
+    """
+
+    path: Place
+    manifest: Manifest | None = None
+    problem: str = ""
+    damaged: bool = False
+    foreign: bool = False
+    step: int = -1
+    missing: Path | None = None
+    stamp: Stamp | None = None
+
+    @property
+    def file_path(self) -> Path:
+        """Where it is in a file system.
+
+        Raises:
+            TypeError: it is in an object store.
+        """
+        if not isinstance(self.path, Path):
+            raise TypeError(f"{self.path} is in an object store")
+        return self.path
+
+    @property
+    def info(self) -> CheckpointInfo | None:
+        """What is known about it without reading its payload."""
+        if self.manifest is None:
+            return None
+        files = self.manifest.files
+        size = sum(f.size_bytes for f in files)
+        if not files and isinstance(self.path, Path) and not presence.is_directory(self.path):
+            size = self.path.stat().st_size
+        return CheckpointInfo.of(self.manifest, self.path, size)
+
+    @property
+    def told(self) -> CheckpointInfo:
+        """As ``info``; of another tool's what can be told of it."""
+        if (info := self.info) is not None:
+            return info
+        facts: dict[str, Any] = {"metrics": {}, "created_at": "", "world_size": 0, "verified": False}
+        size = self.path.stat().st_size if isinstance(self.path, Path) else 0
+        return CheckpointInfo(path=self.path, name=self.path.name, step=-1, sequence=0, size_bytes=size, **facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pointer:
+    """A small file beside checkpoints, such as one that names the newest. It is replaced in one step.
+
+    Attributes:
+        path: where.
+        data: its content.
+        mode: its permissions; None for the usual ones.
+        is_for_resume: whether it says what to resume from: it is never one that is marked.
+    """
+
+    path: Path
+    data: bytes
+    mode: int | None = None
+    is_for_resume: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewCheckpoint:
+    """All that a publication knows of what is to become a checkpoint.
+
+    Attributes:
+        path: the final name.
+        manifest: what is known of it before a byte is written.
+        op_id: unique to this attempt; "" for the manifest's.
+        kind: whether ``path`` becomes a directory with a manifest in it or a single file.
+        needed_bytes: what all ranks together will write; 0 where that is not known.
+        folders: below the checkpoint's directory, for files that go into one.
+        prefilled: a folder from ``open_folder`` that already holds files of the checkpoint; None for none.
+        carry: predicate: files in the directory that is replaced, of those that no save of ours wrote, for which it is true
+            are kept in the new one; None for none.
+        links: further names of a single file.
+        pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order.
+    """
+
+    path: Place
+    manifest: Manifest
+    op_id: str = ""
+    kind: Literal["directory", "file"] = "directory"
+    needed_bytes: int = 0
+    folders: Sequence[str] = ()
+    prefilled: Path | None = None
+    carry: Callable[[str], bool] | None = None
+    links: Sequence[Link] = ()
+    pointers: Sequence[Pointer] = ()
+
+    @property
+    def attempt(self) -> str:
+        """Unique to this attempt; folders are named after it."""
+        return self.op_id or self.manifest.op_id
+
+
+class Publication(Protocol):
+    """One save, or one fetched checkpoint, on its way to its name.
+
+    ``folder``, ``folders`` and ``await_folder`` are for any rank, the rest is for rank 0. The methods run on the thread that
+    writes.
+
+    Attributes:
+        folder: where the files go.
+        folders: what is made durable behind the files.
+    """
+
+    @property
+    def folder(self) -> Place:
+        """See above."""
+
+    @property
+    def folders(self) -> Sequence[str]:
+        """See above."""
+
+    def prepare(self) -> None:
+        """Check the space, make the folder, announce the save.
+
+        Raises:
+            NotEnoughSpaceError: it does not fit.
+            DirectoryInUseError: another job has taken the directory over.
+            OSError: the folder cannot be made, or the store gave no answer.
+        """
+
+    def await_folder(self, rank: int, left_s: Callable[[], float]) -> None:
+        """Wait until this rank sees the folder.
+
+        Raises:
+            DirectoryNotSharedError: it does not.
+        """
+
+    def commit(
+        self, entries: Sequence[FileEntry], sections: Mapping[str, Any], check_still_wanted: Callable[[], None]
+    ) -> CheckpointInfo:
+        """Check that what was reported is there, and make it a checkpoint, in one step.
+
+        Args:
+            entries: the files that the ranks report.
+            sections: what the manifest says besides, by the names of its fields.
+            check_still_wanted: called while waiting; raises to give up.
+
+        Raises:
+            SaveError: a file that was reported is not there, or has another size.
+            OSError: it could not be done; ``explain`` says whether it may have been done all the same.
+        """
+
+    def abort(self) -> None:
+        """It failed: take away what is left of it. Never raises."""
+
+    def clean_up(self) -> None:
+        """It is committed: take away what it replaced, and what is left of the attempt. Never raises."""
+
+    def explain(self, error: BaseException, *, rank: int, phase: str) -> SafeCheckpointError | None:
+        """Say what an error means: taken over (asked on rank 0), full, outcome unknown. None for one that is not of storage."""
+
+
+class Home(Protocol):
+    """One directory of checkpoints. Reading needs no lock; writing needs that it is held. Rank 0 acts, but for ``begin``.
+
+    Attributes:
+        path: where it is.
+        last_sequence: the last place in the order of commits that was given out.
+        is_mounted: ranks read its files where they lie; from another one a host fetches them.
+        lacks: what a checkpoint cannot have here, by the names of the fields of ``NewCheckpoint``; ``"file"`` is the kind.
+    """
+
+    is_mounted: ClassVar[bool]
+    lacks: ClassVar[frozenset[str]]
+    last_sequence: int
+
+    @property
+    def path(self) -> Place:
+        """See above."""
+
+    @property
+    def hidden(self) -> Place:
+        """The hidden folder."""
+
+    @property
+    def is_for_one_name(self) -> bool:
+        """Whether the user names checkpoints one by one, and this was taken for one of them."""
+
+    def open(self, patience_s: float | None = None) -> None:
+        """Hold it, and finish or undo what an earlier job left.
+
+        Args:
+            patience_s: how long to wait for a holder that cannot be asked; None for as long as its lease says.
+
+        Raises:
+            DirectoryError: it cannot be used.
+            DirectoryInUseError: a live job holds it.
+        """
+
+    def persist(self, seconds: float) -> None:
+        """After ``open``: from now on try a request to a store again for so long, but not after ``close``."""
+
+    def close(self) -> None:
+        """Give it back."""
+
+    def confirm(self) -> None:
+        """Raise ``DirectoryInUseError`` if another job has taken it over."""
+
+    def next_sequence(self) -> int:
+        """The next place in the order of commits."""
+
+    def start_after(self, sequence: int) -> None:
+        """Everything saved from now on is newer."""
+
+    def name_of(self, place: Place) -> str:
+        """What a checkpoint is called here: relative to ``path``."""
+
+    def look(self, on_error: OnError | None = None) -> list[Candidate]:
+        """The checkpoints in it that are directories, in no order. Needs no lock.
+
+        Args:
+            on_error: called with one that cannot be looked at, which is then left out; None to raise instead.
+
+        Raises:
+            OSError: it could not be listed.
+            UnsupportedFormatError: one is of a newer format version.
+        """
+
+    def discard(self, places: Iterable[Place]) -> Sequence[Place]:
+        """Delete checkpoints. Returns those that are gone; a failure is logged, once.
+
+        Raises:
+            DirectoryInUseError: another job has taken the directory over.
+        """
+
+    def frees_bytes(self, places: Sequence[Place], sizes: Mapping[Place, int]) -> int:
+        """How much room it gives to delete these.
+
+        Args:
+            places: checkpoints.
+            sizes: how many bytes those have that are known.
+        """
+
+    def quarantine(self, place: Place) -> Place:
+        """Move a damaged checkpoint out of the way. Returns where it is now.
+
+        Raises:
+            DirectoryInUseError: another job has taken the directory over.
+            OSError: it could not be moved.
+        """
+
+    def quarantined(self) -> Sequence[Place]:
+        """What is in quarantine."""
+
+    def abandon(self, prefilled: Path | None) -> None:
+        """Remove a folder that was made for hooks and will not be published, see ``open_folder``. Never raises."""
+
+    def begin(self, new: NewCheckpoint, timeouts: Timeouts) -> Publication:
+        """How this becomes a checkpoint here; on every rank, and nothing is made by it."""
+
+
+def sequence_after(last: int) -> int:
+    """The place in the order of commits behind ``last``.
+
+    Never below the clock: jobs that save in one folder may not know of each other, and their numbers are compared.
+    """
+    return max(last + 1, int(time.time() * 1000))
+
+
+def home_at(
+    place: Place,
+    *,
+    lease_s: float,
+    owner: str = "",
+    hidden: Path | None = None,
+    unfenced: bool = False,
+    answer_s: float | None = None,
+) -> Home:
+    """The home at a place. Nothing is done there yet.
+
+    Args:
+        place: the directory.
+        lease_s: see ``CheckpointConfig``.
+        owner: what holds it within this process and how to free it, for messages.
+        hidden: in a file system the hidden folder, if it is not to lie in ``place``.
+        unfenced: see ``StorageConfig``.
+        answer_s: how long a request to a store is tried again, see ``Home.persist``; None for as the place says.
+    """
+    from safe_ckpt.core.home.file_home import Workspace
+    from safe_ckpt.core.home.object_home import ObjectRoot
+
+    if isinstance(place, Path):
+        return Workspace(place, lease_s=lease_s, hidden=hidden, owner=owner)
+    if answer_s is not None:
+        place = ObjectPath(place.bucket.within(answer_s), place.key)
+    return ObjectRoot(place, lease_s=lease_s, owner=owner, unfenced=unfenced)

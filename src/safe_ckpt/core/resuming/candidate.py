@@ -1,0 +1,373 @@
+"""Reading one candidate on all ranks, from a file system or from an object store, and why all of them pass it over.
+
+From a file system a rank waits for what it does not see yet. From a store each host fetches once what several of
+its ranks need.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
+from safe_ckpt.core.formats.verify import identity_of
+from safe_ckpt.core.home.visibility import Patience, await_visible
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.storage import presence
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.presence import ShortReadError
+from safe_ckpt.core.storage.reader import drop_cache
+from safe_ckpt.core.storage.source import in_files, in_store
+from safe_ckpt.core.transfer.host_cache import Host, HostCache, host_of, hosts_of
+from safe_ckpt.errors import (
+    CorruptCheckpointError,
+    DirectoryNotSharedError,
+    HostileCheckpointError,
+    IncompleteCheckpointError,
+    SafeCheckpointError,
+    naming,
+)
+
+logger = logging.getLogger(__name__)
+_VISIBLE_S = 60.0
+_PAUSE_S = 0.1
+
+KINDS: dict[str, type[CorruptCheckpointError]] = {
+    "missing": IncompleteCheckpointError,
+    "refused": HostileCheckpointError,
+    "bad": CorruptCheckpointError,
+}
+"""What may be wrong with a candidate. Only one of the last kind is damaged, and is moved into quarantine."""
+Wanted = Callable[[Manifest, Host], Sequence[FileEntry]]
+"""Which files are to be fetched to a folder of the host; the others are read from the store. Equal on all ranks of a host."""
+LoadFetched = Callable[[ObjectPath, Manifest, Path, Host], Any]
+"""Reads a checkpoint on this rank, verifying what it reads: its folder in the store, its manifest, the folder of the host."""
+
+
+class Reader(Protocol):
+    """Reads candidates. Every method is called on every rank."""
+
+    def try_one(self, place: Place, *, ours: bool) -> tuple[Any, dict[str, Any] | None]:
+        """Read one candidate on all ranks.
+
+        Args:
+            place: the candidate.
+            ours: it had a manifest of ours when it was listed.
+
+        Returns:
+            What this rank read, and why all pass it over: None when all can use it.
+
+        Raises:
+            SafeCheckpointError: it could not be read, on every rank; it is not treated as damaged.
+        """
+
+    def verified(self) -> Manifest | None:
+        """The manifest of the last one, with the files that were verified; None where that is all of them."""
+
+    def close(self) -> None:
+        """Delete what was fetched. On this rank alone."""
+
+
+class FileReader:
+    """See ``Reader``: from a file system that all ranks share.
+
+    Args:
+        engine: where the ranks meet.
+        load: reads one candidate on this rank, verifying what it reads; raises ``CorruptCheckpointError``, of which
+            ``IncompleteCheckpointError`` only says that a file was not there, or ``OSError``.
+    """
+
+    def __init__(self, engine: Engine, load: Callable[[Path], Any]) -> None:
+        self._engine = engine
+        self._load = load
+        self._damage = KnownDamage()
+
+    def verified(self) -> Manifest | None:
+        """See ``Reader``. All of it."""
+        return None
+
+    def close(self) -> None:
+        """See ``Reader``."""
+
+    def try_one(self, place: Place, *, ours: bool) -> tuple[Any, dict[str, Any] | None]:
+        """See ``Reader``."""
+        engine, load, damage, path = self._engine, self._load, self._damage, in_files(place)
+        loaded: Any = None
+        patience = Patience(engine.config.timeouts)
+        seen = engine.agree(
+            "candidate files", must_match={"path": path}, decide=lambda _: _files(path, patience, ours=ours)
+        )
+        if seen["missing"]:
+            why = f"rank 0: {path} ({', '.join(seen['missing'])}): is missing"
+            return None, {"why": why, "kind": "missing"}
+
+        def read() -> dict[str, str]:
+            nonlocal loaded
+            try:
+                with naming(rank=engine.rank, phase=f"reading {path}"):
+                    if engine.rank != 0:
+                        _await_files(engine, path, seen)
+                    damage.refuse(path)
+                    loaded = _read(path, load, Patience(engine.config.timeouts))
+            except CorruptCheckpointError as error:
+                kind = kind_of(error)
+                if kind == "bad":
+                    damage.note(path, error)
+                return {kind: str(error)}
+            return {}
+
+        verdict = engine.coordinator.agree(
+            "resume candidate",
+            timeout_s=engine.config.timeouts.lengthy_s,
+            must_match={"path": path},
+            local=read,
+            decide=judge,
+        )
+        return loaded, verdict
+
+
+def _files(path: Path, patience: Patience, *, ours: bool) -> dict[str, Any]:
+    """Rank 0: which save this is and its files, as far as its manifest can be read, and those that stay missing."""
+    while True:
+        over = not patience.left_s
+        try:
+            manifest = read_manifest(path)
+            break
+        except IncompleteCheckpointError as error:
+            # Without a manifest it is another tool's, unless it had one, or its directory names one.
+            if not ours and MANIFEST_NAME not in _names_in(path):
+                return {"op_id": "", "files": [], "missing": []}
+            if over or not patience.until_there(path / error.file):
+                return {"op_id": "", "files": [], "missing": [error.file or path.name]}
+        except SafeCheckpointError:  # every rank will find it so
+            return {"op_id": "", "files": [], "missing": []}
+    names = [MANIFEST_NAME, *(entry.path for entry in manifest.files)] if presence.is_directory(path) else []
+    missing = [name for name in names if not patience.until_there(path / name)]
+    return {"op_id": manifest.op_id, "files": names, "missing": missing}
+
+
+def _names_in(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _await_files(engine: Engine, path: Path, seen: Mapping[str, Any]) -> None:
+    # Caches of network file systems lag behind. So this rank waits for files that rank 0 sees, and for the replacement of an
+    # old manifest.
+    rank = engine.rank
+    deadline = time.monotonic() + min(_VISIBLE_S, engine.config.timeouts.barrier_s / 2)
+    for file in [path, *(path / name for name in seen["files"])]:
+        if not await_visible(file, max(0.0, deadline - time.monotonic())):
+            raise DirectoryNotSharedError(path=str(file), rank=rank, ranks=(rank,))
+    while seen["op_id"] and _op_id(path) != seen["op_id"]:
+        if time.monotonic() >= deadline:
+            raise DirectoryNotSharedError(path=str(path), rank=rank, ranks=(rank,))
+        time.sleep(0.05)
+
+
+def _op_id(path: Path) -> str:
+    try:
+        return read_manifest(path).op_id
+    except (SafeCheckpointError, FileNotFoundError):
+        return ""
+
+
+def _read(path: Path, load: Callable[[Path], Any], patience: Patience) -> Any:
+    """Load, and again when a file was missing and came back, or once when bytes differed.
+
+    If a second read from the disk shows no mismatch, the memory or the network was at fault.
+    """
+    differed = False
+    while True:
+        over = not patience.left_s
+        try:
+            return load(path)
+        except IncompleteCheckpointError as error:
+            if over or not patience.until_there(path / error.file):
+                raise
+        except CorruptCheckpointError as error:
+            if differed:
+                raise
+            differed = True
+            logger.warning("%s: reading it once more", error)
+            drop_cache(path)
+        except ShortReadError as error:
+            if over:
+                raise
+            logger.info("%s: waiting for it to be seen as it is", error)
+            drop_cache(path)
+            time.sleep(_PAUSE_S)
+        except FileNotFoundError as error:
+            _await_missing(path, error, patience, over=over)
+
+
+def _await_missing(path: Path, error: FileNotFoundError, patience: Patience, *, over: bool) -> None:
+    file = Path(error.filename or "?")
+    if isinstance(error, SafeCheckpointError) or path not in (file, *file.parents):
+        raise error
+    if over or not patience.until_there(file):
+        raise IncompleteCheckpointError(path=str(path), file=file.name, message="is missing") from error
+
+
+class KnownDamage:
+    """Files that were found damaged, under whichever name: checkpoints share the bytes of what did not change."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], str] = {}
+
+    def note(self, path: Path, error: CorruptCheckpointError) -> None:
+        """A file of a directory was found damaged."""
+        identity = identity_of(path / error.file) if error.file else None
+        if identity is not None:
+            self._found[identity] = str(path / error.file)
+
+    def refuse(self, path: Path) -> None:
+        """Look at a directory before it is read.
+
+        Raises:
+            CorruptCheckpointError: it shares a damaged file.
+        """
+        if not self._found or not presence.is_there(path / MANIFEST_NAME):
+            return
+        for entry in read_manifest(path).files:
+            known = self._found.get(identity_of(path / entry.path) or (-1, -1))
+            if known is not None:
+                raise CorruptCheckpointError(path=str(path), file=entry.path, message=f"is the damaged {known}")
+
+
+class ObjectReader:
+    """See ``Reader``: from an object store.
+
+    Args:
+        engine: where the ranks meet.
+        wanted: which files are fetched.
+        load: reads.
+        verified: see ``Reader``.
+
+    Attributes:
+        verified: as given.
+    """
+
+    def __init__(
+        self, engine: Engine, wanted: Wanted, load: LoadFetched, verified: Callable[[], Manifest | None]
+    ) -> None:
+        self._engine = engine
+        self._wanted = wanted
+        self._load = load
+        self.verified = verified
+        storage = engine.config.storage
+        self._cache = HostCache(storage.cache_dir, part_bytes=storage.part_bytes, at_a_time=2 * storage.parts_in_flight)
+
+    def try_one(self, place: Place, *, ours: bool) -> tuple[Any, dict[str, Any] | None]:
+        """See ``Reader``."""
+        del ours
+        path = in_store(place)
+        loaded, verdict = self._try_one(path)
+        if verdict is None:
+            return loaded, None
+        logger.warning("%s: reading it once more", verdict["why"])
+        return self._try_one(path.afresh())
+
+    def close(self) -> None:
+        """See ``Reader``."""
+        self._cache.clear()
+
+    def _try_one(self, path: ObjectPath) -> tuple[Any, dict[str, Any] | None]:
+        attempt = _Attempt(self._engine.rank, path, self._cache)
+        found = self._step("candidate in the store", path, attempt.look, _grouped)
+        if "verdict" in found:
+            return None, found["verdict"]
+        attempt.host = host_of(self._engine.rank, found["hosts"])
+        verdict = self._step("fetch", path, lambda: attempt.fetch(self._wanted, found["token"]), judge)
+        if verdict is None:
+            verdict = self._step("resume candidate", path, lambda: attempt.read(self._load), judge)
+        return attempt.loaded, verdict
+
+    def _step(
+        self, kind: str, path: ObjectPath, local: Callable[[], Any], decide: Callable[[Mapping[int, Any]], Any]
+    ) -> Any:
+        limit_s = self._engine.config.timeouts.lengthy_s
+        return self._engine.coordinator.agree(
+            kind, timeout_s=limit_s, must_match={"path": path}, local=local, decide=decide, phase=f"reading {path}"
+        )
+
+
+class _Attempt:
+    """One candidate on one rank."""
+
+    def __init__(self, rank: int, path: ObjectPath, cache: HostCache) -> None:
+        self._rank = rank
+        self._path = path
+        self._cache = cache
+        self._manifest: Manifest | None = None
+        self._folder = Path()
+        self.host = Host(ranks=(rank,), place=0)
+        self.loaded: Any = None
+
+    def look(self) -> dict[str, Any]:
+        """Read the manifest, and tell which host this is."""
+        found = self._tried(self._look)
+        return {**found, "host": self._cache.host_id(self._needed)} if found.keys().isdisjoint(KINDS) else found
+
+    def fetch(self, wanted: Wanted, token: str) -> dict[str, Any]:
+        """Fetch this rank's share of what its host needs."""
+        return self._tried(lambda manifest: self._fetch(wanted(manifest, self.host), token))
+
+    def read(self, load: LoadFetched) -> dict[str, Any]:
+        """Read and verify what this rank needs."""
+
+        def read(manifest: Manifest) -> dict[str, Any]:
+            self.loaded = load(self._path, manifest, self._folder, self.host)
+            return {}
+
+        return self._tried(read)
+
+    def _look(self, manifest: Manifest) -> dict[str, Any]:
+        return {"op_id": manifest.op_id}
+
+    def _fetch(self, entries: Sequence[FileEntry], token: str) -> dict[str, Any]:
+        if entries:
+            self._folder = self._cache.fetch(self._path, entries, token, self.host)
+        return {}
+
+    @property
+    def _needed(self) -> int:
+        return sum(entry.size_bytes for entry in self._manifest.files) if self._manifest is not None else 0
+
+    def _tried(self, step: Callable[[Manifest], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            with naming(rank=self._rank, phase=f"reading {self._path}", path=str(self._path)):
+                self._manifest = self._manifest or read_manifest(self._path)
+                return step(self._manifest)
+        except CorruptCheckpointError as error:
+            return {kind_of(error): str(error)}
+
+
+def _grouped(answers: Mapping[int, Any]) -> dict[str, Any]:
+    verdict = judge(answers)
+    if verdict is not None:
+        return {"verdict": verdict}
+    if len({answers[rank]["op_id"] for rank in answers}) > 1:
+        return {"verdict": {"why": "the ranks read different manifests", "kind": "missing"}}
+    return {"hosts": hosts_of({rank: answers[rank]["host"] for rank in answers}), "token": uuid.uuid4().hex}
+
+
+def kind_of(error: CorruptCheckpointError) -> str:
+    """What is wrong, as ranks tell each other: one of ``KINDS``."""
+    return next(kind for kind, error_kind in KINDS.items() if isinstance(error, error_kind))
+
+
+def judge(answers: Mapping[int, Any]) -> dict[str, Any] | None:
+    """On rank 0: why a candidate is passed over, and which of ``KINDS`` that is; None when all ranks can use it."""
+    for kind in reversed(KINDS):
+        for rank in sorted(answers):
+            if kind in answers[rank]:
+                return {"why": f"rank {rank}: {answers[rank][kind]}", "kind": kind}
+    return None

@@ -1,0 +1,112 @@
+"""What is deleted after a commit, and when: the rules decide, and the mirror may need one for longer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from safe_ckpt import events
+from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.core.home import retention
+from safe_ckpt.core.home.candidates import is_still, stamp_of
+from safe_ckpt.core.home.home import Home
+from safe_ckpt.core.home.retention import Decision
+from safe_ckpt.core.saving.save import SaveJob
+from safe_ckpt.core.storage.copier import Stamp
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.transfer.mirror import Mirror
+from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.hooks.emitter import Emitter
+
+logger = logging.getLogger(__name__)
+_NAMES_REPORTED = 10
+
+
+class AfterCommit:
+    """Deletes what is not kept any more. On rank 0, in the background.
+
+    Args:
+        rank: this rank.
+        emit: receives what happens.
+
+    Attributes:
+        mirror: gets what was committed; None for no mirror.
+    """
+
+    def __init__(self, rank: int, emit: Emitter) -> None:
+        self._rank = rank
+        self._emit = emit
+        self.mirror: Mirror | None = None
+        self._deferred: list[tuple[Home, Place, Stamp | None]] = []  # to be deleted, and not gone yet
+
+    def retain(self, job: SaveJob, info: CheckpointInfo, *, marked: Sequence[CheckpointInfo]) -> None:
+        """``info`` was committed: delete what the rules do not keep. What fails is logged, for the save is committed.
+
+        Args:
+            job: the save.
+            info: what was committed.
+            marked: the last marked one of this job.
+        """
+        on_commit, begun = job.request.on_commit, time.monotonic()
+        try:
+            decision = retention.after_commit(info, on_commit.catalog, on_commit.retention, marked=marked)
+            if decision is None and any(root is job.workspace for root, *_ in self._deferred):
+                decision = Decision(to_delete=())
+            if on_commit.catalog is not None and not info.marked:  # what is still to be deleted was chosen again
+                self._deferred = [one for one in self._deferred if one[0] is not job.workspace]
+            if decision is not None:
+                gone = self._carry_out(decision, job.workspace, begun)
+                if on_commit.catalog is not None:
+                    on_commit.catalog.settle(gone)
+        except Exception:  # the save is committed, and must not fail because of the cleaning up
+            logger.warning("could not remove old checkpoints after %s", info.path, exc_info=True)
+        job.publication.clean_up()
+
+    def _carry_out(self, decision: Decision, root: Home, begun: float) -> Sequence[Place]:
+        rank = self._rank
+        to_delete = self._due(root, decision.to_delete)
+        if to_delete:
+            root.confirm()
+        freed = root.frees_bytes(to_delete, decision.sizes)
+        gone = self._discard(root, to_delete)
+        for path in gone:
+            self._emit(events.Removed(rank=rank, path=str(path)))
+        self._emit(
+            events.Retained(
+                rank=rank,
+                kept=tuple(decision.kept[-_NAMES_REPORTED:]),
+                kept_count=len(decision.kept),
+                removed=tuple(str(path) for path in gone),
+                freed_bytes=freed if gone else 0,
+                seconds=time.monotonic() - begun,
+            )
+        )
+        return gone
+
+    def _due(self, root: Home, paths: Sequence[Place]) -> list[Place]:
+        """What of ``paths`` may be deleted now, and earlier ones: what the mirror needed, and what could not go then."""
+        asked = {path: stamp for other, path, stamp in self._deferred if other is root and is_still(path, stamp)}
+        for path in paths:
+            asked.setdefault(path, stamp_of(path))
+        held = self.mirror.holding(list(asked)) if self.mirror is not None and root.is_mounted else set()
+        others = [one for one in self._deferred if one[0] is not root]
+        self._deferred = [*others, *((root, path, stamp) for path, stamp in asked.items())]
+        return [path for path in asked if path not in held]
+
+    def _discard(self, root: Home, paths: Sequence[Place]) -> Sequence[Place]:
+        gone = root.discard(paths)
+        self._deferred = [one for one in self._deferred if one[0] is not root or one[1] not in gone]
+        if self.mirror is not None and root.is_mounted:
+            self.mirror.deleted(gone, root)
+        return gone
+
+    def delete_deferred(self) -> None:
+        """Delete what the mirror needed, when it has ended. On rank 0, after ``close``. What fails is logged."""
+        for root in {id(one): one for one, *_ in self._deferred}.values():
+            try:
+                due = self._due(root, [])
+                root.confirm()
+                self._discard(root, due)
+            except (OSError, SafeCheckpointError):
+                logger.warning("could not remove old checkpoints in %s", root.path, exc_info=True)
