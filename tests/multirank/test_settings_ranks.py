@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import (
     CheckpointConfig,
     Checkpointer,
@@ -19,7 +20,6 @@ from safe_ckpt import (
 )
 from safe_ckpt.core.coordination.agreed_config import config_of_all
 from safe_ckpt.errors import ConfigError, DesyncError
-from safe_ckpt.testing import spawn_ranks, values
 
 MIRRORED = Mirror(url="s3://bucket/mirror")
 
