@@ -18,7 +18,6 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest
 from safe_ckpt.core.names import plain_name, plain_names
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.staging import overlap
-from safe_ckpt.core.staging.unchanged import LEAST_BYTES
 from safe_ckpt.core.storage.inside import checked_name
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.reader import read_whole
@@ -265,7 +264,7 @@ def plan_item(
 def _images(stem: str, inner: Any, key: str, *, floats: bool, frozen: frozenset[str]) -> list[FilePlan]:
     if safetensors.fits_safetensors(inner):
         named = {name for name in inner if hugging_face.is_named(name, frozen)} if frozen else frozen
-        apart = hugging_face.frozen_apart(stem, inner, named, LEAST_BYTES) if named else []
+        apart = hugging_face.frozen_apart(stem, inner, named, file_plan.LEAST_SHARED_BYTES) if named else []
         if apart:
             return apart
         image = safetensors.safetensors_image(f"{stem}.safetensors", inner)

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from safe_ckpt.core.storage.objects.options import is_url
-from safe_ckpt.core.storage.objects.place import ObjectPath
+from safe_ckpt.core.storage.source import in_files, in_store
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError
 from safe_ckpt.text import bytes_text
 from safe_ckpt.tools.cli.output import CHECKPOINT, AsJson, FollowSymlinks, ending_on_signals, failing, print_json, say
 from safe_ckpt.tools.inspection.check import judge, plan
 from safe_ckpt.tools.inspection.content import read_structure
-from safe_ckpt.tools.inspection.objects.fetch import fetch
-from safe_ckpt.tools.inspection.objects.listing import one_of
-from safe_ckpt.tools.inspection.objects.reach import place_of
+from safe_ckpt.tools.inspection.fetch import fetch
+from safe_ckpt.tools.inspection.files import place_of
+from safe_ckpt.tools.inspection.listing import one_of
 
 if TYPE_CHECKING:
     from safe_ckpt.core.formats.manifest import CheckpointInfo
@@ -74,15 +74,15 @@ def _here(destination: str) -> Path:
 def _at_hand(source: str, destination: Path) -> Iterator[Path]:
     """The source; one in an object store is fetched to where the result goes, and deleted afterwards."""
     place = place_of(source)
-    if not isinstance(place, ObjectPath):
-        yield place
+    if not is_url(source):
+        yield in_files(place)
         return
     from safe_ckpt.tools.convert import target
 
     destination = destination.absolute()
     target.refuse_existing(destination)
     with target.scratch_beside(destination) as scratch:
-        yield fetch(one_of(place), scratch)
+        yield fetch(in_store(one_of(place)), scratch)
 
 
 def _verify(source: Path, *, follow_symlinks: bool) -> None:

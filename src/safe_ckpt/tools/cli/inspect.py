@@ -11,7 +11,9 @@ import typer
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
 from safe_ckpt.core.health.verdict import described
+from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.source import in_files, in_store
 from safe_ckpt.errors import ConfigError, UnsupportedFormatError
 from safe_ckpt.text import bytes_text, listed, metrics_text
 from safe_ckpt.tools.cli.output import (
@@ -24,12 +26,9 @@ from safe_ckpt.tools.cli.output import (
     print_table,
     say,
 )
-from safe_ckpt.tools.inspection.content import read_content
-from safe_ckpt.tools.inspection.files import walk
-from safe_ckpt.tools.inspection.listing import kind_of, read_listing
-from safe_ckpt.tools.inspection.objects.content import read_object_content
-from safe_ckpt.tools.inspection.objects.listing import one_of
-from safe_ckpt.tools.inspection.objects.reach import place_of
+from safe_ckpt.tools.inspection.content import read_content, read_object_content
+from safe_ckpt.tools.inspection.files import place_of, walk
+from safe_ckpt.tools.inspection.listing import kind_of, one_of
 from safe_ckpt.tools.inspection.tensors import Content, Entry, Value
 
 if TYPE_CHECKING:
@@ -57,25 +56,26 @@ def inspect(
     with failing():
         first = place_of(path)
         if health:
-            _show_health(_one(_here(first)), as_json=as_json)
+            _show_health(one_of(_here(first)), as_json=as_json)
             return
-        if isinstance(first, ObjectPath) and other is None:
-            _show_object(one_of(first), match, as_json=as_json)
+        if is_url(path) and other is None:
+            _show_object(in_store(one_of(first)), match, as_json=as_json)
             return
-        content = _matching(read_content(_one(_here(first)), follow_symlinks=follow_symlinks), match)
+        content = _matching(read_content(one_of(_here(first)), follow_symlinks=follow_symlinks), match)
         if other is None:
             _show(_here(first), content, as_json=as_json, follow_symlinks=follow_symlinks)
             return
-        second = _matching(read_content(_one(_here(place_of(other))), follow_symlinks=follow_symlinks), match)
+        second = _matching(read_content(one_of(_here(place_of(other))), follow_symlinks=follow_symlinks), match)
         if not _compare(content, second, as_json=as_json):
             raise typer.Exit(DAMAGED)
 
 
 def _here(place: Place) -> Path:
-    if isinstance(place, ObjectPath):
+    try:
+        return in_files(place)
+    except TypeError:
         message = f"comparing takes the numbers. Fetch it first: safe-ckpt resume-path {place} --fetch DIR"
-        raise ConfigError(key=str(place), message=message)
-    return place
+        raise ConfigError(key=str(place), message=message) from None
 
 
 def _matching(content: Content, pattern: str) -> Content:
@@ -100,18 +100,6 @@ def _facts(path: Path, *, follow_symlinks: bool) -> dict[str, Any]:
 def _facts_of(manifest: Manifest, kind: str) -> dict[str, Any]:
     facts = {name: getattr(manifest, name) for name in ("step", "created_at", "world_size", "metrics", "versions")}
     return {"kind": kind, **facts}
-
-
-def _one(path: Path) -> Path:
-    """The path, unless it is a directory in which several checkpoints are kept."""
-    if path.is_dir() and not (path / MANIFEST_NAME).exists():
-        listing = read_listing(path)
-        names = [candidate.file_path.relative_to(path).as_posix() for candidate in (*listing.usable, *listing.unusable)]
-        if names or listing.hidden is not None:
-            advice = f"name one of them: {listed(names)}" if names else "there is none in it"
-            message = f"is a directory for checkpoints, and no checkpoint; {advice}"
-            raise UnsupportedFormatError(path=str(path), message=message)
-    return path
 
 
 def _show(path: Path, content: Content, *, as_json: bool, follow_symlinks: bool) -> None:

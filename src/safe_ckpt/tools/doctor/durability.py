@@ -21,7 +21,7 @@ from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 from safe_ckpt.text import duration
 from safe_ckpt.tools.doctor.check import Examined, Figure, Finding, fail, ok, refused, skipped, warn, warn_if
 from safe_ckpt.tools.doctor.disk import current
-from safe_ckpt.tools.inspection.listing import holders_of, read_listing
+from safe_ckpt.tools.inspection.listing import holders_of
 
 _T = TypeVar("_T")
 _ROUNDS = 5
@@ -136,10 +136,10 @@ def holder(examined: Examined) -> list[Finding]:
     """Which job holds the directory. Its lock is only read; the job is not disturbed."""
     if examined.existing != examined.asked or not examined.asked.is_dir():
         return []
-    held = holders_of(read_listing(examined.asked), examined.asked)
+    held = holders_of(examined.asked)
     if not held:
         return [ok("held by", "no job")]
-    lease = min(held.values(), key=lambda one: one.alive is False)
+    lease = held[0].holder
     who = f"process {lease.pid} on host {lease.host}" if lease.host else "a job that has not written its name"
     figures: dict[str, Figure] = {"pid": lease.pid, "host": lease.host, "alive": lease.alive}
     if lease.alive is False:

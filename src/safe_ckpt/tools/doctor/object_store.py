@@ -41,9 +41,8 @@ from safe_ckpt.tools.doctor.check import (
     warn_if,
 )
 from safe_ckpt.tools.doctor.examination import on_machine
-from safe_ckpt.tools.inspection.objects.holder import holder_of_objects
-from safe_ckpt.tools.inspection.objects.listing import read_objects
-from safe_ckpt.tools.inspection.objects.reach import place_at
+from safe_ckpt.tools.inspection.files import place_at
+from safe_ckpt.tools.inspection.listing import holders_of, read_listing
 
 logger = logging.getLogger(__name__)
 _BLOCK_BYTES = 1 << 20
@@ -113,14 +112,15 @@ def diagnose_store(url: str, options: Options) -> Report:
 
 def held(probe: Probe) -> list[Finding]:
     """Which job owns the directory, and what is in it."""
-    holder = holder_of_objects(probe.directory)
-    infos = [candidate.info for candidate in read_objects(probe.directory).usable]
+    holders = holders_of(probe.directory)
+    infos = [candidate.info for candidate in read_listing(probe.directory).usable]
     figures: dict[str, Figure] = {
         "checkpoints": len(infos),
         "newest_bytes": infos[0].size_bytes if infos and infos[0] else None,
     }
-    if holder is None:
+    if not holders:
         return [ok("held by", "no job", **figures)]
+    holder = holders[0].holder
     who = f"process {holder.pid} on host {holder.host}"
     figures |= {"pid": holder.pid, "host": holder.host, "alive": holder.alive}
     if holder.alive is False:
