@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kit.ranks import spawn_ranks
 from safe_ckpt import iter_full_tensors
 from safe_ckpt.errors import StateError
-from safe_ckpt.testing import spawn_ranks
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 CPU = {"device": "cpu"}

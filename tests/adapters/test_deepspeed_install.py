@@ -18,6 +18,7 @@ pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
 from deepspeed_runs import has_nvme, spawn
 
+from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts, WriterConfig
 from safe_ckpt.errors import (
@@ -33,8 +34,6 @@ from safe_ckpt.errors import (
     StateError,
     UnexpectedError,
 )
-from safe_ckpt.testing import spawn_ranks
-from safe_ckpt.testing.ranks import values
 from support import flip_bit
 
 pytestmark = pytest.mark.timeout(300)

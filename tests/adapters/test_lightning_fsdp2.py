@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from lightning_scripts import fingerprints, run, script
 from safetensors.torch import load_file
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
@@ -21,7 +22,6 @@ from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.lightning import strategies
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.saver import TrainerSaver
-from safe_ckpt.testing import spawn_ranks, values
 from support import flip_bit, kill_group, start_script, writer_processes
 
 BODY = """

@@ -22,7 +22,7 @@ from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.core.transfer.mirror import Mirror as Uploads
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.lightning import SafeCheckpointCallback
-from safe_ckpt.tools.inspection.objects.fetch import fetch
+from safe_ckpt.tools.inspection.fetch import fetch
 from support import flip_bit
 
 

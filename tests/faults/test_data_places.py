@@ -20,10 +20,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState, Timeouts
 from safe_ckpt.data import resumable
-from safe_ckpt.testing import spawn_ranks, values
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

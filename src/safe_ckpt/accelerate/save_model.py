@@ -73,7 +73,7 @@ def save(context: Context, model: torch.nn.Module, directory: str | os.PathLike[
     path = Path(os.path.abspath(directory))
     values = {name: str(value) for name, value in dataclasses.asdict(options).items()}
     whole = context.saver.for_weights(path, values, options.most_bytes)
-    if whole and options.safe_serialization and strategies.is_sharding(accelerator) and dtensor.has_sharded(model):
+    if whole and options.safe_serialization and strategies.is_sharding(accelerator) and dtensor.has_parts(model):
         exported = Exporter(engine, named).export(
             model, path, format="safetensors", max_shard_size=options.max_shard_size, dtype=options.dtype
         )
@@ -104,7 +104,7 @@ def _state_of(accelerator: Any, model: torch.nn.Module, options: Options) -> Map
                 return accelerator.get_state_dict(model) or {}
             except ValueError as error:  # a setting of DeepSpeed forbids it
                 raise StateError(key=apart.key, message=f"{apart.message}. {error}") from error
-    elif dtensor.has_sharded(plain):
+    elif dtensor.has_parts(plain):
         return accelerator.get_state_dict(model) or {}
     dtensor.refuse_partitioned(plain)
     if offloaded_models.is_offloaded(plain):

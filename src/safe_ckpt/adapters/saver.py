@@ -29,7 +29,7 @@ from safe_ckpt.core.resuming.mirror_resume import Mirrored
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.homes import HeldDirectories, open_folder
 from safe_ckpt.core.saving.save import Content, Destination, Facts, OnCommit, SaveRequest
-from safe_ckpt.core.state.plan import expected_bytes
+from safe_ckpt.core.state.items import expected_bytes
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.transfer.fetching import is_copy_of
 from safe_ckpt.errors import CorruptCheckpointError

@@ -16,14 +16,13 @@ from safe_ckpt.core.home import object_head
 from safe_ckpt.core.home import object_lock as object_owner
 from safe_ckpt.core.home.object_head import Head, folders_of, list_objects, read_head
 from safe_ckpt.core.home.object_home import ObjectRoot
+from safe_ckpt.core.home.object_lock import owner_of, take_away
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
-from safe_ckpt.tools.inspection.check import judge
-from safe_ckpt.tools.inspection.objects.check import plan_object
-from safe_ckpt.tools.inspection.objects.fetch import fetch
-from safe_ckpt.tools.inspection.objects.holder import holder_of_objects, take_away
-from safe_ckpt.tools.inspection.objects.listing import read_objects
+from safe_ckpt.tools.inspection.check import judge, plan
+from safe_ckpt.tools.inspection.fetch import fetch
+from safe_ckpt.tools.inspection.listing import read_listing
 
 HEAD = ".safe_ckpt/head"
 AGAIN = "reads disagreed, try again"
@@ -138,10 +137,10 @@ def test_an_old_list_is_no_answer(bucket, proxy, place, briefly, lacking):
         assert (resumed(bucket), liar.told) == (3, times)
     for _ in range(2):
         proxy.rewrite = Liar(is_list, without(*lacking), 1)
-        assert [one.manifest.step for one in read_objects(place).usable] == [3, 2, 1]
+        assert [one.manifest.step for one in read_listing(place).usable] == [3, 2, 1]
     before = place.bucket.entries(place.key)
     proxy.rewrite = Liar(is_list, without(*lacking), 1000)
-    for look in (resumed, lambda _: list_objects(place), lambda _: read_objects(place)):
+    for look in (resumed, lambda _: list_objects(place), lambda _: read_listing(place)):
         with pytest.raises(DirectoryError, match=f"{AGAIN}: its head names step-.*3.* delete .*{HEAD}"):
             look(bucket)
     proxy.rewrite = None
@@ -158,7 +157,7 @@ def test_what_was_committed_by_a_killed_job_is_missed_too(bucket, proxy, place, 
     root.commit(folder, manifest.to_bytes())
     assert read_head(place).pending == (folder.name,)
     proxy.rewrite = Liar(is_list, without(2), 1)
-    assert [one.manifest.step for one in read_objects(place).usable] == [2, 1]
+    assert [one.manifest.step for one in read_listing(place).usable] == [2, 1]
     monkeypatch.setattr(object_owner, "fate_of_process", lambda _: "dead")
     again = opened(place)
     assert read_head(place).committed[-1] == folder.name
@@ -206,7 +205,7 @@ def test_one_wrong_read_of_the_head_replaces_nobody(place, proxy, elsewhere, wro
         opened(place, patience_s=0.1)
     assert liar.told == 1
     proxy.rewrite = Liar(of(HEAD), WRONG[wrong])
-    assert holder_of_objects(place).lease_s == 6
+    assert owner_of(place).lease_s == 6
     assert root.taken_over() is None
     root.commit(folder, manifest.to_bytes())
     announced(root, 2)
@@ -263,8 +262,8 @@ def test_one_wrong_read_condemns_no_checkpoint(bucket, place, proxy, tmp_path, w
         return proxy.rewrite
 
     looks = {
-        "list": lambda: [one.manifest.step for one in read_objects(place).usable] == [2, 1],
-        "verify": lambda: judge([plan_object(newest)])[0].state == "valid",
+        "list": lambda: [one.manifest.step for one in read_listing(place).usable] == [2, 1],
+        "verify": lambda: judge([plan(newest)])[0].state == "valid",
         "fetch": lambda: fetch(newest, tmp_path).is_dir(),
         "resume": lambda: resumed(bucket) == 2,
     }
@@ -282,7 +281,7 @@ def test_one_wrong_no_is_not_believed(bucket, place, proxy, monkeypatch):
     (folder,) = folders_of(place)
     place.bucket.delete([(place / HEAD).key])
     proxy.rewrite = Liar(of(f"{folder.name}/manifest.json"), WRONG["absent"])
-    listing = read_objects(place)
+    listing = read_listing(place)
     assert (listing.unknown, len(listing.usable)) == ((), 1)
 
 

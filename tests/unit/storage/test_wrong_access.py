@@ -8,12 +8,12 @@ import pytest
 
 from kit.fault_proxy import FaultProxy
 from kit.patience import scaled
+from safe_ckpt.core.home.object_lock import owner_of
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.tools.inspection.objects.holder import holder_of_objects
-from safe_ckpt.tools.inspection.objects.listing import read_objects
-from safe_ckpt.tools.inspection.objects.reach import place_of
+from safe_ckpt.tools.inspection.files import place_of
+from safe_ckpt.tools.inspection.listing import read_listing
 
 KEYS = ("access_key_id=someone", "secret_access_key=hunter2hunter2")
 AZURE = ("account_name=someone", "account_key=aHVudGVyMg==")
@@ -107,7 +107,7 @@ def test_the_first_retry_is_a_warning(object_server, bucket, monkeypatch, caplog
 
 def test_commands_wait_a_little_for_a_first_answer(monkeypatch):
     """Where nothing answers, a command gives up after some seconds, and not after ``barrier_s``."""
-    monkeypatch.setattr("safe_ckpt.tools.inspection.objects.reach._FIRST_ANSWER_S", 0.5)
+    monkeypatch.setattr("safe_ckpt.tools.inspection.files._FIRST_ANSWER_S", 0.5)
     for name, value in {
         "ENDPOINT_URL": NOWHERE,
         "ALLOW_HTTP": "true",
@@ -126,13 +126,13 @@ def test_a_bucket_that_is_missing_is_said_to_be(bucket, monkeypatch):
     for name, value in bucket.environment().items():
         monkeypatch.setenv(name, value)
     place = open_place("s3://there-is-none/run", StorageOptions(give_up_after_s=30))
-    for ask in (holder_of_objects, read_objects):
+    for ask in (owner_of, read_listing):
         with pytest.raises(FileNotFoundError) as caught:
             ask(place)
         assert caught.value.strerror == "there is no such bucket"
     with pytest.raises(FileNotFoundError, match="no such bucket"):
         place.bucket.upload("run/x", 3, lambda: iter([b"abc"]))
-    assert holder_of_objects(open_place(bucket.url(), StorageOptions())) is None
+    assert owner_of(open_place(bucket.url(), StorageOptions())) is None
 
 
 def test_credentials_that_expire_are_asked_for_again(object_server, bucket, monkeypatch):

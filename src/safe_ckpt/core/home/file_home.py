@@ -261,11 +261,6 @@ class Workspace:
         finally:
             self._delete(bin_)
 
-    def frees_bytes(self, places: Sequence[Place], sizes: Mapping[Place, int]) -> int:
-        """See ``Home``. What other names have as well stays."""
-        del sizes
-        return durable.freed_bytes(map(in_files, places))
-
     def look(self, on_error: OnError | None = None) -> list[Candidate]:
         """See ``Home``."""
         return list_directories(self.path, on_error=on_error)

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, Protocol
 
 from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.core.home import object_lock
 from safe_ckpt.core.home.file_home import Workspace
 from safe_ckpt.core.home.file_lock import LEASE_S
 from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES
-from safe_ckpt.core.home.lease import Lease, fate_of, read_lock, take_away
+from safe_ckpt.core.home.lease import Lease, fate_of, fate_of_process, read_lock, take_away
 from safe_ckpt.core.home.standing import still_has_its_name
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.source import in_store
 from safe_ckpt.errors import DirectoryInUseError, SafeCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -59,20 +64,41 @@ def holder_of(hidden: Path | None) -> Holder | None:
     lease = Lease.from_bytes(data)
     if lease is None:
         return Holder(host="", pid=0, started_at="?", alive=None, lease_s=LEASE_S)
-    alive = {"alive": True, "dead": False, "unknown": None}[fate_of(lease, hidden)]
+    return _holder(lease, fate_of(lease, hidden))
+
+
+def _holder(lease: Lease, fate: Literal["alive", "dead", "unknown"]) -> Holder:
+    alive = {"alive": True, "dead": False, "unknown": None}[fate]
     return Holder(host=lease.host, pid=lease.pid, started_at=lease.started_at, alive=alive, lease_s=lease.lease_s)
 
 
-def remove_lock(hidden: Path) -> None:
-    """Take the lock away from its holder. A job that is alive notices before its next commit, and fails.
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """One lock.
 
-    Args:
-        hidden: where the lock lives.
-
-    Raises:
-        OSError: it could not be removed.
+    Attributes:
+        place: the directory, or the checkpoint in it, that is held.
+        lock: the hidden folder in which the lock lies.
+        holder: by which job.
     """
-    take_away(hidden, lambda _: True)
+
+    place: Place
+    lock: Place
+    holder: Holder
+
+    def take_away(self, *, unfenced: bool = False) -> None:
+        """Take the lock away from its holder. A job that is alive notices before its next commit, and fails.
+
+        Args:
+            unfenced: the store keeps no conditions.
+
+        Raises:
+            OSError: it could not be removed, or the store gave no answer.
+        """
+        if isinstance(self.lock, Path):
+            take_away(self.lock, lambda _: True)
+        else:
+            object_lock.take_away(in_store(self.place), unfenced=unfenced)
 
 
 def hidden_folders(directory: Path) -> list[Path]:
@@ -92,13 +118,60 @@ def locks_of(directory: Path) -> list[Path]:
     return [*found, *names, *([beside] if beside.is_dir() and not beside.is_symlink() else [])]
 
 
-def holders(directory: Path) -> dict[Path, Holder]:
-    """Who holds the directory, or a name in it, by the hidden folder in which the lock lies. Only read.
+def holders(*directories: Place) -> list[Held]:
+    """Who holds these directories, or a name in one: those that may be alive come first. Only read.
+
+    Args:
+        directories: names of one directory.
 
     Raises:
-        OSError: a lock is there and could not be read.
+        OSError: a lock is there and could not be read, or the store gave no answer.
     """
-    return {place: holder for place in locks_of(directory) if (holder := holder_of(place)) is not None}
+    found: dict[object, Held] = {}
+    for directory in directories:
+        if isinstance(directory, Path):
+            for lock in locks_of(directory):
+                if (holder := holder_of(lock)) is not None:
+                    place = lock.parents[2] / lock.name if lock.parent.name == NAMES else directories[-1]
+                    found[lock.resolve()] = Held(place=place, lock=lock, holder=holder)
+        elif (lease := object_lock.owner_of(directory)) is not None:
+            holder = _holder(lease, fate_of_process(lease))
+            found[directory] = Held(place=directory, lock=directory / HIDDEN, holder=holder)
+    return sorted(found.values(), key=lambda one: one.holder.alive is False)
+
+
+class Whole(Protocol):
+    """A directory of checkpoints that is held with every name in it, from ``open`` to ``close``, to delete there."""
+
+    def open(self) -> None:
+        """Take every lock, and sweep what killed jobs left.
+
+        Raises:
+            DirectoryInUseError: a live job holds it, or a part of it.
+            DirectoryError: the storage refuses.
+        """
+
+    def close(self) -> None:
+        """Give all of it back."""
+
+    def delete(self, infos: Sequence[CheckpointInfo]) -> list[Place]:
+        """Delete those that are still these very saves, and that no job holds. Returns those that are gone.
+
+        Raises:
+            DirectoryInUseError: a job took the directory over.
+        """
+
+    def discard(self, places: Iterable[Place]) -> Sequence[Place]:
+        """Delete what is no checkpoint of a job's. Returns those that are gone."""
+
+
+def whole_at(place: Place, *, lease_s: float, unfenced: bool = False) -> Whole:
+    """The whole of a directory. See ``home_at`` for the arguments."""
+    if isinstance(place, Path):
+        return WholeDirectory(place, lease_s=lease_s)
+    from safe_ckpt.core.home.object_home import ObjectRoot  # an HTTP client: a delay that no other storage needs
+
+    return ObjectRoot(place, lease_s=lease_s, unfenced=unfenced)
 
 
 def _names_in(hidden: Path) -> list[Path]:
@@ -109,7 +182,7 @@ def _names_in(hidden: Path) -> list[Path]:
 
 
 class WholeDirectory:
-    """A directory of checkpoints that is held with every name in it, from ``open`` to ``close``.
+    """See ``Whole``: in a file system.
 
     Args:
         path: the directory.
@@ -144,12 +217,11 @@ class WholeDirectory:
         while self._held:
             self._held.pop().close()
 
-    def delete(self, info: CheckpointInfo) -> bool:
-        """Delete a checkpoint if it is still this save, and no job holds its name. Returns whether it is gone.
+    def delete(self, infos: Sequence[CheckpointInfo]) -> list[Place]:
+        """See ``Whole``."""
+        return [info.path for info in infos if self._delete(info)]
 
-        Raises:
-            DirectoryInUseError: a job took the directory over.
-        """
+    def _delete(self, info: CheckpointInfo) -> bool:
         path = info.file_path
         with contextlib.ExitStack() as stack:
             try:
@@ -163,9 +235,9 @@ class WholeDirectory:
                 return False
             return still_has_its_name(info) and bool(self._held[0].discard([path]))
 
-    def discard(self, path: Path) -> bool:
-        """Delete what is no checkpoint of a job's. Returns whether it is gone."""
-        return bool(self._held[0].discard([path]))
+    def discard(self, places: Iterable[Place]) -> Sequence[Place]:
+        """See ``Whole``."""
+        return self._held[0].discard(places)
 
     def _taken(self, hidden: Path, patience_s: float | None = None) -> Workspace:
         beside = self._path.resolve().parent / HIDDEN / NAMES

@@ -5,6 +5,7 @@ Nobody who uses a home asks which storage it is.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 from safe_ckpt.config import Timeouts
-from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, Manifest
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.durable import Link
@@ -272,14 +273,6 @@ class Home(Protocol):
             DirectoryInUseError: another job has taken the directory over.
         """
 
-    def frees_bytes(self, places: Sequence[Place], sizes: Mapping[Place, int]) -> int:
-        """How much room it gives to delete these.
-
-        Args:
-            places: checkpoints.
-            sizes: how many bytes those have that are known.
-        """
-
     def quarantine(self, place: Place) -> Place:
         """Move a damaged checkpoint out of the way. Returns where it is now.
 
@@ -333,3 +326,33 @@ def home_at(
     if answer_s is not None:
         place = ObjectPath(place.bucket.within(answer_s), place.key)
     return ObjectRoot(place, lease_s=lease_s, owner=owner, unfenced=unfenced)
+
+
+def is_one(place: Place) -> bool:
+    """Whether a place is one checkpoint, and not a directory of them: it has a manifest, whatever that says, or is a file.
+
+    Raises:
+        OSError: it cannot be looked at, or the store gave no answer.
+    """
+    if isinstance(place, Path):
+        return not presence.is_directory(place) or presence.is_there(place / MANIFEST_NAME)
+    from safe_ckpt.core.home.object_head import has_manifest
+
+    return has_manifest(place)
+
+
+def is_gone(place: Place) -> bool:
+    """Whether a checkpoint that was there is not any more.
+
+    Raises:
+        OSError: it cannot be looked at, or the store gave no answer.
+    """
+    return not (os.path.lexists(place) if isinstance(place, Path) else is_one(place))
+
+
+def name_below(top: Place, place: Place) -> str | None:
+    """What a place is called relative to one above it; None where that is not above."""
+    if isinstance(top, Path):
+        return place.relative_to(top).as_posix() if isinstance(place, Path) and place.is_relative_to(top) else None
+    key = f"{top.key}/" if top.key else ""
+    return place.key.removeprefix(key) if isinstance(place, ObjectPath) and place.key.startswith(key) else None

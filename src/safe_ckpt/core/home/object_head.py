@@ -351,7 +351,7 @@ def _listed(path: ObjectPath, errors: dict[ObjectPath, Exception] | None) -> tup
 
     def look(folder: ObjectPath) -> Candidate | None:
         try:
-            return _look(folder)
+            return object_candidate(folder)
         except (OSError, UnsupportedFormatError) as error:
             if errors is None:
                 raise
@@ -362,7 +362,7 @@ def _listed(path: ObjectPath, errors: dict[ObjectPath, Exception] | None) -> tup
     seen = {candidate.path.name for candidate in found} | {folder.name for folder in errors or ()}
     lacking = [name for name in head.committed or () if name not in seen | hidden]
     unlisted = set(head.pending) - {folder.name for folder in folders}
-    lacking += [name for name in sorted(unlisted) if _look(path / name) is not None]
+    lacking += [name for name in sorted(unlisted) if object_candidate(path / name) is not None]
     if not seen and head.committed is None and head.sequence > 0:
         lacking.append(_SOMETHING)
     return found, lacking
@@ -374,7 +374,13 @@ def _named_by(head: Head | None) -> set[str]:
     return {*head.pending, *(head.committed if head.committed is not None else (_SOMETHING,))}
 
 
-def _look(folder: ObjectPath) -> Candidate | None:
+def object_candidate(folder: ObjectPath) -> Candidate | None:
+    """What a folder of a save is; None for one without a manifest: of a save that is under way, failed or was never committed.
+
+    Raises:
+        OSError: the store gave no answer.
+        UnsupportedFormatError: it is of a newer format version.
+    """
     try:
         found = manifest_in(folder)
     except FileNotFoundError:

@@ -236,6 +236,10 @@ class ObjectRoot:
             gone += self._discard(chosen[at : at + _AT_ONCE])
         return gone
 
+    def delete(self, infos: Sequence[CheckpointInfo]) -> list[Place]:
+        """See ``Whole``. A folder has one save in its life."""
+        return list(self.discard([info.path for info in infos]))
+
     def _discard(self, chosen: Sequence[ObjectPath]) -> list[ObjectPath]:
         self._owner.update(lambda head: head.doomed([folder.name for folder in chosen]))
         gone = []
@@ -251,10 +255,6 @@ class ObjectRoot:
             self._told.discard(folder)
             gone.append(folder)
         return gone
-
-    def frees_bytes(self, places: Sequence[Place], sizes: Mapping[Place, int]) -> int:
-        """See ``Home``."""
-        return sum(sizes.get(place, 0) for place in places)
 
     def look(self, on_error: OnError | None = None) -> list[Candidate]:
         """See ``Home``."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import threading
@@ -23,7 +24,7 @@ from typing import Literal
 
 from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.core.home.lease import Lease, fate_of_process, own_lease
-from safe_ckpt.core.home.object_head import HEAD, Head, look_at_head
+from safe_ckpt.core.home.object_head import HEAD, Head, look_at_head, read_head
 from safe_ckpt.core.storage.objects.bucket import Bucket, Version
 from safe_ckpt.core.storage.objects.clients import ChangedError, ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 _BEATS_PER_LEASE = 6
 _LOOKS_PER_LEASE = 12
 _ATTEMPTS = 10
+_TAKE_AWAYS = 20
 _LAST_WORD_S = 5.0
 _SHORTEST_S = 0.5
 _PAUSE_S = 0.2
@@ -333,3 +335,42 @@ class _Silence:
 
 def _is_own(lease: Lease, fate: str) -> bool:
     return fate == "alive" and lease.pid == os.getpid()
+
+
+def owner_of(directory: ObjectPath) -> Lease | None:
+    """The lease of the job that owns the directory; None when nobody does. Only read.
+
+    Raises:
+        OSError: the store gave no answer, or refuses; or there is no such bucket.
+    """
+    head = read_head(directory)
+    if head is None:  # a bucket that there is not looks the same; the listing tells
+        directory.bucket.list_folders(f"{directory.key}/" if directory.key else "")
+    return None if head is None else head.lease
+
+
+def take_away(directory: ObjectPath, *, unfenced: bool) -> None:
+    """Take the directory away from its owner. One that is alive notices at its next sign of life, and saves nothing more.
+
+    What it may have left stays named in the head, so that the next job decides on it and cleans up.
+
+    Args:
+        directory: where.
+        unfenced: the store keeps no conditions.
+
+    Raises:
+        OSError: the store gave no answer, or refuses; or the owner was faster each time.
+    """
+    place = directory / HIDDEN / HEAD
+    for _ in range(_TAKE_AWAYS):
+        head, version = look_at_head(directory)
+        if head is None or head.lease is None:
+            return
+        freed = head.taken(head.lease).released().to_bytes()  # a number of its own, by which the owner sees it
+        if unfenced:
+            place.bucket.overwrite(place.key, freed)
+            return
+        with contextlib.suppress(ChangedError):  # by a sign of life
+            place.bucket.replace(place.key, freed, version)
+            return
+    raise OSError(errno.EBUSY, "its owner replaces it all the time", str(place))

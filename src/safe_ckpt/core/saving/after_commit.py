@@ -15,6 +15,7 @@ from safe_ckpt.core.home.retention import Decision
 from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.source import frees_bytes
 from safe_ckpt.core.transfer.mirror import Mirror
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.hooks.emitter import Emitter
@@ -68,7 +69,7 @@ class AfterCommit:
         to_delete = self._due(root, decision.to_delete)
         if to_delete:
             root.confirm()
-        freed = root.frees_bytes(to_delete, decision.sizes)
+        freed = frees_bytes(to_delete, decision.sizes)
         gone = self._discard(root, to_delete)
         for path in gone:
             self._emit(events.Removed(rank=rank, path=str(path)))

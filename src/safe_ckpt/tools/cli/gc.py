@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.home.holders import WholeDirectory
+from safe_ckpt.core.home.holders import whole_at
 from safe_ckpt.core.home.retention import to_delete
 from safe_ckpt.core.home.standing import replaced_among
-from safe_ckpt.core.storage.durable import freed_bytes
-from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.source import frees_bytes
 from safe_ckpt.errors import DirectoryError
 from safe_ckpt.text import bytes_text
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, Directory, ending_on_signals, failing, print_json, say, tell
-from safe_ckpt.tools.inspection.check import judge
+from safe_ckpt.tools.inspection.check import judge, plan
+from safe_ckpt.tools.inspection.files import place_of
 from safe_ckpt.tools.inspection.listing import Listing, read_listing
-from safe_ckpt.tools.inspection.objects.check import plan_any
-from safe_ckpt.tools.inspection.objects.listing import ObjectListing, read_objects
-from safe_ckpt.tools.inspection.objects.reach import place_of
-
-_AT_A_TIME = 50  # what is deleted is first named in the head, which has no room for more
 
 
 def gc(
@@ -58,11 +53,7 @@ def gc(
             keep_last=keep_last, keep_best=keep_best, metric=metric, mode=mode, keep_every_steps=keep_every_steps
         )
         select = partial(_Selection, policy=policy, quarantine=quarantine, verify=not no_verify)
-        place = place_of(directory)
-        if isinstance(place, ObjectPath):
-            selection = _in_store(place, select, dry_run=dry_run)
-        else:
-            selection = _in_directory(place, select, dry_run=dry_run)
+        selection = _carried_out(place_of(directory), select, dry_run=dry_run)
     _report(selection, dry_run=dry_run, as_json=as_json)
     if not dry_run and len(selection.gone) < len(selection.to_delete) + len(selection.besides):
         raise typer.Exit(DAMAGED)
@@ -71,7 +62,7 @@ def gc(
 class _Selection:
     """What is to be deleted, and what became of it."""
 
-    def __init__(self, listing: Listing | ObjectListing, *, policy: Retention, quarantine: bool, verify: bool) -> None:
+    def __init__(self, listing: Listing, *, policy: Retention, quarantine: bool, verify: bool) -> None:
         for path, why in listing.unreadable.items():
             raise DirectoryError(path=str(path), message=f"cannot be read, so nothing is deleted: {why}")
         self.damaged: list[Place] = []
@@ -94,54 +85,33 @@ class _Selection:
             if not bad:
                 break
         self.kept = len(listing.usable) - len(self.to_delete) - len(self.damaged)
-        unknown: Sequence[Place] = listing.unknown if isinstance(listing, ObjectListing) else ()
-        self.besides: list[Place] = [*listing.quarantined, *unknown] if quarantine else []
-        self.unknown = () if quarantine else unknown
-        # Of a file that is shared nothing is freed as long as one name is left.
-        self.frees = freed_bytes(info.path for info in self.to_delete if isinstance(info.path, Path))
-        self.frees += sum(info.size_bytes for info in self.to_delete if not isinstance(info.path, Path))
+        self.besides: list[Place] = [*listing.quarantined, *listing.unknown] if quarantine else []
+        self.unknown = () if quarantine else listing.unknown
+        sizes = {info.path: info.size_bytes for info in self.to_delete}
+        self.frees = frees_bytes(list(sizes), sizes)
         self.gone: list[Place] = []
 
 
 def _damaged_among(paths: Sequence[Place]) -> list[Place]:
-    return [verdict.path for verdict in judge(map(plan_any, paths)) if verdict.state == "damaged"]
+    return [verdict.path for verdict in judge(map(plan, paths)) if verdict.state == "damaged"]
 
 
-def _in_directory(directory: Path, select: Callable[[Listing], _Selection], *, dry_run: bool) -> _Selection:
-    listing = read_listing(directory, tags_below=False)
+def _carried_out(place: Place, select: Callable[[Listing], _Selection], *, dry_run: bool) -> _Selection:
+    listing = read_listing(place, tags_below=False)
     # Where there are only checkpoints of another tool, nothing is locked, and nothing deleted.
-    ours = listing.hidden or any(not candidate.foreign for candidate in listing.usable)
+    ours = listing.is_ours or any(not candidate.foreign for candidate in listing.usable)
     if dry_run or not ours:
         return select(listing)
-    whole = WholeDirectory(listing.folder, lease_s=CheckpointConfig.from_environment().lease_s)
+    config = CheckpointConfig.from_environment()
+    whole = whole_at(listing.folder, lease_s=config.lease_s, unfenced=config.storage.unfenced)
     with ending_on_signals():
         whole.open()  # takes every lock, and sweeps what killed jobs left
         try:
-            selection = select(read_listing(directory, tags_below=False))  # once more: now no other job changes it
-            selection.gone += [info.path for info in selection.to_delete if whole.delete(info)]
-            selection.gone += [path for path in selection.besides if isinstance(path, Path) and whole.discard(path)]
+            selection = select(read_listing(place, tags_below=False))  # once more: now no other job changes it
+            selection.gone += whole.delete(selection.to_delete)
+            selection.gone += whole.discard(selection.besides)
         finally:
             whole.close()
-    return selection
-
-
-def _in_store(directory: ObjectPath, select: Callable[[ObjectListing], _Selection], *, dry_run: bool) -> _Selection:
-    from safe_ckpt.core.home.object_home import ObjectRoot  # an HTTP client: a delay that no other command needs
-
-    listing = read_objects(directory)
-    if dry_run or not (listing.head or listing.usable or listing.unknown):
-        return select(listing)
-    config = CheckpointConfig.from_environment()
-    root = ObjectRoot(directory, lease_s=config.lease_s, unfenced=config.storage.unfenced)
-    with ending_on_signals():
-        root.open()  # owns the directory, and sweeps what a killed job left
-        try:
-            selection = select(read_objects(directory))  # once more: now no other job changes it
-            doomed = [*(info.path for info in selection.to_delete), *selection.besides]
-            for at in range(0, len(doomed), _AT_A_TIME):
-                selection.gone += root.discard(doomed[at : at + _AT_A_TIME])
-        finally:
-            root.close()
     return selection
 
 

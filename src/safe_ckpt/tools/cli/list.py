@@ -6,12 +6,10 @@ from datetime import datetime, timezone
 
 import typer
 
-from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.text import bytes_text, duration, metrics_text
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, Directory, failing, print_json, print_table, say
+from safe_ckpt.tools.inspection.files import place_of
 from safe_ckpt.tools.inspection.listing import Row, read_listing, rows
-from safe_ckpt.tools.inspection.objects.listing import object_rows, read_objects
-from safe_ckpt.tools.inspection.objects.reach import place_of
 
 
 def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
@@ -24,7 +22,7 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
     """
     with failing():
         place = place_of(directory)
-        listed = _rows_of(place)
+        listed = list(rows(read_listing(place)))
     if as_json:
         print_json([vars(row) for row in listed])
     else:
@@ -35,12 +33,6 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
             say(f"no checkpoints in {place}")
     if any(row.state == "unreadable" for row in listed):
         raise typer.Exit(DAMAGED)
-
-
-def _rows_of(directory: Place) -> list[Row]:
-    if isinstance(directory, ObjectPath):
-        return list(object_rows(read_objects(directory)))
-    return list(rows(read_listing(directory)))
 
 
 def _cells(row: Row, now: datetime) -> tuple[object, ...]:

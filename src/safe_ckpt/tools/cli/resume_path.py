@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.objects.options import is_url
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.source import in_store
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, DirectoryError
 from safe_ckpt.tools.cli.output import (
     CANNOT_TELL,
@@ -24,11 +26,9 @@ from safe_ckpt.tools.cli.output import (
     say,
 )
 from safe_ckpt.tools.inspection.check import Verdict, judge, plan
+from safe_ckpt.tools.inspection.fetch import fetch
+from safe_ckpt.tools.inspection.files import place_of
 from safe_ckpt.tools.inspection.listing import Listing, read_listing
-from safe_ckpt.tools.inspection.objects.check import plan_object
-from safe_ckpt.tools.inspection.objects.fetch import fetch
-from safe_ckpt.tools.inspection.objects.listing import ObjectListing, read_objects
-from safe_ckpt.tools.inspection.objects.reach import is_checkpoint, place_of
 
 _ATTEMPTS = 5
 
@@ -47,7 +47,7 @@ class _Choice:
     """
 
     path: Place | None = None
-    source: ObjectPath | None = None
+    source: Place | None = None
     verified: bool = False
     foreign: bool = False
     rejected: list[tuple[Place, str]] = field(default_factory=list)
@@ -71,15 +71,11 @@ def resume_path(
     tool and cannot be verified.
     """
     with failing(), ending_on_signals():
-        place = place_of(directory)
-        if isinstance(place, ObjectPath):
-            choice = _in_store(place, quick=quick, fetch_to=fetch_to)
-        elif fetch_to is not None:
+        if fetch_to is not None and not is_url(directory):
             raise ConfigError(
                 key="--fetch", message="is for an address such as s3://bucket/run: a directory is here already"
             )
-        else:
-            choice = _in_directory(place, quick=quick)
+        choice = _chosen(place_of(directory), quick=quick, fetch_to=fetch_to)
     _report(choice, directory, as_json=as_json)
     if choice.path is None:
         raise typer.Exit(DAMAGED)
@@ -107,59 +103,34 @@ def _report(choice: _Choice, directory: str, *, as_json: bool) -> None:
         say(f"no usable checkpoint in {directory}" if unusable else nothing)
 
 
-def _in_directory(directory: Path, *, quick: bool) -> _Choice:
+def _chosen(place: Place, *, quick: bool, fetch_to: Path | None) -> _Choice:
     for _ in range(_ATTEMPTS):
-        listing = read_listing(directory)
-        _refuse_unreadable(listing)
+        listing = read_listing(place)
+        for path, why in listing.unreadable.items():
+            raise DirectoryError(path=str(path), message=f"cannot be read, and a resume would stop there: {why}")
         with contextlib.suppress(FileNotFoundError):  # a live job has just deleted one: look again
-            return _choose(listing, quick=quick)
-    raise _changing(directory)
+            return _choose(listing, quick=quick, fetch_to=fetch_to)
+    message = "changes while it is read: its job deletes checkpoints. Try again"
+    raise DirectoryError(path=str(place), message=message)
 
 
-def _choose(listing: Listing, *, quick: bool) -> _Choice:
+def _choose(listing: Listing, *, quick: bool, fetch_to: Path | None) -> _Choice:
     choice = _Choice(quarantined=listing.quarantined)
     choice.rejected = [(candidate.path, candidate.problem) for candidate in listing.unusable]
     choice.rejected += listing.standing.by_name_only.items()
     for candidate in listing.standing.order:
-        choice.path, choice.foreign = candidate.path, candidate.foreign
-        if quick:
-            return choice
-        verdict = judge([plan(candidate.file_path)])[0]
-        if verdict.state != "damaged":
-            choice.verified = verdict.state == "valid"
-            return choice
-        choice.rejected.append((candidate.path, _why(verdict)))
-    choice.path, choice.foreign = None, False
-    return choice
-
-
-def _in_store(place: ObjectPath, *, quick: bool, fetch_to: Path | None) -> _Choice:
-    for _ in range(_ATTEMPTS):
-        choice, usable = _Choice(), [place]
-        if not is_checkpoint(place):
-            listing = read_objects(place)
-            _refuse_unreadable(listing)
-            usable = [c.path for c in listing.standing.order if isinstance(c.path, ObjectPath)]
-            choice.rejected = [(candidate.path, candidate.problem) for candidate in listing.unusable]
-            choice.rejected += listing.standing.by_name_only.items()
-            choice.quarantined = listing.quarantined
-        with contextlib.suppress(FileNotFoundError):  # a live job has just deleted one: look again
-            return _choose_object(choice, usable, quick=quick, fetch_to=fetch_to)
-    raise _changing(place)
-
-
-def _choose_object(choice: _Choice, usable: Iterable[ObjectPath], *, quick: bool, fetch_to: Path | None) -> _Choice:
-    for path in usable:
+        path = candidate.path
         if fetch_to is not None:
             try:
-                choice.path, choice.source, choice.verified = fetch(path, fetch_to), path, True
+                choice.path, choice.source, choice.verified = fetch(in_store(path), fetch_to), path, True
             except CorruptCheckpointError as error:
                 choice.rejected.append((path, f"{error.file} {error.message}".strip()))
                 continue
             return choice
-        verdict = None if quick else judge([plan_object(path)])[0]
-        if verdict is None or verdict.state == "valid":
-            choice.path, choice.verified = path, verdict is not None
+        verdict = None if quick else judge([plan(path)])[0]
+        if verdict is None or verdict.state != "damaged":
+            choice.path, choice.foreign = path, candidate.foreign
+            choice.verified = verdict is not None and verdict.state == "valid"
             return choice
         choice.rejected.append((path, _why(verdict)))
     return choice
@@ -167,13 +138,3 @@ def _choose_object(choice: _Choice, usable: Iterable[ObjectPath], *, quick: bool
 
 def _why(verdict: Verdict) -> str:
     return "; ".join(f"{bad.file} {bad.reason}" for bad in verdict.damaged[:3])
-
-
-def _refuse_unreadable(listing: Listing | ObjectListing) -> None:
-    for path, why in listing.unreadable.items():
-        raise DirectoryError(path=str(path), message=f"cannot be read, and a resume would stop there: {why}")
-
-
-def _changing(directory: Place) -> DirectoryError:
-    message = "changes while it is read: its job deletes checkpoints. Try again"
-    return DirectoryError(path=str(directory), message=message)

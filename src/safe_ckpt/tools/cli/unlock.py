@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.home.holders import Holder, remove_lock
-from safe_ckpt.core.home.home import NAMES
-from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.home.holders import Holder
+from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, HeldDirectory, failing, print_json, tell
-from safe_ckpt.tools.inspection.listing import holders_of, read_listing
-from safe_ckpt.tools.inspection.objects.holder import holder_of_objects, take_away
-from safe_ckpt.tools.inspection.objects.reach import place_of
+from safe_ckpt.tools.inspection.files import place_of
+from safe_ckpt.tools.inspection.listing import holders_of
 
 
 def unlock(
@@ -35,9 +30,9 @@ def unlock(
     """
     with failing(f"who holds {directory} is unknown: ", ". Run this as a user who may read and write there"):
         place = place_of(directory)
-        held = _in_store(place) if isinstance(place, ObjectPath) else _in_directory(place)
+        held = holders_of(place)
         for one in held if break_lock else ():
-            one.free()
+            one.take_away(unfenced=CheckpointConfig.from_environment().storage.unfenced)
     taken = break_lock and bool(held)
     if as_json:
         first = dataclasses.asdict(held[0].holder) if held else None
@@ -54,43 +49,6 @@ def unlock(
         )
     if not taken and any(one.holder.alive is not False for one in held):
         raise typer.Exit(DAMAGED)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Held:
-    """One lock.
-
-    Attributes:
-        place: the directory, or the checkpoint in it, that is held.
-        holder: by which job.
-        free: takes it away.
-    """
-
-    place: Place
-    holder: Holder
-    free: Callable[[], None]
-
-
-def _in_directory(directory: Path) -> list[_Held]:
-    """Who holds it, or a name in it: those that may be alive come first."""
-    listing = read_listing(directory)
-    held = [
-        _Held(place=_held_at(hidden, directory), holder=holder, free=partial(remove_lock, hidden))
-        for hidden, holder in holders_of(listing, directory).items()
-    ]
-    return sorted(held, key=lambda one: one.holder.alive is False)
-
-
-def _held_at(hidden: Path, directory: Path) -> Path:
-    """What a lock is of."""
-    return hidden.parents[2] / hidden.name if hidden.parent.name == NAMES else directory
-
-
-def _in_store(directory: ObjectPath) -> list[_Held]:
-    unfenced = CheckpointConfig.from_environment().storage.unfenced
-    holder = holder_of_objects(directory)
-    free = partial(take_away, directory, unfenced=unfenced)
-    return [_Held(place=directory, holder=holder, free=free)] if holder is not None else []
 
 
 def _who(holder: Holder) -> str:

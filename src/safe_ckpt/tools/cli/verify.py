@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -13,8 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
-from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.home.home import is_gone, is_one, name_below
+from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.reader import ReadProgress
 from safe_ckpt.errors import SafeCheckpointError, UnsupportedFormatError
 from safe_ckpt.text import bytes_text, listed
@@ -30,11 +29,9 @@ from safe_ckpt.tools.cli.output import (
     say,
     tell,
 )
-from safe_ckpt.tools.inspection.check import Job, Judgement, Task, Verdict, bytes_to_read, judge, known
-from safe_ckpt.tools.inspection.listing import Listing, read_listing
-from safe_ckpt.tools.inspection.objects.check import plan_any
-from safe_ckpt.tools.inspection.objects.listing import ObjectListing, read_objects
-from safe_ckpt.tools.inspection.objects.reach import is_checkpoint, place_of
+from safe_ckpt.tools.inspection.check import Job, Judgement, Task, Verdict, bytes_to_read, judge, known, plan
+from safe_ckpt.tools.inspection.files import place_of
+from safe_ckpt.tools.inspection.listing import read_listing
 
 _MOST_FILES = 20
 _DELETED = "deleted"
@@ -90,21 +87,14 @@ def _checkpoints(paths: Sequence[Place]) -> dict[Place, str]:
 
 
 def _kept_at(path: Place) -> dict[Place, str]:
-    if isinstance(path, ObjectPath):
-        return {path: ""} if is_checkpoint(path) else _kept_in(read_objects(path), path, unknown=False)
-    if not path.is_dir() or (path / MANIFEST_NAME).exists():
+    """The checkpoints of a directory; the directory itself if there are none and it may be one of another tool."""
+    if is_one(path):
         return {path: ""}
     listing = read_listing(path)
-    return _kept_in(listing, path, unknown=listing.hidden is None and any(path.iterdir()))
-
-
-def _kept_in(listing: Listing | ObjectListing, path: Place, *, unknown: bool) -> dict[Place, str]:
-    """The checkpoints of a directory; the directory itself if there are none and it may be one of another tool."""
-    places: list[Place] = sorted((candidate.path for candidate in (*listing.usable, *listing.unusable)), key=str)
-    kept = dict.fromkeys(places, "")
+    kept = dict.fromkeys(sorted(listing.places_of_all, key=str), "")
     for unreadable, why in listing.unreadable.items():
         kept[unreadable] = why
-    if not kept and not unknown:
+    if not kept and not listing.may_be_one:
         raise UnsupportedFormatError(path=str(path), message="there is no checkpoint in it")
     return kept or {path: ""}
 
@@ -113,7 +103,7 @@ def _planned(path: Place, why: str, *, follow_symlinks: bool) -> Task:
     """What is to be read. What cannot be looked at is a judgement already."""
     if not why:
         try:
-            task = plan_any(path, follow_symlinks=follow_symlinks)
+            task = plan(path, follow_symlinks=follow_symlinks)
             return replace(task, jobs=[_Tolerant(job, path) for job in task.jobs])
         except (OSError, SafeCheckpointError) as error:
             why = str(error)
@@ -134,8 +124,7 @@ class _Tolerant:
             raise
         except (OSError, SafeCheckpointError) as error:
             file = Path(str(getattr(error, "filename", None) or getattr(error, "path", None) or self._path))
-            within = isinstance(self._path, Path) and self._path in file.parents
-            return _unreadable(file.relative_to(str(self._path)).as_posix() if within else file.name, str(error))
+            return _unreadable(name_below(self._path, file) or file.name, str(error))
 
 
 def _unreadable(file: str, why: str) -> Judgement:
@@ -152,7 +141,7 @@ def _told(verdict: Verdict, given: Sequence[Place]) -> Verdict:
 def _is_gone(path: Place) -> bool:
     """Whether a job has deleted it since it was listed."""
     try:
-        return not (is_checkpoint(path) if isinstance(path, ObjectPath) else os.path.lexists(path))
+        return is_gone(path)
     except OSError:
         return False
 

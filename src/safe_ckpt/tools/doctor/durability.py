@@ -19,9 +19,9 @@ from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 from safe_ckpt.text import duration
-from safe_ckpt.tools.doctor.check import PREFIX, Examined, Figure, Finding, fail, ok, refused, skipped, warn, warn_if
+from safe_ckpt.tools.doctor.check import Examined, Figure, Finding, fail, ok, refused, skipped, warn, warn_if
 from safe_ckpt.tools.doctor.disk import current
-from safe_ckpt.tools.inspection.listing import holders_of, read_listing
+from safe_ckpt.tools.inspection.listing import holders_of
 
 _T = TypeVar("_T")
 _ROUNDS = 5
@@ -29,7 +29,6 @@ _SUSPICIOUS_S = 20e-6
 _SLOW_S = 1.0
 _LEASE_S = 60.0
 _QUICK_S = 10.0
-_OLD_S = 3600.0
 _HOLD = """
 import sys
 from pathlib import Path
@@ -137,10 +136,10 @@ def holder(examined: Examined) -> list[Finding]:
     """Which job holds the directory. Its lock is only read; the job is not disturbed."""
     if examined.existing != examined.asked or not examined.asked.is_dir():
         return []
-    held = holders_of(read_listing(examined.asked), examined.asked)
+    held = holders_of(examined.asked)
     if not held:
         return [ok("held by", "no job")]
-    lease = min(held.values(), key=lambda one: one.alive is False)
+    lease = held[0].holder
     who = f"process {lease.pid} on host {lease.host}" if lease.host else "a job that has not written its name"
     figures: dict[str, Figure] = {"pid": lease.pid, "host": lease.host, "alive": lease.alive}
     if lease.alive is False:
@@ -149,14 +148,3 @@ def holder(examined: Examined) -> list[Finding]:
     if lease.alive is None:
         advice += ". Whether it is alive is unknown here: if it is gone, the next job takes over by itself"
     return [ok("held by", f"{who}, since {lease.started_at}", advice, **figures)]
-
-
-def leftovers(examined: Examined) -> list[Finding]:
-    """Private folders that killed doctors left."""
-    own = examined.scratch.name if examined.scratch else ""
-    folders = [path for path in examined.existing.glob(f"{PREFIX}*") if path.name != own]
-    old = [path for path in folders if time.time() - path.stat().st_mtime > _OLD_S]
-    if not old:
-        return []
-    advice = f"rm -r {examined.existing}/{PREFIX}*"
-    return [warn("leftovers", f"{len(old)} private folders of killed doctors", advice)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,9 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, archive_digest, read_manifest
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest, archive_digest, read_manifest
 from safe_ckpt.core.formats.verify import UNEQUAL, identity_of, verify_archive, verify_entry
-from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.home.home import is_one
+from safe_ckpt.core.home.object_head import manifest_in
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.objects.second_look import look_twice
 from safe_ckpt.core.storage.reader import ReadProgress, Span, wrong_spans
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from safe_ckpt.tools.inspection import dcp_reader, torch_reader
@@ -28,6 +32,8 @@ from safe_ckpt.tools.inspection.zip_reader import read_members
 State = Literal["valid", "damaged", "cannot tell", "unreadable"]
 _WORST: tuple[State, ...] = ("damaged", "unreadable", "cannot tell")
 NO_CHECKSUMS = "carries no checksums"
+_LARGE_BYTES = 8 << 20
+_large = threading.BoundedSemaphore(2)  # each takes memory for some parts of an object while it is read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,12 +142,41 @@ class Task:
         return Verdict(path=self.path, kind=self.kind, files=tuple(files), remarks=self.remarks)
 
 
-def plan(path: Path, *, follow_symlinks: bool = False) -> Task:
+@functools.singledispatch
+def plan(place: Place, *, follow_symlinks: bool = False) -> Task:  # noqa: ARG001 - each storage has its own below
     """Read names, sizes and manifests, and no payload. A problem that they show becomes a job that reports it.
 
+    Args:
+        place: a checkpoint.
+        follow_symlinks: in a file system whether links to files will do.
+
     Raises:
-        OSError: it could not be read; it is not treated as corrupt.
+        OSError: it could not be read, or is not there; it is not treated as corrupt.
     """
+    raise TypeError(place)
+
+
+@plan.register
+def _(path: ObjectPath, *, follow_symlinks: bool = False) -> Task:
+    del follow_symlinks
+    try:
+        manifest, data = read_committed(path)
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        judgement = of_error(error, MANIFEST_NAME)
+        return Task(path=path, kind="unreadable", size_bytes=0, jobs=[known(judgement)])
+    present = {entry.key for entry in path.bucket.entries(path.key)}
+    named = {(path / entry.path).key for entry in manifest.files} | {(path / MANIFEST_NAME).key}
+    extra = sorted(key[len(path.key) + 1 :] for key in present - named)
+    jobs: list[Job] = [
+        known(valid(MANIFEST_NAME, len(data))),
+        *(partial(_object, path, entry) for entry in manifest.files),
+    ]
+    total = sum(entry.size_bytes for entry in manifest.files)
+    return Task(path=path, kind="safe_ckpt directory", size_bytes=total, jobs=jobs, remarks=remark_on_extra(extra))
+
+
+@plan.register
+def _(path: Path, *, follow_symlinks: bool = False) -> Task:
     try:
         return _ours(path, follow_symlinks=follow_symlinks) or _others(path, follow_symlinks=follow_symlinks)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
@@ -417,3 +452,32 @@ def _check_distcp(file: CheckpointFile, metadata: Metadata, progress: ReadProgre
     if bad:
         return damaged(file.name, UNEQUAL, size=size, names=tuple(sorted({names[span.start] for span in bad})))
     return _as_far_as_covered(file, covered)
+
+
+def read_committed(path: ObjectPath) -> tuple[Manifest, bytes]:
+    """The manifest of a checkpoint, and its bytes.
+
+    Raises:
+        CorruptCheckpointError: damaged.
+        UnsupportedFormatError: not ours, of a newer version, or in place of one that was never committed.
+        OSError: it could not be read, or is not there.
+    """
+    found = manifest_in(path)
+    if found is None:
+        raise UnsupportedFormatError(path=str(path), message="was never committed: a later job has said so")
+    return found
+
+
+def _object(folder: ObjectPath, entry: FileEntry, progress: ReadProgress | None) -> Judgement:
+    with _large if entry.size_bytes > _LARGE_BYTES else contextlib.nullcontext():
+        try:
+            look_twice(folder, lambda at: verify_entry(at, entry, progress=progress if at is folder else None))
+        except IncompleteCheckpointError:
+            if not is_one(folder):
+                raise FileNotFoundError(errno.ENOENT, "was deleted meanwhile", str(folder)) from None
+            return damaged(entry.path, "is missing", size=entry.size_bytes)
+        except CorruptCheckpointError as error:
+            if error.message == UNEQUAL:
+                return damaged(entry.path, unlocated(entry.path), size=entry.size_bytes)
+            return replace(of_error(error, entry.path), size_bytes=entry.size_bytes)
+    return valid(entry.path, entry.size_bytes)

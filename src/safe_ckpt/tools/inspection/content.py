@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, MOST_BYTES
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, MOST_BYTES, FileEntry, Manifest, parse_json
+from safe_ckpt.core.home.object_head import in_parallel
+from safe_ckpt.core.storage.objects.place import ObjectPath
+from safe_ckpt.core.storage.objects.second_look import look_twice
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.tools.inspection import dcp_reader, safetensors_reader, torch_reader
+from safe_ckpt.tools.inspection.check import read_committed
 from safe_ckpt.tools.inspection.files import CheckpointFile, Window, inside, read_json, walk
 from safe_ckpt.tools.inspection.pickle_objects import Ordered, Tensor
+from safe_ckpt.tools.inspection.safetensors_reader import SUFFIX, content_of_header
 from safe_ckpt.tools.inspection.tensors import Content, Entry, leaves
+from safe_ckpt.tools.inspection.torch_reader import value_of
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\Z")
 _MOST_NODES = 2_000_000
 _MOST_DEPTH = 64
+_MOST_JSON_BYTES = 8 << 20
 _NOTHING = "has no file that can be read without running it"
 _BESIDE = (MANIFEST_NAME, dcp_reader.METADATA)
 
@@ -134,7 +142,9 @@ def _structure_of_file(file: CheckpointFile) -> Any:
         return read_json(file)
     with Window(file.path) as window:
         if not torch_reader.looks_like_archive(window):
-            message = "is of no format that can be converted; a file of torch before 1.6 needs --to torch --allow-pickle first"
+            message = (
+                "is of no format that can be converted; load a file of torch before 1.6 with torch, and save it again"
+            )
             raise UnsupportedFormatError(path=str(file.path), message=message)
         archive = torch_reader.open_archive(window)
         return _Builder(archive).build(archive.root, "", 0)
@@ -196,3 +206,61 @@ def _put(root: dict[str, Any], path: tuple[str | int, ...], leaf: Any) -> None:
         if not isinstance(at, dict):
             raise CorruptCheckpointError(path=str(path), message="two names in .metadata contradict each other")
     at[path[-1]] = leaf
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectContent:
+    """What is known of a checkpoint without reading it whole.
+
+    Attributes:
+        manifest: its manifest.
+        content: tensors and values, each with the name of its item and a colon before it.
+        unread: files that would have to be read whole.
+    """
+
+    manifest: Manifest
+    content: Content
+    unread: tuple[str, ...]
+
+
+def read_object_content(path: ObjectPath) -> ObjectContent:
+    """The headers of safetensors and small JSON; of other files nothing is read.
+
+    Raises:
+        CorruptCheckpointError: an object contradicts itself, or the manifest.
+        UnsupportedFormatError: it is not ours, or was never committed.
+        OSError: it could not be read, or is not there.
+    """
+    manifest, _ = read_committed(path)
+    parts = in_parallel(lambda entry: look_twice(path, lambda place: _content_of_object(place, entry)), manifest.files)
+    known = [part for part in parts if part is not None]
+    return ObjectContent(
+        manifest=manifest,
+        content=Content(
+            tensors=tuple(entry for part in known for entry in part.tensors),
+            values=tuple(value for part in known for value in part.values),
+        ),
+        unread=tuple(entry.path for entry, part in zip(manifest.files, parts, strict=True) if part is None),
+    )
+
+
+def _content_of_object(folder: ObjectPath, entry: FileEntry) -> Content | None:
+    place = folder / entry.path
+    if place.suffix == SUFFIX:
+        return content_of_header(place, entry.size_bytes, lambda at, size: _read(place, at, size)).under(
+            stem_of(entry.path)
+        )
+    if place.suffix == ".json" and entry.size_bytes <= _MOST_JSON_BYTES:
+        try:
+            values = leaves(parse_json(_read(place, 0, entry.size_bytes)), str(place))
+        except ValueError as error:
+            raise CorruptCheckpointError(path=str(folder), file=entry.path, message=f"is no JSON: {error}") from error
+        return Content(values=tuple(value_of(name, leaf) for name, leaf in values)).under(stem_of(entry.path))
+    return None
+
+
+def _read(place: ObjectPath, at: int, size: int) -> bytes:
+    data = bytes(place.bucket.read_range(place.key, at, size))
+    if len(data) < size:
+        raise CorruptCheckpointError(path=str(place), message="is cut off")
+    return data

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.health.verdict import described
 from safe_ckpt.core.home import candidates as catalog
-from safe_ckpt.core.home.holders import Holder, hidden_folders, holders
-from safe_ckpt.core.home.home import HIDDEN, NAMES, Candidate, OnError
+from safe_ckpt.core.home.holders import Held, hidden_folders, holders
+from safe_ckpt.core.home.home import HIDDEN, NAMES, Candidate, OnError, is_one, name_below
+from safe_ckpt.core.home.object_head import Head, folders_of, in_parallel, list_objects, object_candidate, read_head
 from safe_ckpt.core.home.standing import Standing, named_by, standing_of
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.source import shared_bytes
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.layouts import table as layouts
 from safe_ckpt.layouts.judges import is_tag, judges_of
 from safe_ckpt.layouts.table import Layout
 from safe_ckpt.layouts.top_level import look_inside
+from safe_ckpt.text import listed
 from safe_ckpt.tools.inspection.dcp_reader import METADATA
 from safe_ckpt.tools.inspection.files import CheckpointFile, Window
 from safe_ckpt.tools.inspection.torch_reader import looks_like_archive, open_archive, read_old_file
 
 NOT_COMMITTED = "not committed"
 FOUND_DAMAGED = "found damaged by a resume"
+_UNKNOWN = f"{NOT_COMMITTED}, and no job says that it is its own"
+_P = TypeVar("_P", Path, ObjectPath, Place)
 _NAME = re.compile(r"^(?:step-|epoch_|step_)([0-9]{1,18})\Z")  # ours, and those of Accelerate's examples
 _DIRECTORIES: Sequence[tuple[str, Callable[[str], bool]]] = (
     ("DeepSpeed directory", lambda name: name.startswith(("zero_pp_rank_", "mp_rank_"))),
@@ -53,26 +60,41 @@ class Listing:
 
     Attributes:
         folder: which directory they are in.
-        hidden: where the lock, saves under way and the quarantine are; None where safe_ckpt never worked.
-        places: that, and others where these are: of checkpoints in it that are named one by one.
+        places: in a file system where the lock, saves under way and the quarantine are, and others where these are: of
+            checkpoints in it that are named one by one.
+        is_ours: safe_ckpt worked there.
+        may_be_one: it may itself be a checkpoint of another tool.
         standing: what a resume takes of them.
-        usable: those in which nothing is wrong so far: in the order in which a resume tries them, then those that it takes only
-            where they are named.
-        unusable: those that a resume would not take, and why (``problem``).
         unreadable: what could not be read, and why. A resume stops with that error.
         under_way: folders of saves that are not committed: of a job that saves now, or left by one that was killed.
-        quarantined: what was found damaged and moved away.
+        unknown: in an object store: folders without a manifest of which no job says that they are its own.
+        quarantined: what was found damaged, and moved away in a file system.
     """
 
-    folder: Path
-    hidden: Path | None
-    places: tuple[Path, ...]
+    folder: Place
+    places: tuple[Path, ...] = ()
+    is_ours: bool
+    may_be_one: bool = False
     standing: Standing
-    usable: tuple[Candidate, ...]
-    unusable: tuple[Candidate, ...]
-    unreadable: Mapping[Path, str]
-    under_way: tuple[Path, ...]
-    quarantined: tuple[Path, ...]
+    unreadable: Mapping[Place, str]
+    under_way: tuple[Place, ...]
+    unknown: tuple[Place, ...] = ()
+    quarantined: tuple[Place, ...]
+
+    @property
+    def usable(self) -> tuple[Candidate, ...]:
+        """Those in which nothing is wrong so far: as a resume tries them, then those that are taken only by their names."""
+        return self.standing.usable
+
+    @property
+    def unusable(self) -> tuple[Candidate, ...]:
+        """Those that a resume would not take, and why (``problem``)."""
+        return self.standing.unusable
+
+    @property
+    def places_of_all(self) -> list[Place]:
+        """Where all of them are, whatever a resume thinks of them."""
+        return [candidate.path for candidate in (*self.usable, *self.unusable)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,24 +129,62 @@ class Row:
     reason: str = ""
 
 
-def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
+@functools.singledispatch
+def read_listing(place: Place, *, tags_below: bool = True) -> Listing:  # noqa: ARG001 - each storage has its own below
     """Read names and manifests, and no payload.
 
     Args:
-        directory: the one given to safe_ckpt or another tool, or the ``checkpoints`` folder of an Accelerate project.
+        place: the one given to safe_ckpt or another tool, or the ``checkpoints`` folder of an Accelerate project; or a
+            directory in an object store.
         tags_below: whether tags of DeepSpeed count that lie in a folder below it, to which its ``latest`` leads. That folder
             has a lock and an order of commits of its own.
 
     Raises:
         OSError: it could not be listed.
     """
-    unreadable: dict[Path, str] = {}
+    raise TypeError(place)
+
+
+@read_listing.register
+def _(place: ObjectPath, *, tags_below: bool = True) -> Listing:
+    del tags_below
+    unreadable: dict[Place, str] = {}
+    # The head last: what a job announces meanwhile must not look like something that no job knows.
+    if (one := object_candidate(place)) is not None:  # an address may be that of one checkpoint
+        return Listing(
+            folder=place, is_ours=True, standing=standing_of([one]), unreadable={}, under_way=(), quarantined=()
+        )
+    candidates = list_objects(place, lambda path, error: unreadable.update({path: str(error)}))
+    seen = {candidate.path for candidate in candidates} | unreadable.keys()
+    there = folders_of(place)
+    head = read_head(place)
+    facts = head or Head()
+    aside = [place / name for name in sorted(facts.quarantined)]
+    hidden = {*facts.trash, *facts.quarantined}
+    left = [path for path in there if path not in seen and path.name not in hidden]
+    # With a manifest it is what a later job has buried, committed since it was listed, or deleted meanwhile.
+    bare = [path for path, whole in zip(left, in_parallel(is_one, left), strict=True) if not whole]
+    unknown = tuple(path for path in bare if path.name not in facts.pending)
+    return Listing(
+        folder=place,
+        is_ours=bool(head or candidates or unknown),
+        standing=standing_of(candidates),
+        unreadable=unreadable,
+        under_way=tuple(path for path in bare if path.name in facts.pending),
+        unknown=unknown,
+        quarantined=tuple(path for path in aside if path in there or is_one(path)),
+    )
+
+
+@read_listing.register
+def _(place: Path, *, tags_below: bool = True) -> Listing:
+    unreadable: dict[Place, str] = {}
 
     def note(path: Path, error: Exception) -> None:
         if os.path.lexists(path) or isinstance(error, PermissionError):  # else a live job has just deleted it
             unreadable[path] = str(error)
 
-    folder, places = directory, hidden_folders(directory)
+    folder, places = place, hidden_folders(place)
     candidates = catalog.list_directories(folder, _number_of, _problem_of, note)
     files = catalog.list_files(folder, ".ckpt", layouts.is_lightning_directory, note)
     with catalog.guarded(folder / layouts.LATEST, note):
@@ -135,21 +195,20 @@ def read_listing(directory: Path, *, tags_below: bool = True) -> Listing:
     for file in files:
         with catalog.guarded(file.file_path, note):
             candidates.append(_judged(file))
-    below = directory / "checkpoints"
+    below = place / "checkpoints"
     if not candidates and not unreadable and below.is_dir() and not below.is_symlink():  # a project of Accelerate's
         folder = below
         candidates = catalog.list_directories(folder, _number_of, _problem_of, note)
-        places = list({place.resolve(): place for place in (*hidden_folders(folder), *places)}.values())
+        places = list({one.resolve(): one for one in (*hidden_folders(folder), *places)}.values())
     standing = standing_of(candidates)
     with catalog.guarded(folder / layouts.LATEST, note):
         standing = standing_of(candidates, judges_of(folder))
     return Listing(
         folder=folder,
-        hidden=places[0] if places else None,
         places=tuple(places),
+        is_ours=bool(places),
+        may_be_one=not places and any(place.iterdir()),
         standing=standing,
-        usable=standing.usable,
-        unusable=standing.unusable,
         unreadable=unreadable,
         under_way=(*_listed(places, "pending", unreadable), *_listed(places, "staging", unreadable)),
         quarantined=_listed(places, "quarantine", unreadable),
@@ -184,30 +243,51 @@ def _tags_below(top: Path, note: OnError) -> list[Candidate]:
     return found if named is not None else [tag for tag in found if tag.manifest is not None]
 
 
-def holders_of(listing: Listing, directory: Path) -> dict[Path, Holder]:
-    """Who holds the directory that was listed, or a name in it, by where each lock lies.
+def holders_of(place: Place) -> list[Held]:
+    """Who holds the directory, or a name in it: those that may be alive come first.
 
     Raises:
-        OSError: a lock is there and could not be read.
+        OSError: it could not be listed, or a lock is there and could not be read.
     """
-    found = {**holders(listing.folder), **holders(directory)}
-    return dict({place.resolve(): (place, holder) for place, holder in found.items()}.values())
+    return holders(read_listing(place).folder, place)
 
 
 def rows(listing: Listing) -> Iterator[Row]:
     """The lines of a listing: usable checkpoints in the order in which a resume tries them, then the others, and why."""
     for candidate in listing.usable:
         with contextlib.suppress(FileNotFoundError):  # a live job has just deleted it
-            row = row_of(_name(listing, candidate.file_path), candidate, "unverified" if candidate.foreign else "valid")
+            row = row_of(_name(listing, candidate.path), candidate, "unverified" if candidate.foreign else "valid")
             yield replace(row, reason=row.reason or listing.standing.by_name_only.get(candidate.path, ""))
     for candidate in listing.unusable:
-        yield row_of(_name(listing, candidate.file_path), candidate, "damaged")
-    for path, why in listing.unreadable.items():
-        yield Row(name=_name(listing, path), state="unreadable", reason=why)
-    for path in listing.under_way:
-        yield Row(name=_name(listing, path), state="partial", reason=NOT_COMMITTED)
-    for path in listing.quarantined:
-        yield Row(name=_name(listing, path), state="quarantined", reason=FOUND_DAMAGED)
+        yield row_of(_name(listing, candidate.path), candidate, "damaged")
+    left: list[tuple[str, Mapping[Place, str]]] = [
+        ("unreadable", listing.unreadable),
+        ("partial", dict.fromkeys(listing.under_way, NOT_COMMITTED)),
+        ("partial", dict.fromkeys(listing.unknown, _UNKNOWN)),
+        ("quarantined", dict.fromkeys(listing.quarantined, FOUND_DAMAGED)),
+    ]
+    for state, reasons in left:
+        for path, why in reasons.items():
+            yield Row(name=_name(listing, path), state=state, reason=why)
+
+
+def one_of(place: _P) -> _P:
+    """The place, unless it is a directory in which several checkpoints are kept.
+
+    Raises:
+        UnsupportedFormatError: it is, or nothing is there.
+        OSError: the store gave no answer, or refuses.
+    """
+    if is_one(place):
+        return place
+    listing = read_listing(place)
+    names = [name_below(place, path) or str(path) for path in listing.places_of_all]
+    if not names and listing.may_be_one:
+        return place
+    advice = f"name one of them: {listed(names)}" if names else "there is none in it"
+    raise UnsupportedFormatError(
+        path=str(place), message=f"is a directory for checkpoints, and no checkpoint; {advice}"
+    )
 
 
 def list_existing(directory: Path) -> tuple[tuple[Row, ...], str]:
@@ -287,37 +367,28 @@ def row_of(name: str, candidate: Candidate, state: str) -> Row:
         sequence=manifest.sequence,
         created_at=manifest.created_at,
         size_bytes=info.size_bytes,
-        shared_bytes=_shared_bytes(candidate.path, manifest),
+        shared_bytes=shared_bytes(candidate.path, manifest.files),
         world_size=manifest.world_size,
         metrics=dict(manifest.metrics),
         written_by={**manifest.versions, **manifest.written_by},
     )
 
 
-def _shared_bytes(path: object, manifest: Manifest) -> int:
-    if not isinstance(path, Path):
-        return 0
-    total = 0
-    for entry in manifest.files:
-        with contextlib.suppress(OSError):  # it is missing, or a live job has just deleted the checkpoint
-            total += entry.size_bytes if (path / entry.path).stat().st_nlink > 1 else 0
-    return total
+def _name(listing: Listing, place: Place) -> str:
+    """Relative to the directory, or to the hidden folder that it lies in."""
+    for top in (listing.folder, *listing.places):
+        if (name := name_below(top, place)) is not None:
+            return name if top is listing.folder else f"{top.name}/{name}"
+    return place.name
 
 
-def _name(listing: Listing, path: Path) -> str:
-    if path.is_relative_to(listing.folder):
-        return path.relative_to(listing.folder).as_posix()
-    hidden = next((hidden for hidden in listing.places if path.is_relative_to(hidden)), listing.folder)
-    return f"{hidden.name}/{path.relative_to(hidden).as_posix()}"
-
-
-def _listed(hidden: Sequence[Path], name: str, unreadable: dict[Path, str]) -> tuple[Path, ...]:
+def _listed(hidden: Sequence[Path], name: str, unreadable: dict[Place, str]) -> tuple[Path, ...]:
     """The entries of the folders of this name: the directory's own, and that of each checkpoint with a lock of its own."""
     places = [place for folder in hidden for place in (folder, *_entries(folder / NAMES, unreadable))]
     return tuple(path for place in places for path in _entries(place / name, unreadable))
 
 
-def _entries(folder: Path, unreadable: dict[Path, str]) -> Iterable[Path]:
+def _entries(folder: Path, unreadable: dict[Place, str]) -> Iterable[Path]:
     try:
         return sorted(folder.iterdir())
     except FileNotFoundError:

@@ -21,7 +21,7 @@ from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.transfer import host_cache
 from safe_ckpt.errors import DirectoryInUseError, SafeCheckpointError
 from safe_ckpt.tools.cli.app import app
-from safe_ckpt.tools.inspection.objects.reach import place_at
+from safe_ckpt.tools.inspection.files import place_at
 
 LEFT = "step-00000009.0123456789ab"
 

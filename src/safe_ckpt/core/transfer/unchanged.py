@@ -23,23 +23,22 @@ import torch
 import xxhash
 
 from safe_ckpt.config import Health, Unchanged
+from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES
 from safe_ckpt.core.formats.manifest import Manifest, read_manifest
+from safe_ckpt.core.health.examine import NAME as HEALTH
 from safe_ckpt.core.health.verdict import ITSELF, digest_of_patterns, is_sick
 from safe_ckpt.core.recent import Recent
-from safe_ckpt.core.staging.shared_files import Before, Shared, SharedFile, SharedObject, Tries
 from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.core.storage.objects.object_copy import MOST_BYTES
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.presence import opened
+from safe_ckpt.core.writer.existing import MOST_BYTES, UNCHANGED, Before, Shared, SharedFile, SharedObject, Tries
 from safe_ckpt.errors import CommitOutcomeUnknown, SafeCheckpointError
 
 if TYPE_CHECKING:
     from safe_ckpt.core.formats.file_plan import FilePlan
 
 logger = logging.getLogger(__name__)
-LEAST_BYTES = 1 << 20
-"""Smaller files are written: a look at them gains nothing, and people edit such files in place, under all their names."""
 _MOST_SOURCES = 4
 _PATIENCE, _AGAIN = 3, 16
 _ZEROS = bytes(64 << 10)
@@ -64,7 +63,7 @@ class Wanted:
     @classmethod
     def of(cls, plan: FilePlan, unexamined: Sequence[str]) -> Wanted | None:
         """None for one that is not worth it, or has other bytes than the tensors': an archive has check sums."""
-        if plan.length < LEAST_BYTES or plan.records is not None or plan.lazies:
+        if plan.length < LEAST_SHARED_BYTES or plan.records is not None or plan.lazies:
             return None
         return cls(path=plan.path, length=plan.length, frozen=plan.frozen, unexamined=tuple(unexamined))
 
@@ -118,13 +117,13 @@ class UnchangedFiles:
         health, known = manifest.health.get("files", {}), self._directory(root).known
         for entry in manifest.files:
             # Files of other ranks are not this rank's to share, and many ranks must not look at all files.
-            if entry.rank == self._rank and entry.size_bytes >= LEAST_BYTES:
+            if entry.rank == self._rank and entry.size_bytes >= LEAST_SHARED_BYTES:
                 known[entry.path] = Before(
                     sources=(checkpoint / entry.path,),
                     stamp=_stamp(checkpoint / entry.path),
                     size_bytes=entry.size_bytes,
                     xxh3_128=entry.xxh3_128,
-                    health=health.get(entry.path),
+                    observed={HEALTH: health[entry.path]} if entry.path in health else {},
                     age=entry.age,
                 )
 
@@ -179,7 +178,7 @@ class UnchangedFiles:
             directory.under_way.discard(number)
 
     def earlier(self, root: Place, path: str) -> tuple[Any, ...] | None:
-        """See ``Sharing.earlier``."""
+        """See ``existing.UNCHANGED``. Where nothing was shared for a while it is tried now and then only: it costs a hash."""
         directory = self._directory(root)
         known, number = directory.known.get(path), directory.tries.count
         fruitless = known is not None and known.fruitless >= _PATIENCE and number % _AGAIN > 1
@@ -193,7 +192,7 @@ class UnchangedFiles:
         """See ``Sharing.learn``."""
         found, directory = {}, self._directory(root)
         for file in written:
-            if file.size_bytes < LEAST_BYTES:
+            if file.size_bytes < LEAST_SHARED_BYTES:
                 continue
             path = file.path.removeprefix(f"{folder}/") if folder else ITSELF
             place, before = checkpoint / path, directory.known.get(path)
@@ -204,8 +203,9 @@ class UnchangedFiles:
                 stamp=_stamp(place),
                 size_bytes=file.size_bytes,
                 xxh3_128=file.xxh3_128,
-                health=file.health,
-                age=file.age or (before.age + 1 if before is not None and file.shared_bytes else 0),
+                observed={name: found for name, found in file.observed.items() if name != UNCHANGED},
+                age=file.observed.get(UNCHANGED, {}).get("age")
+                or (before.age + 1 if before is not None and file.shared_bytes else 0),
                 # With another size it is another file under an old name.
                 repeated=same if before is not None and before.size_bytes == file.size_bytes else None,
                 fruitless=before.fruitless + 1 if before is not None and not file.shared_bytes else 0,
@@ -241,7 +241,7 @@ class UnchangedFiles:
         """Whether what was found of its numbers is what would be found now. An alarm is not said again without a look."""
         if self._health.action == "off":
             return True
-        known = before.health
+        known = before.observed.get(HEALTH)
         if known is None or is_sick(known) or (self._health.recheck and "hashes" not in known):
             return False
         return bool(known.get("ignored", "") == digest_of_patterns((*self._health.ignore, *unexamined)))
@@ -283,8 +283,11 @@ class Sharing:
         self.found: dict[str, Shared] = {}
         self._fell_back = False
 
-    def same_as(self, path: str) -> str:
-        """See ``WriteTask.same_as``. On the background thread, when all saves before this one are over."""
+    def told(self, path: str) -> dict[str, Any]:
+        """What the writer is told of a file: see ``UNCHANGED``. On the background thread, after all saves before it."""
+        return {"earlier": self._known.earlier(self.root, path), "same_as": self._same_as(path)}
+
+    def _same_as(self, path: str) -> str:
         wanted = self.perhaps.get(path)
         before = self._known.candidate(wanted, self.root) if wanted is not None else None
         one = self._known.held(path, before, self.root) if before is not None else None
@@ -292,10 +295,6 @@ class Sharing:
             return ""
         self.found[path] = one
         return one.before.xxh3_128
-
-    def earlier(self, path: str) -> tuple[Any, ...] | None:
-        """See ``WriteTask.earlier``. Where nothing was shared for a while it is tried now and then only: it costs a hash."""
-        return self._known.earlier(self.root, path)
 
     def learn(self, checkpoint: Place, written: Sequence[WrittenFile], folder: str) -> None:
         """Take over what was committed. On the background thread.

@@ -4,13 +4,54 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.durable import WrittenFile, link_open_file
-from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
 from safe_ckpt.core.storage.objects.place import Place
+
+UNCHANGED = "unchanged"
+"""The name of the extension that knows of such files.
+
+It says of a ``WriteTask``: ``earlier``, path and ctime of the file before it, with which it may share blocks of the disk (empty
+if there is none yet, None to share none); and ``same_as``, the xxh3-128 of a file that is there already: with these bytes it is
+not written. Of a ``WrittenFile``: ``age``, how many saves ago it was written if all of it is another file; and ``left_out``: it
+is not there yet, its bytes are those of ``same_as``.
+"""
+_LONGEST = 16
+MOST_BYTES = 5 << 30
+"""S3 copies no larger object in one request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adoption:
+    """A file that an earlier checkpoint has, as the writer is told of it.
+
+    Attributes:
+        sources: addresses of objects with its bytes, in the bucket of ``path``. The first of them that is still there is
+            copied: the store does it, and no byte of it is sent.
+        path: of the new one.
+        size_bytes: its length.
+        xxh3_128: of its bytes.
+        instead: the file that is copied, or sent where the store makes no copy; None: one of the sources is read and sent.
+    """
+
+    path: str
+    size_bytes: int
+    xxh3_128: str
+    sources: tuple[str, ...] = ()
+    instead: FileCopy | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-able data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Adoption:
+        """From what ``to_json`` returned."""
+        instead = FileCopy.from_json(data["instead"]) if data["instead"] is not None else None
+        return cls(**{**data, "sources": tuple(data["sources"]), "instead": instead})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +63,7 @@ class Before:
         stamp: of the newest when it was committed; None where that is not known.
         size_bytes: its length.
         xxh3_128: of its bytes.
-        health: what was found of its numbers.
+        observed: what else was found of it, by the names of extensions.
         age: how many saves ago it was written.
         repeated: whether the save before had the same bytes; None where that is not known.
         fruitless: how many saves before it shared none of them, either.
@@ -32,7 +73,7 @@ class Before:
     size_bytes: int
     xxh3_128: str
     stamp: Stamp | None = None
-    health: Mapping[str, Any] | None = None
+    observed: Mapping[str, Any] = field(default_factory=dict)
     age: int = 0
     repeated: bool | None = None
     fruitless: int = 0
@@ -72,9 +113,10 @@ class SharedFile:
         """Give the old file a further name, in a directory that the caller makes durable. See ``link_open_file``."""
         return link_open_file(self._fd, path)
 
-    def copy(self, path: str) -> FileCopy:
+    def adoption(self, path: str) -> Adoption:
         """What puts a copy there."""
-        return FileCopy(source=self.source, path=path, stamp=self.stamp)
+        copy = FileCopy(source=self.source, path=path, stamp=self.stamp)
+        return Adoption(path=path, size_bytes=self.before.size_bytes, xxh3_128=self.before.xxh3_128, instead=copy)
 
     def written(self, path: str, *, shared: bool) -> WrittenFile:
         """What stands at ``path``; ``shared``: none of its bytes was written."""
@@ -113,11 +155,14 @@ class SharedObject:
         del path
         return "not this one"
 
-    def copy(self, path: str) -> ObjectCopy:
+    def adoption(self, path: str) -> Adoption:
         """What puts a copy there."""
         before = self.before
-        return ObjectCopy(
-            sources=tuple(map(str, before.sources)), path=path, size_bytes=before.size_bytes, xxh3_128=before.xxh3_128
+        return Adoption(
+            path=path,
+            size_bytes=before.size_bytes,
+            xxh3_128=before.xxh3_128,
+            sources=tuple(map(str, before.sources)),
         )
 
     def written(self, path: str, *, shared: bool) -> WrittenFile:
@@ -136,19 +181,14 @@ def _written(path: str, before: Before, *, shared: bool, examined: bool) -> Writ
         path=path,
         size_bytes=before.size_bytes,
         xxh3_128=before.xxh3_128,
-        health=before.health if examined else None,
         shared_bytes=before.size_bytes if shared else 0,
-        age=before.age + 1,  # a copy may have the same blocks
+        # A copy may have the same blocks.
+        observed={**(before.observed if examined else {}), UNCHANGED: {"age": before.age + 1}},
     )
 
 
-# When something that failed is tried again: not the next time, and then less and less often.
-
-_LONGEST = 16
-
-
 class Tries:
-    """Counts the times at which something could be tried. Any thread.
+    """Counts the times at which something could be tried. What failed is tried less and less often. Any thread.
 
     Attributes:
         count: how often ``begin`` was called.

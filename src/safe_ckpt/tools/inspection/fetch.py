@@ -8,13 +8,13 @@ import tempfile
 from pathlib import Path
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.core.home.home import is_one
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.core.transfer.fetching import MIRRORED, fetch_verified, make_durable, origin, own_manifest
 from safe_ckpt.errors import ConfigError, IncompleteCheckpointError
+from safe_ckpt.tools.inspection.check import read_committed
 from safe_ckpt.tools.inspection.files import inside
-from safe_ckpt.tools.inspection.objects.check import read_committed
-from safe_ckpt.tools.inspection.objects.reach import is_checkpoint
 
 _START = ".safe_ckpt-fetch-"
 
@@ -54,7 +54,7 @@ def fetch(source: ObjectPath, directory: Path) -> Path:
             at_a_time = 2 * options.parts_in_flight
             fetch_verified(source, manifest.files, folder, at_a_time=at_a_time, part_bytes=options.part_bytes)
         except IncompleteCheckpointError:
-            if is_checkpoint(source):
+            if is_one(source):
                 raise
             raise FileNotFoundError(errno.ENOENT, "was deleted meanwhile", str(source)) from None
         if not single:
