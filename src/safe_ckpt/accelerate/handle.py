@@ -86,11 +86,7 @@ class Handle(AttachedHandle):
         self.undo.also(self._context.loaders.forget)
         for loader in accelerator._dataloaders:
             self._context.loaders.watch(loader)
-        self._prepare_data_loader: Callable[..., Any] = accelerator.prepare_data_loader
-        self._skip_first_batches: Callable[..., Any] = accelerator.skip_first_batches
-        self._load_state: Callable[..., None] = accelerator.load_state
-        self._end_training: Callable[[], None] = accelerator.end_training
-        self._free_memory: Callable[..., Any] = accelerator.free_memory
+        self._stock: dict[str, Callable[..., Any]] = {name: getattr(accelerator, name) for name in _REPLACED}
         methods = {name: getattr(self, name) for name in _REPLACED}
         self.attach({**methods, "__getstate__": self._state_of_a_copy})
         self.prepare()
@@ -179,7 +175,7 @@ class Handle(AttachedHandle):
         """
 
         def restore(path: str) -> None:
-            self._load_state(path, load_kwargs, **load_model_func_kwargs)
+            self._stock["load_state"](path, load_kwargs, **load_model_func_kwargs)
 
         with self.call("load_state"):
             self.saver.land()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
@@ -190,7 +186,7 @@ class Handle(AttachedHandle):
         """Stands in for ``Accelerator.prepare_data_loader``, which ``prepare`` calls: the same, and the loader is watched."""
         self._refuse_copy("prepare_data_loader")
         given = args[0] if args else kwargs.get("data_loader")
-        loader = self._prepare_data_loader(*args, **kwargs)
+        loader = self._stock["prepare_data_loader"](*args, **kwargs)
         self._context.loaders.watch(loader, given)
         return loader
 
@@ -198,7 +194,7 @@ class Handle(AttachedHandle):
         """Stands in for ``Accelerator.skip_first_batches``: a loader that begins there after ``load_state`` stays as it is."""
         if not self.closed and self._context.loaders.is_at(dataloader, num_batches):
             return dataloader
-        return self._skip_first_batches(dataloader, num_batches)
+        return self._stock["skip_first_batches"](dataloader, num_batches)
 
     def save_model(
         self,
@@ -253,7 +249,7 @@ class Handle(AttachedHandle):
         try:
             self._end("end_training")
         finally:
-            self._end_training()
+            self._stock["end_training"]()
 
     def free_memory(self, *objects: Any) -> Any:
         """Stands in for ``Accelerator.free_memory`` and ``clear``: finishes what is in flight and gives the directory back.
@@ -267,7 +263,7 @@ class Handle(AttachedHandle):
         try:
             self._end("free_memory")
         finally:
-            objects = self._free_memory(*objects)
+            objects = self._stock["free_memory"](*objects)
         return objects
 
     def wait(self) -> None:

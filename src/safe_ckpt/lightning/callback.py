@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safe_ckpt.adapters.extras import HIDDEN, hugging_face, is_marked
-from safe_ckpt.adapters.spool import is_url, spooled
+from safe_ckpt.adapters.spool import is_url, refuse_url, spooled
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.events import Hook
 from safe_ckpt.lightning import dataloader, install, loop_state, signals
@@ -151,7 +151,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             if self.resume == "auto" or self._holds_only_ours(trainer):
                 warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
-        install.refuse_remote(self.dirpath)
+        refuse_url(self.dirpath or ".", "dirpath")
         self._forget_live()
         if not fitting:
             install.install_for_loading(trainer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from safe_ckpt.adapters import Patch
 from safe_ckpt.adapters.extras import config_of_all, refused_retention
 from safe_ckpt.adapters.patch import replace_for_good
-from safe_ckpt.adapters.spool import is_url, spooled
+from safe_ckpt.adapters.spool import is_url, refuse_url, spooled
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
@@ -164,7 +163,7 @@ def check_arguments(
     if resume == "auto" and dirpath is None:
         message = 'is missing: resume="auto" needs it, for the default one is new with every run. Give a dirpath'
         raise ConfigError(key="dirpath", message=message)
-    refuse_remote(dirpath)
+    refuse_url(dirpath or ".", "dirpath")
 
 
 def settings_of_this_process() -> CheckpointConfig:
@@ -195,13 +194,3 @@ def settings_of_all(callback: Any, given: str | Path | None, config: CheckpointC
     resume, only = callback.resume, callback.save_weights_only
     check_arguments(callback.dirpath, config, resume, save_weights_only=only, from_environment=True)
     return config
-
-
-def refuse_remote(dirpath: str | Path | None) -> None:
-    """Refuse a directory that is a URL.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    if dirpath is not None and "://" in os.fspath(dirpath) and not os.fspath(dirpath).startswith("file://"):
-        raise ConfigError(key="dirpath", message=f"only local and mounted file systems are supported, got {dirpath}")

@@ -94,14 +94,13 @@ class Sharing:
     def noting(self, trainer: Any, folder: Path) -> Iterator[Noted]:
         """While this is entered, nothing that the processes write together into ``folder`` is written."""
         noted = Noted(self._core, folder)
-        with contextlib.ExitStack() as stack:
+        with Patch() as patch:
             if _gathers(trainer):
                 gathers = {"get_state_dict": noted.after_meeting(trainer.accelerator.get_state_dict)}
-                stack.enter_context(Patch(trainer.accelerator, gathers))
+                patch.put(trainer.accelerator, gathers)
             if trainer.is_fsdp_enabled:
                 names = ("save_fsdp_model", "save_fsdp_optimizer")
-                saves = {name: noted.after_meeting(getattr(upstream, name)) for name in names}
-                stack.enter_context(Patch(upstream, saves))
+                patch.put(upstream, {name: noted.after_meeting(getattr(upstream, name)) for name in names})
             if trainer.is_deepspeed_enabled:
                 engine = trainer.model_wrapped
                 instead = {"save_checkpoint": noted.of(engine)}
@@ -109,7 +108,7 @@ class Sharing:
                     from safe_ckpt.deepspeed.nested import ZERO3_GATHER
 
                     instead[ZERO3_GATHER] = noted.after_meeting(getattr(engine, ZERO3_GATHER))
-                stack.enter_context(Patch(engine, instead))
+                patch.put(engine, instead)
             yield noted
 
     def plan(self, trainer: Any, noted: Noted, caught: Catch, problem: Exception | None) -> Planned:
