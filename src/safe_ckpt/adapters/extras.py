@@ -16,8 +16,6 @@ from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES, Candidate, Point
 from safe_ckpt.core.home.retention import DeleteListed, KeepNewest, policy_of
 from safe_ckpt.core.home.standing import Catalog, is_of, named_by, standing_of
 from safe_ckpt.core.names import wrapped
-from safe_ckpt.core.offload.consolidate import agree_parts, own_part
-from safe_ckpt.core.offload.restore import Part, give_back, parts_of
 from safe_ckpt.core.resuming import resume
 from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.saving import export, one_shot
@@ -32,3 +30,5 @@ from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.inside import checked_name, really_inside
 from safe_ckpt.core.tensors import is_short, refuse_short
 from safe_ckpt.core.writer import commit_order
+from safe_ckpt.offload.consolidate import agree_parts, own_part
+from safe_ckpt.offload.restore import Part, give_back, parts_of
