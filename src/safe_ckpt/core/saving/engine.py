@@ -313,7 +313,7 @@ class Engine:
             if self.rank == 0:
                 self._save_queue.after_commit.delete_deferred()
             self._end()
-            self.extensions.ask("the end of the job", Extension.closed)
+            self.extensions.ask("the end of the job", lambda one: one.closed())
         try:
             self.raise_unreported()
         except SafeCheckpointError as error:

@@ -187,6 +187,7 @@ class Extensions:
 
     def __init__(self, each: Sequence[Extension] = ()) -> None:
         self._each = tuple(each)
+        self._told: set[tuple[str, str]] = set()  # what was logged
 
     def __iter__(self) -> Iterator[Extension]:
         return iter(self._each)
@@ -197,8 +198,13 @@ class Extensions:
         for one in self._each:
             try:
                 answers[one.name] = question(one)
-            except Exception:
-                logger.exception("%s: %s failed, and this goes on without it", moment, one.name)
+            except Exception as error:
+                first = (one.name, moment) not in self._told
+                self._told.add((one.name, moment))
+                level = logging.ERROR if first else logging.DEBUG
+                logger.log(
+                    level, "%s: %s failed, and this goes on without it: %r", moment, one.name, error, exc_info=first
+                )
         return answers
 
     def existing(self, moment: str, question: Callable[[Extension], Mapping[str, Existing]]) -> dict[str, Existing]:
