@@ -48,8 +48,8 @@ class ThreadSession(Coordinator):
         self.rank, self.size = rank, size
         self.users, self.receipts, self.movers = 1, Receipts(), []
         self.at_exit, self._pid = None, os.getpid()
-        self.call, self._part, self._depth, self._goes_on, self._ended, self.unsure = -1, 0, 0, False, [], False
-        self._named, self.stale = "", []
+        self.call, self._part, self._depth, self._goes_on, self.unsure = -1, 0, 0, False, False
+        self._named, self.over = "", []
         self._shutdown_s, self._answer_s = 5.0, 5.0
         self._name, self._meeting, self._closed, self._heartbeat = "threads", None, False, None
         self._calls = LocalStoreClient(store)

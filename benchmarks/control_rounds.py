@@ -132,7 +132,7 @@ def save(
             two_phase.report({"files": [entry], "items": {}})
             two_phase.verdict(LIMIT_S)
         found.append(time.monotonic() - begun)
-        _forget(coordinator, two_phase)
+        _forget(coordinator, client)
         after(number)
     client.close()
     return found
@@ -160,7 +160,7 @@ def failed_save(coordinator: Coordinator, op_id: str, failing: int) -> dict[str,
             two_phase.report(error_report(failing))
         two_phase.verdict(LIMIT_S)
         found["read"] = time.monotonic()
-    _forget(coordinator, two_phase)
+    _forget(coordinator, client)
     client.close()
     return found
 
@@ -188,6 +188,6 @@ def _begin(coordinator: Coordinator, client: StoreClient, op_id: str, step: int,
     return TwoPhaseCommit(coordinator, client, op_id, range(agreed["writers"]), lambda: None, coordinator.call)
 
 
-def _forget(coordinator: Coordinator, two_phase: TwoPhaseCommit) -> None:
-    while coordinator.rank == 0 and not two_phase.forget():
+def _forget(coordinator: Coordinator, client: StoreClient) -> None:
+    while coordinator.rank == 0 and not coordinator.receipts.tidy(client, coordinator.have_left):
         time.sleep(0.001)

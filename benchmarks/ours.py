@@ -11,7 +11,7 @@ from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.save import Destination, Facts, SaveHandle, SaveRequest, Snapshot
 from safe_ckpt.core.staging.overlap import OverlapPlan
-from safe_ckpt.core.state import plan
+from safe_ckpt.core.state import items
 
 TIMEOUT_S = 300.0
 
@@ -65,7 +65,7 @@ class SingleFile(Way):
         self._root = self._engine.hold(self.folder / "checkpoints")
 
     def prepare(self) -> None:
-        self._engine.prepare(plan.expected_bytes({"model": self.model, "optimizer": self.optimizer}, rank=0))
+        self._engine.prepare(items.expected_bytes({"model": self.model, "optimizer": self.optimizer}, rank=0))
 
     def save(self, step: int) -> None:
         self._path = self._root.path / f"step={step}.ckpt"

@@ -33,7 +33,7 @@ from control_rounds import (
 from rank_processes import await_all, forked, met, private_bytes
 
 from safe_ckpt.core.coordination import process_groups
-from safe_ckpt.core.coordination.rounds import LogEntry, Mailbox
+from safe_ckpt.core.coordination.rounds import LogEntry, Round
 from safe_ckpt.core.coordination.store import SealedStore
 from safe_ckpt.machine import machine_id
 
@@ -99,7 +99,7 @@ class _Player:
             self._client, self._ranks[0], self._size, f"log/{self._call}.0", "played", LIMIT_S, lambda: None
         )
         self._read(entry.name)
-        self._post(Mailbox(self._client, entry.name, range(1, self._size)), self._ranks, {"answer": ANSWER})
+        self._post(entry, self._ranks, {"answer": ANSWER})
         self._read(f"{entry.name}/verdict")
         for rank in self._ranks if shares else ():
             self._store.get(f"{entry.name}/share/{rank}")
@@ -120,22 +120,22 @@ class _Player:
         whole = {rank for rank in range(1, self._size - 1) if rank <= before * self._size}
         self._post(reports, [rank for rank in self._ranks if rank in whole], {"files": [], "items": {}})
         if self._ranks[-1] == self._size - 1:
-            while reports.posted(phase="") < len(whole):
+            while reports.posted() < len(whole):
                 time.sleep(0.001)
             told = time.monotonic()
-            reports.post(self._size - 1, error_report(self._size - 1), phase="", wake=True)
+            reports.post(self._size - 1, error_report(self._size - 1), wake=True)
         self._conclude(op_id)
         return told
 
-    def _reports(self, op_id: str) -> Mailbox:
-        return Mailbox(self._client, f"op/{op_id}/wrote", range(self._size))
+    def _reports(self, op_id: str) -> Round:
+        return Round(self._client, f"op/{op_id}", range(self._size), "played")
 
     def _conclude(self, op_id: str) -> None:
         self._read(f"op/{op_id}/verdict")
         self._count(f"op/{op_id}/read")
 
-    def _post(self, mailbox: Mailbox, ranks: range | list[int], message: object) -> None:
-        count, everyone, *words = mailbox.keys()
+    def _post(self, exchange: Round, ranks: range | list[int], message: object) -> None:
+        count, everyone, *words = exchange.message_keys()
         text, first = json.dumps(message), self._size - len(words)
         for rank in ranks:
             self._store.set(words[rank - first], text)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from safe_ckpt.core.saving.set_up import set_up_directory
     from safe_ckpt.core.sharding.gather import iter_full_tensors
     from safe_ckpt.core.sharding.timeouts import lengthy_timeouts
-    from safe_ckpt.core.state.plan import PerRank
+    from safe_ckpt.core.state.items import PerRank
     from safe_ckpt.core.state.rng import RngState
     from safe_ckpt.errors import SafeCheckpointError
 
@@ -41,7 +41,7 @@ _HOMES = {
     "CheckpointConfig": "safe_ckpt.config",
     "CheckpointInfo": "safe_ckpt.core.formats.manifest",
     "Checkpointer": "safe_ckpt.checkpointer",
-    "PerRank": "safe_ckpt.core.state.plan",
+    "PerRank": "safe_ckpt.core.state.items",
     "Retention": "safe_ckpt.config",
     "RngState": "safe_ckpt.core.state.rng",
     "SafeCheckpointError": "safe_ckpt.errors",

@@ -14,7 +14,6 @@ from typing_extensions import Self
 
 from safe_ckpt import versions
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.changing import unchanging
 from safe_ckpt.core.coordination.agreed_config import config_and_more
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo
@@ -38,10 +37,12 @@ from safe_ckpt.core.saving.save import (
     SaveRequest,
     Snapshot,
     Unplanned,
+    check_step,
+    checked_metrics,
 )
-from safe_ckpt.core.staging.overlap import OverlapPlan
-from safe_ckpt.core.state import fixed, plan, restore
-from safe_ckpt.core.state.planner import Planner
+from safe_ckpt.core.state import fixed, restore
+from safe_ckpt.core.state.items import expected_bytes, items_of, modules_of
+from safe_ckpt.core.state.planner import Plan, Planner
 from safe_ckpt.core.storage.objects.options import StorageOptions, is_url
 from safe_ckpt.core.storage.objects.place import Place, open_place
 from safe_ckpt.errors import ConfigError, NoValidCheckpointError
@@ -95,7 +96,13 @@ class Checkpointer:
         try:
             self._workspace: Home = self._engine.hold(self.directory)
             self._catalog = Catalog()
-            self._planner = Planner(self._engine.rank, apart=self.config.unchanged.share)
+            # A plain loop may change its parameters between two steps, so "auto" is eager here.
+            self._planner = Planner(
+                self._engine.rank,
+                apart=self.config.unchanged.share,
+                overlapped=self.config.snapshot == "overlapped",
+                alone=self._engine.coordinator.size == 1,
+            )
             self._shards: ShardPlanner | None = None
             self._exporter: Exporter | None = None
             # A checkpoint that is not visible for a moment must still count in the order of commits.
@@ -140,36 +147,33 @@ class Checkpointer:
     def _save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> SaveHandle:
         number = step if isinstance(step, int) else -1
         error: Exception | None = None
-        planned = plan.Plan()
-        images: list[FilePlan] = []
+        planned = Plan()
+        shards: list[FilePlan] = []
         numbers: dict[str, float] = {}
         try:
-            if isinstance(state, Mapping):
-                with unchanging("state"):
-                    state = dict(state)  # another thread may add to it
-            plan.check_step(step)
-            numbers = plan.checked_metrics(metrics)
-            planned = self._planner.plan(state)
+            check_step(step)
+            numbers = checked_metrics(metrics)
+            planned = self._planner.plan(items_of(state))
         except Exception as problem:  # such as from a state_dict(): the other ranks must learn of it
             error = problem
         path = self.directory / catalog.step_name(number)
         must_match = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
-        if isinstance(state, Mapping) and error is None:
-            fixed.learn(self._engine.known, plan.modules_of(state).values, recheck=self.config.health.recheck)
-            self._engine.trained.note(lambda: plan.modules_of(state), self._planner.trained(state, planned.views))
+        if error is None:
+            fixed.learn(self._engine.known, planned.models, recheck=self.config.health.recheck)
+            self._engine.trained.note(planned.models)
         if planned.sharded:
-            images, error = self._plan_shards(planned.sharded, {"step": number, "path": path, **must_match})
+            shards, error = self._plan_shards(planned.sharded, {"step": number, "path": path, **must_match})
         content: Content
         if error is not None:
             content = Unplanned(error=error)
         else:
-            files = [*(image for item in planned.items for image in item.images), *images]
-            content = Snapshot(files=files, folders=list(planned.sharded), overlap=self._overlap_plan(state, planned))
+            files = [*planned.files, *shards]
+            content = Snapshot(files=files, folders=list(planned.sharded), overlap=planned.overlap)
         return self._engine.save(
             SaveRequest(
                 destination=Destination(workspace=self._workspace, path=path, kind="directory"),
                 content=content,
-                facts=Facts(step=number, metrics=numbers, items=planned.described(self._engine.rank)),
+                facts=Facts(step=number, metrics=numbers, items=planned.described),
                 must_match=must_match,
                 held=planned.held,
                 on_commit=OnCommit(catalog=self._catalog, retention=retention.policy_of(self.config.retention)),
@@ -185,7 +189,7 @@ class Checkpointer:
         Args:
             state: as it will be given to ``save``.
         """
-        self._engine.prepare(plan.expected_bytes(state, rank=self._engine.rank))
+        self._engine.prepare(expected_bytes(state, rank=self._engine.rank))
 
     def _plan_shards(
         self, states: Mapping[str, Any], view: Mapping[str, object]
@@ -199,12 +203,6 @@ class Checkpointer:
             return self._shards.lay_out(parts), None
         except Exception as problem:  # on this rank alone: the others learn of it in the agreement on the save
             return [], problem
-
-    def _overlap_plan(self, state: Mapping[str, Any], planned: plan.Plan) -> OverlapPlan | None:
-        # A plain loop may change its parameters between two steps, so "auto" is eager here.
-        if self.config.snapshot != "overlapped" or not isinstance(state, Mapping):
-            return None
-        return self._planner.overlap(state, planned.views)
 
     def resume(self, state: Mapping[str, Any], *, step: int | None = None) -> CheckpointInfo | None:
         """Restore the newest valid checkpoint into ``state``, in place.
@@ -262,7 +260,7 @@ class Checkpointer:
         with resume.naming_older(chosen.info.path, _BY_NAME):
             nowhere = self._engine.agree("fits", local=restoring.compare, decide=restoring.agree, phase="restore")
             resume.apply(self._engine, lambda: restoring.apply(nowhere))
-        modules = plan.modules_of(state)
+        modules = modules_of(items_of(state))
         self._engine.trained.expect(lambda: modules)
         self._engine.agree(
             "list", must_match={"directory": self.directory}, decide=lambda _: self._take_stock(self._workspace.look())

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from entries import ENTRIES, entered
 from trials import sampled
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.errors import WriterError
-from safe_ckpt.testing import spawn_ranks, values
 from support import run_script, writers_of
 
 TIMES = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=0.7, fsync_stall_s=5, peer_stall_s=5, shutdown_s=10)

@@ -11,8 +11,8 @@ import torch
 from safe_ckpt import CheckpointConfig, Checkpointer, RngState
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.staging.snapshot import StagingCopy
-from safe_ckpt.core.state import plan
-from safe_ckpt.core.state.plan import PerRank
+from safe_ckpt.core.state import planner as planning
+from safe_ckpt.core.state.items import PerRank, items_of
 from safe_ckpt.core.state.planner import Planner
 
 
@@ -46,13 +46,13 @@ def fresh():
 @pytest.fixture
 def planned(monkeypatch):
     """The names that were planned."""
-    names, original = [], plan.plan_item
+    names, original = [], planning.plan_item
 
-    def note(name, *args, **options):
-        names.append(name)
-        return original(name, *args, **options)
+    def note(item, *args, **options):
+        names.append(item.name)
+        return original(item, *args, **options)
 
-    monkeypatch.setattr(plan, "plan_item", note)
+    monkeypatch.setattr(planning, "plan_item", note)
     return names
 
 
@@ -421,11 +421,11 @@ def test_parameters_that_another_optimizer_steps_now_are_not_copied_late(tmp_pat
     """Which optimizer owns a parameter decides whether it may be copied after the call; also where nothing else has changed."""
     first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     state = {"a": first, "b": second, "optimizer": torch.optim.SGD(first.parameters(), lr=0.1)}
-    planner = Planner(0)
-    planner.overlap(state, planner.plan(state).views)
-    assert planner.overlap(state, planner.plan(state).views).covers(first.weight)
+    planner = Planner(0, overlapped=True)
+    planner.plan(items_of(state))
+    assert planner.plan(items_of(state)).overlap.covers(first.weight)
     state["optimizer"] = torch.optim.SGD(second.parameters(), lr=0.1)
-    now = planner.overlap(state, planner.plan(state).views)
+    now = planner.plan(items_of(state)).overlap
     assert not now.covers(first.weight)
     assert now.covers(second.weight)
 

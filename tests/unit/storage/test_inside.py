@@ -16,8 +16,9 @@ from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.home.object_head import Head
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.offload import restore
+from safe_ckpt.core.resuming import items
 from safe_ckpt.core.sharding import dcp_load
-from safe_ckpt.core.state import plan
+from safe_ckpt.core.state.planner import SHARDED
 from safe_ckpt.core.storage.inside import checked_name, inside, really_inside
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.core.transfer import fetching
@@ -92,11 +93,11 @@ def test_each_reader_refuses(tmp_path, name):
     rewrite(tmp_path / "one", lambda data: data["files"][0].update(path=name))
     with pytest.raises(HostileCheckpointError, match=re.escape(str(tmp_path / "one"))):
         read_manifest(tmp_path / "one")
-    for form in ("pt", plan.SHARDED):
+    for form in ("pt", SHARDED):
         item = {"per_rank": False, "form": form, "files": {"0": name}}
         hostile = Manifest(name="m", sequence=1, step=1, world_size=1, items={"s": item}, files=made.files)
         with pytest.raises(HostileCheckpointError):
-            plan.files_for(hostile, {"s": {}}, rank=0, path=tmp_path)
+            items.files_for(hostile, {"s": {}}, rank=0, path=tmp_path)
     for facts in ({"name": name}, {"name": ".safe_ckpt/lock"}, {"name": "_safe_ckpt/lock"}):
         mirrored = Manifest(name="m", sequence=1, step=1, world_size=1, notes={fetching.MIRRORED: facts})
         with pytest.raises(HostileCheckpointError):

@@ -35,6 +35,8 @@ from safe_ckpt.errors import (
 )
 
 logger = logging.getLogger(__name__)
+_IN_ORDER = ("log/", "gather/")
+"""What a rank has read when it has read a later entry of the log."""
 
 _open: list[Coordinator] = []
 _open_lock = threading.RLock()
@@ -117,7 +119,7 @@ class Coordinator:
         call: the number of the newest call, the same on all ranks that made the same calls.
         receipts: on rank 0, of which verdicts it is still to learn that the others have read them.
         unsure: whether this rank failed in its newest agreement after it had answered: the others may have gone on.
-        stale: on rank 0, keys of what is over that some rank may still be reading; dropped when all have come to the next.
+        over: on rank 0, keys of what is over that some rank may still be reading; dropped when all have come to the next entry.
         movers: numbers of this rank that change as long as bytes move; their sum is sent to the other ranks.
         at_exit: closes it when the process ends; cancelled by ``close``.
     """
@@ -128,7 +130,7 @@ class Coordinator:
         self._hosts = (0,) if group.rank else ()  # of the store; no rank is lost to itself
         self.receipts = Receipts()
         self.movers: list[Callable[[], int]] = []
-        self.stale: list[str] = []
+        self.over: list[str] = []
         self.at_exit: multiprocessing.util.Finalize | None = None
         self._shutdown_s = timeouts.shutdown_s
         self._name = group.name
@@ -137,7 +139,6 @@ class Coordinator:
         self._pid = os.getpid()
         self.call, self._part = -1, 0
         self._depth, self._goes_on, self._named = 0, False, ""
-        self._ended: list[str] = []
         self.unsure = False
         self._closed = False
         self._heartbeat: Heartbeat | None = None
@@ -362,25 +363,25 @@ class Coordinator:
             result = entry.conclude(decided(view, {0: own, **entry.answers(view)}, decide))
         except BaseException as error:
             # The other ranks wait for this verdict, so they get the cause before this rank unwinds.
-            wire = to_wire(error, rank=0, phase=entry.kind)
+            wire = to_wire(error, rank=0, phase=entry.phase)
             entry.fail(wire)
             # After a rank was lost the rest may still be on their way here. They must learn which one it was.
             lost = len(error.ranks) if isinstance(error, PeerLostError) else 0
-            reads = self.size - 1 - lost if lost else entry.present()
-            self.receipts.expect(entry.read, reads, self.call, instead_of="log/")
-            self._ended += entry.keys(answers=True)
+            reads = self.size - 1 - lost if lost else entry.posted()
+            self.receipts.expect(entry.read, reads, self.call, instead_of=_IN_ORDER)
+            self.over += entry.keys(answers=True)
             if isinstance(error, Exception) and not isinstance(error, CoordinationError):
                 raise from_wire(wire) from error
             raise
-        self.receipts.expect(entry.read, self.size - 1, self.call, instead_of="log/")
-        entry.forget(self._ended)
-        self._ended = entry.keys()
+        self.receipts.expect(entry.read, self.size - 1, self.call, instead_of=_IN_ORDER)
+        entry.forget(self.over)
+        self.over = entry.keys()
         return result
 
     def _follow(self, entry: LogEntry, view: Mapping[str, str], own: Mapping[str, object]) -> Any:
         answered = False
         try:
-            appended = entry.get("")
+            appended = entry.said()
             answered = True
             entry.answer(own if appended == view else {**own, "view": view})
             verdict = self._await_verdict(entry)
@@ -392,7 +393,7 @@ class Coordinator:
             if isinstance(error, KeyTimeout):
                 raise entry.too_late((0,)) from None
             raise
-        self._calls.acknowledge(entry.read, phase=entry.kind)
+        entry.acknowledge()
         if "error" in verdict:
             raise from_wire(verdict["error"])
         return share if verdict.get("shared") else verdict["ok"]
@@ -400,9 +401,11 @@ class Coordinator:
     def _await_verdict(self, entry: LogEntry) -> Any:
         try:
             # Rank 0 waits timeout_s for the slowest rank and may take as long to decide. It names the missing ranks.
-            return entry.get("/verdict", patience=2)
+            return entry.said("/verdict", patience=2)
         except KeyTimeout:
-            raise RendezvousTimeout(phase=f"{entry.kind}: verdict", seconds=2 * entry.timeout_s, missing=(0,)) from None
+            raise RendezvousTimeout(
+                phase=f"{entry.phase}: verdict", seconds=2 * entry.timeout_s, missing=(0,)
+            ) from None
 
 
 def _agree_alone(kind: str, local: Callable[[], object] | None, decide: Decide | None) -> Any:

@@ -1,4 +1,4 @@
-"""Messages of several ranks to a rank that waits for all of them, and the two-phase commit of a save: keys in a store.
+"""Exchanges between rank 0 and the other ranks, through keys in a store: entries of the log, the two-phase commit of a save.
 
 A rank sets its own key and adds one to a counter. The last one sets the key that is waited for. So no rank polls, and a
 wait costs one request however many ranks there are. No collectives.
@@ -6,50 +6,94 @@ wait costs one request however many ranks there are. No collectives.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from safe_ckpt.core.coordination.store import Check, KeyTimeout, KeyValues, StoreClient, read_present
-from safe_ckpt.errors import PeerLostError, RendezvousTimeout, SafeCheckpointError
-
-if TYPE_CHECKING:
-    from safe_ckpt.core.coordination.coordinator import Coordinator
-import math
-from dataclasses import dataclass
-
-from safe_ckpt.errors import DesyncError, facts_of, named
+from safe_ckpt.errors import (
+    CoordinationError,
+    DesyncError,
+    PeerLostError,
+    RendezvousTimeout,
+    SafeCheckpointError,
+    facts_of,
+    named,
+)
 
 logger = logging.getLogger(__name__)
 _GRACE_S = 3.0
 
 
-class Mailbox:
-    """One message of every sender, and a key that is set when all have come. A sender may post again in each further turn.
+class Peers(Protocol):
+    """What an exchange must know of the ranks."""
+
+    rank: int
+    size: int
+    receipts: Receipts
+
+    def check(self, needed: Sequence[int], /) -> None:
+        """Raise ``PeerLostError`` if one of the ``needed`` ranks is known to be dead or stopped."""
+
+    def leave(self, call: int, /) -> None:
+        """Give up a call that this rank cannot answer now."""
+
+    def have_left(self, call: int, /) -> tuple[int, ...]:
+        """On rank 0: the ranks that have given up that call."""
+
+
+class Round:
+    """The keys of one exchange: a message of every sender, what rank 0 says to all, and how many have read that.
+
+    A further key is set when all messages have come. A sender may post again in each further turn.
 
     Args:
         store_client: the connection of the thread that this is used on.
-        prefix: of all keys.
+        name: what the keys begin with.
         senders: the ranks that post.
+        phase: what this is for; named in errors.
     """
 
-    def __init__(self, store_client: StoreClient, prefix: str, senders: Iterable[int]) -> None:
+    def __init__(self, store_client: StoreClient, name: str, senders: Iterable[int], phase: str) -> None:
         self._store_client = store_client
-        self._prefix = prefix
-        self._by_rank = {rank: f"{prefix}/from/{rank}" for rank in senders}
+        self.name = name
+        self.phase = phase
+        self._by_rank = {rank: f"{name}/from/{rank}" for rank in senders}
 
-    def post(
-        self, rank: int, message: object, *, phase: str, turn: int = 0, wake: bool = False, drop: Sequence[int] = ()
-    ) -> None:
+    @property
+    def read(self) -> str:
+        """What every rank counts up that has read what was said last."""
+        return f"{self.name}/read"
+
+    def put(self, suffix: str, value: object) -> None:
+        """Rank 0: say something to all."""
+        self._store_client.put(self.name + suffix, value, phase=self.phase)
+
+    def get(self, suffix: str, *, wait_s: float, check: Check, phase: str = "") -> Any:
+        """Wait for what rank 0 says.
+
+        Raises:
+            KeyTimeout: it did not come in time.
+            PeerLostError: the store's host is lost, or ``check`` raised.
+        """
+        return self._store_client.get(self.name + suffix, phase=phase or self.phase, wait_s=wait_s, check=check)
+
+    def acknowledge(self) -> None:
+        """Count that this rank has read it."""
+        self._store_client.acknowledge(self.read, phase=self.phase)
+
+    def post(self, rank: int, message: object, *, turn: int = 0, wake: bool = False, drop: Sequence[int] = ()) -> None:
         """Leave this rank's message, in place of that of an earlier turn.
 
         Args:
             rank: this rank.
             message: JSON-able data.
-            phase: what this is for; named in errors.
             turn: which one.
             wake: end the wait early.
             drop: turns that are over on all ranks; their keys are deleted.
@@ -58,72 +102,76 @@ class Mailbox:
         def arrive(store: KeyValues) -> None:
             store.set(self._by_rank[rank], json.dumps(message))
             if store.add(self._count(turn), 1) >= len(self._by_rank) or wake:
-                store.set(self._all(turn), "{}")
+                store.set(self.name + self._all(turn), "{}")
             for key in self._turn_keys(drop):
                 store.delete_key(key)
 
-        self._store_client.call(arrive, phase=phase)
+        self._store_client.call(arrive, phase=self.phase)
 
-    def wake(self, value: Mapping[str, Any], *, phase: str, turns: Sequence[int] = (0,)) -> None:
+    def wake(self, value: Mapping[str, Any], *, turns: Sequence[int] = (0,)) -> None:
         """End the wait for these turns early; ``value`` says why."""
+        for turn in turns:
+            self.put(self._all(turn), value)
 
-        def wake(store: KeyValues) -> None:
-            for turn in turns:
-                store.set(self._all(turn), json.dumps(value))
-
-        self._store_client.call(wake, phase=phase)
-
-    def wait(self, *, phase: str, wait_s: float, check: Check, turn: int = 0) -> dict[str, Any]:
+    def wait(self, *, wait_s: float, check: Check, turn: int = 0) -> dict[str, Any]:
         """Wait until all have posted, or some rank has called ``wake``. Returns the ``value`` of that call, else nothing.
 
         Raises:
             KeyTimeout: neither came in time.
             PeerLostError: the store's host is lost, or ``check`` raised.
         """
-        return dict(self._store_client.get(self._all(turn), phase=phase, wait_s=wait_s, check=check))
+        return dict(self.get(self._all(turn), wait_s=wait_s, check=check))
 
-    def peek(self, *, phase: str, turn: int = 0) -> dict[str, Any] | None:
-        """What ``wait`` would return now; None if it would wait."""
-        key = self._all(turn)
-        value = self._store_client.call(lambda store: store.get(key) if store.check([key]) else b"null", phase=phase)
-        reason: dict[str, Any] | None = json.loads(value)
-        return reason
+    def peek(self, suffix: str = "", *, turn: int = 0) -> Any:
+        """What is there now; None if that would have to be waited for.
 
-    def posted(self, *, phase: str, turn: int = 0) -> int:
+        Args:
+            suffix: of what rank 0 says; "" for what ``wait`` would return.
+            turn: of that wait.
+        """
+        key = self.name + (suffix or self._all(turn))
+        value = self._store_client.call(
+            lambda store: store.get(key) if store.check([key]) else b"null", phase=self.phase
+        )
+        return json.loads(value)
+
+    def posted(self) -> int:
         """How many senders have posted."""
-        return self._store_client.call(lambda store: store.add(self._count(turn), 0), phase=phase)
+        return self._store_client.call(lambda store: store.add(self._count(0), 0), phase=self.phase)
 
-    def messages(self, *, phase: str) -> dict[int, Any]:
+    def messages(self) -> dict[int, Any]:
         """What has been posted so far, by rank."""
         keys = list(self._by_rank.values())
-        values = self._store_client.call(lambda store: read_present(store, keys), phase=phase)
+        values = self._store_client.call(lambda store: read_present(store, keys), phase=self.phase)
         return {rank: json.loads(values[key]) for rank, key in self._by_rank.items() if key in values}
 
-    def keys(self, turns: Sequence[int] = (0,)) -> list[str]:
-        """All keys that this writes, so that they can be deleted when it is over."""
+    def message_keys(self, turns: Sequence[int] = (0,)) -> list[str]:
+        """All keys of messages, so that they can be deleted when it is over."""
         return [*self._turn_keys(turns), *self._by_rank.values()]
 
     def _turn_keys(self, turns: Sequence[int]) -> list[str]:
-        return [key for turn in turns for key in (self._count(turn), self._all(turn))]
+        return [key for turn in turns for key in (self._count(turn), self.name + self._all(turn))]
 
     def _count(self, turn: int) -> str:
-        return f"{self._prefix}/count/{turn}"
+        return f"{self.name}/count/{turn}"
 
     def _all(self, turn: int) -> str:
-        return f"{self._prefix}/all/{turn}"
+        return f"/all/{turn}"
 
 
 class Receipts:
     """On rank 0: which of its verdicts the others have not read yet. The verdicts are lost when the process ends."""
 
     def __init__(self) -> None:
-        self._expected: dict[str, tuple[int, int]] = {}
+        self._expected: dict[str, tuple[int, int, Sequence[str]]] = {}
         self._lock = threading.RLock()  # a save's thread expects some while the one that trains leaves
 
     def __len__(self) -> int:
         return len(self._expected)
 
-    def expect(self, key: str, count: int, call: int = -1, *, instead_of: str = "") -> None:
+    def expect(
+        self, key: str, count: int, call: int = -1, *, instead_of: tuple[str, ...] = (), then_drop: Sequence[str] = ()
+    ) -> None:
         """Expect that ``key`` is counted up.
 
         Args:
@@ -131,17 +179,33 @@ class Receipts:
             count: how many ranks do so.
             call: of which call; a rank that gives it up is not waited for.
             instead_of: who has read this one has read those that begin so.
+            then_drop: keys that are not needed any more when they have.
         """
         with self._lock:
             if instead_of:
                 self._expected = {k: v for k, v in self._expected.items() if not k.startswith(instead_of)}
-            self._expected[key] = count, call
+            self._expected[key] = count, call, then_drop
 
-    def drop(self, *keys: str) -> None:
-        """Stop waiting for these keys."""
+    def tidy(self, store_client: StoreClient, have_left: Callable[[int], Sequence[int]]) -> bool:
+        """Drop the keys of what has been read by all that will. Returns whether none are left.
+
+        Args:
+            store_client: a connection to this process's own store.
+            have_left: the ranks that have given up a call.
+        """
         with self._lock:
-            for key in keys:
-                self._expected.pop(key, None)
+            kept = {key: one for key, one in self._expected.items() if one[2]}
+
+        def drop(store: KeyValues) -> bool:
+            read = [key for key, (n, call, _) in kept.items() if store.add(key, 0) + len(have_left(call)) >= n]
+            for key in read:
+                for one in (key, *kept[key][2]):
+                    store.delete_key(one)
+                with self._lock:
+                    self._expected.pop(key, None)
+            return len(read) == len(kept)
+
+        return store_client.call(drop, phase="commit")
 
     def await_all(
         self,
@@ -167,7 +231,7 @@ class Receipts:
         def unread(store: KeyValues) -> int:
             with self._lock:
                 expected = list(self._expected.items())
-            return max((n - len(have_left(call)) - store.add(key, 0) for key, (n, call) in expected), default=0)
+            return max((n - len(have_left(call)) - store.add(key, 0) for key, (n, call, _) in expected), default=0)
 
         while time.monotonic() < deadline and not over():
             missing = store_client.call(unread, phase="close")
@@ -185,14 +249,14 @@ class Receipts:
         logger.debug("left while some ranks had not read the last verdict")
 
 
-class TwoPhaseCommit:
-    """The keys of one save's background phases: prepared, wrote, verdict.
+class TwoPhaseCommit(Round):
+    """The keys of one save's background phases: prepared, the reports of what was written, verdict.
 
     Only rank 0 concludes. A rank that fails reports its error at once, so no rank waits for a timeout to learn of it. Used
     on the background thread alone.
 
     Args:
-        coordinator: where the ranks meet.
+        peers: the ranks.
         store_client: the connection of the thread that this is used on.
         op_id: unique to this save.
         writers: the other ranks that have something to write; rank 0 keeps its own report.
@@ -201,25 +265,18 @@ class TwoPhaseCommit:
     """
 
     def __init__(
-        self,
-        coordinator: Coordinator,
-        store_client: StoreClient,
-        op_id: str,
-        writers: Sequence[int],
-        check: Check,
-        call: int,
+        self, peers: Peers, store_client: StoreClient, op_id: str, writers: Sequence[int], check: Check, call: int
     ) -> None:
+        super().__init__(store_client, f"op/{op_id}", writers, "write")
         self._call = call
-        self._coordinator = coordinator
-        self._store_client = store_client
+        self._peers = peers
         self._check = check
         self._writers = tuple(writers)
-        self._prefix = f"op/{op_id}"
-        self._reports = Mailbox(store_client, f"{self._prefix}/wrote", writers)
 
     def prepared(self) -> None:
         """Rank 0: the pending directory exists."""
-        self._set("prepared", {})
+        if self._peers.size > 1:
+            self.put("/prepared", {})
 
     def await_prepared(self, timeout_s: float) -> None:
         """Another writing rank: wait until the pending directory exists, or the save has failed.
@@ -229,13 +286,13 @@ class TwoPhaseCommit:
             PeerLostError: rank 0 died or stopped.
         """
         try:
-            self._get("prepared", "prepare", timeout_s)
+            self.get("/prepared", wait_s=timeout_s, check=self._checked([0]), phase="prepare")
         except KeyTimeout:
             raise RendezvousTimeout(phase="prepare", seconds=timeout_s, missing=(0,)) from None
 
     def report(self, value: Mapping[str, Any]) -> None:
         """A writing rank: what it wrote, or ``{"error": ...}``."""
-        self._reports.post(self._coordinator.rank, value, phase="write", wake="error" in value)
+        self.post(self._peers.rank, value, wake="error" in value)
 
     def reports(self, timeout_s: float) -> dict[int, Any]:
         """Rank 0: what the writing ranks reported; fewer than all only when one of them reported an error.
@@ -249,26 +306,30 @@ class TwoPhaseCommit:
         while True:
             left_s = max(0.001, deadline - time.monotonic())
             try:
-                self._reports.wait(phase="write", wait_s=left_s, check=self._checked(needed))
-                return self._reported()
+                self.wait(wait_s=left_s, check=self._checked(needed))
+                return self.messages()
             except KeyTimeout:
-                missing = tuple(rank for rank in self._writers if rank not in self._reported())
+                missing = tuple(rank for rank in self._writers if rank not in self.messages())
                 raise RendezvousTimeout(phase="write", seconds=timeout_s, missing=missing) from None
             except PeerLostError:
                 # One that reported and died afterwards is not missed.
-                reported = self._reported()
+                reported = self.messages()
                 needed = [rank for rank in self._writers if rank not in reported]
                 self._check_peers(needed)
 
     def conclude(self, verdict: Mapping[str, Any]) -> None:
         """Rank 0: publish the outcome. ``prepared`` is set too, so that the ranks that wait there wake up."""
-        if self._coordinator.size == 1:
+        if self._peers.size == 1:
             return
-        self._coordinator.receipts.expect(self._read, self._coordinator.size - 1, self._call)
-        self._set("verdict", verdict)
-        self._set("prepared", {})
+        receipts = self._peers.receipts
+        keys = [f"{self.name}/prepared", f"{self.name}/verdict", *self.message_keys()]
+        receipts.expect(self.read, self._peers.size - 1, self._call, then_drop=keys)
+        self.put("/verdict", verdict)
+        self.put("/prepared", {})
         if "error" in verdict and self._writers:
-            self._reports.wake({}, phase="write")  # what still waits for reports, on a connection that was left, ends
+            self.wake({})  # what still waits for reports, on a connection that was left, ends
+        with contextlib.suppress(CoordinationError):  # those of earlier saves can wait
+            receipts.tidy(self._store_client, self._peers.have_left)
 
     def verdict(self, timeout_s: float) -> Any:
         """The other ranks: wait for the outcome, and acknowledge that it was read.
@@ -277,13 +338,13 @@ class TwoPhaseCommit:
             KeyTimeout: rank 0 did not conclude in time.
             PeerLostError: rank 0 died or stopped.
         """
-        verdict = self._get("verdict", "commit", timeout_s)
-        self._store_client.acknowledge(self._read, phase="commit")
+        verdict = self.get("/verdict", wait_s=timeout_s, check=self._checked([0]), phase="commit")
+        self.acknowledge()
         return verdict
 
     def leave(self) -> None:
         """Another rank: give up without being able to report it now."""
-        self._coordinator.leave(self._call)
+        self._peers.leave(self._call)
 
     def refuse_left(self) -> None:
         """Rank 0, before it commits: refuse if some rank has already raised an error for this save.
@@ -291,56 +352,27 @@ class TwoPhaseCommit:
         Raises:
             PeerLostError: some ranks gave it up; names them.
         """
-        self._refuse(self._coordinator.have_left(self._call))
+        self._refuse(self._peers.have_left(self._call))
+
+    def failed_elsewhere(self) -> SafeCheckpointError | None:
+        """The error of another rank, so that this one can stop working for a save that has failed."""
+        if self._peers.rank != 0:
+            said = [self.peek("/verdict") or {}]
+        elif not self._writers:
+            return None
+        else:
+            said = list(self.messages().values()) if self.peek() is not None else []
+        return next((from_wire(one["error"]) for one in said if "error" in one), None)
 
     def _check_peers(self, needed: Sequence[int]) -> None:
-        self._coordinator.check(needed)
-        self._refuse(tuple(rank for rank in self._coordinator.have_left(self._call) if rank in needed))
+        self._peers.check(needed)
+        self._refuse(tuple(rank for rank in self._peers.have_left(self._call) if rank in needed))
 
     def _refuse(self, gone: tuple[int, ...]) -> None:
         if gone:
             raise PeerLostError(
                 phase="write", ranks=gone, reason="it gave this save up while it could not reach rank 0"
             )
-
-    def failed_elsewhere(self) -> SafeCheckpointError | None:
-        """The error of another rank, so that this one can stop working for a save that has failed."""
-        if self._coordinator.rank == 0 and not self._writers:
-            return None
-        if self._coordinator.rank == 0:
-            reports = self._reported().values() if self._reports.peek(phase="write") is not None else ()
-            return next((from_wire(report["error"]) for report in reports if "error" in report), None)
-        if not self._store_client.call(lambda store: store.check([f"{self._prefix}/verdict"]), phase="write"):
-            return None
-        verdict = self._get("verdict", "write", 1.0)
-        return from_wire(verdict["error"]) if "error" in verdict else None
-
-    def forget(self) -> bool:
-        """Rank 0: drop the keys if every rank has read the verdict. Returns whether they are gone."""
-        if self._coordinator.size == 1:
-            return True
-        read = self._store_client.call(lambda store: store.add(self._read, 0), phase="commit")
-        if read + len(self._coordinator.have_left(self._call)) < self._coordinator.size - 1:
-            return False
-        keys = [f"{self._prefix}/prepared", f"{self._prefix}/verdict", self._read, *self._reports.keys()]
-        self._store_client.delete(keys, phase="commit")
-        self._coordinator.receipts.drop(self._read)
-        return True
-
-    @property
-    def _read(self) -> str:
-        return f"{self._prefix}/read"
-
-    def _reported(self) -> dict[int, Any]:
-        return self._reports.messages(phase="write")
-
-    def _set(self, name: str, value: Mapping[str, Any]) -> None:
-        if self._coordinator.size > 1:
-            self._store_client.put(f"{self._prefix}/{name}", value, phase=name)
-
-    def _get(self, name: str, phase: str, timeout_s: float) -> Any:
-        check = self._checked([0])
-        return self._store_client.get(f"{self._prefix}/{name}", phase=phase, wait_s=timeout_s, check=check)
 
     def _checked(self, needed: Sequence[int]) -> Check:
         def check() -> None:
@@ -349,8 +381,6 @@ class TwoPhaseCommit:
 
         return check
 
-
-# One entry of the operation log: what rank 0 appends, what every rank answers, and what rank 0 makes of the answers.
 
 Decide = Callable[[Mapping[int, Any]], Any]
 """Runs on rank 0 with every rank's answer; what it returns (JSON-able, or ``Scatter``) or raises is what every rank gets."""
@@ -410,8 +440,8 @@ def refuse_differences(views: Mapping[int, Mapping[str, object]]) -> None:
             raise DesyncError(what=name, values=values)
 
 
-class LogEntry:
-    """The keys of one entry of the log.
+class LogEntry(Round):
+    """One entry of the operation log: what rank 0 appends, what every rank answers, and what rank 0 makes of the answers.
 
     Args:
         store_client: the connection of the thread that this is used on.
@@ -440,34 +470,26 @@ class LogEntry:
         elsewhere: Callable[[], Sequence[int]] = tuple,
         say_s: float = math.inf,
     ) -> None:
-        self._store_client = store_client
+        super().__init__(store_client, name, range(1, size), kind)
         self._rank = rank
         self._others = range(1, size)
         self._check_others = check
         self._call = call or kind
         self._elsewhere = elsewhere
         self._begun, self._say_s = time.monotonic(), say_s
-        self._answers = Mailbox(store_client, name, self._others)
-        self.name = name
-        self.kind = kind
         self.timeout_s = timeout_s
 
-    def put(self, suffix: str, value: object) -> None:
-        """Rank 0: write one key of the entry."""
-        self._store_client.put(self.name + suffix, value, phase=self.kind)
-
-    def get(self, suffix: str, *, patience: int = 1) -> Any:
-        """Wait for one key of the entry.
+    def said(self, suffix: str = "", *, patience: int = 1) -> Any:
+        """Another rank: wait for the entry, or with ``"/verdict"`` for what was decided.
 
         Raises:
             KeyTimeout: it did not appear in ``patience`` times the step's time.
         """
-        key, wait_s = self.name + suffix, patience * self.timeout_s
-        return self._store_client.get(key, phase=self.kind, wait_s=wait_s, check=self._check)
+        return self.get(suffix, wait_s=patience * self.timeout_s, check=self._check)
 
     def answer(self, value: object) -> None:
         """Another rank: answer the entry."""
-        self._answers.post(self._rank, value, phase=self.kind)
+        self.post(self._rank, value)
 
     def answers(self, mine: Mapping[str, str]) -> dict[int, Any]:
         """Append the entry and collect what every other rank answers to it.
@@ -477,15 +499,15 @@ class LogEntry:
         """
         self.put("", mine)
         try:
-            self._answers.wait(phase=self.kind, wait_s=self.timeout_s, check=self._check)
+            self.wait(wait_s=self.timeout_s, check=self._check)
         except KeyTimeout:
-            answered = self._answers.messages(phase=self.kind)
+            answered = self.messages()
             raise self.too_late([rank for rank in self._others if rank not in answered]) from None
-        return self._answers.messages(phase=self.kind)
+        return self.messages()
 
     def too_late(self, missing: Sequence[int]) -> RendezvousTimeout:
         """The error for ranks that did not come. It names the user's call if they are alive and elsewhere."""
-        phase = self.kind if self.kind == self._call else f"{self._call} ({self.kind})"
+        phase = self.phase if self.phase == self._call else f"{self._call} ({self.phase})"
         call = self._call if set(missing) <= set(self._elsewhere()) else ""
         return RendezvousTimeout(phase=phase, seconds=self.timeout_s, missing=tuple(missing), call=call)
 
@@ -517,18 +539,14 @@ class LogEntry:
             for key, share in shares.items():
                 store.set(key, share)
 
-        self._store_client.call(hand_out, phase=self.kind)
+        self._store_client.call(hand_out, phase=self.phase)
         self.put("/verdict", {"shared": True})
         return result.by_rank.get(0)
 
     def fail(self, wire: Mapping[str, Any]) -> None:
         """Rank 0: publish the error. What still waits for answers, on a connection that was left, ends."""
         self.put("/verdict", {"error": wire})
-        self._answers.wake({}, phase=self.kind)
-
-    def present(self) -> int:
-        """Rank 0: how many other ranks have answered."""
-        return self._answers.posted(phase=self.kind)
+        self.wake({})
 
     def take_share(self) -> Any:
         """Another rank: its share, if the verdict has shares."""
@@ -539,23 +557,18 @@ class LogEntry:
             store.delete_key(key)
             return value
 
-        return json.loads(self._store_client.call(take, phase=self.kind))
+        return json.loads(self._store_client.call(take, phase=self.phase))
 
     def _share(self, rank: int) -> str:
         return f"{self.name}/share/{rank}"
 
     def forget(self, before: Sequence[str]) -> None:
-        """Have the answers to this entry deleted, and the keys of entries ``before`` it. Does not wait for that."""
-        self._store_client.begin_delete([*self._answers.keys(), *before], phase=self.kind)
+        """Have the answers to this entry deleted, and keys of what was ``before`` it. Does not wait for that."""
+        self._store_client.begin_delete([*self.message_keys(), *before], phase=self.phase)
 
     def keys(self, *, answers: bool = False) -> list[str]:
         """What is to be dropped when all have passed this entry, with the ``answers`` to it where ``forget`` did not."""
-        return [self.name, f"{self.name}/verdict", self.read, *(self._answers.keys() if answers else ())]
-
-    @property
-    def read(self) -> str:
-        """What every rank counts up that has read the verdict."""
-        return f"{self.name}/read"
+        return [self.name, f"{self.name}/verdict", self.read, *(self.message_keys() if answers else ())]
 
 
 # Errors on their way from one rank or process to another, as JSON-able data.

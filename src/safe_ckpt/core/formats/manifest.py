@@ -32,8 +32,8 @@ from safe_ckpt.core.formats.health_section import checked_health
 from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES, COMMENT_PREFIX
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.inside import checked_name
-from safe_ckpt.core.storage.objects.place import ObjectPath, Place
-from safe_ckpt.core.storage.objects.second_look import parse_twice
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.source import in_files, is_directory, parsed, place_named
 from safe_ckpt.errors import (
     CorruptCheckpointError,
     HostileCheckpointError,
@@ -241,9 +241,7 @@ class CheckpointInfo:
         Raises:
             TypeError: it is in an object store.
         """
-        if isinstance(self.path, ObjectPath):
-            raise TypeError(f"{self.path} is in an object store")
-        return self.path
+        return in_files(self.path)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data."""
@@ -252,8 +250,7 @@ class CheckpointInfo:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], beside: Place | None = None) -> CheckpointInfo:
         """From what ``to_json`` returned, of a checkpoint in the same file system or bucket as ``beside``."""
-        path = beside.at(data["path"]) if isinstance(beside, ObjectPath) else Path(data["path"])
-        return cls(**{**data, "path": path})
+        return cls(**{**data, "path": place_named(data["path"], beside)})
 
 
 def read_manifest(path: Place) -> Manifest:
@@ -265,9 +262,15 @@ def read_manifest(path: Place) -> Manifest:
         UnsupportedFormatError: not ours, or of a newer version.
         OSError: it could not be read; it is not treated as corrupt.
     """
-    if isinstance(path, ObjectPath):
-        return _read_from_store(path)
-    return _read_from_archive(path) if presence.is_file(path) else _read_from_directory(path)
+    if not is_directory(path) and presence.is_file(in_files(path)):
+        return _read_from_archive(in_files(path))
+    try:
+        return parsed(
+            path / MANIFEST_NAME, lambda text: parse_manifest(text, path), lambda _: _read_file(in_files(path))
+        )
+    except (FileNotFoundError, NotADirectoryError):
+        file = MANIFEST_NAME if is_directory(path) else ""
+        raise IncompleteCheckpointError(path=str(path), file=file, message="is missing") from None
 
 
 @contextlib.contextmanager
@@ -344,22 +347,6 @@ def _has_trace_of_ours(path: Path) -> bool:
     # A file that is empty, begins as an archive or ends with our comment may be a corrupt one of ours.
     with path.open("rb") as stream:
         return stream.read(4) in (b"", b"PK\3\4") or archive_digest(path) is not None
-
-
-def _read_from_directory(path: Path) -> Manifest:
-    try:
-        text = _read_file(path)
-    except (FileNotFoundError, NotADirectoryError):
-        file = MANIFEST_NAME if presence.is_directory(path) else ""
-        raise IncompleteCheckpointError(path=str(path), file=file, message="is missing") from None
-    return parse_manifest(text, path)
-
-
-def _read_from_store(path: ObjectPath) -> Manifest:
-    try:
-        return parse_twice(path / MANIFEST_NAME, lambda text: parse_manifest(text, path))
-    except FileNotFoundError:
-        raise IncompleteCheckpointError(path=str(path), file=MANIFEST_NAME, message="is missing") from None
 
 
 def parse_manifest(text: bytes, path: Place) -> Manifest:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import mmap
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
+from safe_ckpt.core.formats import file_plan, hugging_face, safetensors, torch_reading
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Reader
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.state import plan, restore
+from safe_ckpt.core.state import restore
+from safe_ckpt.core.state.items import PerRank
+from safe_ckpt.core.state.planner import SHARDED
+from safe_ckpt.core.storage.inside import checked_name
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.reader import read_whole
+from safe_ckpt.core.storage.source import file_in, size_of, sizes_in
 from safe_ckpt.core.transfer.host_cache import Host
+from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, IncompleteCheckpointError, RestoreError
 
 
 class StoredItems:
@@ -71,8 +80,8 @@ class StoredItems:
         chosen = self._sharded(manifest, needed)
         if len(host.ranks) > 1:
             items = {name: manifest.items[name] for name in needed}
-            whole = [name for name, item in items.items() if item["form"] != plan.SHARDED and not item["per_rank"]]
-            chosen += [file for name in whole for file in plan.files_of(needed[name], manifest)]
+            whole = [name for name, item in items.items() if item["form"] != SHARDED and not item["per_rank"]]
+            chosen += [file for name in whole for file in files_of(needed[name], manifest)]
         return [entries[path] for path in chosen]
 
     def load_fetched(self, source: ObjectPath, manifest: Manifest, folder: Path, host: Host) -> dict[str, Any]:
@@ -88,7 +97,7 @@ class StoredItems:
         loaded, read = self._load(source, manifest, folder, host, fetched)
         self.verified = dataclasses.replace(manifest, files=tuple(one for one in manifest.files if one.path in read))
         if self._rank == 0:
-            plan.check_there(source, manifest.files)
+            check_there(source, manifest.files)
         return loaded
 
     def _load(
@@ -110,19 +119,150 @@ class StoredItems:
         loaded: dict[str, Any] = {}
         for name, file in needed.items():
             item = manifest.items[name]
-            if item["form"] == plan.SHARDED:
+            if item["form"] == SHARDED:
                 shards = restore.Shards(folder / file)
                 loaded[name] = shards.refuse_code() if self._rank == 0 else shards
             else:
                 shared = len(host.ranks) > 1 and not item["per_rank"]
-                loaded[name] = plan.load_item(
+                loaded[name] = load_item(
                     lambda f: folder if f in local else source, manifest, file, name, shared=shared
                 )
-        return loaded, {*sharded, *(part for file in needed.values() for part in plan.files_of(file, manifest))}
+        return loaded, {*sharded, *(part for file in needed.values() for part in files_of(file, manifest))}
 
     def _sharded(self, manifest: Manifest, needed: Mapping[str, str]) -> list[str]:
-        folders = [file for name, file in needed.items() if manifest.items[name]["form"] == plan.SHARDED]
-        return plan.files_in(folders, manifest)
+        folders = [file for name, file in needed.items() if manifest.items[name]["form"] == SHARDED]
+        return files_in(folders, manifest)
 
     def _needed(self, manifest: Manifest, place: Place | str) -> Mapping[str, str]:
-        return plan.files_for(manifest, self._state, rank=self._rank, path=Path(str(place)))
+        return files_for(manifest, self._state, rank=self._rank, path=Path(str(place)))
+
+
+def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: Path) -> dict[str, str]:
+    """Which file of the checkpoint this rank needs for each name of ``state``.
+
+    Raises:
+        RestoreError: the checkpoint has no such item, or none for this rank.
+        HostileCheckpointError: the manifest names a file that it does not list.
+    """
+    needed = {}
+    names = {entry.path for entry in manifest.files}
+    for name, value in state.items():
+        item = manifest.items.get(name)
+        if item is None:
+            message = f"the checkpoint has no such item; it has: {', '.join(manifest.items) or 'nothing'}"
+            raise RestoreError(path=str(path), key=f"state[{name!r}]", message=message)
+        if bool(item["per_rank"]) != isinstance(value, PerRank):
+            saved = "PerRank" if item["per_rank"] else "not PerRank"
+            raise RestoreError(path=str(path), key=f"state[{name!r}]", message=f"it was saved {saved}")
+        files = item["files"]
+        file = files.get(str(rank) if item["per_rank"] else "0")
+        if file is None:
+            message = (
+                f"it was saved by {manifest.world_size} ranks, each its own, and this is rank {rank}: "
+                "leave it out of the state, or resume with as many ranks"
+            )
+            raise RestoreError(path=str(path), key=f"state[{name!r}]", message=message)
+        listed = files_in([checked_name(file, path)], manifest) if item["form"] == SHARDED else names & {file}
+        if not listed:
+            message = f"item {name!r} is to be in {file!r:.200}, which is not among its files"
+            raise HostileCheckpointError(path=str(path), file=MANIFEST_NAME, message=message)
+        needed[name] = file
+    return needed
+
+
+def files_of(file: str, manifest: Manifest) -> list[str]:
+    """All files of an item: the one that its manifest names, and the shards if that is an index."""
+    return [file, *hugging_face.shards_of(file, (entry.path for entry in manifest.files))]
+
+
+def files_in(folders: Iterable[str], manifest: Manifest) -> list[str]:
+    """The files of sharded items, the largest first."""
+    chosen = set(folders)
+    entries = [entry for entry in manifest.files if entry.path.rpartition("/")[0] in chosen]
+    return [entry.path for entry in sorted(entries, key=lambda entry: (-entry.size_bytes, entry.path))]
+
+
+def check_there(path: Place, entries: Iterable[FileEntry]) -> None:
+    """Check that files which nobody reads are there, with the size that they should have. Their bytes are not read.
+
+    Raises:
+        CorruptCheckpointError: one has another size.
+        IncompleteCheckpointError: one is not there.
+        OSError: the store gave no answer.
+    """
+    entries = list(entries)
+    there = sizes_in(path, [entry.path for entry in entries])
+    for entry in entries:
+        size = there.get(entry.path)
+        if size is None:
+            raise IncompleteCheckpointError(path=str(path), file=entry.path, message="is missing")
+        if size != entry.size_bytes:
+            message = f"has {size} bytes instead of {entry.size_bytes}"
+            raise CorruptCheckpointError(path=str(path), file=entry.path, message=message)
+
+
+def load_item(
+    folders: Callable[[str], Place], manifest: Manifest, file: str, name: str, *, shared: bool = False
+) -> Any:
+    """Read an item, check its files against the manifest, and return what they hold.
+
+    Args:
+        folders: where the checkpoint is from which a file is read.
+        manifest: of the checkpoint.
+        file: the one that the manifest names for the item.
+        name: of the item.
+        shared: see ``load_file``.
+
+    Raises:
+        CorruptCheckpointError: bytes are not those that were written.
+        IncompleteCheckpointError: a file is not there.
+        OSError: one could not be read; it is not treated as corrupt.
+    """
+    entries = {entry.path: entry for entry in manifest.files}
+    item = manifest.items[name]
+    parts = [
+        load_file(folders(path), entries[path], item, name, shared=shared)
+        for path in (files_of(file, manifest)[1:] or [file])
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    load_file(folders(file), entries[file], {"form": "index"}, name, shared=shared)  # other tools need it to be right
+    whole = OrderedDict((key, tensor) for part in parts for key, tensor in part.items())
+    whole._metadata = next((m for part in parts if (m := getattr(part, "_metadata", None)) is not None), OrderedDict())  # type: ignore[attr-defined]
+    return whole
+
+
+def load_file(folder: Place, entry: FileEntry, item: Mapping[str, Any], name: str, *, shared: bool = False) -> Any:
+    """Read one file, check it against the manifest while it is in memory, and return what it holds.
+
+    Args:
+        folder: the checkpoint.
+        entry: the file, as the manifest has it.
+        item: what it is of, as the manifest has it.
+        name: of the item.
+        shared: other ranks of this host read it at the same time: the storage is read once, for all of them.
+
+    Raises:
+        CorruptCheckpointError: its bytes are not those that were written.
+        HostileCheckpointError: they are, and to read them would run code.
+        IncompleteCheckpointError: it is not there.
+        OSError: it could not be read; it is not treated as corrupt.
+    """
+    file = file_in(folder, entry.path)
+    try:
+        size_bytes = size_of(file)
+        memory, digest = read_whole(file, entry.size_bytes, cached=shared)
+    except IsADirectoryError:
+        raise CorruptCheckpointError(path=str(folder), file=entry.path, message="is a directory") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise IncompleteCheckpointError(path=str(folder), file=entry.path, message="is missing") from None
+    if size_bytes != entry.size_bytes or digest != entry.xxh3_128:
+        message = f"its {size_bytes} bytes are not the {entry.size_bytes} that were written"
+        raise CorruptCheckpointError(path=str(folder), file=entry.path, message=message)
+    if file.suffix == ".json":
+        parse: Callable[[mmap.mmap, int], Any] = file_plan.parse_json
+    else:
+        parse = safetensors.parse_safetensors if file.suffix == ".safetensors" else torch_reading.parse_archive
+    with torch_reading.refusing(folder, entry.path):
+        loaded = parse(memory, entry.size_bytes)
+        return loaded[name] if item["form"] == "tensor" else loaded

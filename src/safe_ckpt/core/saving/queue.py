@@ -30,7 +30,6 @@ from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
-    CoordinationError,
     PeerLostError,
     RendezvousTimeout,
     SafeCheckpointError,
@@ -79,7 +78,6 @@ class SaveQueue:
         self.writer = WriterSupervisor(config.writer, config.timeouts, self._respawned, storage, ahead)
         coordinator.movers.append(self.writer.progress)
         self._background = Background("safe_ckpt-save", self._work)
-        self._concluded: list[TwoPhaseCommit] = []
         self._open: list[SaveJob] = []
         self._beginning = threading.RLock()
         self._failures = 0
@@ -176,7 +174,6 @@ class SaveQueue:
                 raise  # Ctrl-C is the caller's
 
     def _process(self, job: SaveJob) -> None:
-        self._concluded = [two_phase for two_phase in self._concluded if not self._forget(two_phase)]
         give_up = functools.partial(self._check_giving_up, job.name)
         reporting = [rank for rank in job.writers if rank != 0]
         two_phase = TwoPhaseCommit(self._coordinator, self._store_client, job.op_id, reporting, give_up, job.call)
@@ -188,8 +185,6 @@ class SaveQueue:
         except SafeCheckpointError as error:
             failure = error
         finally:
-            if self._coordinator.rank == 0:
-                self._concluded.append(two_phase)
             self._free(job)
         if info is not None:
             self.last_save_s = time.monotonic() - job.started
@@ -236,12 +231,6 @@ class SaveQueue:
             job.handle.mark_reported()
         job.handle.finish(info, failure)
         self._open.remove(job)
-
-    def _forget(self, two_phase: TwoPhaseCommit) -> bool:
-        try:
-            return two_phase.forget()
-        except CoordinationError:
-            return True
 
     def _respawned(self, pid: int, ended: str) -> None:
         name = self._open[0].name if self._open else ""  # what is written is the oldest

@@ -24,7 +24,7 @@ from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.transfer.unchanged import Sharing, UnchangedFiles
-from safe_ckpt.errors import ForkedError, RendezvousTimeout, SafeCheckpointError, SaveSkippedError
+from safe_ckpt.errors import ForkedError, RendezvousTimeout, SafeCheckpointError, SaveSkippedError, StateError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +246,31 @@ def answer(
         "earlier": failure,
         "held": held,
     }
+
+
+def check_step(step: object) -> None:
+    """Refuse what is no training step.
+
+    Raises:
+        StateError: naming it.
+    """
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise StateError(key="step", message=f"expected a whole number from 0 up, got {step!r}")
+
+
+def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as numbers.
+
+    Raises:
+        StateError: one is none; names it.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise StateError(key=f"metrics[{name!r}]", message=f"expected a number, got {value!r}") from error
+    return numbers
 
 
 def decide(

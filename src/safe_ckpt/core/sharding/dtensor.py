@@ -5,6 +5,7 @@ Their classes are not imported here, which takes long. If they were never import
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,17 +56,15 @@ def leaves(value: object) -> Iterator[object]:
             waiting.extend(inner.values() if isinstance(inner, Mapping) else inner)
 
 
-def has_sharded(value: object) -> bool:
-    """Whether a module, an optimizer or a state dict holds tensors of which this rank may have a part only."""
+def any_sharded(values: Iterable[object]) -> bool:
+    """Whether there are tensors among them of which this rank may have a part only."""
     kinds = _classes(*_HOMES)
-    if not kinds:
-        return False
-    values: Iterable[object] = leaves(value)
-    if isinstance(value, torch.nn.Module):
-        values = (*value.parameters(), *value.buffers())
-    elif isinstance(value, torch.optim.Optimizer):
-        values = (tensor for group in value.param_groups for tensor in group["params"])
-    return any(type(leaf) not in _LEAVES and isinstance(leaf, kinds) for leaf in values)
+    return bool(kinds) and any(type(value) not in _LEAVES and isinstance(value, kinds) for value in values)
+
+
+def has_parts(module: torch.nn.Module) -> bool:
+    """Whether a module holds tensors of which this rank may have a part only."""
+    return any_sharded(itertools.chain(module.parameters(), module.buffers()))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -147,9 +146,6 @@ def refuse_partitioned(module: torch.nn.Module) -> None:
                 "zero_to_fp32.py, or gather it with deepspeed.zero.GatheredParameters"
             )
             raise StateError(key=name, message=message)
-
-
-# One sharded item of a state, on its way to be planned.
 
 
 def is_extra_state(name: str) -> bool:

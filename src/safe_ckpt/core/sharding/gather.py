@@ -20,7 +20,7 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
-from safe_ckpt.core.coordination.rounds import Mailbox, Scatter, from_wire, refuse_differences, to_wire
+from safe_ckpt.core.coordination.rounds import Round, Scatter, from_wire, refuse_differences, to_wire
 from safe_ckpt.core.coordination.store import KeyTimeout
 from safe_ckpt.core.sharding import dtensor, gather_plan, gather_transport, timeouts
 from safe_ckpt.core.sharding.gather_plan import Chunk, GatherPlan
@@ -355,18 +355,13 @@ class RoundBarrier:
         self._coordinator = coordinator
         self.alone = coordinator.size == 1
         self._store_client = coordinator.store_client("gather")
-        self._mailbox = Mailbox(self._store_client, f"gather/{op_id}", range(coordinator.size))
-        self._read = f"gather/{op_id}/read"
+        self._round = Round(self._store_client, f"gather/{op_id}", range(coordinator.size), "gather")
         self._timeout_s = timeout_s
         self._late_s = late_s
         self._next = 0
         self._begun = self._done = 0
         self._reported = False
         self._looked = time.monotonic()
-        if coordinator.rank == 0 and coordinator.stale:
-            stale, coordinator.stale = coordinator.stale, []
-            self._store_client.delete(stale, phase="gather")
-            coordinator.receipts.drop(*stale)
         self._needed = [0] if coordinator.rank else list(range(1, coordinator.size))
 
     def enter(self, phase: str) -> None:
@@ -381,13 +376,14 @@ class RoundBarrier:
             return
         number, rank = self._next, self._coordinator.rank
         over = [number - 2] if rank == 0 and number > 1 else []  # all have passed that one
-        self._mailbox.post(rank, number + 1, phase=phase, turn=number, drop=over)
+        self._round.phase = phase
+        self._round.post(rank, number + 1, turn=number, drop=over)
         self._next = number + 1
         wait_s = self._late_s if rank == 0 else self._timeout_s + self._late_s
         try:
-            reason = self._mailbox.wait(phase=phase, wait_s=wait_s, check=self._check_peers, turn=number)
+            reason = self._round.wait(wait_s=wait_s, check=self._check_peers, turn=number)
         except KeyTimeout:
-            posted = self._mailbox.messages(phase=phase)
+            posted = self._round.messages()
             missing = tuple(rank for rank in range(self._coordinator.size) if posted.get(rank, 0) <= number)
             raise RendezvousTimeout(phase=phase, seconds=wait_s, missing=missing) from None
         self._receive(reason)
@@ -399,7 +395,7 @@ class RoundBarrier:
             return
         self._looked = time.monotonic()
         self._check_peers()
-        reason = self._mailbox.peek(phase="gather", turn=self._next) or {}
+        reason = self._round.peek(turn=self._next) or {}
         # One that left behind this round took part in it: it will end.
         if reason.get("done", 0) < self._next:
             self._receive(reason)
@@ -418,18 +414,18 @@ class RoundBarrier:
             return
         if rank == 0:
             # The store ends with rank 0, which stays until the others have read why there is no further round.
-            self._coordinator.receipts.expect(self._read, self._coordinator.size - 1 - _lost_with(error, rank))
+            self._coordinator.receipts.expect(self._round.read, self._coordinator.size - 1 - _lost_with(error, rank))
         wire = to_wire(error, rank=rank, phase=f"gather: {where}")
         # Also in the round that this rank waited for: where it begins all the same, the others look for the next one within.
         turns = range(self._begun, self._next + 1)
-        self._mailbox.wake({"error": wire, "done": self._done}, phase="gather", turns=turns)
+        self._round.wake({"error": wire, "done": self._done}, turns=turns)
 
     def close(self) -> None:
-        """Give the connection back. Rank 0 notes which keys are left; the next gather, to which all come, drops them."""
+        """Give the connection back. Rank 0 notes which keys are left; the next agreement, to which all come, drops them."""
         self._store_client.close()
         if self._coordinator.rank == 0 and not self.alone:
             turns = range(max(0, self._next - 2), self._next + 1)
-            self._coordinator.stale += [self._read, *self._mailbox.keys(turns)]
+            self._coordinator.over += [self._round.read, *self._round.message_keys(turns)]
 
     def _check_peers(self) -> None:
         self._coordinator.check(self._needed)
@@ -440,9 +436,11 @@ class RoundBarrier:
         self._reported = True
         error = from_wire(reason["error"])
         if self._coordinator.rank == 0:
-            self._coordinator.receipts.expect(self._read, self._coordinator.size - 1 - max(1, _lost_with(error, 0)))
+            self._coordinator.receipts.expect(
+                self._round.read, self._coordinator.size - 1 - max(1, _lost_with(error, 0))
+            )
         else:
-            self._store_client.acknowledge(self._read, phase="gather")
+            self._round.acknowledge()
         raise error
 
 

@@ -5,8 +5,8 @@ the same order, types, shapes, strides and devices, in the same memory; so the s
 compared and nothing is held, so a remembered fingerprint keeps no tensor alive. What is asked of every tensor goes through
 ``map``: a loop of Python would take longer than the answers.
 
-``of`` knows modules and optimizers whose state is torch's own, and data of exact dicts, lists, tuples, numbers, text and
-tensors. Of anything else there is no fingerprint, and it is planned anew each time.
+There are fingerprints of modules and optimizers whose state is torch's own, and of data of exact dicts, lists, tuples, numbers,
+text and tensors. What has none is planned anew each time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from operator import attrgetter, eq, itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -129,18 +129,13 @@ class _Unknown(Exception):
     """There is something that this module cannot answer for."""
 
 
-def of(value: object) -> Fingerprint | None:
-    """The fingerprint of one item of a state; None where there is none.
+_V = TypeVar("_V")
 
-    Of a module that FSDP2 has sharded this undoes what a forward pass without a backward pass has left behind, as asking for
-    its ``state_dict`` does.
-    """
+
+def of(find: Callable[[_V], Fingerprint], value: _V) -> Fingerprint | None:
+    """What one of the following functions finds; None where there is no fingerprint."""
     try:
-        if isinstance(value, torch.nn.Module):
-            return _of_module(value)
-        if isinstance(value, torch.optim.Optimizer):
-            return _of_optimizer(value)
-        return _of_data(value)
+        return find(value)
     except (
         _Unknown,
         RuntimeError,
@@ -152,7 +147,12 @@ def of(value: object) -> Fingerprint | None:
         return None
 
 
-def _of_module(module: torch.nn.Module) -> Fingerprint:
+def of_module(module: torch.nn.Module) -> Fingerprint:
+    """The fingerprint of a module whose state is torch's own.
+
+    Of one that FSDP2 has sharded this undoes what a forward pass without a backward pass has left behind, as asking for its
+    ``state_dict`` does.
+    """
     modules = list(module.modules())
     classes = list(map(type, modules))
     if not all(_is_torchs(kind, way, _MODULES_OWN) for kind in set(classes) for way in _OWN_WAYS):
@@ -204,7 +204,8 @@ def _values(named: Iterable[dict[str, Any]]) -> Iterable[Any]:
     return chain.from_iterable(map(dict.values, named))
 
 
-def _of_optimizer(optimizer: torch.optim.Optimizer) -> Fingerprint:
+def of_optimizer(optimizer: torch.optim.Optimizer) -> Fingerprint:
+    """The fingerprint of an optimizer whose state is torch's own."""
     if type(optimizer) not in KNOWN or "state_dict" in vars(optimizer):
         raise _Unknown
     if not _is_torchs(type(optimizer), "state_dict", _OPTIMIZERS_OWN):
@@ -232,7 +233,8 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Fingerprint:
     return Fingerprint(facts=facts, tensors=tensors, floats=walk.floats, sharded=sharded, whole=owned)
 
 
-def _of_data(value: object) -> Fingerprint:
+def of_data(value: object) -> Fingerprint:
+    """The fingerprint of exact dicts, lists, tuples, numbers, text and tensors."""
     walk = _Walk()
     walk.value(value)
     tensors, kinds, sharded = _parts(walk.tensors, picklable=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from safe_ckpt.core.health.verdict import Known
+    from safe_ckpt.core.state.models import Models
 
 logger = logging.getLogger(__name__)
 
@@ -23,22 +24,18 @@ _count = itertools.count()
 _numbers: Any = WeakIdKeyDictionary()  # tells objects apart without keeping them
 
 
-def learn(known: Known, modules: Callable[[], Iterable[torch.nn.Module]], *, recheck: bool) -> None:
+def learn(known: Known, models: Models, *, recheck: bool) -> None:
     """Before each save: tell ``known`` which tensors of its models may be infinite by design, and which were written to.
 
     Models may change between two saves: what came, or is trained now, is learnt with the next one. Never raises: it is on one
     rank, and the save can do without.
     """
     try:
-        models = list(modules())
-        there = [
-            ([(n, p.requires_grad) for n, p in model.named_parameters()], [n for n, _ in model.named_buffers()])
-            for model in models
-        ]
-        if there != known.there:
-            known.fixed, known.trained, known.there = fixed_names(models), sorted(_trained(models)), there
+        if models.view != known.there:
+            modules = models.modules.values()
+            known.fixed, known.trained, known.there = fixed_names(modules), sorted(_trained(modules)), models.view
         if recheck:
-            known.versions = written_versions(models)
+            known.versions = written_versions(models.modules.values())
     except Exception as error:  # from a module's own way to name what it has
         logger.warning("what may be infinite in the models, or may not change, is not known: %s", error)
 

@@ -13,25 +13,25 @@ import torch
 
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dtensor import is_extra_state
+from safe_ckpt.core.state.items import SavedItem
 from safe_ckpt.errors import DesyncError
 
 
-def held(inner: Any, resolved: Any) -> list[str]:
+def held(item: SavedItem, resolved: Any) -> list[str]:
     """What this rank holds: a kind, and a text for the tensors; empty texts where there is nothing.
 
     Args:
-        inner: the object.
+        item: of the state.
         resolved: what would be saved of it.
     """
-    kind = _kind_of(inner)
     facts = list(_facts(resolved)) if any(isinstance(leaf, torch.Tensor) for leaf in dtensor.leaves(resolved)) else []
-    if isinstance(inner, torch.optim.Optimizer):
-        facts.append(f"groups of {[len(group['params']) for group in inner.param_groups]} parameters")
+    if item.optimizer is not None:
+        facts.append(f"groups of {[len(group['params']) for group in item.optimizer.param_groups]} parameters")
     if not facts:
-        return [kind, ""]
+        return [item.kind, ""]
     facts.sort()
     digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
-    return [kind, f"{len(facts)} names, such as {facts[0]:.80} (digest {digest})"]
+    return [item.kind, f"{len(facts)} names, such as {facts[0]:.80} (digest {digest})"]
 
 
 def refuse_differences(by_rank: Mapping[int, Mapping[str, list[str]]]) -> None:
@@ -48,19 +48,6 @@ def refuse_differences(by_rank: Mapping[int, Mapping[str, list[str]]]) -> None:
             if other[0] and (other[0] != kind or (other[1] and other[1] != tensors)):
                 values = {str(rank): " with ".join(filter(None, holds[name])) for rank, holds in by_rank.items()}
                 raise DesyncError(what=f"state[{name!r}]", values=values)
-
-
-def _kind_of(inner: Any) -> str:
-    if isinstance(inner, torch.nn.Module):
-        return "a module"
-    if isinstance(inner, torch.optim.Optimizer):
-        return f"an optimizer {type(inner).__qualname__}"
-    if isinstance(inner, torch.Tensor):
-        return "a tensor"
-    if hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict"):
-        return "an object"
-    empty = inner is None or (isinstance(inner, Mapping | list | tuple) and not inner)
-    return "" if empty else "data"
 
 
 def _facts(state: Any) -> Iterator[str]:

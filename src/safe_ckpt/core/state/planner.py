@@ -10,25 +10,86 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core.changing import unchanging
+from safe_ckpt.core.formats import file_plan, hugging_face, safetensors, torch_archive
+from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES, FilePlan
 from safe_ckpt.core.formats.file_template import FileTemplate, numbers_of
 from safe_ckpt.core.formats.torch_archive import with_floats
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dtensor import ShardedItem
 from safe_ckpt.core.staging.overlap import OverlapPlan
-from safe_ckpt.core.state import fingerprint, plan
 from safe_ckpt.core.state.fingerprint import Fingerprint, Remembered
 from safe_ckpt.core.state.held import held
-from safe_ckpt.core.state.plan import Item, PerRank, Plan
+from safe_ckpt.core.state.items import SavedItem, check_folders, frozen_names, modules_of
+from safe_ckpt.core.state.models import Models
 from safe_ckpt.errors import StateError
+
+if TYPE_CHECKING:
+    import torch
+
+SHARDED = "sharded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What this rank saves of a state.
+
+    Attributes:
+        files: those that it writes, but for what is sharded.
+        sharded: items of which every rank has a part; the same names on all ranks.
+        described: what the manifest says of this rank's items.
+        models: the modules.
+        overlap: which tensors may be copied after the save has returned; None for none.
+        held: what this rank holds of the items that rank 0 saves for all; see ``held.held``.
+    """
+
+    files: Sequence[FilePlan] = ()
+    sharded: Mapping[str, ShardedItem] = field(default_factory=dict)
+    described: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    models: Models = field(default_factory=lambda: Models(dict))
+    overlap: OverlapPlan | None = None
+    held: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+def plan_item(
+    item: SavedItem, resolved: Any, rank: int, *, floats: bool = False, frozen: frozenset[str] = frozenset()
+) -> list[FilePlan]:
+    """Plan one item: one file, or several if much of it is not trained. The first leads to the others.
+
+    Args:
+        item: of the state.
+        resolved: what is saved of it.
+        rank: this rank.
+        floats: see ``torch_image``.
+        frozen: the names of its tensors that are not trained.
+
+    Raises:
+        StateError: it cannot be saved; names where.
+    """
+    stem = f"{item.name}.rank{rank:05d}" if item.per_rank else item.name
+    try:
+        return _images(stem, resolved, item.key, floats=floats, frozen=frozen)
+    except (RecursionError, ValueError) as error:  # a cycle; a number of more digits than Python prints
+        raise StateError(key=item.key, message=f"{type(error).__name__}: {error}") from error
+
+
+def _images(stem: str, inner: Any, key: str, *, floats: bool, frozen: frozenset[str]) -> list[FilePlan]:
+    if safetensors.fits_safetensors(inner):
+        named = {name for name in inner if hugging_face.is_named(name, frozen)} if frozen else frozen
+        apart = hugging_face.frozen_apart(stem, inner, named, LEAST_SHARED_BYTES) if named else []
+        if apart:
+            return apart
+        image = safetensors.safetensors_image(f"{stem}.safetensors", inner)
+        return [dataclasses.replace(image, frozen=named.issuperset(inner))]
+    if file_plan.is_exact_json(inner):
+        return [file_plan.json_image(f"{stem}.json", inner)]
+    return [torch_archive.torch_image(f"{stem}.pt", inner, strict=True, key=key, floats=floats)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,16 +99,14 @@ class _Known:
     Attributes:
         remembered: tells whether it is still the same.
         per_rank: whether it was ``PerRank``.
-        held: see ``Plan``.
-        item: its plan, without tensors; None where this rank writes nothing of it.
-        templates: how its files get the tensors of today.
+        held: see ``Plan``; empty where that is not compared.
+        templates: its files, without tensors, and how they get those of today. Empty where this rank writes nothing of it.
         float_bytes: the floats that are in it.
     """
 
     remembered: Remembered
     per_rank: bool
     held: Sequence[str] = ()
-    item: Item | None = None
     templates: Sequence[FileTemplate] = ()
     float_bytes: bytes = b""
 
@@ -58,69 +117,67 @@ class Planner:
     Args:
         rank: this rank.
         apart: whether what is not trained goes to files of its own, where that is much.
+        overlapped: whether tensors are copied after the save has returned.
+        alone: there is no other rank that could hold something else.
     """
 
-    def __init__(self, rank: int, *, apart: bool = False) -> None:
+    def __init__(self, rank: int, *, apart: bool = False, overlapped: bool = False, alone: bool = False) -> None:
         self._rank = rank
         self._apart = apart
+        self._overlapped = overlapped
+        self._alone = alone
         self._known: dict[str, _Known] = {}
         self._held: dict[str, Sequence[str]] = {}
         self._overlap: tuple[object, OverlapPlan, Sequence[int]] | None = None
 
-    def plan(self, state: Mapping[str, Any]) -> Plan:
+    def plan(self, items: Sequence[SavedItem]) -> Plan:
         """Plan the files of this rank: what is shared on rank 0, what is per rank on every rank, what is sharded by all.
 
         Where an item is not known, its ``state_dict()`` is called on every rank, because of sharded objects it is a collective.
 
+        Args:
+            items: those of the state; see ``items_of``.
+
         Raises:
             StateError: something cannot be saved; names it.
         """
-        if not isinstance(state, Mapping):
-            raise StateError(key="state", message=f"expected a mapping of names to objects, got {type(state).__name__}")
-        plan.check_names(state)
+        modules = modules_of(items)
         views: dict[str, Fingerprint] = {}
-        items: list[Item] = []
+        files: list[FilePlan] = []
+        described: dict[str, Mapping[str, Any]] = {}
         sharded: dict[str, ShardedItem] = {}
         self._held = {}
         try:
-            for name in plan.optimizers_last(state):
-                value = state[name]
-                with unchanging(name):
-                    now = self._fingerprint(value.value if isinstance(value, PerRank) else value, state, views)
-                    found = self._one(name, value, state, now)
-                if now is not None and name in self._known:
-                    views[name] = now
+            for item in items:
+                with unchanging(item.name):
+                    now = self._fingerprint(item, views)
+                    found = self._one(item, now)
+                if now is not None and item.name in self._known:
+                    views[item.name] = now
                 if isinstance(found, ShardedItem):
-                    sharded[name] = found
-                elif found is not None:
-                    items.append(found)
-            plan.check_folders(sharded, state)
+                    sharded[item.name] = found
+                    if self._rank == 0:
+                        described[item.name] = {"file": item.name, "per_rank": False, "form": SHARDED}
+                elif found:
+                    files += found
+                    described[item.name] = {"file": found[0].path, "per_rank": item.per_rank, "form": item.form}
+            check_folders(sharded, [item.name for item in items])
         finally:
-            self._known = {name: known for name, known in self._known.items() if name in state}
-        return Plan(items=items, sharded=sharded, views=views, held=self._held)
+            names = {item.name for item in items}
+            self._known = {name: known for name, known in self._known.items() if name in names}
+        same = [(name, self._known[name].remembered) for name in modules] if modules.keys() <= views.keys() else None
+        return Plan(
+            files=files,
+            sharded=sharded,
+            described=described,
+            models=Models(lambda: modules, same),
+            overlap=self._overlap_plan(items, views) if self._overlapped else None,
+            held=self._held,
+        )
 
-    def trained(self, state: Mapping[str, Any], views: Mapping[str, Any]) -> list[Any] | None:
-        """Equal for two states only if the same parameters of their modules are trained; None where that is not known.
-
-        Args:
-            state: as it was planned last.
-            views: of that plan.
-        """
-        names = plan.modules_of(state).keys()
-        if not names <= views.keys():
-            return None
-        return [(name, list(map(attrgetter("requires_grad"), views[name].whole))) for name in names]
-
-    def overlap(self, state: Mapping[str, Any], views: Mapping[str, Any]) -> OverlapPlan | None:
-        """Which tensors of a state may be copied after ``save`` has returned; None for none.
-
-        Args:
-            state: as it was planned last.
-            views: of that plan.
-        """
-        named = {n: value.value if isinstance(value, PerRank) else value for n, value in state.items()}
-        modules = {n: value for n, value in named.items() if isinstance(value, torch.nn.Module)}
-        optimizers = {n: value for n, value in named.items() if isinstance(value, torch.optim.Optimizer)}
+    def _overlap_plan(self, items: Sequence[SavedItem], views: Mapping[str, Fingerprint]) -> OverlapPlan | None:
+        modules = {item.name: item.module for item in items if item.module is not None}
+        optimizers = {item.name: item.optimizer for item in items if item.optimizer is not None}
         names = [*modules, *optimizers]
         chosen = [views[name] for name in names if name in views]
         if len(chosen) < len(names) or any(map(_may_change_elsewhere, chosen)):
@@ -138,60 +195,42 @@ class Planner:
         self._overlap = None if found is None else (key, made.renewed(()), found)
         return made or None
 
-    def _one(
-        self, name: str, value: Any, state: Mapping[str, Any], now: Fingerprint | None
-    ) -> Item | ShardedItem | None:
-        per_rank = isinstance(value, PerRank)
-        inner = value.value if per_rank else value
-        known = self._still_known(name, now, per_rank=per_rank)
-        if now is not None and now.sharded and not per_rank:
-            return self._sharded(name, inner, lambda: plan.resolve(name, inner, state)[0], now, known)
+    def _one(self, item: SavedItem, now: Fingerprint | None) -> Sequence[FilePlan] | ShardedItem:
+        known = self._still_known(item, now)
+        if now is not None and now.sharded and not item.per_rank:
+            return self._sharded(item, item.state, now, known)
         if now is not None and known is not None:
             again = _again(known, now)
-            if again is not None or known.item is None:
-                if not per_rank:
-                    self._held[name] = known.held
+            if again is not None:
+                if known.held:
+                    self._held[item.name] = known.held
                 return again
-        resolved, form = plan.resolve(name, value, state)
-        # An optimizer of sharded parameters has no sharded state before its first step.
-        sharded = dtensor.has_sharded(resolved) or (
-            isinstance(inner, torch.optim.Optimizer) and dtensor.has_sharded(inner)
-        )
-        if not per_rank and sharded:
-            self._known.pop(name, None)
-            return ShardedItem.of(resolved, functools.partial(self._frozen, inner))
-        if not per_rank:
-            self._held[name] = held(inner, resolved)
-        item = None
-        if self._rank == 0 or per_rank:
-            own, frozen = (self._rank, frozenset()) if per_rank else (None, self._frozen(inner))
-            item = plan.plan_item(name, resolved, form, own, floats=now is not None, frozen=frozen)
-        return self._keep(name, item, now, per_rank=per_rank)
+        resolved = item.state()
+        if not item.per_rank:
+            # An optimizer of sharded parameters has no sharded state before its first step.
+            if dtensor.any_sharded(dtensor.leaves(resolved)) or (item.optimizer is not None and item.sharded):
+                self._known.pop(item.name, None)
+                return ShardedItem.of(resolved, functools.partial(self._frozen, item))
+            if not self._alone:
+                self._held[item.name] = held(item, resolved)
+        planned: Sequence[FilePlan] = ()
+        if self._rank == 0 or item.per_rank:
+            frozen = frozenset() if item.per_rank else self._frozen(item)
+            planned = plan_item(item, resolved, self._rank, floats=now is not None, frozen=frozen)
+        return self._keep(item, planned, now)
 
-    def _fingerprint(
-        self, inner: Any, state: Mapping[str, Any], views: Mapping[str, Fingerprint]
-    ) -> Fingerprint | None:
-        now = fingerprint.of(inner)
-        if now is not None and now.sharded and isinstance(inner, torch.optim.Optimizer):
-            now = self._by_names(now, inner, state, views)
-        return now
-
-    def _by_names(
-        self,
-        now: Fingerprint,
-        optimizer: torch.optim.Optimizer,
-        state: Mapping[str, Any],
-        views: Mapping[str, Fingerprint],
-    ) -> Fingerprint | None:
-        """Its state is saved by the names of its parameters: those, too, must be as they were."""
-        modules = list(plan.modules_of(state))
-        if not all(name in views for name in modules):
+    def _fingerprint(self, item: SavedItem, views: Mapping[str, Fingerprint]) -> Fingerprint | None:
+        now = item.fingerprint()
+        if now is None or not now.sharded or item.optimizer is None:
+            return now
+        # Its state is saved by the names of its parameters: those, too, must be as they were.
+        if not all(name in views for name in item.modules):
             return None
-        numbers = _numbered(views[name] for name in modules)
-        owners = [numbers.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
+        numbers = _numbered(views[name] for name in item.modules)
+        owners = [numbers.get(id(p)) for group in item.optimizer.param_groups for p in group["params"]]
         if None in owners:
             return None
-        facts = (*now.facts, owners, modules, [self._known[name].remembered for name in modules])
+        facts = (*now.facts, owners, list(item.modules), [self._known[name].remembered for name in item.modules])
         return dataclasses.replace(now, facts=facts)
 
     def sharded_states(
@@ -205,7 +244,8 @@ class Planner:
         """
         items = {}
         for name, state in states.items():
-            now, model = fingerprint.of(state), models.get(name)
+            item, model = SavedItem(name, state), models.get(name)
+            now = item.fingerprint()
             frozen = functools.partial(self._frozen_within, state, model)
             if now is None:
                 items[name] = ShardedItem.of(state, frozen)
@@ -213,92 +253,71 @@ class Planner:
                 # A state dict does not tell what is trained.
                 trained = [one.requires_grad for one in model.parameters()] if self._apart and model is not None else []
                 now = dataclasses.replace(now, facts=(*now.facts, trained))
-                known = self._still_known(name, now)
-                item = self._sharded(name, state, functools.partial(dict, state), now, known)
-                items[name] = dataclasses.replace(item, frozen=frozen)
+                known = self._still_known(item, now)
+                found = self._sharded(item, functools.partial(dict, state), now, known)
+                items[name] = dataclasses.replace(found, frozen=frozen)
         return items
 
-    def _still_known(self, name: str, now: Fingerprint | None, *, per_rank: bool = False) -> _Known | None:
+    def _still_known(self, item: SavedItem, now: Fingerprint | None) -> _Known | None:
         """What is known of an item, if it is as it was."""
-        known = self._known.get(name)
-        if now is None or known is None or known.per_rank != per_rank or not known.remembered.same_as(now):
+        known = self._known.get(item.name)
+        if now is None or known is None or known.per_rank != item.per_rank or not known.remembered.same_as(now):
             return None
         return known
 
     def _sharded(
-        self, name: str, inner: Any, state_dict: Callable[[], Any], now: Fingerprint, known: _Known | None
+        self, item: SavedItem, state_dict: Callable[[], Any], now: Fingerprint, known: _Known | None
     ) -> ShardedItem:
         remembered = known.remembered if known is not None else now.remember()
         if remembered is None:
-            self._known.pop(name, None)
+            self._known.pop(item.name, None)
         else:
-            self._known[name] = _Known(remembered=remembered, per_rank=False)
+            self._known[item.name] = _Known(remembered=remembered, per_rank=False)
         return ShardedItem(
             state_dict=state_dict,
             known=remembered,
             tensors=now.tensors,
             floats=now.float_bytes,
-            at=functools.partial(_at, inner),
-            frozen=functools.partial(self._frozen, inner),
+            at=item.at,
+            frozen=functools.partial(self._frozen, item),
         )
 
-    def _frozen(self, value: Any) -> frozenset[str]:
-        return plan.frozen_names(value) if self._apart and isinstance(value, torch.nn.Module) else frozenset()
+    def _frozen(self, item: SavedItem) -> frozenset[str]:
+        return item.frozen_names() if self._apart else frozenset()
 
     def _frozen_within(self, state: Mapping[str, Any], model: torch.nn.Module | None) -> frozenset[str]:
-        names = self._frozen(model)
+        names = frozen_names(model) if self._apart and model is not None else ()
         inner = [key for key, value in state.items() if isinstance(value, Mapping)] if names else ()
         return frozenset(f"{key}.{name}" for key in inner for name in names)
 
-    def _keep(self, name: str, item: Item | None, now: Fingerprint | None, *, per_rank: bool) -> Item | None:
-        self._known.pop(name, None)
+    def _keep(self, item: SavedItem, images: Sequence[FilePlan], now: Fingerprint | None) -> Sequence[FilePlan]:
+        self._known.pop(item.name, None)
         remembered = now.remember() if now is not None else None
         if now is None or remembered is None:
-            return item
-        if item is None:
-            self._known[name] = _Known(remembered=remembered, per_rank=per_rank, held=self._held.get(name, ()))
-            return None
-        templates = []
-        for image in item.images:
-            template = FileTemplate.of(image, now.tensors)
-            if template is None:
-                return item
-            templates.append(template)
-        pairs = zip(item.images, templates, strict=True)
-        images = tuple(dataclasses.replace(template.image, tensors=image.tensors) for image, template in pairs)
-        item = dataclasses.replace(item, images=images)
-        self._known[name] = _Known(
+            return images
+        templates = [found for image in images if (found := FileTemplate.of(image, now.tensors)) is not None]
+        if len(templates) < len(images):
+            return images
+        self._known[item.name] = _Known(
             remembered=remembered,
-            per_rank=per_rank,
-            held=self._held.get(name, ()),
-            item=dataclasses.replace(item, images=tuple(template.image for template in templates)),
+            per_rank=item.per_rank,
+            held=self._held.get(item.name, ()),
             templates=templates,
             float_bytes=now.float_bytes,
         )
-        return item
+        pairs = zip(templates, images, strict=True)
+        return [dataclasses.replace(template.image, tensors=image.tensors) for template, image in pairs]
 
 
-def _again(known: _Known, now: Fingerprint) -> Item | None:
-    """The item's plan with the tensors and the floats of today; None if that cannot be had from the known one."""
-    if known.item is None or not known.templates:
-        return None
-    if now.float_bytes == known.float_bytes:
-        images = tuple(template.filled(now.tensors) for template in known.templates)
-        return dataclasses.replace(known.item, images=images)
+def _again(known: _Known, now: Fingerprint) -> list[FilePlan] | None:
+    """The item's files with the tensors and the floats of today; None if that cannot be had from the known ones."""
+    if now.float_bytes == known.float_bytes or not known.templates:
+        return [template.filled(now.tensors) for template in known.templates]
     image = known.templates[0].image  # only a single file has floats in it
     if image.floats is None or 8 * len(image.floats) != len(now.float_bytes):
         return None
     last = [with_floats(image.pieces[-1][1], image.floats, now.float_bytes)]
-    return dataclasses.replace(known.item, images=(known.templates[0].filled(now.tensors, last),))
-
-
-def _at(value: Any, path: Sequence[Any]) -> Any:
-    """What lies at a path of an item's state dict and has floats in it: of an optimizer that is in its groups."""
-    if isinstance(value, torch.optim.Optimizer):
-        value = {"param_groups": value.param_groups}
-    for key in path:
-        value = value[key]
-    return value
+    return [known.templates[0].filled(now.tensors, last)]
 
 
 def _numbered(views: Iterable[Fingerprint]) -> dict[int, int]:

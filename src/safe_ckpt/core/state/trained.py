@@ -23,6 +23,7 @@ from safe_ckpt.errors import SafeCheckpointError
 if TYPE_CHECKING:
     import torch
 
+    from safe_ckpt.core.state.models import Models
     from safe_ckpt.core.storage.objects.place import Place
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Trained:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._key: Any = None
+        self._view: object = None
         self._noted: list[str] | None = None
         self._is_fresh = False
         self._before: frozenset[str] | None = None
@@ -55,22 +56,14 @@ class Trained:
         self._waiting: frozenset[str] = frozenset()
         self._stepped: set[int] = set()
 
-    def note(self, modules: Modules, key: object = None) -> None:
-        """Before a save: see which parameters of its models are trained. Never raises: the save can do without.
-
-        Args:
-            modules: its models.
-            key: equal to that of the save before only if nothing has changed; None to look at every parameter.
-        """
+    def note(self, models: Models) -> None:
+        """Before a save: see which parameters of its models are trained. Never raises: the save can do without."""
         if self._rank != 0:
             return
         try:
-            found = modules()
-            if key is None:
-                key = [(name, _flags(module)) for name, module in found.items()]
-            if self._noted is None or key != self._key:
-                self._key, self._noted = key, _frozen(found)
-            self._is_fresh = bool(found)
+            if self._noted is None or models.view != self._view:
+                self._view, self._noted = models.view, _frozen(models.modules)
+            self._is_fresh = bool(models.modules)
         except Exception as error:  # from a module's own way to name what it has
             logger.warning("which parameters are trained is not known: %s", error)
 
@@ -163,11 +156,6 @@ class Trained:
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for one in _expecting:
         one.look(optimizer)
-
-
-def _flags(module: torch.nn.Module) -> list[bool]:
-    parts = (part._parameters.values() for part in module.modules())
-    return [parameter.requires_grad for held in parts for parameter in held if parameter is not None]
 
 
 def _named(key: str, module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.durable import freed_bytes
 from safe_ckpt.core.storage.inside import really_inside
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.objects.second_look import parse_twice
+
+_T = TypeVar("_T")
 
 
 class FileFacts(Protocol):
@@ -46,6 +49,11 @@ def in_store(place: Place) -> ObjectPath:
     if not isinstance(place, ObjectPath):
         raise TypeError(f"{place} does not lie in an object store")
     return place
+
+
+def files_in(places: Iterable[Place]) -> list[Path]:
+    """Those of ``places`` that lie in a file system."""
+    return [place for place in places if isinstance(place, Path)]
 
 
 def is_directory(place: Place) -> bool:
@@ -115,5 +123,28 @@ def frees_bytes(places: Sequence[Place], sizes: Mapping[Place, int]) -> int:
         places: the checkpoints.
         sizes: how many bytes those have that are known.
     """
-    files = [place for place in places if isinstance(place, Path)]
-    return freed_bytes(files) + sum(sizes.get(place, 0) for place in places if not isinstance(place, Path))
+    return freed_bytes(files_in(places)) + sum(sizes.get(place, 0) for place in places if not isinstance(place, Path))
+
+
+def place_named(text: str, beside: Place | None) -> Place:
+    """What a path or an address names, in the same file system or bucket as ``beside``.
+
+    Raises:
+        ValueError: the address is of another bucket.
+    """
+    return beside.at(text) if isinstance(beside, ObjectPath) else Path(text)
+
+
+def parsed(file: Place, parse: Callable[[bytes], _T], read: Callable[[Path], bytes]) -> _T:
+    """What ``parse`` makes of a small file. In a store it is read once more where that fails: an answer may be wrong once.
+
+    Args:
+        file: where it is.
+        parse: makes something of its bytes.
+        read: reads it in a file system.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        OSError: it could not be read.
+    """
+    return parse_twice(file, parse) if isinstance(file, ObjectPath) else parse(read(file))

@@ -11,6 +11,7 @@ from typing import Any
 from safe_ckpt.core.formats.manifest import parse_json
 from safe_ckpt.core.formats.safetensors_names import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.source import files_in
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
 from safe_ckpt.tools.inspection.files import Window
 from safe_ckpt.tools.inspection.pickle_objects import counts_of
@@ -83,16 +84,16 @@ def _header(path: Place, size: int, read: Callable[[int, int], bytes]) -> tuple[
 
 def _entries(path: Place, header: dict[str, Any], start: int, length: int) -> list[Entry]:
     """The tensors, which fill the ``length`` bytes from ``start`` on."""
-    spans, entries = [], []
+    spans, entries, files = [], [], files_in([path])
     for name, row in header.items():
         dtype, shape, begin, end = _row(name, row, path)
         spans.append((begin, end))
         starts = tuple(0 for _ in shape)
-        pieces: tuple[Piece, ...] = ()
-        if isinstance(path, Path):
-            offset = start + begin
-            pieces = (Piece(file=path, offset=offset, stride=contiguous(shape), starts=starts, shape=shape),)
-        entries.append(Entry(name=name, dtype=dtype, shape=shape, pieces=pieces))
+        offset = start + begin
+        pieces = [
+            Piece(file=file, offset=offset, stride=contiguous(shape), starts=starts, shape=shape) for file in files
+        ]
+        entries.append(Entry(name=name, dtype=dtype, shape=shape, pieces=tuple(pieces)))
     at = 0
     for begin, end in sorted(spans):
         if begin != at:

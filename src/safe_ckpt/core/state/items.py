@@ -1,0 +1,541 @@
+"""What a state consists of: names, and under each an object of some kind; what is saved of it, and how it comes back.
+
+What was loaded is put back where it belongs, in place as far as types allow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from safe_ckpt.core.changing import unchanging
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.core.names import as_named, plain_name, plain_names
+from safe_ckpt.core.sharding import dtensor
+from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state
+from safe_ckpt.core.staging import overlap
+from safe_ckpt.core.staging.overlap import KNOWN
+from safe_ckpt.core.state import fingerprint
+from safe_ckpt.core.state.fingerprint import Fingerprint
+from safe_ckpt.core.tensors import is_short, refuse_short
+from safe_ckpt.errors import RestoreError, StateError
+
+_NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}\Z")
+_SMALL_PARTS = 4 << 20
+_OF_A_RANK = re.compile(r"\.rank\d{5,}\Z")
+_FILE = re.compile(r"(\.rank\d{5,})?\.(json|pt|safetensors|safetensors\.index\.json)")  # behind the name of its item
+_OF_SHARDS = re.compile(r"^(.+?)(-\d{5}-of-\d{5}|\.safetensors\.index)\Z")
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Modules, optimizers, schedulers, loaders: anything with these two methods."""
+
+    def state_dict(self) -> Any:
+        """The state to save."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take the state back."""
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """Marks an item of the state of which every rank saves its own, such as a random generator's state.
+
+    Attributes:
+        value: what this rank saves: a Stateful, a state dict, a tensor or JSON-able data.
+    """
+
+    value: Any
+
+
+class SavedItem:
+    """One name of a state. This class is for plain data; what is different with other kinds, theirs say.
+
+    Attributes:
+        name: of the item.
+        value: the object.
+        per_rank: every rank saves its own.
+        form: ``"tensor"`` where what is saved is a single tensor.
+        module: the object, if it is one.
+        optimizer: the object, if it is one.
+        modules: of an optimizer, those of its state by name.
+    """
+
+    form = "value"
+    module: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    modules: Mapping[str, torch.nn.Module] = MappingProxyType({})
+
+    def __init__(self, name: str, value: Any, *, per_rank: bool = False) -> None:
+        self.name = name
+        self.value = value
+        self.per_rank = per_rank
+
+    @property
+    def key(self) -> str:
+        """What errors call it."""
+        return f"state[{self.name!r}]"
+
+    @property
+    def kind(self) -> str:
+        """What it is, for people; "" for nothing."""
+        empty = self.value is None or (isinstance(self.value, Mapping | list | tuple) and not self.value)
+        return "" if empty else "data"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether it holds tensors of which this rank may have a part only."""
+        return dtensor.any_sharded(self.leaves())
+
+    @property
+    def changes_in_place(self) -> bool:
+        """Whether ``restore`` gives it its value, rather than another object."""
+        return isinstance(self.value, MutableMapping | MutableSequence)
+
+    def leaves(self) -> Iterable[object]:
+        """Its tensors, and what else is in it."""
+        return dtensor.leaves(self.value)
+
+    def fingerprint(self) -> Fingerprint | None:
+        """Tells whether it can be planned as last time; None where nothing tells."""
+        return fingerprint.of(fingerprint.of_data, self.value)
+
+    def state(self) -> Any:
+        """What is saved of it. Of sharded objects that is a collective."""
+        return self.value
+
+    def at(self, path: Iterable[Any]) -> Any:
+        """What lies at a path of its state and has floats in it."""
+        value = self.value
+        for key in path:
+            value = value[key]
+        return value
+
+    def frozen_names(self) -> frozenset[str]:
+        """The names of its tensors that are not trained; see ``hugging_face.is_named``."""
+        return frozenset()
+
+    def expected_bytes(self) -> int:
+        """Roughly what this rank will save of it."""
+        tensors = {id(leaf): leaf for leaf in self.leaves() if isinstance(leaf, torch.Tensor)}
+        return sum(dtensor.local_of(tensor).numel() * tensor.element_size() for tensor in tensors.values())
+
+    def refuse_short(self) -> None:
+        """Refuse to write to tensors whose memory was taken away: what lies there is somebody else's.
+
+        Raises:
+            StateError: naming the tensor.
+        """
+        _refuse_short(self.key, self.value)
+
+    def fit(self, loaded: Any) -> Fitted:
+        """Compare what was loaded with where it goes. Nothing is applied yet.
+
+        Raises:
+            RestoreError: it does not fit. Other errors mean the same.
+        """
+        check_into(self.value, loaded)
+        return Fitted(apply=lambda _: restore_into(self.value, loaded))
+
+    def fit_shards(self, folder: Path) -> Fitted:
+        """The same with a sharded item, which is verified and not read yet. This rank's parts are read when it is applied.
+
+        Raises:
+            RestoreError: it does not fit.
+        """
+        if not isinstance(self.value, dict):
+            message = (
+                f"it was saved in parts; give an object or a dict of tensors to read it into, not {self.value!r:.50}"
+            )
+            raise RestoreError(message=message)
+        return self._fit_parts(folder, self.value)
+
+    def _fit_parts(self, folder: Path, own: dict[str, Any]) -> Fitted:
+        from safe_ckpt.core.sharding import dcp_load  # DCP takes a while to import
+
+        take = self._giving(lambda saved: restore_into(own, saved))
+        return dcp_load.fit_value(folder, own, lambda saved: check_into(own, saved), take)
+
+    def _giving(self, action: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A function that does the action and returns the object."""
+
+        def apply(given: Any) -> Any:
+            action(given)
+            return self.value
+
+        return apply
+
+
+class _Tensor(SavedItem):
+    """A tensor."""
+
+    kind = "a tensor"
+    changes_in_place = True
+
+    def __init__(self, name: str, value: torch.Tensor, *, per_rank: bool = False) -> None:
+        super().__init__(name, value, per_rank=per_rank)
+        if type(value) in (torch.Tensor, torch.nn.Parameter) or dtensor.is_sharded(value):
+            self.form = "tensor"
+
+    def state(self) -> Any:
+        return {self.name: self.value} if self.form == "tensor" else self.value
+
+    def fit_shards(self, folder: Path) -> Fitted:
+        return self._fit_parts(folder, {self.name: self.value})
+
+
+class _Stateful(SavedItem):
+    """An object that says itself what is saved of it."""
+
+    kind = "an object"
+    changes_in_place = True
+
+    def state(self) -> Any:
+        return self.value.state_dict()
+
+    def fit(self, loaded: Any) -> Fitted:
+        return Fitted(apply=self._giving(lambda _: self.value.load_state_dict(loaded)))
+
+    def fit_shards(self, folder: Path) -> Fitted:
+        from safe_ckpt.core.sharding import dcp_load
+
+        own = self.value.state_dict()
+        take = self._giving(lambda saved: self.value.load_state_dict(dcp_load.with_types_of(own, saved)))
+        return dcp_load.fit_value(folder, own, lambda _: None, take)
+
+
+class _Module(_Stateful):
+    """A module."""
+
+    kind = "a module"
+
+    def __init__(self, name: str, value: torch.nn.Module, *, per_rank: bool = False) -> None:
+        super().__init__(name, value, per_rank=per_rank)
+        self.module: torch.nn.Module = value
+
+    def leaves(self) -> Iterable[object]:
+        return itertools.chain(self.module.parameters(), self.module.buffers())
+
+    def fingerprint(self) -> Fingerprint | None:
+        return fingerprint.of(fingerprint.of_module, self.module)
+
+    def state(self) -> Any:
+        dtensor.refuse_partitioned(self.module)
+        return super().state()
+
+    def frozen_names(self) -> frozenset[str]:
+        return frozen_names(self.module)
+
+    def refuse_short(self) -> None:
+        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        if any(map(is_short, map(_part_of, tensors.values()))):
+            tensors = self.module.state_dict()  # FSDP2 puts back what a forward pass has left
+        _refuse_short(self.key, tensors)
+
+    def fit(self, loaded: Any) -> Fitted:
+        own = self.module.state_dict()
+        loaded = as_named(self.module, loaded)
+        if dtensor.any_sharded(dtensor.leaves(own)):
+            check_into(own, loaded)
+            _check_same_names(own, loaded)
+            return Fitted(apply=self._giving(lambda _: self.module.load_state_dict(restore_into(own, loaded))))
+        if _loads_as_torch_does(self.module):
+            _check_module(own, loaded)
+        return super().fit(loaded)
+
+    def fit_shards(self, folder: Path) -> Fitted:
+        from safe_ckpt.core.sharding import dcp_load
+
+        return dcp_load.fit_module(folder, self.module)
+
+
+class _Optimizer(_Stateful):
+    """An optimizer."""
+
+    def __init__(self, name: str, value: torch.optim.Optimizer, *, per_rank: bool = False) -> None:
+        super().__init__(name, value, per_rank=per_rank)
+        self.optimizer: torch.optim.Optimizer = value
+        self.kind = f"an optimizer {type(value).__qualname__}"
+
+    def leaves(self) -> Iterable[object]:
+        """The parameters that it steps."""
+        return (tensor for group in self.optimizer.param_groups for tensor in group["params"])
+
+    def fingerprint(self) -> Fingerprint | None:
+        return fingerprint.of(fingerprint.of_optimizer, self.optimizer)
+
+    def state(self) -> Any:
+        if not self.sharded:
+            return super().state()
+        from safe_ckpt.core.sharding import dcp_load
+
+        return dcp_load.optimizer_state(dcp_load.owner_of(self.optimizer, self.modules), self.optimizer)
+
+    def at(self, path: Iterable[Any]) -> Any:
+        return SavedItem(self.name, {"param_groups": self.optimizer.param_groups}).at(path)
+
+    def expected_bytes(self) -> int:
+        """As it will be after the first step."""
+        return overlap.expected_state_bytes(self.optimizer)
+
+    def fit(self, loaded: Any) -> Fitted:
+        _check_optimizer(self.optimizer, loaded)
+        if not self.sharded:
+            return super().fit(loaded)
+        from safe_ckpt.core.sharding import dcp_load
+
+        return Fitted(apply=self._giving(lambda _: dcp_load.spread_optimizer(self.optimizer, loaded)))
+
+    def fit_shards(self, folder: Path) -> Fitted:
+        from safe_ckpt.core.sharding import dcp_load
+
+        return dcp_load.fit_optimizer(folder, dcp_load.owner_of(self.optimizer, self.modules), self.optimizer)
+
+
+_KINDS: Sequence[tuple[type, type[SavedItem]]] = (
+    (torch.optim.Optimizer, _Optimizer),
+    (torch.nn.Module, _Module),
+    (Stateful, _Stateful),
+    (torch.Tensor, _Tensor),
+)
+
+
+def items_of(state: Mapping[str, Any]) -> list[SavedItem]:
+    """The items of a state, those of optimizers behind the others.
+
+    After a forward without backward FSDP2 has replaced the parameters of its modules. Asking for their state undoes that.
+
+    Raises:
+        StateError: it is no mapping, or a name cannot become a file's; names it.
+    """
+    if not isinstance(state, Mapping):
+        raise StateError(key="state", message=f"expected a mapping of names to objects, got {type(state).__name__}")
+    with unchanging("state"):
+        state = dict(state)  # another thread may add to it
+    _check_names(state)
+    items = sorted(itertools.starmap(_item_of, state.items()), key=lambda item: item.optimizer is not None)
+    modules = modules_of(items)
+    for item in items:
+        if item.optimizer is not None:
+            item.modules = modules
+    return items
+
+
+def _item_of(name: str, value: Any) -> SavedItem:
+    inner = value.value if isinstance(value, PerRank) else value
+    kind = next((kind for of, kind in _KINDS if isinstance(inner, of)), SavedItem)
+    return kind(name, inner, per_rank=isinstance(value, PerRank))
+
+
+def modules_of(items: Iterable[SavedItem]) -> dict[str, torch.nn.Module]:
+    """The modules of a state by name, without those of which every rank saves its own."""
+    return {item.name: item.module for item in items if item.module is not None and not item.per_rank}
+
+
+def expected_bytes(state: Mapping[str, Any], *, rank: int) -> int:
+    """About how much this rank will save of ``state``, optimizers counted as they will be after their first step."""
+    try:
+        items = [item for item in items_of(state) if rank == 0 or item.per_rank or item.sharded]
+        total = sum(item.expected_bytes() for item in items)
+    except Exception:  # this is an estimate: parameters may have no size yet, and ``save`` reports what is wrong
+        return 0
+    # Headers, and payloads begin at page boundaries.
+    return total + min(total // 64, 48 << 20) + min(total, _SMALL_PARTS)
+
+
+def _check_names(state: Mapping[str, Any]) -> None:
+    """Refuse names that cannot become file names, or that could stand for another item's file.
+
+    Raises:
+        StateError: naming the name.
+    """
+    for name in state:
+        fits = isinstance(name, str) and _NAME.match(name) and not _OF_A_RANK.search(name)
+        if not fits or name == Path(MANIFEST_NAME).stem:
+            message = (
+                "a name becomes a file name: use letters, digits and _ . + = - "
+                "(but neither 'manifest' nor an end like '.rank00000')"
+            )
+            raise StateError(key=f"state[{name!r}]", message=message)
+        shard = _OF_SHARDS.match(name)
+        if shard is not None and shard.group(1) in state:
+            message = f"state[{shard.group(1)!r}] may need a file of this name: take another name"
+            raise StateError(key=f"state[{name!r}]", message=message)
+    folded = [name.casefold() for name in state]
+    if len(set(folded)) != len(folded):
+        raise StateError(key="state", message="two names differ only in case: some file systems cannot tell them apart")
+
+
+def check_folders(sharded: Iterable[str], names: Iterable[str]) -> None:
+    """Refuse names of sharded items whose folder could have the name of a file.
+
+    Args:
+        sharded: the names of sharded items: each is that of a folder.
+        names: of all items.
+
+    Raises:
+        StateError: naming the name.
+    """
+    others = [name.casefold() for name in names]
+    for name in sharded:
+        folded = name.casefold()
+        of = next((o for o in others if folded.startswith(o) and _FILE.fullmatch(folded, len(o))), None)
+        if of is not None or folded == MANIFEST_NAME:
+            what = "the manifest's name" if of is None else f"the name of a file of state[{of!r}]"
+            raise StateError(key=f"state[{name!r}]", message=f"its folder would have {what}: take another name")
+
+
+def frozen_names(module: torch.nn.Module) -> frozenset[str]:
+    """The names of its parameters that are not trained; see ``hugging_face.is_named``."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    sides: tuple[set[str], set[str]] = set(), set()
+    for name, plain in plain_names(parameters, module).items():
+        sides[parameters[name].requires_grad].update((name, plain_name(name), plain))
+    frozen, trained = sides
+    return frozenset(frozen - trained)
+
+
+def _refuse_short(key: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        refuse_short(key, _part_of(value))
+    elif isinstance(value, Mapping | list):
+        for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _refuse_short(f"{key}[{name!r}]", inner)
+
+
+def _part_of(tensor: torch.Tensor) -> torch.Tensor:
+    return dtensor.local_of(tensor) if dtensor.is_dtensor(tensor) else tensor
+
+
+def _check_same_names(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    missing, besides = sorted(own.keys() - loaded.keys()), sorted(map(str, loaded.keys() - own.keys()))
+    told = [f"the checkpoint has nothing for {missing} (Missing key(s), as torch says it)"] if missing else []
+    told += [f"the module has no place for {besides} (Unexpected key(s), as torch says it)"] if besides else []
+    if told:
+        raise ValueError(", and ".join(told))
+
+
+def _check_module(own: Mapping[str, Any], loaded: Any) -> None:
+    """What ``Module.load_state_dict`` would refuse after it has copied what fits."""
+    if not isinstance(loaded, Mapping):
+        raise TypeError(f"expected a module's state, the checkpoint has {type(loaded).__name__}")
+    then, now = (getattr(state, "_metadata", None) or {} for state in (loaded, own))
+    if any(then[part] != now[part] for part in then.keys() & now.keys()):
+        return  # of other versions of its classes: they know what has changed
+    _check_same_names(own, loaded)
+    for name, tensor in own.items():
+        saved = loaded[name]
+        if isinstance(tensor, torch.Tensor) and not is_extra_state(name):
+            if not isinstance(saved, torch.Tensor):
+                raise TypeError(f"{name} is a tensor, the checkpoint has {type(saved).__name__}")
+            if saved.shape != tensor.shape and (tensor.dim(), saved.dim()) != (0, 1):
+                raise ValueError(
+                    f"size mismatch for {name}: {_described(tensor)}, the checkpoint has {_described(saved)}"
+                )
+
+
+_LOADING = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict")
+_LOADING_HOOKS = ("_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
+
+
+def _loads_as_torch_does(module: torch.nn.Module) -> bool:
+    """Whether the names in its state are those that it loads: no class and no hook has ways of its own."""
+    for part in module.modules():
+        ways = (getattr(part, way) for way in _LOADING)
+        if any(getattr(part, hooks) for hooks in _LOADING_HOOKS) or not all(map(_is_torchs, ways)):
+            return False
+    return True
+
+
+def _is_torchs(way: Any) -> bool:
+    return str(getattr(way, "__module__", "")).partition(".")[0] == "torch"
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
+    """What ``Optimizer.load_state_dict`` would refuse, and state of other shapes, which only a step would."""
+    if not _is_torchs(optimizer.load_state_dict) or optimizer._optimizer_load_state_dict_pre_hooks:
+        return
+    saved, own = (
+        [len(group["params"]) for group in groups] for groups in (loaded["param_groups"], optimizer.param_groups)
+    )
+    if saved != own:
+        raise ValueError(f"it steps groups of {own} parameters, the checkpoint has groups of {saved}")
+    if type(optimizer) not in KNOWN or isinstance(optimizer, torch.optim.Adafactor):
+        return
+    numbers = [number for group in loaded["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in loaded["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+                raise ValueError(
+                    f"{key} of parameter {number} is {_described(value)} there, it is {_described(parameter)}"
+                )
+
+
+def check_into(target: Any, loaded: Any) -> None:
+    """Whether ``restore_into`` can make ``target`` equal to ``loaded``. Of the tensors there only shapes and types count.
+
+    Raises:
+        ValueError: a tensor of the target has another shape or type in ``loaded``, or is not in it.
+    """
+    if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        if target.shape != loaded.shape or target.dtype != loaded.dtype:
+            # Replacing it in the dict would leave the parameter that it belongs to as it is.
+            raise ValueError(
+                f"it is {_described(target)}, the checkpoint has {_described(loaded)}; "
+                "give a tensor of that shape and type, or None to get it as it was saved"
+            )
+        if dtensor.is_partial(target):
+            raise ValueError("it is a DTensor whose parts are still to be reduced: redistribute it first")
+    elif isinstance(target, MutableMapping) and isinstance(loaded, Mapping):
+        lost = [key for key in target if key not in loaded and isinstance(target[key], torch.Tensor)]
+        if lost:
+            raise ValueError(f"the checkpoint has nothing for the tensors {lost}")
+        for key in target:
+            if key in loaded and not is_extra_state(str(key)):
+                check_into(target[key], loaded[key])
+    elif isinstance(target, MutableSequence) and isinstance(loaded, list):
+        for own, saved in zip(target, loaded, strict=False):
+            check_into(own, saved)
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+def restore_into(target: Any, loaded: Any) -> Any:
+    """Make ``target`` equal to ``loaded`` in place as far as its type allows. Returns the object that now has the value.
+
+    Ask ``check_into`` first.
+    """
+    if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return target if target is loaded else _copied(target, loaded)
+    if isinstance(target, MutableMapping) and isinstance(loaded, Mapping):
+        order = [*(key for key in target if key in loaded), *(key for key in loaded if key not in target)]
+        fresh = {key: restore_into(target[key], loaded[key]) if key in target else loaded[key] for key in order}
+        target.clear()
+        target.update(fresh)
+        return target
+    if isinstance(target, MutableSequence) and isinstance(loaded, list):
+        known = len(target)
+        target[:] = [restore_into(target[i], v) if i < known else v for i, v in enumerate(loaded)]
+        return target
+    return loaded
+
+
+def _copied(target: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
+    if target.shape != loaded.shape or target.dtype != loaded.dtype:  # an extra state
+        return loaded
+    if dtensor.is_dtensor(target) and not dtensor.is_dtensor(loaded):
+        dtensor.copy_part(target, loaded)
+        return target
+    with torch.no_grad():
+        return target.copy_(loaded)
