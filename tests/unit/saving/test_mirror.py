@@ -119,7 +119,7 @@ def test_what_is_damaged_on_the_disk_is_not_mirrored(tmp_path, bucket):
     flip_bit(tmp_path / "step-00000001/model.safetensors", 5000)
     with Checkpointer(tmp_path, config(bucket), hooks=[seen.append]) as ckpt:
         mirror = ckpt._engine.mirror
-        (one,) = [c.info for c in ckpt._listed()]
+        (one,) = [c.info for c in ckpt._workspace.look()]
         mirror.put(one, ckpt._workspace)
         wait_for_mirror(ckpt)
     (event,) = [event for event in seen if isinstance(event, events.Mirrored)]
