@@ -10,11 +10,11 @@ from typing import Any
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.formats.verify import refuse_unreadable
+from safe_ckpt.core.saving import commit_order
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
-from safe_ckpt.core.writer import commit_order
 from safe_ckpt.core.writer.content import MemoryContent
 from safe_ckpt.core.writer.file_sink import FileSink
 from safe_ckpt.core.writer.sink import write_file
