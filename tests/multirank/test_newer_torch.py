@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
-from safe_ckpt.core.sharding import dcp_load
+from safe_ckpt.core.sharding import dcp_read
 from safe_ckpt.testing import spawn_ranks, values
 from safe_ckpt.tools.inspection.dcp_reader import read_directory
 
@@ -95,6 +95,6 @@ def test_fields_classes_and_types_that_are_not_known_here_are_saved_and_resumed(
         monkeypatch.setattr(kind, "__module__", metadata.__name__)
         monkeypatch.setattr(metadata, name, kind, raising=False)
     folder = tmp_path / "step-00000002" / "model"
-    found = dcp_load.read_metadata(folder).state_dict_metadata["weight"].properties
+    found = dcp_read.read_metadata(folder).state_dict_metadata["weight"].properties
     assert (type(found), found.order) == (Properties, (2, 1))
     assert read_directory(folder).tensors["weight"].dtype == "float32"

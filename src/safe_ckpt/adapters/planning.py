@@ -26,10 +26,10 @@ from safe_ckpt.core.saving.save import (
     checked_metrics,
 )
 from safe_ckpt.core.sharding.gather import gather_nested
-from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import fixed
 from safe_ckpt.core.state.items import expected_bytes
 from safe_ckpt.core.state.models import Models
+from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.state.planner import Planner
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.durable import Link

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 LEAST_BYTES = 1 << 20
-"""Smaller files are written, also where an earlier checkpoint has them: a look at them gains nothing, and people edit such files in
-place, under all their names."""
+"""Smaller files are written anew each time: a look at them gains nothing, and people edit them in place, under all names."""
 FROZEN_BYTES = 1 << 30
 """How large a file of tensors that are not trained becomes at most: an object store must copy it within one request's time."""
 

@@ -23,6 +23,7 @@ import torch
 import xxhash
 
 from safe_ckpt.config import Health, Unchanged
+from safe_ckpt.core.formats.file_plan import LEAST_BYTES
 from safe_ckpt.core.formats.manifest import Manifest, read_manifest
 from safe_ckpt.core.health.verdict import ITSELF, digest_of_patterns, is_sick
 from safe_ckpt.core.recent import Recent

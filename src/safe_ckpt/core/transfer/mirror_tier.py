@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safe_ckpt.config import CheckpointConfig, Retention
+from safe_ckpt.core.formats.file_plan import LEAST_BYTES
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_archive
 from safe_ckpt.core.home import retention
@@ -21,7 +22,6 @@ from safe_ckpt.core.home.object_head import list_objects
 from safe_ckpt.core.home.object_home import ObjectRoot
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.staging.shared_files import Tries
-from safe_ckpt.core.staging.unchanged import LEAST_BYTES
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.object_copy import MOST_BYTES, ObjectCopy
