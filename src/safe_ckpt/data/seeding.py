@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import xxhash
 
-from safe_ckpt.data import generators
+from safe_ckpt.core.state import rng
 from safe_ckpt.data.workers import StandIn
 
 _MASK = (1 << 64) - 1
@@ -69,17 +69,17 @@ class SeededDataset(StandIn):
     def __getitem__(self, index: One) -> Any:
         if self._own_process:
             return self._one(index)
-        with generators.borrowed():
+        with rng.borrowed():
             made = self._one(index)
-            self.__dict__["_left"] = generators.taken()
+            self.__dict__["_left"] = rng.snapshot()
         return made
 
     def __getitems__(self, indices: Batch) -> list[Any]:
         if self._own_process:
             return [self._made(index, indices.token) for index in indices]
-        with generators.borrowed():
+        with rng.borrowed():
             made = [self._made(index, indices.token) for index in indices]
-            self.__dict__["_left"] = generators.taken()
+            self.__dict__["_left"] = rng.snapshot()
         return made
 
     @property
@@ -109,8 +109,8 @@ class SeededCollate:
 
     def __call__(self, samples: Any) -> Any:
         """A batch."""
-        with generators.borrowed():
-            generators.set_to(self._dataset.left)
+        with rng.borrowed():
+            rng.set_to(self._dataset.left)
             return self._collate(samples)
 
 
