@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import spawn_ranks, values
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Unchanged
-from safe_ckpt.testing import spawn_ranks, values
 
 SAVES = 7
 CONFIG = {"retention": Retention(keep_last=1)}

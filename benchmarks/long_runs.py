@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 from memory import children, status
+from ranks import spawn_ranks
 
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention
 from safe_ckpt.config import WriterConfig
-from safe_ckpt.testing import spawn_ranks
 
 TWO = Retention(keep_last=2)
 PROCESS = WriterConfig(inline_bytes=0)  # the writer's process writes, as in any real run

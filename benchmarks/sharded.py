@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import spawn_ranks, values
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Unchanged
 from safe_ckpt.core.storage.reader import drop_cache
-from safe_ckpt.testing import spawn_ranks, values
 
 
 def timed(action: Callable[[], Any]) -> float:

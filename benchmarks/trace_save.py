@@ -80,12 +80,12 @@ def traced(folder: Path, mebibytes: int) -> dict[str, dict[str, int]]:
     import torch
 
     from safe_ckpt import CheckpointConfig, Checkpointer
-    from safe_ckpt.core.writer import client
+    from safe_ckpt.core.writer import workers
 
     writers = folder / "writer"
     writers.touch()
     boot = _BOOT.format(folder=str(Path(__file__).parent), target=str(writers))
-    client._BOOT = client._BOOT.replace(
+    workers._BOOT = workers._BOOT.replace(
         "from safe_ckpt", boot.replace("{", "{{").replace("}", "}}") + "from safe_ckpt", 1
     )
     route = Route()

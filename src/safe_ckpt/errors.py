@@ -44,6 +44,7 @@ from typing import Any, ClassVar
 
 _ONE_DIRECTORY = "All ranks write one directory together, with a file for what differs: give all of them the same path"
 _DESYNC_ADVICE = {
+    "versions": "Install the same on every node: one version may not understand the files and messages of another",
     "settings": "Give all ranks the same settings: see arguments, SAFE_CKPT_CONFIG, SAFE_CKPT__* (safe-ckpt config show)",
     "output_dir": _ONE_DIRECTORY,
     "save_directory": _ONE_DIRECTORY,

@@ -7,7 +7,6 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -85,19 +84,6 @@ _MEMORY_FILES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Allowance:
-    """The tightest limits of the groups that this process is in.
-
-    Attributes:
-        memory_bytes: None for no limit.
-        cores: how many cores' worth of time; None for no limit.
-    """
-
-    memory_bytes: int | None
-    cores: float | None
-
-
 def available_bytes(
     *, meminfo: Path = _MEMINFO, membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS
 ) -> int | None:
@@ -114,12 +100,9 @@ def available_bytes(
     return max(0, min(sizes)) if sizes else None
 
 
-def allowance(membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> Allowance:
-    """What the control groups allow; for the arguments see ``available_bytes``."""
-    groups = list(_groups(membership, cgroups))
-    memory = [limit for group in groups for limit, _ in _memory(group)]
-    cores = [limit for group in groups for limit in _cores(group)]
-    return Allowance(memory_bytes=min(memory, default=None), cores=min(cores, default=None))
+def memory_limit_bytes(membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> int | None:
+    """How much memory the control groups allow; None for no limit. For the arguments see ``available_bytes``."""
+    return min((limit for group in _groups(membership, cgroups) for limit, _ in _memory(group)), default=None)
 
 
 def address_space_left() -> int | None:
@@ -141,7 +124,7 @@ def _groups(membership: Path, cgroups: Path) -> Iterator[Path]:
     """The groups of this process and all above them: each of them limits."""
     for line in _text(membership).splitlines():
         _, controllers, name = line.split(":", 2)
-        for controller in {"", "memory", "cpu"}.intersection(controllers.split(",")):  # "" is version 2
+        for controller in {"", "memory"}.intersection(controllers.split(",")):  # "" is version 2
             base = cgroups / controller
             group = base / name.lstrip("/")
             for level in (group, *group.parents):
@@ -158,14 +141,6 @@ def _memory(group: Path) -> Iterator[tuple[int, int]]:
             rows = (line.split() for line in _text(group / "memory.stat").splitlines())
             cached = sum(int(row[1]) for row in rows if row[0] in reclaimable)
             yield int(limit), int(limit) - int(used or 0) + cached
-
-
-def _cores(group: Path) -> Iterator[float]:
-    version_1 = [_text(group / f"cpu.cfs_{kind}_us").strip() for kind in ("quota", "period")]
-    for words in (_text(group / "cpu.max").split(), version_1):
-        # "max 100000" and "-1" are no limit.
-        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]) > 0:
-            yield int(words[0]) / int(words[1])
 
 
 def _text(path: Path) -> str:

@@ -8,7 +8,7 @@ import textwrap
 
 from kit import warm
 from kit.patience import scaled
-from safe_ckpt.testing.ranks import free_port
+from kit.ranks import free_port
 from support import kill_all
 
 HEAD = f"""

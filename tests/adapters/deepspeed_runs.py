@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kit.ranks import spawn_ranks
 from safe_ckpt import iter_full_tensors
 from safe_ckpt.errors import StateError
-from safe_ckpt.testing import spawn_ranks
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 CPU = {"device": "cpu"}
@@ -108,7 +108,7 @@ def save_and_die(rank, folder, stage, offload, tags):
 
 def die_in_a_copy(rank, out, run, handle):
     """Save once more; rank 1 never copies its part, and when rank 0's is there both are killed."""
-    writer = handle._core._save_queue.writer
+    writer = handle.saver.engine._save_queue.writer
     writer.start()
     if rank == 1:
         os.kill(writer.pid, signal.SIGSTOP)

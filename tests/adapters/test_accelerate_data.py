@@ -70,7 +70,6 @@ CASES = {
     "nothing drawn": ({"data": Plain, "shuffle": False}, {}, resumable),
     "workers": ({"num_workers": 2}, {}, resumable),
     "workers that stay": ({"num_workers": 2, "persistent_workers": True}, {}, resumable),
-    "per sample": ({"num_workers": 1}, {}, lambda loader: resumable(loader, worker_seeding="per_sample")),
     "seedable": ({}, {"use_seedable_sampler": True}, resumable),
     "batches of its own": ({"batch_sampler": batches, "shuffle": False, "batch_size": 1}, {}, resumable),
     "stream": ({"data": Placed, "shuffle": False}, {}, resumable),

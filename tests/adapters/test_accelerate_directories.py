@@ -147,7 +147,7 @@ def test_a_directory_that_could_not_be_looked_at_is_not_held(tmp_path, monkeypat
     with register(accelerator, CONFIG) as handle:
         accelerator.project_configuration.automatic_checkpoint_naming = automatic  # as a script may do later
         with monkeypatch.context() as patch:
-            patch.setattr("safe_ckpt.adapters.directories.listed", broken)
+            patch.setattr("safe_ckpt.adapters.saver.listed", broken)
             patch.setattr("safe_ckpt.core.saving.homes._sequence_of", broken)
             with pytest.raises(DirectoryError, match="cannot be read"):
                 accelerator.save_state(target)
@@ -189,7 +189,7 @@ KILLED = """
     Training(accelerator, width=100_000)
     for step in (30, 40, 50):
         accelerator.save_state(f"{folder}/step_{step}", async_save=False)
-    writer = handle._engine._save_queue.writer
+    writer = handle.saver.engine._save_queue.writer
     os.kill(writer.pid, signal.SIGSTOP)
     accelerator.save_state(f"{folder}/step_60")
     deadline = time.monotonic() + 20

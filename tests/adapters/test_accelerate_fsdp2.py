@@ -15,11 +15,11 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 
 from accelerate_runs import CONFIG, forget, make, seed
+from kit.ranks import spawn_ranks, values
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import ConfigError, DesyncError, NoValidCheckpointError, SafeCheckpointError
-from safe_ckpt.testing import spawn_ranks, values
 from support import flip_bit
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from corpus import of_accelerate, of_lightning, of_transformers, plain, ranks
 from corpus.make import CHECKPOINTS
-from safe_ckpt.testing import spawn_ranks, values
+from kit.ranks import spawn_ranks, values
 from safe_ckpt.tools.cli.app import app
 
 BOTH = [(2, "valid"), (1, "valid")]

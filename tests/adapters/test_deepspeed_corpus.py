@@ -8,7 +8,7 @@ pytest.importorskip("deepspeed")
 
 from corpus import of_deepspeed
 from corpus.make import CHECKPOINTS
-from safe_ckpt.testing import spawn_ranks, values
+from kit.ranks import spawn_ranks, values
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -12,10 +12,9 @@ pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
 import torch
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Telemetry
 from safe_ckpt.errors import ConfigError, SafeCheckpointError
-from safe_ckpt.testing import spawn_ranks
-from safe_ckpt.testing.ranks import values
 
 pytestmark = pytest.mark.timeout(300)
 SIZE, EPOCHS = 44, 2

@@ -21,12 +21,11 @@ import deepspeed_runs as runs
 from deepspeed_runs import has_nvme, spawn
 from safetensors.torch import load_file
 
+from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import RestoreError, StateError
-from safe_ckpt.testing import spawn_ranks
-from safe_ckpt.testing.ranks import values
 
 pytestmark = pytest.mark.timeout(300)
 WITH_NVME = ["nvme"] if has_nvme() else []

@@ -8,11 +8,11 @@ import pytest
 pytest.importorskip("deepspeed")
 from deepspeed_runs import engine, train, weights
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Retention, Timeouts
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.deepspeed import install
 from safe_ckpt.deepspeed.directories import order
-from safe_ckpt.testing import spawn_ranks, values
 
 pytestmark = pytest.mark.timeout(300)
 CONFIG = CheckpointConfig(

@@ -11,9 +11,9 @@ pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
 
 from kit.manifests import rewrite
+from kit.ranks import spawn_ranks, values
 from safe_ckpt.deepspeed import install
 from safe_ckpt.errors import HostileCheckpointError
-from safe_ckpt.testing import spawn_ranks, values
 
 
 class Bomb:

@@ -18,6 +18,7 @@ pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
 from deepspeed_runs import has_nvme, spawn
 
+from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts, WriterConfig
 from safe_ckpt.errors import (
@@ -33,8 +34,6 @@ from safe_ckpt.errors import (
     StateError,
     UnexpectedError,
 )
-from safe_ckpt.testing import spawn_ranks
-from safe_ckpt.testing.ranks import values
 from support import flip_bit
 
 pytestmark = pytest.mark.timeout(300)
@@ -441,7 +440,7 @@ def lose_a_rank(rank, folder, stage, moment):
                 time.sleep(0.01)
             assert latest(folder) == "good"
             os.kill(os.getpid(), signal.SIGKILL)
-        os.kill(handle._core._save_queue.writer.pid, signal.SIGSTOP)
+        os.kill(handle.saver.engine._save_queue.writer.pid, signal.SIGSTOP)
         run.save_checkpoint(folder, tag="bad")
         os.kill(os.getpid(), signal.SIGKILL)
     begun = time.monotonic()
@@ -464,15 +463,15 @@ def in_turn(rank, folder):
         for out in outs:
             run.save_checkpoint(out)
         handle.wait()
-        held = dict(handle._context.directories._held)
-        writer = handle._core._save_queue.writer
+        held = dict(handle.saver.homes)
+        writer = handle.saver.engine._save_queue.writer
         os.kill(writer.pid, signal.SIGSTOP)
         for out in outs:
             run.save_checkpoint(out, tag="again")
         assert not any((out / "again").exists() for out in outs)
         os.kill(writer.pid, signal.SIGCONT)
         handle.wait()
-        assert handle._context.directories._held == held
+        assert handle.saver.homes == held
     return [latest(out) for out in outs] == ["again"] * 3
 
 

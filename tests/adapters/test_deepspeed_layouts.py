@@ -11,9 +11,8 @@ import torch
 pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.testing import spawn_ranks
-from safe_ckpt.testing.ranks import values
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

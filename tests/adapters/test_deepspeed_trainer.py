@@ -19,10 +19,10 @@ import deepspeed_runs as runs
 import torch.distributed as dist
 from deepspeed_runs import has_nvme, spawn
 
+from kit.ranks import values
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import SafeCheckpointError
-from safe_ckpt.testing.ranks import values
 
 WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
 pytestmark = pytest.mark.timeout(240)

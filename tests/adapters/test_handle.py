@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from safe_ckpt import CheckpointConfig, Timeouts, WriterConfig
-from safe_ckpt.adapters import AttachedHandle, Engine, OnCommit, OpenDirectory, Planned, torch_file
+from safe_ckpt.adapters import AttachedHandle, Planned, Saver, torch_file
 from safe_ckpt.errors import SafeCheckpointError
 from support import writers_of
 
@@ -23,14 +23,14 @@ CONFIG = CheckpointConfig(
 
 def test_a_handle_ends_in_time_with_a_save_that_makes_no_progress(tmp_path):
     """remove() waits for a stopped writer no longer than shutdown_s, raises that the save failed, and frees the object."""
-    owner, engine = SimpleNamespace(save=None), Engine(CONFIG)
-    handle = AttachedHandle(owner, engine)
+    owner, saver = SimpleNamespace(save=None), Saver(CONFIG)
+    handle = AttachedHandle(owner, saver)
     handle.attach({"save": print})
-    directory = OpenDirectory.take(engine, tmp_path, list)
+    home = saver.home(tmp_path)
 
     def save(step):
         content = Planned(files=[torch_file("a.pt", {"w": torch.ones(100_000)})]).content()
-        directory.save(engine, tmp_path / str(step), content, step=step, notes={}, on_commit=OnCommit())
+        saver.save(home, tmp_path / str(step), content, step=step)
 
     save(1)
     handle.wait()

@@ -188,7 +188,7 @@ def test_notes_that_lead_out(tmp_path, caplog, notes):
 
 def test_what_was_due_within_is_done(tmp_path):
     """Links and removals that a killed job left are made good; of what a job did elsewhere no note is taken."""
-    from safe_ckpt.adapters.planning import Link
+    from safe_ckpt.adapters.extras import Link
     from safe_ckpt.lightning import resume as resuming
 
     folder = tmp_path / "run"

@@ -116,7 +116,6 @@ CASES = {
     "workers": (one(shuffle=True, num_workers=2), {}),
     "workers that stay": (one(shuffle=True, num_workers=2, persistent_workers=True), {}),
     "of safe_ckpt.data": (one(made=data.resumable, shuffle=True, num_workers=2), {}),
-    "per sample": (lambda pl: resumable(DataLoader(Noisy(), 2, True, num_workers=1), worker_seeding="per_sample"), {}),
     "stream": (one(Stream), {}),
     "stream, workers": (one(Stream, num_workers=2), {}),
     "stream that is read again": (one(Blind), {}),

@@ -15,9 +15,9 @@ from lightning_scripts import HEAD, fingerprints, run, script
 
 from kit import warm
 from kit.patience import scaled
+from kit.ranks import free_port
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.testing.ranks import free_port
 from support import kill_group, needs_root, small_disk, start_script, writer_processes
 
 

@@ -14,13 +14,14 @@ import torch.distributed.checkpoint as dcp
 from lightning_scripts import fingerprints, run, script
 from safetensors.torch import load_file
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.lightning import strategies
-from safe_ckpt.testing import spawn_ranks, values
+from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
+from safe_ckpt.lightning.saver import TrainerSaver
 from support import flip_bit, kill_group, start_script, writer_processes
 
 BODY = """
@@ -228,16 +229,17 @@ class DeepSpeedStrategy:
 
 
 def _load_what_one_rank_sees(rank, folder):
-    engine = Engine(CheckpointConfig(timeouts=Timeouts(barrier_s=20)))
     strategy = DeepSpeedStrategy()
-    strategies.guard(SimpleNamespace(strategy=strategy), engine, lambda: None, lambda: None)
+    trainer = SimpleNamespace(strategy=strategy)
+    saver = TrainerSaver(trainer, CheckpointConfig(timeouts=Timeouts(barrier_s=20)), SafeCheckpointIO(None))
+    strategies.guard(trainer, saver)
     os.chdir(folder / str(rank))  # one name is another folder on each rank
     try:
         return strategy.load_checkpoint("runs/step-00000001")
     except SafeCheckpointError as error:
         return repr(error)
     finally:
-        engine.close(quiet=True)
+        saver.close(quiet=True)
 
 
 def test_all_ranks_load_in_one_way(tmp_path):

@@ -15,7 +15,6 @@ import torch
 from lightning_runs import PACKAGES, QUICK, fingerprint, fit, module_class, names, package, trainer
 
 from safe_ckpt import CheckpointConfig, Retention, WriterConfig
-from safe_ckpt.adapters import Engine
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import (
@@ -27,7 +26,7 @@ from safe_ckpt.errors import (
     SafeCheckpointError,
 )
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
-from safe_ckpt.lightning.directories import TrainerDirectories
+from safe_ckpt.lightning.directories import FileSaver
 from support import needs_root, small_disk, writers_of
 
 
@@ -221,7 +220,7 @@ def test_a_failed_save_leaves_every_attribute_as_it_was(tmp_path, async_save):
         class Fill(pl.Callback):
             def on_train_epoch_start(self, trainer, pl_module):
                 if trainer.current_epoch == 2:
-                    callback._saver.settle()
+                    callback._saver.wait()
                     seen["state"] = json.dumps(callback.state_dict(), default=str, sort_keys=True)
                     seen["names"] = names(disk)
                     (disk / "filler").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - 9000))
@@ -254,7 +253,7 @@ def test_warn_trains_on_and_saves_again(tmp_path):
                 if trainer.current_epoch == 1:
                     (disk / "filler").write_bytes(bytes(2_500_000))
                 if trainer.current_epoch == 2:
-                    callback._saver.settle()
+                    callback._saver.wait()
                     (disk / "filler").unlink()
 
         config = CheckpointConfig(timeouts=QUICK.timeouts, on_failure="warn")
@@ -387,27 +386,26 @@ def test_what_cannot_work_is_refused_at_once(tmp_path):
 
 def test_a_listing_that_fails_takes_no_directory_away(tmp_path, monkeypatch):
     """When a second kind of file cannot be listed, the directory stays held; a first listing that fails holds nothing."""
-    engine = Engine(QUICK)
-    directories, lock = TrainerDirectories(engine), tmp_path / ".safe_ckpt/lock"
+    directories, lock = FileSaver(QUICK, tuple), tmp_path / ".safe_ckpt/lock"
 
     def fails(*_):
         raise OSError(errno.EIO, "no answer")
 
     with monkeypatch.context() as broken:
-        broken.setattr("safe_ckpt.adapters.directories.catalog.list_files", fails)
+        broken.setattr("safe_ckpt.lightning.directories.catalog.list_files", fails)
         with pytest.raises(SafeCheckpointError):
             directories.hold(tmp_path, ".ckpt")
-    assert tmp_path not in directories
+    assert tmp_path not in directories.homes
     assert not lock.exists()
     directories.hold(tmp_path, ".ckpt")
     with monkeypatch.context() as broken:
-        broken.setattr("safe_ckpt.adapters.directories.catalog.list_files", fails)
+        broken.setattr("safe_ckpt.lightning.directories.catalog.list_files", fails)
         with pytest.raises(SafeCheckpointError):
             directories.hold(tmp_path, ".pt")
-    assert tmp_path in directories
+    assert tmp_path in directories.homes
     assert lock.exists()
     directories.hold(tmp_path, ".pt")
-    engine.close()
+    directories.close()
     assert not lock.exists()
 
 

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from accelerate_runs import CONFIG, make
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.accelerate import register
 from safe_ckpt.errors import RendezvousTimeout
-from safe_ckpt.testing import spawn_ranks
-from safe_ckpt.testing.ranks import values
 
 STALL_S, BARRIER_S = 1.6, 2.0
 TIMEOUTS = replace(CONFIG.timeouts, peer_stall_s=STALL_S, barrier_s=BARRIER_S)

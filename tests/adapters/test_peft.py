@@ -16,11 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers import Trainer as StockTrainer
 
 from accelerate_runs import CONFIG, fresh, make
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 from safe_ckpt.accelerate import register
 from safe_ckpt.errors import RestoreError, StateError
 from safe_ckpt.peft import base_hash, load_adapter
-from safe_ckpt.testing import spawn_ranks, values
 from safe_ckpt.transformers import SafeCheckpointMixin
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore")]

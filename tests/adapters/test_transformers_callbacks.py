@@ -16,10 +16,10 @@ from transformers import Trainer, TrainerCallback
 from transformers.integrations import integration_utils
 from transformers_runs import CONFIG, SafeTrainer, names, trainer
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import SafeCheckpointError
-from safe_ckpt.testing import spawn_ranks, values
 from safe_ckpt.transformers import SafeCheckpointMixin
 from safe_ckpt.transformers.lookers import JUDGED, looks
 

@@ -18,10 +18,10 @@ from accelerate.utils import DistributedType
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from transformers_runs import SafeTrainer, names, trainer
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import ConfigError, SafeCheckpointError
-from safe_ckpt.testing import spawn_ranks, values
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate_runs import CONFIG, fresh, make, stateful
 from safe_ckpt import CheckpointConfig, Retention, StorageConfig, Telemetry
 from safe_ckpt.accelerate import register
-from safe_ckpt.adapters import AttachedHandle, Engine, Patch
+from safe_ckpt.adapters import AttachedHandle, Patch, Saver
 from safe_ckpt.errors import ConfigError, DirectoryError, SafeCheckpointError
 from safe_ckpt.lightning import SafeCheckpointCallback
 
@@ -125,7 +125,7 @@ def test_a_handle_is_put_on_whole_or_not_at_all():
         Patch(owner, {"wide": 2, "narrow": 3})
     assert vars(owner) == {}
     owner = SimpleNamespace(save=None)
-    handle = AttachedHandle(owner, Engine(CheckpointConfig()))
+    handle = AttachedHandle(owner, Saver(CheckpointConfig()))
     with pytest.raises(KeyError), handle.whole_or_nothing():
         handle.attach({"save": print})
         raise KeyError("later")

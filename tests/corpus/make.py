@@ -45,7 +45,7 @@ def plain():
 def ranks():
     """All that two ranks save. Accelerate sets up the group of processes that the others use."""
     from corpus.ranks import save
-    from safe_ckpt.testing import spawn_ranks, values
+    from kit.ranks import spawn_ranks, values
 
     values(spawn_ranks(save, 2, PLACE, init=False))
 
@@ -75,7 +75,7 @@ def objects():
 
 def deepspeed():
     from corpus.of_deepspeed import save
-    from safe_ckpt.testing import spawn_ranks, values
+    from kit.ranks import spawn_ranks, values
 
     values(spawn_ranks(save, 2, PLACE, timeout_s=300))
     for script in PLACE.glob("*/*.py"):  # DeepSpeed puts some of its own code beside the tags

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import random
 
@@ -96,15 +97,15 @@ def resume_one_rank(folder):
 
 def save_frozen(folder):
     """The two have the part that is not trained in common. Here it is smaller than what is shared otherwise."""
-    from safe_ckpt.core.staging import unchanged
-    from safe_ckpt.core.state import planner
-
-    before = unchanged.LEAST_BYTES
-    unchanged.LEAST_BYTES = planner.LEAST_BYTES = 512
+    # Names of the commit that saved it.
+    unchanged = importlib.import_module("safe_ckpt.core.staging.unchanged")
+    plan = importlib.import_module("safe_ckpt.core.state.plan")
+    before = unchanged.LEAST_SHARED_BYTES
+    unchanged.LEAST_SHARED_BYTES = planner.LEAST_SHARED_BYTES = 512
     try:
         save(folder, Job(frozen=True))
     finally:
-        unchanged.LEAST_BYTES = planner.LEAST_BYTES = before
+        unchanged.LEAST_SHARED_BYTES = planner.LEAST_SHARED_BYTES = before
     assert [file.stat().st_nlink for file in frozen_files(folder)] == [2, 2]
 
 

@@ -78,7 +78,7 @@ class ThroughAccelerate:
         self._accelerator._optimizers.append(self._optimizer)
         self._accelerator.register_for_checkpointing(self)
         self._handle = register(self._accelerator, config)
-        self.engine = self._handle._engine
+        self.engine = self._handle.saver.engine
 
     def state_dict(self):
         return {"number": self._number}
@@ -94,7 +94,7 @@ class ThroughAccelerate:
                 self._optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, number)
         torch.manual_seed(1000 * self.rank + number)
         self._accelerator.save_state(step=number)
-        return self._handle._trackers._flights[-1].handle
+        return self._handle.saver.tracking._flights[-1].handle
 
     def load(self):
         self._number = -1

@@ -35,9 +35,10 @@ from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.retention import DeleteListed
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.save import Destination, Facts, OnCommit, SaveRequest, Snapshot
-from safe_ckpt.core.staging import copy_plan, snapshot, unchanged
+from safe_ckpt.core.staging import copy_plan, snapshot
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.durable import Link
+from safe_ckpt.core.writer import existing
 
 # Every copy is shared by two threads, as those of a large state are.
 copy_plan.PIECE_BYTES, snapshot._HELP_FROM = 4096, 1
@@ -194,7 +195,7 @@ class Sharing(Numbered):
     def save(self, folder, number, reported=lambda: None):
         live, before = self.live(number), self.live(0)
         if not self.links:
-            unchanged.link_open_file = lambda *_: "never"
+            existing.link_open_file = lambda *_: "never"
         with Checkpointer(folder, self.config) as ckpt:
             ckpt.resume(before.state)
             ckpt.save(6, live.state).result()

@@ -7,7 +7,7 @@ import pytest
 from damage import damage_all, judge
 from entries import ENTRIES
 
-from safe_ckpt.testing import spawn_ranks, values
+from kit.ranks import spawn_ranks, values
 
 
 @pytest.mark.timeout(300)

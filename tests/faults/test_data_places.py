@@ -20,10 +20,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState, Timeouts
 from safe_ckpt.data import resumable
-from safe_ckpt.testing import spawn_ranks, values
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -65,15 +65,12 @@ def train(rank, size, folder, kind, workers, fatal):
     torch.manual_seed(5)
     random.seed(5)
     sampler = sampler_of(kind, rank, size)
-    seeding = "per_sample" if workers == 4 else "stock"
     how = {"num_workers": workers, "multiprocessing_context": FORK if workers else None}
-    loader = resumable(
-        DataLoader(Noisy(), batch_size=3, sampler=sampler, shuffle=sampler is None, **how), worker_seeding=seeding
-    )
+    loader = resumable(DataLoader(Noisy(), batch_size=3, sampler=sampler, shuffle=sampler is None, **how))
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     # One place for all ranks where they share one order, unless workers of each rank draw on where they were.
-    shared = loader if kind == "distributed" and not (workers and seeding == "stock") else PerRank(loader)
+    shared = loader if kind == "distributed" and not workers else PerRank(loader)
     state = {"model": model, "optimizer": optimizer, "data": shared, "rng": PerRank(RngState()), "epoch": 0}
     moment = threading.Event()
     threading.Thread(target=kill, args=(moment, fatal), daemon=True).start()

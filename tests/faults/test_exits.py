@@ -255,7 +255,7 @@ def test_a_stopped_writer_is_replaced_within_seconds_and_a_pause_harms_nothing(t
 def test_a_slow_disk_is_not_taken_for_a_stopped_writer():
     """What waits for the disk or a processor has as long as an fsync; who is stopped has seconds; all of it has an end."""
     from safe_ckpt import Timeouts
-    from safe_ckpt.core.writer.client import _limit_s
+    from safe_ckpt.core.writer.workers import _limit_s
 
     limits = Timeouts()
     assert [_limit_s(limits, "write", state) for state in "TtSDR"] == [3, 3, 60, 300, 300]

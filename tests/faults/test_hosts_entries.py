@@ -8,8 +8,7 @@ import pytest
 from entries import entered
 
 from kit.hosts import Hosts, needs_hosts
-from kit.ranks import spawn_over
-from safe_ckpt.testing import values
+from kit.ranks import spawn_over, values
 from support import names_in
 
 pytestmark = [needs_hosts, pytest.mark.slow]

@@ -7,8 +7,8 @@ from entries import ENTRIES, entered
 from lost_ranks import CONFIG, SIZE, judge, lose
 from trials import sampled
 
+from kit.ranks import spawn_ranks
 from kit.thorough import THOROUGH
-from safe_ckpt.testing import spawn_ranks
 from support import names_in
 
 OF_RANK_0 = ["agree", "snapshot", "prepare", "write", "commit", "after the rename", "after the verdict"]

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, Timeouts
 from safe_ckpt.core.coordination.process_groups import group_timeout_s
-from safe_ckpt.testing import spawn_ranks, values
 from support import writers_of
 
 CONFIG = CheckpointConfig(

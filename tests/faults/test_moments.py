@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from entries import ENTRIES, entered
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.core.formats.manifest import FileEntry
 from safe_ckpt.core.home.candidates import looks_like_checkpoint
@@ -21,7 +22,6 @@ from safe_ckpt.core.home.home import NewCheckpoint
 from safe_ckpt.core.home.visibility import Patience
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import NoValidCheckpointError, SafeCheckpointError, SaveError
-from safe_ckpt.testing import spawn_ranks, values
 from support import flip_bit, names_in
 
 AWAY_S = 1.5

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from trials import SWEEP
 
 from kit.faults import FaultyStorage
+from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
 from safe_ckpt import consolidate_offloaded, restore_offloaded
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, RendezvousTimeout, SafeCheckpointError, SaveError
-from safe_ckpt.testing import spawn_ranks, values
 from support import processes_of_this_test, writers_of
 
 MANY = 8

@@ -12,10 +12,10 @@ import types
 import pytest
 
 from kit.faults import FaultyStorage
+from kit.writing import write_file
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.storage import direct_io, durable, reader
 from safe_ckpt.core.storage.direct_io import WriteOptions
-from safe_ckpt.core.writer.file_writer import write_file
 from support import Quiet, names_in
 
 SAVES = """

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from two_hosts import Job, check_start
 
 from kit.hosts import Hosts, needs_hosts
-from kit.ranks import spawn_over
+from kit.ranks import spawn_over, spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.core.coordination import rendezvous
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.errors import PeerLostError, SafeCheckpointError
-from safe_ckpt.testing import spawn_ranks, values
 
 TIMES = Timeouts(lengthy_s=30, barrier_s=30, peer_stall_s=2, shutdown_s=5)
 

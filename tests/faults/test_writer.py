@@ -12,10 +12,10 @@ import torch.distributed as dist
 from entries import ENTRIES, entered
 from trials import sampled
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.errors import WriterError
-from safe_ckpt.testing import spawn_ranks, values
 from support import run_script, writers_of
 
 TIMES = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=0.7, fsync_stall_s=5, peer_stall_s=5, shutdown_s=10)
@@ -119,9 +119,9 @@ def test_a_writer_that_dies_again_and_again_is_done_without(tmp_path):
         """
         import sys, logging, torch
         from safe_ckpt import Checkpointer, CheckpointConfig, WriterConfig
-        from safe_ckpt.core.writer import client
+        from safe_ckpt.core.writer import workers
         logging.basicConfig()
-        client._BOOT = "import os; os._exit(3)"
+        workers._BOOT = "import os; os._exit(3)"
         with Checkpointer(sys.argv[1], CheckpointConfig(writer=WriterConfig(inline_bytes=0))) as ckpt:
             print(ckpt.save(1, {"m": {"w": torch.ones(100_000)}}).result().step)
         """,
@@ -139,13 +139,13 @@ def test_a_disk_that_stalls_every_writer_is_an_error(tmp_path):
         """
         import os, signal, sys, threading, time, torch
         from safe_ckpt import Checkpointer, CheckpointConfig, Timeouts, WriterConfig
-        from safe_ckpt.core.writer import client
+        from safe_ckpt.core.writer import workers
         from safe_ckpt.errors import WriterError
-        real = client.WriterClient._send
+        real = workers.WriterClient._send
         def stopped(self, *arguments):
             os.kill(self.pid, signal.SIGSTOP)
             real(self, *arguments)
-        client.WriterClient._send = stopped
+        workers.WriterClient._send = stopped
         config = CheckpointConfig(timeouts=Timeouts(writer_stall_s=0.3), writer=WriterConfig(max_respawns=1, inline_bytes=0))
         with Checkpointer(sys.argv[1], config) as ckpt:
             begun = time.monotonic()
@@ -153,7 +153,7 @@ def test_a_disk_that_stalls_every_writer_is_an_error(tmp_path):
                 ckpt.save(1, {"m": {"w": torch.ones(100_000)}}).result()
             except WriterError as error:
                 print(error.name, error.pid > 0, "no progress" in error.ended, time.monotonic() - begun < 10)
-            client.WriterClient._send = real
+            workers.WriterClient._send = real
             print(ckpt.save(2, {"m": {"w": torch.ones(100_000)}}).result().step)
         """,
         str(tmp_path / "exp"),

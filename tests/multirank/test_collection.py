@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from accelerate_runs import make
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, set_up_directory
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.coordination.coordinator import _open, open_coordinator
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import ClosedError, DirectoryInUseError
-from safe_ckpt.testing import spawn_ranks, values
 
 TIMES = Timeouts(lengthy_s=30, barrier_s=20, peer_stall_s=5, shutdown_s=5)
 CONFIG = CheckpointConfig(timeouts=TIMES)

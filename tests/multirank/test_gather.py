@@ -17,13 +17,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts, iter_full_tensors, lengthy_timeouts
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.sharding import dtensor, gather, gather_plan, gather_transport
 from safe_ckpt.core.sharding.gather import gather_nested, iterate
 from safe_ckpt.errors import ConfigError, DesyncError, PeerLostError, RendezvousTimeout, SafeCheckpointError, StateError
-from safe_ckpt.testing import spawn_ranks, values
 from support import heeds_raised_timeouts, placements
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.int64, torch.bool, torch.complex64]

@@ -5,10 +5,10 @@ import math
 import torch
 from torch.distributed.fsdp import fully_shard
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Health, PerRank, Retention, Timeouts
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import UnhealthyStateError
-from safe_ckpt.testing import spawn_ranks, values
 
 TIMEOUTS = Timeouts(lengthy_s=60, barrier_s=20, peer_stall_s=5, shutdown_s=10)
 

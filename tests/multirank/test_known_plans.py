@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
-from safe_ckpt.adapters.planning import Attempt, Shards
+from safe_ckpt.adapters import Attempt
+from safe_ckpt.adapters.strategy import Sharded
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.errors import StateError
-from safe_ckpt.testing import spawn_ranks, values
 
 QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=3, shutdown_s=10)
 
@@ -257,13 +258,13 @@ def _as_adapters_do(rank, folder):
     DefaultSavePlanner.create_local_plan = note
     state = build(2)
     engine = Engine(CheckpointConfig(timeouts=QUICK))
-    shards, counts = Shards(engine), []
+    sharded, counts = Sharded(engine), []
     for number in range(4):
         weights, moments = get_state_dict(state["model"], state["optimizer"])
         if number == 3:
             moments["param_groups"][0]["maximize"] = True
         planned.clear()
-        (file, *_) = shards.files({"model": weights, "optimizer": moments}, Attempt())
+        (file, *_) = sharded.plan({"model": weights, "optimizer": moments}, Attempt()).files
         counts.append(len(planned))
         held = {tensor.data_ptr() for _, tensor in file.tensors}
         parts = [part.to_local() for part in weights.values() if isinstance(part, DTensor)]

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import events, lengthy_timeouts
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.errors import ConfigError, DesyncError
-from safe_ckpt.testing import spawn_ranks, values
 from support import heeds_raised_timeouts
 
 

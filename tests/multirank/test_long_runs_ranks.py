@@ -6,8 +6,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from kit.kept import SLACK, kept
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention
-from safe_ckpt.testing import spawn_ranks, values
 
 
 def _keys(ckpt):

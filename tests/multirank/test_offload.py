@@ -13,6 +13,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import consolidate_offloaded, restore_offloaded
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
@@ -30,7 +31,6 @@ from safe_ckpt.errors import (
     SourceChangedError,
     StateError,
 )
-from safe_ckpt.testing import spawn_ranks, values
 from support import Quiet, flip_bit, needs_root, small_disk
 
 CHUNK = 4 << 20  # of copier

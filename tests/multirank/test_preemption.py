@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt.errors import ConfigError, RendezvousTimeout, SaveError
-from safe_ckpt.testing import spawn_ranks, values
 from support import run_script
 
 CONFIG = CheckpointConfig(

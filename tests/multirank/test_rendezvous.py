@@ -10,12 +10,12 @@ import time
 import pytest
 import torch.distributed as dist
 
+from kit.ranks import free_port, spawn_ranks, values
 from safe_ckpt import Timeouts
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.rounds import reraise
 from safe_ckpt.errors import CoordinationError, DesyncError, PeerLostError, RendezvousTimeout, UnexpectedError
 from safe_ckpt.machine import process_state
-from safe_ckpt.testing import free_port, spawn_ranks, values
 
 QUICK = Timeouts(barrier_s=20, peer_stall_s=2, shutdown_s=5)
 

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from kit.fault_proxy import FaultProxy
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, StorageConfig, Timeouts
 from safe_ckpt.errors import NoValidCheckpointError, SafeCheckpointError
-from safe_ckpt.testing import spawn_ranks, values
 
 QUICK = Timeouts(lengthy_s=30, barrier_s=20, writer_stall_s=10, fsync_stall_s=20, peer_stall_s=5, shutdown_s=10)
 CONFIG = CheckpointConfig(

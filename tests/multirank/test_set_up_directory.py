@@ -8,6 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import set_up_directory
 from safe_ckpt.errors import (
     ConfigError,
@@ -18,7 +19,6 @@ from safe_ckpt.errors import (
     NoValidCheckpointError,
     RendezvousTimeout,
 )
-from safe_ckpt.testing import spawn_ranks, values
 from support import needs_root
 
 

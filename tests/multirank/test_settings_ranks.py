@@ -4,7 +4,9 @@ import os
 import time
 
 import pytest
+import torch
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import (
     CheckpointConfig,
     Checkpointer,
@@ -18,7 +20,6 @@ from safe_ckpt import (
 )
 from safe_ckpt.core.coordination.agreed_config import config_of_all
 from safe_ckpt.errors import ConfigError, DesyncError
-from safe_ckpt.testing import spawn_ranks, values
 
 MIRRORED = Mirror(url="s3://bucket/mirror")
 
@@ -92,6 +93,27 @@ def test_arguments_that_differ_are_an_error_at_once(tmp_path, configs, said):
     for error in errors:
         assert type(error) is DesyncError
         assert said in str(error)
+
+
+def _with_torch(rank, directory, versions):
+    torch.__version__ = versions[rank]
+    return _open(rank, directory, [{}] * len(versions), [None] * len(versions))
+
+
+def test_versions_that_differ_are_told_apart(tmp_path):
+    """Who has what, on every rank, before anything is opened; a build for other hardware is the same version."""
+    found = values(spawn_ranks(_with_torch, 3, tmp_path / "runs", ("2.13.0+cpu", "2.9.1", "2.13.0+cu128")))
+    for error, seconds in found:
+        assert type(error) is DesyncError
+        assert seconds < 10
+        assert "on versions: ranks [0, 2]: safe_ckpt " in str(error)
+        assert ", torch 2.13.0, Python 3." in str(error)
+        assert "; ranks [1]: safe_ckpt " in str(error)
+        assert ", torch 2.9.1, Python 3." in str(error)
+        assert "Install the same on every node" in str(error)
+    assert not (tmp_path / "runs").exists()
+    same = values(spawn_ranks(_with_torch, 2, tmp_path / "runs", ("2.13.0+cpu", "2.13.0+cu128")))
+    assert [said for said, _ in same] == ["the defaults"] * 2
 
 
 def _enter(rank, folder, bad):

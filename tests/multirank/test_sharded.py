@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts
 from safe_ckpt.core.coordination import store
 from safe_ckpt.core.formats import dcp as distcp
@@ -25,7 +26,6 @@ from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.sharding import dcp_plan, dcp_read
 from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.errors import CorruptCheckpointError, DesyncError, RestoreError, SafeCheckpointError, StateError
-from safe_ckpt.testing import spawn_ranks, values
 from support import flip_bit, placements, spreads_empty_shards
 
 QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=3, shutdown_s=10)

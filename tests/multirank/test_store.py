@@ -14,13 +14,13 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from kit.ranks import free_port, spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Network, Timeouts
 from safe_ckpt.core.coordination import process_groups, rendezvous
 from safe_ckpt.core.coordination import store as store_module
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.store import SealedStore
 from safe_ckpt.errors import ConfigError, SafeCheckpointError, StateError, TamperedError
-from safe_ckpt.testing import free_port, spawn_ranks, values
 from support import run_script
 
 TIMES = Timeouts(lengthy_s=30, barrier_s=20, peer_stall_s=5, shutdown_s=5)

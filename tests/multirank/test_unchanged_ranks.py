@@ -8,9 +8,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, Timeouts, Unchanged
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.testing import spawn_ranks, values
 
 TIMEOUTS = Timeouts(lengthy_s=60, barrier_s=20, peer_stall_s=10, shutdown_s=10)
 WIDTH = 800

@@ -106,12 +106,6 @@ def check_wheel(path: Path) -> None:
     expect(wanted <= names, f"the wheel lacks {sorted(wanted - names)}")
     odd = {name for name in names - wanted if not name.startswith(f"{home}/")}
     expect(not odd, f"the wheel has {sorted(odd)[:5]}")
-    kit = [
-        name
-        for name in names
-        if name.startswith("safe_ckpt/testing/") and not name.endswith(("__init__.py", "ranks.py"))
-    ]
-    expect(not kit, f"the wheel has the test kit: {kit}")
     expect(told["Requires-Python"] is not None, "the wheel does not say which Pythons it is for")
     expect(told["Description-Content-Type"] == "text/markdown", "the readme is not said to be Markdown")
     expect(told.get_payload().startswith("# safe_ckpt"), "the readme is not the description")

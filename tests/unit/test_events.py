@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Telemetry, Timeouts, WriterConfig
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.errors import ConfigError, DirectoryError, RendezvousTimeout
@@ -24,7 +25,6 @@ from safe_ckpt.events import (
     Snapshotted,
     Written,
 )
-from safe_ckpt.testing import spawn_ranks, values
 from support import writers_of
 
 QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=5, shutdown_s=10)

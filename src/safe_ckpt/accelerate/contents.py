@@ -16,8 +16,7 @@ from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard, S
 
 from safe_ckpt.accelerate import strategies
 from safe_ckpt.adapters import FilePlan, torch_file
-from safe_ckpt.adapters.extras import is_short, refuse_short
-from safe_ckpt.adapters.planning import safetensors
+from safe_ckpt.adapters.extras import is_short, refuse_short, safetensors
 from safe_ckpt.errors import StateError
 
 _DEVICES = ("xpu", "mlu", "sdaa", "musa", "hpu", "neuron", "cuda")

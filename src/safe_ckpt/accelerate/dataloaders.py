@@ -12,15 +12,16 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import PartialState
 
 from safe_ckpt.accelerate import contents
-from safe_ckpt.adapters import Patch, patch
-from safe_ckpt.data.loader import Resumable, Seeding, made_of
+from safe_ckpt.adapters import Patch
+from safe_ckpt.adapters.data_position import DataPosition
+from safe_ckpt.data.loader import Resumable, Skip, made_of
 from safe_ckpt.data.order import is_map, is_placed, name_of
 from safe_ckpt.errors import RestoreError
 
@@ -34,9 +35,9 @@ class Loaders:
     """The stateful loaders of one Accelerator, watched from ``prepare`` on."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, _Watched | Placed] = {}
+        self._watched: dict[int, DataPosition] = {}
         self._said = False
-        self._late: list[Mapping[str, Any] | None] = []  # of loaders that were not prepared yet
+        self._late: list[dict[str, Any] | None] = []  # of loaders that were not prepared yet
 
     def watch(self, loader: Any, given: Any = None) -> None:
         """From now on record the state with which ``loader`` can be continued.
@@ -54,7 +55,7 @@ class Loaders:
         elif self._of(loader) is None and getattr(loader, "use_stateful_dataloader", False):
             self._watched[id(loader.base_dataloader)] = _Watched.on(loader)
         if given is not None and self._late:
-            self._go_to(loader, self._late.pop(0) or {}, contents.random_states(0))
+            self._go_to(loader, self._late.pop(0) or {})
 
     def is_at(self, loader: Any, batches: int) -> bool:
         """Whether the next loop over ``loader`` begins behind so many batches of its epoch anyway.
@@ -92,18 +93,14 @@ class Loaders:
             )
         return [one.state() if one is not None else None for one in watched]
 
-    def resume(self, loaders: Sequence[Any], states: Sequence[Mapping[str, Any] | None]) -> None:
+    def resume(self, loaders: Sequence[Any], states: Sequence[dict[str, Any] | None]) -> None:
         """After Accelerate has restored everything: loaders in mid-epoch continue exactly, the others begin anew."""
-        now = contents.random_states(0)
         self._late = list(states[len(loaders) :])
-        for loader, state in zip(loaders, states, strict=False):
+        for loader, state in itertools.zip_longest(loaders, states[: len(loaders)]):
             self.watch(loader)
-            self._go_to(loader, state or {}, now)
-        for loader in loaders[len(states) :]:
-            self.watch(loader)
-            self._go_to(loader, {}, now)
+            self._go_to(loader, state or {})
 
-    def refuse_unused(self, loaders: Sequence[Any], states: Sequence[Mapping[str, Any] | None]) -> None:
+    def refuse_unused(self, loaders: Sequence[Any], states: Sequence[dict[str, Any] | None]) -> None:
         """Before anything is restored.
 
         Raises:
@@ -123,10 +120,10 @@ class Loaders:
             )
             raise RestoreError(key=name, message=message)
 
-    def _go_to(self, loader: Any, state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    def _go_to(self, loader: Any, state: dict[str, Any]) -> None:
         self._refuse(loader, state)
         if (watched := self._of(loader)) is not None:
-            watched.resume(state, now)
+            watched.resume(state)
 
     def forget(self) -> None:
         """Leave the loaders as they were."""
@@ -134,11 +131,11 @@ class Loaders:
             watched.forget()
         self._watched.clear()
 
-    def _of(self, loader: Any) -> _Watched | Placed | None:
+    def _of(self, loader: Any) -> DataPosition | None:
         return self._watched.get(id(getattr(loader, "base_dataloader", None)))
 
 
-class _Watched:
+class _Watched(DataPosition):
     """The record of one loader. All Accelerators that prepared it share this; the last one to forget it restores the loader."""
 
     def __init__(self, loader: Any) -> None:
@@ -175,7 +172,8 @@ class _Watched:
             **self._now(),
         }
 
-    def resume(self, state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    def resume(self, state: dict[str, Any]) -> None:
+        now = contents.random_states(0)
         if state:
             seed_as(self._loader, state)
             self._base.load_state_dict(state["place"])
@@ -313,24 +311,22 @@ def prepare(loader: Any, given: Any) -> None:
         given: what the user gave.
     """
     if isinstance(given, Resumable) and not getattr(loader, "use_stateful_dataloader", False):
-        kind = type(given)
-        count(loader, kind.worker_seeding, kind.skip)
+        count(loader, type(given).skip)
 
 
-def count(loader: Any, seeding: Seeding, skip: Literal["read"] | None) -> bool:
+def count(loader: Any, skip: Skip) -> bool:
     """Have the inner loader of a prepared one count. Returns whether it does.
 
     Args:
         loader: a prepared one.
-        seeding: see ``safe_ckpt.data.resumable``.
-        skip: see there.
+        skip: see ``safe_ckpt.data.resumable``.
     """
     inner = getattr(loader, "base_dataloader", None)
     if inner is None or isinstance(inner, Resumable):
         return isinstance(inner, ForAccelerate)
     skip = skip if is_map(inner) or is_placed(inner) else "read"
     try:
-        counted: Any = made_of(inner, seeding, skip, ForAccelerate)
+        counted: Any = made_of(inner, skip, ForAccelerate)
     except TypeError as error:
         logger.warning("%s", error)
         return False
@@ -362,24 +358,27 @@ def seed_as(loader: Any, state: Mapping[str, Any]) -> None:
         loader.get_sampler().initial_seed = state["seed"]
 
 
-class Placed:
-    """The place of one such loader."""
+class Placed(DataPosition):
+    """The place of one such loader.
 
-    def __init__(self, loader: Any) -> None:
+    Args:
+        loader: a prepared one.
+        between: whether a place behind the last batch of an epoch is one between two epochs. Else it belongs to that epoch, and
+            the next loop, which is the rest of that epoch, gives nothing: as with a loader that nobody prepared.
+    """
+
+    def __init__(self, loader: Any, *, between: bool = False) -> None:
         self._loader = loader
+        self._between = between
         self._base: Any = loader.base_dataloader
         self._over: int | None = None  # how many batches the epoch had that is over, until the next loop
         self._saved_iteration = 0
+        self._patch = Patch()
 
-    def state(self, *, between: bool = False) -> dict[str, Any]:
-        """What to save.
-
-        Args:
-            between: whether a place behind the last batch of an epoch is one between two epochs. Else it belongs to that epoch,
-                and the next loop, which is the rest of that epoch, gives nothing: as with a loader that nobody prepared.
-        """
+    def state(self) -> dict[str, Any]:
+        """See ``DataPosition``."""
         within, last = is_within(self._loader), bool(getattr(self._loader, "end_of_dataloader", False))
-        over = self._steps() if within and last and not between else self._over
+        over = self._steps() if within and last and not self._between else self._over
         if over is not None:
             place = self._base.position(self._taken() if self._over is None else 0)
             return {
@@ -393,7 +392,7 @@ class Placed:
         iteration = self._loader.iteration + (within and last)
         return {"position": place.to_json(), "iteration": iteration, **seed(self._loader)}
 
-    def resume(self, state: Mapping[str, Any], _: Mapping[str, Any]) -> None:
+    def resume(self, state: dict[str, Any]) -> None:
         """Go to a place that ``state`` told; nowhere where nothing was saved.
 
         Raises:
@@ -411,7 +410,7 @@ class Placed:
         self._loader.iteration, self._over = state["iteration"], state.get("over")
         if self._over is not None:
             self._saved_iteration = state["iteration"]
-            patch.once(self._loader, "begin", self._leave_out)
+            self._patch.once(self._loader, "begin", self._leave_out)
 
     def pending(self) -> int | None:
         """How many batches of the epoch were given before the place that is gone to next; None where none is."""
@@ -428,7 +427,7 @@ class Placed:
         """Have the next loop begin at the beginning: of the next epoch where this one is over."""
         if self._over is not None:
             self._loader.iteration, self._over = self._loader.iteration + 1, None
-            patch.take_away(self._loader, "begin")
+            self._patch.give_back(self._loader, "begin")
         self._base.begin_anew()
 
     def forget(self) -> None:
@@ -455,7 +454,7 @@ class Placed:
             stock()
 
         loader.skip_batches = skipped + 1
-        patch.once(loader, "end", end)
+        self._patch.once(loader, "end", end)
 
     def _steps(self) -> int:
         """How many steps the epoch had that is over. Where batches are dispatched, only the main process reads them."""

@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.adapters import Engine, OpenDirectory
-from safe_ckpt.adapters.directories import (
-    HIDDEN,
-    WEIGHTS,
-    Candidate,
-    Catalog,
-    HeldDirectories,
-    candidates_in,
-    fetch,
-    is_of,
-    policy_of,
-    presence,
-    refuse,
-)
+from safe_ckpt.adapters.extras import HIDDEN, WEIGHTS, Candidate, Catalog, is_of, policy_of, refuse
+from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
 from safe_ckpt.adapters.spool import refuse_url
-from safe_ckpt.config import Retention
+from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.errors import ConfigError
+from safe_ckpt.events import Hook
 from safe_ckpt.layouts.table import ACCELERATE
 
 ADAPTER = "accelerate"
 FOLDER = "checkpoints"
 _STEP = re.compile(r"(?:^|(?:step|epoch|checkpoint|ckpt|iter|iteration)s?[-_=]?)([0-9]{1,18})\Z")
-_living: weakref.WeakSet[CheckpointDirectory] = weakref.WeakSet()
+_OWNER = "a registered Accelerator; its free_memory() or end_training(), or handle.remove(), frees it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,61 +28,62 @@ class Target:
     """Where one save goes, agreed by all ranks.
 
     Attributes:
-        directory: the one that is held.
+        home: the directory that is held.
         path: the final name.
         number: Accelerate's ``iteration``.
         step: the number in a name of the user's, or else ``number``.
         hooks: whether some rank has hooks that write files.
     """
 
-    directory: OpenDirectory
+    home: OpenHome
     path: Path
     number: int
     step: int
     hooks: bool
 
 
-class CheckpointDirectory:
-    """The directories of one Accelerator, each taken at its first use. Every method is called on every rank.
+class AcceleratorSaver(Saver):
+    """Saves for one Accelerator. Each directory is taken at its first use.
 
     With automatic naming that is the folder ``checkpoints``. A path of the user's is held by itself, as other jobs may keep
     theirs beside it, and only until the next path is saved to.
 
     Args:
-        engine: where the ranks meet.
         accelerator: its project has the directories.
+        config: settings.
         policy: which checkpoints to keep.
+        hooks: called with what happens.
 
     Attributes:
-        named: the directories that the user names one by one.
+        accelerator: as given.
         retention: decides which are deleted after a commit; None deletes none.
     """
 
-    def __init__(self, engine: Engine, accelerator: Any, policy: Retention) -> None:
-        self._engine = engine
-        self._accelerator = accelerator
+    def __init__(self, accelerator: Any, config: CheckpointConfig, policy: Retention, hooks: Iterable[Hook]) -> None:
+        def trackers() -> list[tuple[str, Callable[..., Any]]]:
+            return [("a tracker", accelerator.log)] if accelerator.is_main_process else []
+
+        super().__init__(config, ADAPTER, find=candidates, owner=_OWNER, hooks=hooks, sinks=trackers, facts=True)
+        self.accelerator = accelerator
         self.retention = policy_of(policy)
-        self._automatic: OpenDirectory | None = None
-        self.named = HeldDirectories(engine)
         self._catalogs: dict[Path, Catalog] = {}
         self._last: Path | None = None
         self._given: dict[str, Path] = {}
         self._project()
-        _living.add(self)
 
     def automatic(self) -> Path | None:
         """The directory of the checkpoints that Accelerate names itself; None without automatic naming."""
-        project = self._accelerator.project_configuration
+        project = self.accelerator.project_configuration
         if not project.automatic_checkpoint_naming:
             return None
         return self._project() / FOLDER
 
     def _project(self) -> Path:
         """Where ``project_dir`` lies. A relative one means the place that it named when it was first seen here."""
-        given = os.fspath(self._accelerator.project_dir or "")
+        given = os.fspath(self.accelerator.project_dir or "")
         return self._given.setdefault(given, Path(os.path.abspath(given)))
 
-    def hold_automatic(self) -> OpenDirectory | None:
+    def hold_automatic(self) -> OpenHome | None:
         """Take the folder of automatic naming, if there is one.
 
         Raises:
@@ -102,49 +91,41 @@ class CheckpointDirectory:
             DirectoryInUseError: a live job holds it.
         """
         folder = self.automatic()
-        if folder is None or self._automatic is not None:
-            return self._automatic
         # Accelerate loads the entry that sorts last in its folder: only checkpoints may lie there.
-        hidden = folder.parent / HIDDEN
-        self._automatic = OpenDirectory.take(self._engine, folder, lambda: candidates(folder), hidden=hidden)
-        return self._automatic
+        return self.home(folder, hidden=folder.parent / HIDDEN) if folder is not None else None
 
-    def for_load(self) -> OpenDirectory:
+    def for_load(self) -> OpenHome:
         """The directory that ``load_state()`` without a path loads from.
 
         Raises:
             ConfigError: neither is a directory named, nor was one saved to.
         """
-        directory = self.hold_automatic()
-        if directory is not None:
-            return directory
+        home = self.hold_automatic()
+        if home is not None:
+            return home
         if self._last is None:
             message = "it was not given, and nothing was saved yet: give it, or use automatic_checkpoint_naming=True"
             raise ConfigError(key="load_state: input_dir", message=message)
         return self._hold_named(self._last)
 
-    def fetch(self, path: Path) -> None:
+    def fetch_path(self, path: Path) -> None:
         """Bring a checkpoint that is not there from the mirror, if that has it. Every rank calls this.
 
         Raises:
             SafeCheckpointError: the mirror gives no answer, or what it has cannot be used; on every rank.
         """
-        engine = self._engine
-        if engine.config.mirror.url is None or engine.agree(
-            "fetch", must_match={"path": path}, decide=lambda _: presence.is_directory(path)
-        ):
+        if self.config.mirror.url is None or self.is_directory(path, "fetch"):
             return
-        automatic = self.hold_automatic()
-        own = automatic is not None and path.parent == automatic.workspace.path
-        held = automatic if own and automatic is not None else self._hold_named(path)
-        fetch(engine, held.workspace, list, path.name)
+        home = self.hold_automatic()
+        own = home is not None and path.parent == home.workspace.path
+        self.fetch(home if own and home is not None else self._hold_named(path), path.name)
 
-    def candidates(self, directory: OpenDirectory) -> list[Candidate]:
+    def loadable(self, home: OpenHome) -> list[Candidate]:
         """The checkpoints that ``load_state()`` may take; of those that the user named, only this process's. On rank 0."""
-        listed = candidates(directory.workspace.path)
-        if directory is self._automatic:
+        listed = candidates(home.workspace.path)
+        if home in self.homes.values():
             return listed
-        own = {info.path: info for info in directory.catalog.committed}
+        own = {info.path: info for info in home.catalog.committed}
         return [
             one for one in listed if one.path in own and (one.manifest is None or is_of(own[one.path], one.manifest))
         ]
@@ -167,7 +148,7 @@ class CheckpointDirectory:
             return whole
 
         values = {"save_directory": path, **must_match}
-        whole = self._engine.agree(
+        whole = self.engine.agree(
             "save_model", must_match=values, local=check, decide=decide, phase="planning the weights"
         )
         self._take_over(path)
@@ -185,34 +166,34 @@ class CheckpointDirectory:
             DirectoryError: the path exists and is not a checkpoint of ours.
             DesyncError: the ranks gave different paths.
         """
-        directory = self.hold_automatic()
-        iteration = self._accelerator.project_configuration.iteration
+        home = self.hold_automatic()
+        iteration = self.accelerator.project_configuration.iteration
 
         values: dict[str, object] = {}  # filled by ``check``, which runs before the ranks compare
 
         def check() -> bool:
-            values["output_dir"] = _named(output_dir) if directory is None else "automatic"
+            values["output_dir"] = _named(output_dir) if home is None else "automatic"
             return hooks
 
         def decide(answers: Mapping[int, Any]) -> dict[str, Any]:
-            if directory is None:
+            if home is None:
                 refuse(_named(output_dir), ADAPTER, _is_stock, empty=True)
-            number = iteration if directory is None else max(iteration, next_number(directory.workspace.path))
+            number = iteration if home is None else max(iteration, next_number(home.workspace.path))
             return {"number": number, "hooks": any(answers.values())}
 
-        agreed = self._engine.agree("save_state", must_match=values, local=check, decide=decide)
+        agreed = self.engine.agree("save_state", must_match=values, local=check, decide=decide)
         number = agreed["number"]
-        if directory is not None:
-            path, step = directory.workspace.path / f"checkpoint_{number}", number
+        if home is not None:
+            path, step = home.workspace.path / f"checkpoint_{number}", number
         else:
             path = self._last = _named(output_dir)
-            directory, step = self._hold_named(path), _step_of(path.name, number)
-        return Target(directory=directory, path=path, number=number, step=step, hooks=agreed["hooks"])
+            home, step = self._hold_named(path), _step_of(path.name, number)
+        return Target(home=home, path=path, number=number, step=step, hooks=agreed["hooks"])
 
-    def _hold_named(self, path: Path) -> OpenDirectory:
+    def _hold_named(self, path: Path) -> OpenHome:
         self._take_over(path)
-        workspace = self.named.hold(path, resumed=True)
-        return OpenDirectory(workspace=workspace, catalog=self._catalog_of(path.parent))
+        workspace = self.names.hold(path, resumed=True)
+        return OpenHome(workspace=workspace, catalog=self._catalog_of(path.parent))
 
     def _catalog_of(self, folder: Path) -> Catalog:
         if folder not in self._catalogs:
@@ -226,9 +207,9 @@ class CheckpointDirectory:
 
     def _take_over(self, path: Path) -> None:
         """Take ``path`` from other Accelerators of this process, such as that of a notebook's cell that was run again."""
-        for other in list(_living):
+        for other in self.living():
             if other is not self:
-                other.named.let_go(path)
+                other.names.let_go(path)
 
 
 def candidates(folder: Path) -> list[Candidate]:

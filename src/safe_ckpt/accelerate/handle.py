@@ -14,10 +14,8 @@ from accelerate.utils import DistributedType
 from safe_ckpt.accelerate import load, save, strategies
 from safe_ckpt.accelerate import save_model as models
 from safe_ckpt.accelerate.dataloaders import Loaders
-from safe_ckpt.accelerate.directories import CheckpointDirectory
-from safe_ckpt.adapters import AttachedHandle, Engine, Patch, Tracking
-from safe_ckpt.adapters.handle import MARK
-from safe_ckpt.adapters.planning import prepare_memory
+from safe_ckpt.accelerate.directories import AcceleratorSaver
+from safe_ckpt.adapters import AttachedHandle
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-_OWNER = "a registered Accelerator; its free_memory() or end_training(), or handle.remove(), frees it"
 _OTHERS = ("MEGATRON_LM", "XLA")
 """They write their checkpoints with functions that are not replaced here."""
 _REPLACED = (
@@ -69,40 +66,29 @@ class Handle(AttachedHandle):
         hooks: Iterable[Hook] = (),
         project: Mapping[str, str] | None = None,
     ) -> None:
-        engine = Engine(config, hooks=hooks, owner=_OWNER)
-        super().__init__(accelerator, engine)
-        self._accelerator, self._engine = accelerator, engine
+        saver = AcceleratorSaver(accelerator, config, retention(accelerator, config), hooks)
+        super().__init__(accelerator, saver)
+        self._accelerator = accelerator
+        self._context = save.Context(
+            saver=saver,
+            loaders=Loaders(),
+            layout=strategies.Layout(saver.engine, accelerator),
+        )
         with self.whole_or_nothing():
             self._put_on(project or {})
 
     def _put_on(self, project: Mapping[str, str]) -> None:
-        accelerator, engine = self._accelerator, self._engine
-        self._project = Patch(accelerator.project_configuration, project)
-        self.undo.callback(self._project.give_back)
+        accelerator = self._accelerator
+        self.undo.put(accelerator.project_configuration, project)
         naming = accelerator.project_configuration.automatic_checkpoint_naming
         self.project: str | None = accelerator.project_dir if naming else None
-        directories = CheckpointDirectory(engine, accelerator, retention(accelerator, self.config))
-        directories.hold_automatic()
-        self._trackers = Tracking(
-            engine, lambda: [("a tracker", accelerator.log)] if accelerator.is_main_process else [], facts=True
-        )
-        self._context = save.Context(
-            engine=engine,
-            accelerator=accelerator,
-            directories=directories,
-            loaders=Loaders(),
-            shards=strategies.ShardedStates(engine, accelerator) if strategies.is_sharding(accelerator) else None,
-        )
-        self.undo.callback(self._context.loaders.forget)
+        self._context.saver.hold_automatic()
+        self.undo.also(self._context.loaders.forget)
         for loader in accelerator._dataloaders:
             self._context.loaders.watch(loader)
-        self._prepare_data_loader: Callable[..., Any] = accelerator.prepare_data_loader
-        self._skip_first_batches: Callable[..., Any] = accelerator.skip_first_batches
-        self._load_state: Callable[..., None] = accelerator.load_state
-        self._end_training: Callable[[], None] = accelerator.end_training
-        self._free_memory: Callable[..., Any] = accelerator.free_memory
+        self._stock: dict[str, Callable[..., Any]] = {name: getattr(accelerator, name) for name in _REPLACED}
         methods = {name: getattr(self, name) for name in _REPLACED}
-        self._patch = self.attach({**methods, "__getstate__": self._state_of_a_copy})
+        self.attach({**methods, "__getstate__": self._state_of_a_copy})
         self.prepare()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -151,7 +137,7 @@ class Handle(AttachedHandle):
                 ``async_save=False`` also that of this one.
         """
         with self.call("save_state"):
-            self._trackers.report()
+            self.saver.tracking.report()
             if save_model_func_kwargs and not strategies.engines_of(self._accelerator):
                 logger.warning("save_state ignores %s: only DeepSpeed has them", ", ".join(save_model_func_kwargs))
             options = save.Options(
@@ -161,10 +147,10 @@ class Handle(AttachedHandle):
                 arguments=save_model_func_kwargs,
             )
             path, handle = save.save(self._context, output_dir, options)
-        self._trackers.follow(handle, step)
+        self.saver.tracking.follow(handle, step)
         if not async_save:
             handle.result()
-            self._trackers.report()
+            self.saver.tracking.report()
         return path
 
     def load_state(
@@ -189,10 +175,10 @@ class Handle(AttachedHandle):
         """
 
         def restore(path: str) -> None:
-            self._load_state(path, load_kwargs, **load_model_func_kwargs)
+            self._stock["load_state"](path, load_kwargs, **load_model_func_kwargs)
 
         with self.call("load_state"):
-            self._land()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
+            self.saver.land()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
             load.load(self._context, input_dir, restore, load_model_func_kwargs)
         self.prepare()
 
@@ -200,7 +186,7 @@ class Handle(AttachedHandle):
         """Stands in for ``Accelerator.prepare_data_loader``, which ``prepare`` calls: the same, and the loader is watched."""
         self._refuse_copy("prepare_data_loader")
         given = args[0] if args else kwargs.get("data_loader")
-        loader = self._prepare_data_loader(*args, **kwargs)
+        loader = self._stock["prepare_data_loader"](*args, **kwargs)
         self._context.loaders.watch(loader, given)
         return loader
 
@@ -208,7 +194,7 @@ class Handle(AttachedHandle):
         """Stands in for ``Accelerator.skip_first_batches``: a loader that begins there after ``load_state`` stays as it is."""
         if not self.closed and self._context.loaders.is_at(dataloader, num_batches):
             return dataloader
-        return self._skip_first_batches(dataloader, num_batches)
+        return self._stock["skip_first_batches"](dataloader, num_batches)
 
     def save_model(
         self,
@@ -248,7 +234,7 @@ class Handle(AttachedHandle):
         """
         options = models.Options(max_shard_size=max_shard_size, safe_serialization=safe_serialization, dtype=dtype)
         with self.call("save_model"):
-            self._trackers.report()
+            self.saver.tracking.report()
             return models.save(self._context, model, save_directory, options)
 
     def end_training(self) -> None:
@@ -263,7 +249,7 @@ class Handle(AttachedHandle):
         try:
             self._end("end_training")
         finally:
-            self._end_training()
+            self._stock["end_training"]()
 
     def free_memory(self, *objects: Any) -> Any:
         """Stands in for ``Accelerator.free_memory`` and ``clear``: finishes what is in flight and gives the directory back.
@@ -277,7 +263,7 @@ class Handle(AttachedHandle):
         try:
             self._end("free_memory")
         finally:
-            objects = self._free_memory(*objects)
+            objects = self._stock["free_memory"](*objects)
         return objects
 
     def wait(self) -> None:
@@ -287,12 +273,8 @@ class Handle(AttachedHandle):
             SafeCheckpointError: a save failed, and its error was not raised yet; the same on every rank.
         """
         self._refuse_copy("wait")
-        if self.closed:
-            return
-        try:
+        if not self.closed:
             super().wait()
-        finally:
-            self._trackers.report()
 
     def prepare(self) -> None:
         """Make host memory for snapshots of what ``prepare()`` was given ready, in the background.
@@ -300,7 +282,7 @@ class Handle(AttachedHandle):
         Called by ``register`` and after ``load_state``. Worth a call of its own when ``prepare()`` came after ``register``.
         """
         self.refuse_ended("prepare")
-        prepare_memory(self._engine, [*self._accelerator._models, *strategies.plain_optimizers(self._accelerator)])
+        self.saver.prepare([*self._accelerator._models, *strategies.plain_optimizers(self._accelerator)])
 
     def end(self) -> None:
         """Finish what is in flight and give the directory back. The Accelerator stays registered: its saves raise."""
@@ -309,21 +291,16 @@ class Handle(AttachedHandle):
     def leave(self, project: Any) -> None:
         """Another Accelerator with this very project configuration is about to be registered: leave it as it was."""
         if self._accelerator.project_configuration is project:
-            self._project.give_back()
-
-    def _land(self) -> None:
-        """Wait until nothing is in flight, whatever came of it, and report it."""
-        self._engine.settle()
-        self._trackers.report()
+            self.undo.give_back(project)
 
     def _end(self, by: str, *, quiet: bool = False) -> None:
         if self.closed:
             return
         try:
             if not quiet:
-                self._land()  # the trackers end with the training
+                self.saver.land()  # the trackers end with the training
         finally:
-            self._patch.give_back("save_model")  # needs no registration: from here on it is stock's
+            self.undo.give_back(self._accelerator, "save_model")  # needs no registration: from here on it is stock's
             super()._end(by, quiet=quiet)
 
     def _refuse_copy(self, call: str) -> None:
@@ -332,10 +309,7 @@ class Handle(AttachedHandle):
 
     def _state_of_a_copy(self) -> Any:
         """Stands in for the Accelerator's ``__getstate__``: a copy, also one in a worker, is as if it were not registered."""
-        state = self._patch.state_without()
-        if isinstance(state, dict):
-            state.pop(MARK, None)
-        return state
+        return self.undo.state_without(self._accelerator)
 
 
 def check(accelerator: Any, config: CheckpointConfig) -> None:

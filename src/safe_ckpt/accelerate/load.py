@@ -10,12 +10,12 @@ from typing import Any
 
 from accelerate import utils
 
-from safe_ckpt.accelerate import strategies
 from safe_ckpt.accelerate.dataloaders import KEY
-from safe_ckpt.accelerate.directories import CheckpointDirectory, next_number
+from safe_ckpt.accelerate.directories import AcceleratorSaver, next_number
 from safe_ckpt.accelerate.save import Context
-from safe_ckpt.adapters.directories import manifest_of, presence, resume, verify, warn_if_foreign
+from safe_ckpt.adapters.extras import presence, resume
 from safe_ckpt.adapters.planning import go_on
+from safe_ckpt.adapters.saver import manifest_of
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.errors import NoValidCheckpointError
 
@@ -39,16 +39,15 @@ def load(
     Raises:
         SafeCheckpointError: see ``Handle.load_state``.
     """
-    engine, accelerator = context.engine, context.accelerator
+    saver, engine, accelerator = context.saver, context.engine, context.accelerator
     if input_dir is None:
-        path = _newest(context)
+        path = _newest(saver)
     else:
         refuse_url(input_dir, "load_state: input_dir")
         path = Path(os.path.abspath(os.path.expanduser(input_dir)))
-        context.directories.fetch(path)
+        saver.fetch_path(path)
         engine.agree("load_state", must_match={"path": path}, decide=lambda _: _expect(path))
-        verify(engine, path)
-    warn_if_foreign(engine, path)
+        saver.verify(path)
     random_states = path / f"{utils.RNG_STATE_NAME}_{engine.rank}.pkl"
     is_known = presence.is_there(random_states)
     if not is_known:
@@ -60,22 +59,21 @@ def load(
         restore(str(path))
         context.loaders.resume(accelerator._dataloaders, loader_states)
 
-    with strategies.loading(engine, accelerator, path, arguments):
+    with context.layout.loading(path, arguments):
         resume.apply(engine, apply, path, "load_state(path)")
     go_on(engine, lambda: accelerator._models)
     own = accelerator.project_configuration.iteration
     accelerator.project_configuration.iteration = engine.agree(
-        "iteration", must_match={"path": path}, decide=lambda _: max(own, _next(context.directories, path))
+        "iteration", must_match={"path": path}, decide=lambda _: max(own, _next(saver, path))
     )
 
 
-def _newest(context: Context) -> Path:
-    directories = context.directories
-    directory = directories.for_load()
-    info = directory.newest(context.engine, lambda: directories.candidates(directory))
+def _newest(saver: AcceleratorSaver) -> Path:
+    home = saver.for_load()
+    info = saver.newest(home, lambda: saver.loadable(home))
     if info is None:
         message = "there is no checkpoint: save one first, or do not load on a fresh run"
-        raise NoValidCheckpointError(path=str(directory.workspace.path), message=message)
+        raise NoValidCheckpointError(path=str(home.workspace.path), message=message)
     return info.file_path
 
 
@@ -84,9 +82,9 @@ def _expect(path: Path) -> None:
         raise NoValidCheckpointError(path=str(path), message="there is no such directory")
 
 
-def _next(directories: CheckpointDirectory, path: Path) -> int:
+def _next(saver: AcceleratorSaver, path: Path) -> int:
     """The number of the save that comes next: never one that is in use."""
-    if (folder := directories.automatic()) is not None:
+    if (folder := saver.automatic()) is not None:
         return next_number(folder)
     manifest = manifest_of(path)
     return int(manifest.notes.get("iteration", -1)) + 1 if manifest is not None else 0

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from accelerate.utils import OffloadedWeightsLoader
 
-from safe_ckpt.adapters.extras import dtensor, hugging_face, refuse_short
-from safe_ckpt.adapters.planning import LazyTensor
+from safe_ckpt.adapters.extras import LazyTensor, dtensor, hugging_face, refuse_short
 from safe_ckpt.errors import StateError
 
 Fetch = Callable[[], torch.Tensor]

@@ -11,10 +11,10 @@ from typing import Any
 
 from safe_ckpt.accelerate import contents, strategies
 from safe_ckpt.accelerate.dataloaders import KEY, Loaders
-from safe_ckpt.accelerate.directories import ADAPTER, CheckpointDirectory, Target
+from safe_ckpt.accelerate.directories import AcceleratorSaver, Target
 from safe_ckpt.adapters import Attempt, Engine, FilePlan, OnCommit, Planned, SaveHandle
-from safe_ckpt.adapters.directories import folder_for_others
-from safe_ckpt.adapters.planning import OverlapPlan, check_step, checked_metrics, know_models
+from safe_ckpt.adapters.extras import OverlapPlan, check_step, checked_metrics
+from safe_ckpt.adapters.planning import know_models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,18 +22,24 @@ class Context:
     """What saves and loads of one registered Accelerator work with.
 
     Attributes:
-        engine: where the ranks meet.
-        accelerator: what is saved.
-        directories: those that are held.
+        saver: holds the directories.
         loaders: its stateful loaders.
-        shards: plans what every rank has a part of; None for nothing.
+        layout: lays out what every rank has a part of.
     """
 
-    engine: Engine
-    accelerator: Any
-    directories: CheckpointDirectory
+    saver: AcceleratorSaver
     loaders: Loaders
-    shards: strategies.ShardedStates | None
+    layout: strategies.Layout
+
+    @property
+    def accelerator(self) -> Any:
+        """What is saved."""
+        return self.saver.accelerator
+
+    @property
+    def engine(self) -> Engine:
+        """Where the ranks meet."""
+        return self.saver.engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +59,11 @@ def save(context: Context, output_dir: str | os.PathLike[str] | None, options: O
         SafeCheckpointError: see ``Handle.save_state``.
     """
     hooks = context.accelerator._save_model_state_pre_hook
-    target = context.directories.target(output_dir, hooks=bool(hooks))
+    target = context.saver.target(output_dir, hooks=bool(hooks))
     with contextlib.ExitStack() as stack:
         folder = None
         if target.hooks:
-            workspace = target.directory.workspace
-            folder = stack.enter_context(folder_for_others(context.engine, workspace, target.path))
+            folder = stack.enter_context(context.saver.folder_for_others(target.home, target.path))
         handle = _save(context, target, folder, options)
     if not handle.skipped:
         context.accelerator.project_configuration.iteration = target.number + 1
@@ -76,29 +81,28 @@ def _save(context: Context, target: Target, folder: Path | None, options: Option
         check_step(step)
         metrics = checked_metrics(options.metrics)
         files, must_match = _unsharded(context, folder, options)
-    shards = context.shards.plan(attempt) if context.shards is not None else Planned()
-    engines = strategies.collect_engines(context.engine, accelerator, options.arguments)
-    planned = Planned.joined([Planned(files=files, error=attempt.error), shards, engines])
+    own = Planned(files=files, error=attempt.error)
+    planned = Planned.joined([own, context.layout.plan(attempt, options.arguments)])
     know_models(context.engine, lambda: accelerator._models)
     overlap = None
     if context.engine.config.snapshot == "overlapped" and planned.files:
         overlap = OverlapPlan(accelerator._models, strategies.plain_optimizers(accelerator)) or None
-    return target.directory.save(
-        context.engine,
+    return context.saver.save(
+        target.home,
         target.path,
         planned.content(overlap=overlap),
         step=step if isinstance(step, int) else -1,
         metrics=metrics,
-        notes={"adapter": ADAPTER, "iteration": target.number, **planned.notes},
+        notes={"iteration": target.number, **planned.notes},
         must_match=must_match,
-        on_commit=OnCommit(prefilled=folder, carry=lambda _: True, retention=context.directories.retention),
+        on_commit=OnCommit(prefilled=folder, carry=lambda _: True, retention=context.saver.retention),
     )
 
 
 def _unsharded(context: Context, folder: Path | None, options: Options) -> tuple[list[FilePlan], dict[str, str]]:
     """The files that one rank writes by itself, and what must be equal on all ranks for that."""
     accelerator = context.accelerator
-    apart = context.shards is not None or bool(strategies.engines_of(accelerator))
+    apart = strategies.is_sharding(accelerator) or bool(strategies.engines_of(accelerator))
     states = [accelerator.get_state_dict(model, unwrap=False) for model in ([] if apart else accelerator._models)]
     if folder is not None:
         for hook in list(accelerator._save_model_state_pre_hook.values()):

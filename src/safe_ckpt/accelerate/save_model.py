@@ -21,9 +21,20 @@ from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from safe_ckpt.accelerate import offloaded_models, strategies
 from safe_ckpt.accelerate.save import Context
 from safe_ckpt.adapters import Attempt, FilePlan, Planned, torch_file
-from safe_ckpt.adapters.directories import HIDDEN, MANIFEST_NAME, NAMES, Workspace, durable
-from safe_ckpt.adapters.extras import Exporter, dtensor, export, hugging_face
-from safe_ckpt.adapters.planning import LazyTensor, file_plan, safetensors
+from safe_ckpt.adapters.extras import (
+    HIDDEN,
+    MANIFEST_NAME,
+    NAMES,
+    Exporter,
+    LazyTensor,
+    Workspace,
+    dtensor,
+    durable,
+    export,
+    file_plan,
+    hugging_face,
+    safetensors,
+)
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.errors import ConfigError, DirectoryError, StateError
 
@@ -57,11 +68,11 @@ def save(context: Context, model: torch.nn.Module, directory: str | os.PathLike[
     Raises:
         SafeCheckpointError: see ``Handle.save_model``.
     """
-    engine, accelerator, named = context.engine, context.accelerator, context.directories.named
+    engine, accelerator, named = context.engine, context.accelerator, context.saver.names
     refuse_url(directory, "save_model: directory")
     path = Path(os.path.abspath(directory))
     values = {name: str(value) for name, value in dataclasses.asdict(options).items()}
-    whole = context.directories.for_weights(path, values, options.most_bytes)
+    whole = context.saver.for_weights(path, values, options.most_bytes)
     if whole and options.safe_serialization and strategies.is_sharding(accelerator) and dtensor.has_parts(model):
         exported = Exporter(engine, named).export(
             model, path, format="safetensors", max_shard_size=options.max_shard_size, dtype=options.dtype

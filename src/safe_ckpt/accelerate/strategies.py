@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
 from safe_ckpt.adapters import Attempt, Engine, FilePlan, Planned, torch_file
-from safe_ckpt.adapters.planning import Shards, gather_whole, reraise
+from safe_ckpt.adapters.strategy import Sharded, Strategy, Whole
 
 _ARGUMENTS = {"client_state", "exclude_frozen_parameters", "save_latest"}
 """Those of ``save_state`` that DeepSpeed's ``save_checkpoint`` takes."""
@@ -30,8 +30,8 @@ def is_sharding(accelerator: Any) -> bool:
     return bool(getattr(accelerator, "is_fsdp2", False))
 
 
-class ShardedStates:
-    """Plans what FSDP2 shards, for one save after another. Every rank has one.
+class Layout:
+    """Lays out what FSDP2 shards and what DeepSpeed's engines have, for one save after another. Every rank has one.
 
     Args:
         engine: where the ranks meet.
@@ -41,22 +41,51 @@ class ShardedStates:
     def __init__(self, engine: Engine, accelerator: Any) -> None:
         self._engine = engine
         self._accelerator = accelerator
-        self._shards = Shards(engine)
+        self._sharded = Sharded(engine)
+        self._whole = Whole(engine, _as_accelerate)
 
-    def plan(self, attempt: Attempt) -> Planned:
-        """The files of this rank. Every rank calls this, also one whose ``attempt`` has failed already."""
+    def plan(self, attempt: Attempt, arguments: Mapping[str, Any]) -> Planned:
+        """The files of this rank; none where each rank has all. Every rank calls this, also one whose ``attempt`` has failed.
+
+        Args:
+            attempt: gets what goes wrong here.
+            arguments: of ``save_state``, for DeepSpeed's ``save_checkpoint``.
+
+        Raises:
+            TypeError: there is an argument that is not for here.
+        """
+        accelerator = self._accelerator
+        if engines := engines_of(accelerator):
+            if unknown := sorted(set(arguments) - _ARGUMENTS):
+                raise TypeError(f"save_state: unexpected arguments for DeepSpeed: {', '.join(unknown)}")
+            return self._writes(engines).plan(dict.fromkeys(engines, arguments), attempt)
+        if not is_sharding(accelerator):
+            return Planned()
         states: dict[str, Any] = {}
         if attempt.error is None:
             with attempt:
                 states = self._states()
-        if str(getattr(self._accelerator.state.fsdp_plugin.state_dict_type, "name", "")) != "FULL_STATE_DICT":
-            models = {f"{FSDP_MODEL_NAME}_{number}": one for number, one in enumerate(self._accelerator._models)}
-            files = self._shards.files(states, attempt, models)
-            return Planned(files=files, folders=list(states), error=attempt.error)
-        files = []
-        with attempt.meeting():
-            files = self._gathered(states, attempt)
-        return Planned(files=files, error=attempt.error)
+        if str(getattr(accelerator.state.fsdp_plugin.state_dict_type, "name", "")) == "FULL_STATE_DICT":
+            return self._whole.plan(states, attempt)
+        models = {f"{FSDP_MODEL_NAME}_{number}": one for number, one in enumerate(accelerator._models)}
+        return self._sharded.plan(states, attempt, models)
+
+    def loading(self, path: Path, arguments: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+        """Within this block the framework may load. At its end all of its state is restored. Every rank enters it.
+
+        Args:
+            path: the checkpoint.
+            arguments: of ``load_state``, for DeepSpeed's ``load_checkpoint``.
+        """
+        wanted = bool(arguments.get("load_optimizer_states", True)) and not arguments.get("load_module_only", False)
+        engines = engines_of(self._accelerator)
+        strategy = self._writes(engines) if engines else self._sharded
+        return strategy.loading(path, optimizer_states=wanted)
+
+    def _writes(self, engines: Mapping[str, Any]) -> Strategy:
+        from safe_ckpt.deepspeed.nested import EngineWrites
+
+        return EngineWrites(self._engine, engines)
 
     def _states(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -69,15 +98,14 @@ class ShardedStates:
             states[f"{OPTIMIZER_NAME}_{number}"] = {"optimizer": state}
         return states
 
-    def _gathered(self, states: Mapping[str, Any], attempt: Attempt) -> list[FilePlan]:
-        self._engine.agree("gather", local=reraise(attempt.error), phase="planning the save")
-        files = []
-        for folder, state in (gather_whole(self._engine, states) or {}).items():
-            (inner,) = state.values()
-            files.append(
-                torch_file(f"{folder.removesuffix('_0')}.bin", inner)
-            )  # as Accelerate: the first has no number
-        return files
+
+def _as_accelerate(gathered: Mapping[str, Mapping[str, Any]]) -> list[FilePlan]:
+    """A file for each; the first has no number."""
+    return [
+        torch_file(f"{name.removesuffix('_0')}.bin", inner)
+        for name, state in gathered.items()
+        for inner in state.values()
+    ]
 
 
 def plain_optimizers(accelerator: Any) -> list[Any]:
@@ -98,48 +126,3 @@ def engines_of(accelerator: Any) -> dict[str, Any]:
         return {}
     names = [utils.MODEL_NAME, *(f"{utils.MODEL_NAME}_{number}" for number in range(1, len(accelerator._models)))]
     return dict(zip(names, accelerator._models, strict=False))
-
-
-def collect_engines(core: Engine, accelerator: Any, arguments: Mapping[str, Any]) -> Planned:
-    """What DeepSpeed's engines would write; nothing without DeepSpeed. Every rank calls this.
-
-    Args:
-        core: where the ranks meet.
-        accelerator: whose engines.
-        arguments: of ``save_state``, for ``save_checkpoint``.
-
-    Raises:
-        TypeError: there is an argument that is not for here.
-        SafeCheckpointError: see ``nested.collect``.
-    """
-    engines = engines_of(accelerator)
-    if not engines:
-        return Planned()
-    from safe_ckpt.deepspeed import nested
-
-    if unknown := sorted(set(arguments) - _ARGUMENTS):
-        raise TypeError(f"save_state: unexpected arguments for DeepSpeed: {', '.join(unknown)}")
-    return nested.collect(core, engines, **arguments)
-
-
-def loading(
-    core: Engine, accelerator: Any, path: Path, arguments: Mapping[str, Any]
-) -> contextlib.AbstractContextManager[None]:
-    """Within this block DeepSpeed's engines may load. At its end all of their state is restored. Every rank enters it.
-
-    Args:
-        core: where the ranks meet.
-        accelerator: whose engines.
-        path: the checkpoint.
-        arguments: of ``load_state``, for ``load_checkpoint``.
-
-    Raises:
-        SafeCheckpointError: see ``nested.loading``.
-    """
-    engines = engines_of(accelerator)
-    if not engines:
-        return contextlib.nullcontext()
-    from safe_ckpt.deepspeed import nested
-
-    wanted = bool(arguments.get("load_optimizer_states", True)) and not arguments.get("load_module_only", False)
-    return nested.loading(core, engines, path, optimizer_states=wanted)

@@ -1,35 +1,34 @@
-"""For one or two adapters: weights alone, folders of swap files, random generators."""
+"""What adapters use of the core as it is, in one place: they may not import the core themselves."""
 
 from __future__ import annotations
 
-from safe_ckpt.core.coordination.agreed_config import refused_retention
+from safe_ckpt.core.coordination.agreed_config import config_and_more, config_of_all, refused_retention
 from safe_ckpt.core.coordination.coordinator import open_coordinator
-from safe_ckpt.core.formats import hugging_face
+from safe_ckpt.core.coordination.rounds import reraise
+from safe_ckpt.core.formats import file_plan, hugging_face, safetensors
+from safe_ckpt.core.formats.file_plan import LazyTensor
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
+from safe_ckpt.core.formats.verify import is_marked, verify_if_ours
+from safe_ckpt.core.home import candidates as catalog
+from safe_ckpt.core.home.candidates import WEIGHTS
+from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES, Candidate, Pointer
+from safe_ckpt.core.home.retention import DeleteListed, KeepNewest, policy_of
+from safe_ckpt.core.home.standing import Catalog, is_of, named_by, standing_of
 from safe_ckpt.core.names import wrapped
 from safe_ckpt.core.offload.consolidate import agree_parts, own_part
 from safe_ckpt.core.offload.restore import Part, give_back, parts_of
+from safe_ckpt.core.resuming import resume
+from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.saving import export, one_shot
 from safe_ckpt.core.saving.export import Exporter
+from safe_ckpt.core.saving.homes import refuse
+from safe_ckpt.core.saving.save import Destination, Facts, SaveRequest, check_step, checked_metrics
 from safe_ckpt.core.sharding import dtensor
+from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
+from safe_ckpt.core.storage import durable, presence
+from safe_ckpt.core.storage.durable import Link
+from safe_ckpt.core.storage.inside import checked_name, really_inside
 from safe_ckpt.core.tensors import is_short, refuse_short
-
-__all__ = [
-    "Exporter",
-    "Part",
-    "agree_parts",
-    "dtensor",
-    "export",
-    "get_rng_state",
-    "give_back",
-    "hugging_face",
-    "is_short",
-    "one_shot",
-    "open_coordinator",
-    "own_part",
-    "parts_of",
-    "refuse_short",
-    "refused_retention",
-    "set_rng_state",
-    "wrapped",
-]
+from safe_ckpt.core.writer import commit_order

@@ -13,14 +13,11 @@ from typing import Any
 
 from typing_extensions import Self
 
-from safe_ckpt.adapters.patch import Patch
+from safe_ckpt.adapters.patch import MARK, Patch
+from safe_ckpt.adapters.saver import Saver
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.agreed_config import config_and_more
-from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.errors import ClosedError
-
-MARK = "_safe_ckpt"
-"""The attribute of the framework's object that names the handle on it."""
 
 
 def begin(
@@ -54,10 +51,11 @@ class AttachedHandle:
 
     Args:
         owner: the framework's object.
-        engine: saves; closed when the handle ends.
+        saver: saves; closed when the handle ends.
 
     Attributes:
         config: the settings.
+        saver: as given.
         ended: how this handle ended, one of ``endings``; "" while it is in use.
         undo: leaves the object as it was, the last change first; what a subclass changes besides ``attach`` goes in here.
         endings: how a handle can end -> the message of ``ClosedError``: what happened and what to do.
@@ -65,12 +63,12 @@ class AttachedHandle:
 
     endings: Mapping[str, str] = {"remove": "remove() was called: this handle saves nothing any more"}
 
-    def __init__(self, owner: Any, engine: Engine) -> None:
-        self.config = engine.config
+    def __init__(self, owner: Any, saver: Saver) -> None:
+        self.config = saver.config
         self._owner = owner
-        self._core = engine
+        self.saver = saver
         self.ended = ""
-        self.undo = contextlib.ExitStack()
+        self.undo = Patch()
 
     @contextlib.contextmanager
     def whole_or_nothing(self) -> Iterator[None]:
@@ -79,18 +77,14 @@ class AttachedHandle:
             yield
         except BaseException:
             try:
-                self._core.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
+                self.saver.close(quiet=True)
             finally:
-                self.undo.close()
+                self.undo.give_back()
             raise
 
-    def attach(self, replacements: Mapping[str, Any]) -> Patch:
+    def attach(self, replacements: Mapping[str, Any]) -> None:
         """Replace attributes of the object; name -> what takes its place."""
-        self._patch = Patch(self._owner, replacements)
-        self.undo.callback(self._patch.give_back)
-        setattr(self._owner, MARK, self)
-        self.undo.callback(delattr, self._owner, MARK)
-        return self._patch
+        self.undo.put(self._owner, {**replacements, MARK: self})
 
     def wait(self) -> None:
         """Wait until everything in flight is committed.
@@ -98,7 +92,7 @@ class AttachedHandle:
         Raises:
             SafeCheckpointError: a save failed, and its error was not raised yet; the same on every rank.
         """
-        self._core.wait()
+        self.saver.wait()
 
     def remove(self) -> None:
         """Finish what is in flight and leave the object as it was. Again: nothing happens.
@@ -135,7 +129,7 @@ class AttachedHandle:
             ClosedError: the handle has ended.
         """
         self.refuse_ended(name)
-        with self._core.together(name):
+        with self.saver.engine.together(name):
             yield
 
     def refuse_ended(self, call: str) -> None:
@@ -148,9 +142,9 @@ class AttachedHandle:
         if self.ended:
             return
         self.ended = by
-        self._core.close(quiet=quiet, within_s=self.config.timeouts.shutdown_s if quiet else None)
+        self.saver.close(quiet=quiet)
 
     def _detach(self) -> None:
         """Leave the object as it was, if this handle is on it."""
         if vars(self._owner).get(MARK) is self:
-            self.undo.close()
+            self.undo.give_back()

@@ -1,19 +1,21 @@
-"""Attributes of a framework's object that we replace, and restore.
-
-``Patch`` replaces several and restores them together. ``put`` and ``once`` replace one method; a copy of the object, and one
-that was pickled, has the original method.
-"""
+"""What we change in a framework's objects: replaced whole or not at all, and given back together, the last change first."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
+
+MARK = "_safe_ckpt"
+"""The attribute of ours on a framework's object: names the handle on it, or that a class was changed already."""
 
 
 class _Absent(enum.Enum):
@@ -26,23 +28,75 @@ _ABSENT = _Absent.ABSENT
 
 
 class Patch:
-    """Replaces attributes of ``owner``. As a context manager it restores them at the end.
+    """Changes of a framework's objects. As a context manager it takes them back at the end.
 
     Args:
-        owner: the object, class or module; an object's class stays as it is.
-        replacements: name -> what takes its place.
+        owner: an object, class or module whose attributes are replaced at once; None for nothing yet.
+        replacements: see ``put``.
     """
 
-    def __init__(self, owner: Any, replacements: Mapping[str, Any]) -> None:
-        self._owner = owner
-        self._replacements = dict(replacements)
-        self._before = {name: vars(owner).get(name, _ABSENT) for name in replacements}
-        try:
-            for name, replacement in self._replacements.items():
+    def __init__(self, owner: Any = None, replacements: Mapping[str, Any] | None = None) -> None:
+        self._changes: list[_Change] = []
+        if replacements:
+            self.put(owner, replacements)
+
+    def put(self, owner: Any, replacements: Mapping[str, Any]) -> None:
+        """Replace attributes: all of them, or none where one cannot be replaced.
+
+        Args:
+            owner: the object, class or module; an object's class stays as it is.
+            replacements: name -> what takes its place.
+        """
+        made = Patch()
+        with made.whole_or_nothing():
+            for name, replacement in replacements.items():
+                before = vars(owner).get(name, _ABSENT)
                 setattr(owner, name, replacement)
+                made._changes.append(_Change(owner, name, replacement, before))
+        self._changes += made._changes
+
+    def put_methods(self, owner: Any, functions: Mapping[str, Callable[..., Any]]) -> None:
+        """Replace methods of one object. A copy of the object, and one that was pickled, has the original methods."""
+        self.put(owner, {name: StandIn(owner, name, function) for name, function in functions.items()})
+
+    def once(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Replace a method for its next call. ``function`` gets the original method as its first argument."""
+        original = getattr(owner, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if change not in self._changes:  # its call was: something that was put around it calls it again
+                return original(*args, **kwargs)
+            self._changes.remove(change)
+            change.take_back()
+            return function(original, *args, **kwargs)
+
+        self.put_methods(owner, {name: run})
+        change = self._changes[-1]
+
+    def also(self, take_back: Callable[[], object]) -> None:
+        """Something else is to be done, in its turn, when everything is given back."""
+        self._changes.append(_Change(None, "", take_back))
+
+    def give_back(self, owner: Any = None, *names: str) -> None:
+        """Take back everything, or what was changed in ``owner``, or these attributes of it.
+
+        An attribute that somebody else has replaced since stays, with a warning.
+        """
+        due = [
+            one for one in self._changes if owner is None or (one.owner is owner and (not names or one.name in names))
+        ]
+        self._changes = [one for one in self._changes if one not in due]
+        with contextlib.ExitStack() as stack:  # all of them, also where one fails
+            for one in due:
+                stack.callback(one.take_back)
+
+    @contextlib.contextmanager
+    def whole_or_nothing(self) -> Iterator[None]:
+        """If this block fails, everything is taken back."""
+        try:
+            yield
         except BaseException:
-            for name, before in self._before.items():
-                _put_back(owner, name, before)
+            self.give_back()
             raise
 
     def __enter__(self) -> Self:
@@ -51,32 +105,40 @@ class Patch:
     def __exit__(self, *_: object) -> None:
         self.give_back()
 
-    def give_back(self, *names: str) -> None:
-        """Restore all attributes, or these. One that somebody else has replaced since stays, with a warning."""
-        owner = self._owner
-        for name in names or tuple(self._replacements):
-            if name not in self._replacements:
-                continue
-            replacement, before = self._replacements.pop(name), self._before[name]
-            if vars(owner).get(name, _ABSENT) != replacement:
-                logger.warning("%s.%s was replaced by something else and stays so", type(owner).__name__, name)
-            else:
-                _put_back(owner, name, before)
-
-    def state_without(self) -> Any:
-        """The state of the object without the replacements, for a copy of it."""
-        owner = self._owner
+    def state_without(self, owner: Any) -> Any:
+        """The state of an object without what was replaced in it, for a copy of it."""
         of_class = getattr(type(owner), "__getstate__", None)  # before Python 3.11 few have it
         state = of_class(owner) if of_class is not None else vars(owner)
         if not isinstance(state, dict):
             return state
         state = dict(state)
-        for name, replacement in self._replacements.items():
-            if state.get(name, _ABSENT) == replacement:
-                del state[name]
-                if self._before[name] is not _ABSENT:
-                    state[name] = self._before[name]
+        for one in reversed(self._changes):
+            if one.owner is owner and state.get(one.name, _ABSENT) == one.replacement:
+                del state[one.name]
+                if one.before is not _ABSENT:
+                    state[one.name] = one.before
         return state
+
+
+@dataclass(frozen=True, eq=False)
+class _Change:
+    """One attribute that was replaced; without an ``owner`` something to be called."""
+
+    owner: Any
+    name: str
+    replacement: Any
+    before: Any = _ABSENT
+
+    def take_back(self) -> None:
+        owner, name = self.owner, self.name
+        if owner is None:
+            self.replacement()
+        elif vars(owner).get(name, _ABSENT) != self.replacement:
+            logger.warning("%s.%s was replaced by something else and stays so", type(owner).__name__, name)
+        elif self.before is not _ABSENT:
+            setattr(owner, name, self.before)
+        else:
+            delattr(owner, name)
 
 
 class StandIn:
@@ -102,31 +164,16 @@ class StandIn:
         return getattr, (self._owner, self._name)
 
 
-def put(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace a method of ``owner`` by ``function`` until ``take_away``."""
-    setattr(owner, name, StandIn(owner, name, function))
+def replace_for_good(kind: type[Any], name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method of a class, once in this process. Objects that are not ours must not notice.
 
-
-def take_away(owner: Any, *names: str) -> None:
-    """Restore the methods of these names; harmless where none was replaced."""
-    for name in names:
-        if isinstance(vars(owner).get(name), StandIn):
-            delattr(owner, name)
-
-
-def once(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace a method for its next call. ``function`` gets the original method as its first argument."""
-    before = vars(owner).get(name, _ABSENT)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        _put_back(owner, name, before)
-        return function(getattr(owner, name), *args, **kwargs)
-
-    put(owner, name, run)
-
-
-def _put_back(owner: Any, name: str, before: Any) -> None:
-    if before is not _ABSENT:
-        setattr(owner, name, before)
-    elif name in vars(owner):
-        delattr(owner, name)
+    Args:
+        kind: the class.
+        name: of the method.
+        make: gets the method; returns what takes its place.
+    """
+    stock = getattr(kind, name)
+    if not hasattr(stock, MARK):
+        made = functools.wraps(stock)(make(stock))
+        setattr(made, MARK, True)
+        setattr(kind, name, made)

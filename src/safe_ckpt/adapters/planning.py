@@ -10,59 +10,19 @@ from typing_extensions import Self
 
 from safe_ckpt.adapters.pickles import warn_if_refused
 from safe_ckpt.core.changing import changed_meanwhile
-from safe_ckpt.core.coordination.rounds import reraise
-from safe_ckpt.core.formats import file_plan, safetensors, torch_archive
-from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
-from safe_ckpt.core.home.home import Pointer
-from safe_ckpt.core.saving.save import (
-    Content,
-    Destination,
-    Facts,
-    SaveRequest,
-    Snapshot,
-    Streamed,
-    Unplanned,
-    check_step,
-    checked_metrics,
-)
-from safe_ckpt.core.sharding.gather import gather_nested
+from safe_ckpt.core.formats import torch_archive
+from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.core.saving.save import Content, Snapshot, Streamed, Unplanned
 from safe_ckpt.core.state import fixed
-from safe_ckpt.core.state.items import expected_bytes
 from safe_ckpt.core.state.models import Models
 from safe_ckpt.core.state.overlap import OverlapPlan
-from safe_ckpt.core.state.planner import Planner
 from safe_ckpt.core.storage.copier import FileCopy
-from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.errors import CoordinationError
 
 if TYPE_CHECKING:
     import torch
 
     from safe_ckpt.core.saving.engine import Engine
-    from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
-
-__all__ = [
-    "Attempt",
-    "Destination",
-    "Facts",
-    "LazyTensor",
-    "Link",
-    "OverlapPlan",
-    "Planned",
-    "Pointer",
-    "SaveRequest",
-    "Shards",
-    "check_step",
-    "checked_metrics",
-    "file_plan",
-    "gather_whole",
-    "go_on",
-    "know_models",
-    "prepare_memory",
-    "reraise",
-    "safetensors",
-    "torch_file",
-]
 
 
 class Attempt:
@@ -166,55 +126,6 @@ def torch_file(path: str, state: object, *, key: str | None = None) -> FilePlan:
     image = torch_archive.torch_image(path, state, strict=False, key=key or path)
     warn_if_refused(path, image.pieces[-1][1], key or path)
     return image
-
-
-def prepare_memory(engine: Engine, parts: Sequence[Any]) -> None:
-    """Allocate host memory for snapshots of these modules and optimizers, in the background."""
-    state = {str(number): part for number, part in enumerate(parts)}
-    engine.prepare(expected_bytes(state, rank=engine.rank))
-
-
-class Shards:
-    """Plans state dicts of which every rank has a part, in the layout of ``torch.distributed.checkpoint``.
-
-    One for all saves of an engine: it remembers what the ranks agreed on. Every rank has one.
-
-    Args:
-        engine: where the ranks meet.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._planner: ShardPlanner | None = None
-        self._known = Planner(engine.rank, apart=engine.config.unchanged.share)
-
-    def files(
-        self, states: Mapping[str, Any], attempt: Attempt, models: Mapping[str, torch.nn.Module] | None = None
-    ) -> list[FilePlan]:
-        """The files of this rank. Every rank calls this, also one whose ``attempt`` has failed already.
-
-        Args:
-            states: folder, or "" for the checkpoint's own, to the state dict that goes there.
-            attempt: gets what goes wrong here, on any rank.
-            models: folder to the model whose state is in the one there: what of it is not trained goes to files of its own.
-        """
-        if self._planner is None:
-            from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
-
-            barrier_s = self._engine.config.timeouts.barrier_s
-            self._planner = ShardPlanner(self._engine.coordinator, barrier_s=barrier_s, strict=False)
-        with attempt.meeting():
-            return self._planner.images(self._known.sharded_states(states, models or {}), attempt.error)
-        return []
-
-
-def gather_whole(engine: Engine, states: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Gather states of which every rank has a part: the whole ones on rank 0, None elsewhere. Every rank calls this.
-
-    Raises:
-        SafeCheckpointError: a rank was lost or left, on every rank.
-    """
-    return gather_nested(states, engine.config.timeouts.lengthy_s, engine.group)
 
 
 def know_models(engine: Engine, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:

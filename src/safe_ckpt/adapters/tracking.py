@@ -27,16 +27,16 @@ class Tracking:
 
     Args:
         engine: what saves; ``telemetry.logger_scalars`` of its settings switches these numbers off.
-        sinks: the loggers.
+        sinks: the loggers; None for none.
         facts: whether they also get size, place and metrics of what was committed, as ``checkpoint/...``.
     """
 
-    def __init__(self, engine: Engine, sinks: Sinks, *, facts: bool = False) -> None:
-        self._sinks = sinks
+    def __init__(self, engine: Engine, sinks: Sinks | None, *, facts: bool = False) -> None:
+        self._sinks: Sinks = sinks or tuple
         self._facts = facts
         self._flights: list[_Flight] = []
         self._hook: ScalarsHook | None = None
-        if engine.rank == 0 and engine.config.telemetry.logger_scalars:
+        if sinks is not None and engine.rank == 0 and engine.config.telemetry.logger_scalars:
             self._hook = ScalarsHook()
             engine.emit.add(self._hook)
 

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler
 
 from safe_ckpt.core.coordination.process_groups import world_rank
 from safe_ckpt.core.state import rng
-from safe_ckpt.data import order, seeding
+from safe_ckpt.data import order
 from safe_ckpt.data.order import draws_itself, is_map, name_of
 from safe_ckpt.data.position import Position
 from safe_ckpt.data.workers import Delivered
@@ -203,9 +203,7 @@ class Remaining:
         given = self._given
         # A sampler of somebody's own may draw in its ``__iter__``, which torch calls before it draws itself.
         at_once = type(given) is not BatchSampler and not order.is_known(given)
-        batches = self._from_the_place(loader) if at_once else _lazily(self, weakref.ref(loader))
-        token = loader._place.token
-        return batches if token is None else seeding.marked(batches, token, batched=loader.batch_sampler is not None)
+        return self._from_the_place(loader) if at_once else _lazily(self, weakref.ref(loader))
 
     def _from_the_place(self, loader: Any) -> Iterator[Any]:
         given, place = self._given, loader._place

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from safe_ckpt.core.coordination.process_groups import world_rank
 from safe_ckpt.core.state import rng
-from safe_ckpt.data import order, seeding, workers
+from safe_ckpt.data import workers
 from safe_ckpt.data.batches import Batches, Counter, Remaining, again_from, shown
 from safe_ckpt.data.order import (
     each_of,
@@ -44,7 +44,7 @@ from safe_ckpt.errors import RestoreError
 
 logger = logging.getLogger(__name__)
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
-Seeding = Literal["stock", "per_sample"]
+Skip = Literal["read"] | None
 _READ = "before"
 _CANNOT = (
     "its data set has neither indices nor a state_dict and load_state_dict of its own, so its place within an epoch cannot be "
@@ -59,8 +59,7 @@ _LOSES = (
 class Resumable:
     """Mixed into the class of a DataLoader by ``resumable``. Used on one thread."""
 
-    worker_seeding: ClassVar[Seeding] = "stock"
-    skip: ClassVar[Literal["read"] | None] = None
+    skip: ClassVar[Skip] = None
     looks_ahead: int = 0  # how many batches may be taken before they are used, and given again after a resume
     _place = Position()
     _pending: Position | None = None
@@ -177,10 +176,7 @@ class Resumable:
         own: dict[str, Any] = self.__dict__
         dataset, collate, in_worker = own["dataset"], own["collate_fn"], own["num_workers"] > 0
         before, self._restored = self._restored, None
-        if self.worker_seeding == "per_sample":
-            seeded = own["dataset"] = seeding.SeededDataset(dataset, own_process=in_worker)
-            own["collate_fn"] = collate if in_worker else seeding.SeededCollate(collate, seeded)
-        elif (in_worker or is_placed(self)) and self.skip != "read":
+        if (in_worker or is_placed(self)) and self.skip != "read":
             maker = workers.Maker(before.workers if before is not None else {}, watched=in_worker)
             own["dataset"] = (workers.PlacedDataset if is_placed(self) else workers.WatchedDataset)(dataset, maker)
             own["collate_fn"] = workers.Collate(collate, maker)
@@ -209,7 +205,7 @@ class Resumable:
         passing: dict[str, Any] = {"_iterator": None, "_given": None, "_undo": None, "_restored": None}
         if self._given is not None:
             passing["_place"] = self._now()
-        return make, (kind.__bases__[1], self.__dict__ | passing, kind.worker_seeding, kind.skip, kind.__bases__[0])
+        return make, (kind.__bases__[1], self.__dict__ | passing, kind.skip, kind.__bases__[0])
 
     def _begin(self, given: Counter) -> Iterator[Any]:
         """The batches of torch, from the place on. Called when the first one is asked for."""
@@ -282,14 +278,6 @@ class Resumable:
             num_workers=self.__dict__["num_workers"],
             facts=facts_of(self),
         )
-        if self.worker_seeding == "per_sample":
-            if order.is_spread(sampler):
-                token = seeding.mixed(seeding.mixed(sampler.seed, sampler.epoch), self._place.epoch)
-            else:
-                token = order.draw_seed()
-            self._place = dataclasses.replace(self._place, token=token)
-            if self._undo is not None:  # the token would have been drawn anyway
-                self._undo = {**self._undo, rng.TORCH: torch.get_rng_state()}
         if self.skip == "read":
             self._drawn = {**self._drawn, _READ: rng.all_to_text()}
         return super().__iter__()  # type: ignore[misc, no-any-return]
@@ -335,19 +323,16 @@ class Resumable:
         return is_map(self) or is_placed(self) or self.skip == "read"
 
 
-def resumable(loader: Loader, *, worker_seeding: Seeding = "stock", skip: Literal["read"] | None = None) -> Loader:
+def resumable(loader: Loader, *, skip: Skip = None) -> Loader:
     """Make the place of a DataLoader in its data resumable. Returns a loader that stands in for it, of a subclass of its class.
 
     It gives the same batches in the same order as the loader itself. It draws what that draws, when the first batch is asked
     for. Its place is an item of a checkpoint (``state={"loader": loader, ...}``), and a resume within an epoch goes on with the
-    next batch. Nothing is read to find it.
+    next batch. Nothing is read to find it. The state of each worker's generators is saved, if it draws, so that a resume with
+    as many workers is exact.
 
     Args:
         loader: a ``torch.utils.data.DataLoader``.
-        worker_seeding: "stock": torch seeds each worker, and what a data set draws in one depends on what it has made before.
-            The state of each worker's generators is saved, if it draws, so a resume with as many workers is exact.
-            "per_sample": the generators are set before each sample is made, by the epoch and its index. What is drawn for it
-            is the same for any number of workers and ranks. One number more is drawn at the start of an epoch.
         skip: "read": a resume within an epoch reads what was used up again, and drops it. For an ``IterableDataset`` without
             ``state_dict`` and ``load_state_dict``.
 
@@ -355,29 +340,27 @@ def resumable(loader: Loader, *, worker_seeding: Seeding = "stock", skip: Litera
         TypeError: it is not a DataLoader, or one whose place cannot be told: with ``in_order=False``, or of a class that
             knows its place itself.
     """
-    return made_of(loader, worker_seeding, skip, Resumable)
+    return made_of(loader, skip, Resumable)
 
 
-def made_of(loader: Loader, worker_seeding: Seeding, skip: Literal["read"] | None, mixin: type[Resumable]) -> Loader:
+def made_of(loader: Loader, skip: Skip, mixin: type[Resumable]) -> Loader:
     """See ``resumable``; with a mixin of one's own."""
     if not isinstance(loader, DataLoader):
         raise TypeError(f"resumable() takes a DataLoader, got {type(loader).__name__}")
     kind: Any = type(loader)
     if issubclass(kind, Resumable):
-        if (kind.worker_seeding, kind.skip, kind.__bases__[0]) == (worker_seeding, skip, mixin):
+        if (kind.skip, kind.__bases__[0]) == (skip, mixin):
             return loader
         kind = kind.__bases__[1]
     elif hasattr(kind, "state_dict"):
         raise TypeError(f"resumable(): a {kind.__name__} knows its place itself: save it as it is")
     if loader.num_workers and not getattr(loader, "in_order", True):
         raise TypeError("resumable() needs in_order=True: which batches have come cannot be told otherwise")
-    if worker_seeding == "per_sample" and not is_map(loader):
-        raise TypeError("resumable(): worker_seeding='per_sample' needs a data set with indices")
     if skip == "read" and loader.num_workers and loader.persistent_workers:
         raise TypeError(
             "resumable(): skip='read' needs persistent_workers=False: what workers drew before is not known"
         )
-    found = make(kind, loader.__dict__ | {"_iterator": None}, worker_seeding, skip, mixin)
+    found = make(kind, loader.__dict__ | {"_iterator": None}, skip, mixin)
     if not found._can_go_to_a_place():
         logger.warning("%s: %s", name_of(found), _CANNOT)
     elif skip is None and loses_its_buffer(found):
@@ -388,12 +371,11 @@ def made_of(loader: Loader, worker_seeding: Seeding, skip: Literal["read"] | Non
 def make(
     kind: type[Any],
     state: dict[str, Any],
-    worker_seeding: Seeding,
-    skip: Literal["read"] | None,
+    skip: Skip,
     mixin: type[Resumable] = Resumable,
 ) -> Any:
     """A loader of a subclass of ``kind``, with this state."""
-    facts = {"__module__": __name__, "worker_seeding": worker_seeding, "skip": skip}
+    facts = {"__module__": __name__, "skip": skip}
     subclass: Any = type(f"Resumable{kind.__name__}", (mixin, kind), facts)
     made = subclass.__new__(subclass)
     # Past DataLoader's guard against changing attributes: these are the ones it was built with.

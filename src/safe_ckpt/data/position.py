@@ -30,7 +30,6 @@ class Position:
         each: how many indices a batch has, likewise; 0 where only batches count.
         most: how many indices there are, likewise; None where that is not known.
         seed: what the sampler drew at its start; None where it draws none.
-        token: from which the seeds of its samples are derived; None without such seeds.
         sampler_epoch: what ``set_epoch`` was given; None where the sampler has none.
         generators: as they were at its start, those that the order depends on, by name, encoded.
         now: the user's own generators, as they are now, by name, encoded.
@@ -56,7 +55,6 @@ class Position:
     each: int = 0
     most: int | None = None
     seed: int | None = None
-    token: int | None = None
     sampler_epoch: int | None = None
     generators: Mapping[str, str] = field(default_factory=dict)
     now: Mapping[str, str] = field(default_factory=dict)
@@ -117,7 +115,7 @@ class Position:
         if self.workers:
             logger.warning(
                 "%s: %d workers of rank %s drew random numbers before the save, and these are %d of rank %d: what they draw "
-                "differs from an uninterrupted run. Save PerRank(loader), or use worker_seeding='per_sample'",
+                "differs from an uninterrupted run. Save PerRank(loader), and resume with as many workers",
                 *(what, self.num_workers, self.rank, count, rank),
             )
         return dataclasses.replace(self, base_seed=None, workers={}, undo=())
@@ -137,6 +135,11 @@ class Position:
         """
         facts = dict(data)
         version = facts.pop("version", None)
+        if facts.pop("token", None) is not None:
+            logger.warning(
+                "the place was saved with worker_seeding='per_sample', which there is no more: the order of the data goes on, "
+                "and what is drawn for its samples is another"
+            )
         known = {one.name for one in dataclasses.fields(cls)}
         if version != VERSION or not facts.keys() <= known:
             raise RestoreError(key=_KEY, message=f"is not a position that this version knows (version {version!r})")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.adapters import Engine
-from safe_ckpt.adapters.directories import HIDDEN, checked_name
+from safe_ckpt.adapters.extras import HIDDEN, checked_name
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError, HostileCheckpointError
@@ -65,17 +65,11 @@ def checked_tag(tag: object) -> str:
         ConfigError: it leads elsewhere, or is a name of ours or of DeepSpeed's.
     """
     name = str(tag)
-    if not is_tag(name):
-        message = f"expected the name of a directory in save_dir, and none of {sorted(_RESERVED)}, got {name!r}"
-        raise ConfigError(key="tag", message=message)
-    return name
-
-
-def is_tag(name: str) -> bool:
-    """Whether a tag may have this name."""
     with contextlib.suppress(HostileCheckpointError):
-        return _RESERVED.isdisjoint(checked_name(name).split("/"))
-    return False
+        if _RESERVED.isdisjoint(checked_name(name).split("/")):
+            return name
+    message = f"expected the name of a directory in save_dir, and none of {sorted(_RESERVED)}, got {name!r}"
+    raise ConfigError(key="tag", message=message)
 
 
 def checked_file(directory: object, name: object) -> Path:

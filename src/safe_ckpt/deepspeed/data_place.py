@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed.runtime.dataloader as upstream
-import torch
 from torch.utils.data import DataLoader
 
 from safe_ckpt.adapters import FilePlan, Patch, torch_file
+from safe_ckpt.adapters.data_position import DataPosition, saved_state
 from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
 from safe_ckpt.data import resumable
 from safe_ckpt.errors import ConfigError
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _FILE = "train_loader_rank_{rank}_states.pt"  # a file that ends so belongs to the tag, and is replaced with it
 
 
-class DataPlace:
+class DataPlace(DataPosition):
     """The loader of one engine, on this rank.
 
     Args:
@@ -38,26 +38,30 @@ class DataPlace:
         self._create = loader._create_dataloader
         self._patch = Patch(loader, {"_create_dataloader": self._create_counted})
 
-    def files(self) -> list[FilePlan]:
-        """What to save of this rank's loader."""
+    def state(self) -> dict[str, Any]:
+        """See ``DataPosition``. DeepSpeed saves no generators, and torch seeds the workers of the next epoch from them."""
         place = self._pending if self._counted is None else self._counted.state_dict()
-        # DeepSpeed does not save the generators, from which torch seeds the workers of the next epoch.
-        state = {"place": place, "rng": get_rng_state()}
-        return [torch_file(_FILE.format(rank=self._rank), state)]
+        return {"place": place, "rng": get_rng_state()}
 
-    def load(self, tag: Path) -> None:
-        """Go to the place of a checkpoint. Ranks that it does not know take rank 0's, if all share one order."""
-        files = [tag / _FILE.format(rank=rank) for rank in (self._rank, 0)]
-        file = next((one for one in files if one.is_file()), None)
-        if file is None:
-            logger.warning("%s does not say where its loader was: the epoch begins anew", tag)
-            return
-        state = torch.load(file, weights_only=True)
+    def resume(self, state: dict[str, Any]) -> None:
+        """See ``DataPosition``. The generators are those of another rank where they are left out."""
         self._pending = state["place"]
         if self._counted is not None and self._pending is not None:
             self._counted.load_state_dict(self._pending)
-        if file == files[0]:
+        if "rng" in state:
             set_rng_state(state["rng"])
+
+    def file(self) -> FilePlan:
+        """What to save of this rank's loader."""
+        return torch_file(_FILE.format(rank=self._rank), self.state())
+
+    def load(self, tag: Path) -> None:
+        """Go to the place of a checkpoint. Ranks that it does not know take rank 0's, if all share one order."""
+        state, saved_by = saved_state(tag, _FILE, self._rank, 0)
+        if state is None:
+            logger.warning("%s does not say where its loader was: the epoch begins anew", tag)
+            return
+        self.resume(state if saved_by == self._rank else {"place": state["place"]})
 
     @staticmethod
     def warn_if_left(tag: Path) -> None:

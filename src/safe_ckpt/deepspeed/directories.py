@@ -5,29 +5,26 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import Engine, OpenDirectory
-from safe_ckpt.adapters.directories import (
+from safe_ckpt.adapters.extras import (
     HIDDEN,
     MANIFEST_NAME,
     NAMES,
     Candidate,
-    HeldDirectories,
-    candidates_in,
-    fetch,
     named_by,
     policy_of,
     presence,
     refuse,
     standing_of,
 )
-from safe_ckpt.config import Retention
-from safe_ckpt.deepspeed.arguments import is_tag
+from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
+from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
+from safe_ckpt.events import Hook
 from safe_ckpt.layouts.judges import tags
 from safe_ckpt.layouts.table import LATEST, has_states
 
@@ -39,38 +36,25 @@ logger = logging.getLogger(__name__)
 ADAPTER = "deepspeed"
 OFFLOADED = "offloaded_tensors"
 _HELD = 8
-_living: weakref.WeakSet[CheckpointDirectory] = weakref.WeakSet()
+_OWNER = "a DeepSpeed engine that install() took; its destroy(), or handle.remove(), frees it"
 
 
-@dataclass(kw_only=True)
-class SaveTarget(OpenDirectory):
-    """A directory of tags that is held.
-
-    Attributes:
-        tops: the directories whose ``latest`` may name a tag of it: itself, and for ``"warmup/step10"`` the one above.
-    """
-
-    tops: tuple[Path, ...] = ()
-
-
-class CheckpointDirectory:
-    """The directories of one engine, each taken at its first save; the last ones are kept. Every rank calls every method.
+class TagSaver(Saver):
+    """Saves for one engine. Each directory of tags is taken at its first save, and the last ones are kept.
 
     Args:
-        engine: where the ranks meet.
-        policy: what to keep.
+        config: settings.
+        hooks: called with what happens.
 
     Attributes:
         retention: decides which tags are deleted after a commit, never one that a ``latest`` names; None deletes none.
     """
 
-    def __init__(self, engine: Engine, policy: Retention) -> None:
-        self._engine = engine
-        self.retention = policy_of(policy)
-        self._held: dict[Path, SaveTarget] = {}
-        _living.add(self)
+    def __init__(self, config: CheckpointConfig, hooks: Iterable[Hook]) -> None:
+        super().__init__(config, ADAPTER, find=candidates, owner=_OWNER, hooks=hooks)
+        self.retention = policy_of(config.retention)
 
-    def hold(self, top: Path, tag: str) -> SaveTarget:
+    def hold(self, top: Path, tag: str) -> OpenHome:
         """Take the directory in which ``tag`` lies: ``top``, or one below it. Another engine of this process gives it back.
 
         Raises:
@@ -78,75 +62,56 @@ class CheckpointDirectory:
             DirectoryInUseError: a live job holds it.
         """
         folder = (top / tag).parent
-        if folder in self._held:
-            target = self._held[folder] = self._held.pop(folder)  # the one used last is the last one
-            if top not in target.tops:
-                target.tops = (*target.tops, top)
-                target.catalog.pointers.append(top / LATEST)
-            return target
-        while len(self._held) >= max(_HELD, self._engine.config.max_in_flight + 1):
-            self._let_go(next(iter(self._held)))  # what is in flight goes to those used last
-        for other in list(_living):
-            other._let_go(folder)
-        target = SaveTarget.take(self._engine, folder, lambda: candidates(folder))
-        target.tops = (folder, top)
-        target.catalog.pointers += [above / LATEST for above in target.tops]
-        self._held[folder] = target
-        return target
+        if folder not in self.homes:
+            while len(self.homes) >= max(_HELD, self.config.max_in_flight + 1):
+                self.let_go(next(iter(self.homes)))  # what is in flight goes to those used last
+            for other in self.living():
+                other.let_go(folder)
+        home = self.home(folder)
+        pointers = home.catalog.pointers
+        pointers += [above / LATEST for above in (folder, top) if above / LATEST not in pointers]
+        return home
 
     def repair(self, folder: Path) -> None:
         """Finish a replacement in ``folder`` that a dead job began, unless a live job holds it."""
         # Rank 0 decides for all: the interpreter collects an engine that nobody closed at different times on the ranks.
-        if self._engine.agree(
+        if self.engine.agree(
             "repair",
             must_match={"directory": folder},
-            decide=lambda _: any(folder in one._held for one in list(_living)),
+            decide=lambda _: any(folder in one.homes for one in self.living()),
         ):
             return
         try:
-            workspace = self._engine.hold(folder)
+            workspace = self.engine.hold(folder)
         except DirectoryInUseError as error:
             logger.warning("%s", error)
             return
-        self._engine.let_go(workspace)
+        self.engine.let_go(workspace)
 
-    def fetch(self, top: Path, tag: str | None) -> None:
+    def fetch_tag(self, top: Path, tag: str | None) -> None:
         """Bring the newest tag of the mirror into ``top``, or ``tag`` if it is not there, unless a live job holds it."""
         path = top / (tag or "latest")
-        if tag is not None and self._engine.agree(
-            "fetch", must_match={"path": path}, decide=lambda _: presence.is_directory(path)
-        ):
+        if tag is not None and self.is_directory(path, "fetch"):
             return
         try:
-            held = self.hold(top, path.relative_to(top).as_posix())
+            home = self.hold(top, path.relative_to(top).as_posix())
         except DirectoryInUseError as error:
             logger.warning("%s", error)
             return
-        fetch(self._engine, held.workspace, lambda: candidates(path.parent), None if tag is None else path.name)
+        self.fetch(home, None if tag is None else path.name)
 
-    def close(self) -> None:
-        """Forget the directories: the engine was closed, and released them."""
-        self._held.clear()
-        _living.discard(self)
-
-    @staticmethod
-    def settle() -> None:
+    @classmethod
+    def settle(cls) -> None:
         """Wait until no save is in flight in this process: saves of other engines here must be visible."""
-        for one in list(_living):
-            one._engine.settle()
+        for one in cls.living():
+            one.engine.settle()
 
-    @staticmethod
-    def settle_above(path: Path) -> None:
+    @classmethod
+    def settle_above(cls, path: Path) -> None:
         """Wait for saves in this process that may become a folder above ``path``: they must be visible there."""
-        for one in list(_living):
-            if any(folder != path.parent and folder in path.parents for folder in one._held):
-                one._engine.settle()
-
-    def _let_go(self, folder: Path) -> None:
-        if folder in self._held:
-            workspace = self._held.pop(folder).workspace
-            self._engine.settle(workspace)
-            self._engine.let_go(workspace)
+        for one in cls.living():
+            if any(folder != path.parent and folder in path.parents for folder in one.homes):
+                one.engine.settle()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,17 +119,13 @@ class Context:
     """What saves and loads of one installed engine work with.
 
     Attributes:
-        core: where the ranks meet.
+        saver: of this engine.
         engine: DeepSpeed's.
-        directories: the directories of tags that are held.
-        weights: the directories of single files that are held.
         data_place: of the engine's own loader; None where it is not saved.
     """
 
-    core: Engine
+    saver: TagSaver
     engine: Any
-    directories: CheckpointDirectory
-    weights: HeldDirectories
     data_place: DataPlace | None = None
 
 
@@ -181,9 +142,8 @@ def latest_tag(folder: Path) -> str | None:
         OSError: it is there and cannot be read.
     """
     named = named_by(folder / LATEST)
-    name = named.relative_to(folder).as_posix() if named is not None else ""
-    if is_tag(name):
-        return name
+    if named is not None:
+        return named.relative_to(folder).as_posix()
     if presence.is_there(folder / LATEST):
         logger.warning("%s names no directory beside it", folder / LATEST)
     return None

@@ -8,18 +8,16 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
-from safe_ckpt.adapters import AttachedHandle, Engine
-from safe_ckpt.adapters.directories import HeldDirectories
+from safe_ckpt.adapters import AttachedHandle
 from safe_ckpt.adapters.handle import begin
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.deepspeed import load, save
 from safe_ckpt.deepspeed.arguments import check_engine, check_settings, default_tag
 from safe_ckpt.deepspeed.data_place import DataPlace, refuse_without_place
-from safe_ckpt.deepspeed.directories import CheckpointDirectory, Context
+from safe_ckpt.deepspeed.directories import Context, TagSaver
 from safe_ckpt.events import Hook
 
 logger = logging.getLogger(__name__)
-_OWNER = "a DeepSpeed engine that install() took; its destroy(), or handle.remove(), frees it"
 _REPLACED = ("save_checkpoint", "load_checkpoint", "save_16bit_model", "destroy")
 _ENDED = "this engine's checkpoints were closed, by destroy() or remove()"
 
@@ -81,19 +79,15 @@ class Handle(AttachedHandle):
         resume_data: bool = False,
         hooks: Iterable[Hook] = (),
     ) -> None:
-        core = Engine(config, hooks=hooks, owner=_OWNER)
-        super().__init__(engine, core)
-        self._engine, self._core = engine, core
+        saver = TagSaver(config, hooks)
+        super().__init__(engine, saver)
+        self._engine = engine
         self._async_save = async_save
         with self.whole_or_nothing():
-            self._context = Context(
-                core=self._core,
-                engine=engine,
-                directories=CheckpointDirectory(self._core, config.retention),
-                weights=HeldDirectories(self._core),
-                data_place=DataPlace(engine) if resume_data else None,
-            )
-            self.undo.callback(self._forget)
+            place = DataPlace(engine) if resume_data else None
+            if place is not None:
+                self.undo.also(place.forget)
+            self._context = Context(saver=saver, engine=engine, data_place=place)
             self._load_checkpoint = engine.load_checkpoint
             self._destroy: Callable[[], None] = engine.destroy
             self.attach({name: getattr(self, name) for name in _REPLACED})
@@ -197,7 +191,7 @@ class Handle(AttachedHandle):
 
         with self.call("load_checkpoint"):
             # One that failed is no reason not to go back to the one before it; its error stays to be raised.
-            CheckpointDirectory.settle()
+            TagSaver.settle()
             optimizer_states = load_optimizer_states and not load_module_only
             loaded = load.load(self._context, load_dir, tag, restore, optimizer_states=optimizer_states)
         return cast("tuple[str | None, Any]", loaded)
@@ -247,17 +241,6 @@ class Handle(AttachedHandle):
             self._end("destroy")
         finally:
             self._destroy()
-
-    def _end(self, by: str, *, quiet: bool = False) -> None:
-        try:
-            super()._end(by, quiet=quiet)
-        finally:
-            self._forget()
-
-    def _forget(self) -> None:
-        if self._context.data_place is not None:
-            self._context.data_place.forget()
-        self._context.directories.close()
 
 
 def check(engine: Any, config: CheckpointConfig, *, resume_data: bool = False) -> None:

@@ -15,12 +15,13 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 from safe_ckpt import events
 from safe_ckpt.adapters import Engine, Patch
-from safe_ckpt.adapters.directories import HIDDEN, manifest_of, presence, resume, verify, warn_if_foreign
+from safe_ckpt.adapters.extras import HIDDEN, presence, resume
 from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.adapters.planning import go_on
+from safe_ckpt.adapters.saver import manifest_of
 from safe_ckpt.deepspeed import arguments, directories, nvme, universal
 from safe_ckpt.deepspeed.data_place import DataPlace
-from safe_ckpt.deepspeed.directories import Context
+from safe_ckpt.deepspeed.directories import Context, TagSaver
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ def load(
         directory = arguments.checked_directory(load_dir, "load_dir")
         return {"directory": directory, "tag": None if tag is None else arguments.checked_tag(tag)}
 
-    begun, core, engine = time.monotonic(), context.core, context.engine
+    begun, saver, engine = time.monotonic(), context.saver, context.engine
+    core = saver.engine
     agreed = arguments.agree(core, "load_checkpoint", check)
     folder, wanted = agreed["directory"], agreed["tag"]
     if engine.load_universal_checkpoint():
@@ -61,12 +63,12 @@ def load(
         resume.apply(core, lambda: refuse_code(folder / name, core.rank, core.coordinator.size))
         return _restored(core, engine, lambda: restore(str(folder), name))
     if core.config.mirror.url is not None:
-        context.directories.fetch(folder, wanted)
+        saver.fetch_tag(folder, wanted)
     plan = core.agree("load_checkpoint", decide=lambda _: _survey(folder, wanted))
     if plan["repair"]:
-        context.directories.repair(folder / plan["repair"])
+        saver.repair(folder / plan["repair"])
         plan = core.agree("load_checkpoint", decide=lambda _: _survey(folder, wanted))
-    chosen, rejected = _first_good(core, engine, folder, plan["order"], asked=wanted is not None)
+    chosen, rejected = _first_good(saver, engine, folder, plan["order"], asked=wanted is not None)
     with _bound_to(chosen):
         result = _restored(core, engine, lambda: restore(str(folder), chosen), folder / chosen if chosen else None)
     if chosen is not None:
@@ -121,20 +123,19 @@ def _survey(folder: Path, tag: str | None) -> dict[str, Any]:
     }
 
 
-def _first_good(core: Engine, engine: Any, folder: Path, order: list[str], *, asked: bool) -> tuple[str | None, int]:
+def _first_good(saver: TagSaver, engine: Any, folder: Path, order: list[str], *, asked: bool) -> tuple[str | None, int]:
     rejected: dict[str, str] = {}
     for name in order:
         path = folder / name
-        nvme.refuse_unfit(core, {path: engine})
+        nvme.refuse_unfit(saver.engine, {path: engine})
         try:
-            verify(core, path)
+            saver.verify(path)
         except CorruptCheckpointError as error:
             if asked:
                 raise
             rejected[name] = error.message
             logger.warning("%s cannot be used: %s", path, error.message)
             continue
-        warn_if_foreign(core, path)
         return name, len(rejected)
     if rejected:
         message = "there are checkpoints, but none is usable. Repair one, or move them all elsewhere to start afresh"

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.adapters import Engine, Planned
-from safe_ckpt.adapters.planning import file_plan
+from safe_ckpt.adapters import Attempt, Engine, Planned
+from safe_ckpt.adapters.extras import file_plan
+from safe_ckpt.adapters.strategy import Strategy
 from safe_ckpt.deepspeed import nvme
 from safe_ckpt.deepspeed.arguments import check_engine
 from safe_ckpt.deepspeed.load import plain_reading
@@ -19,63 +20,54 @@ ZERO3_GATHER = "_zero3_consolidated_16bit_state_dict"
 """The engine's method that gathers the weights of ZeRO-3; a collective."""
 
 
-def collect(
-    core: Engine,
-    engines: Mapping[str, Any],
-    client_state: Mapping[str, Any] | None = None,
-    *,
-    exclude_frozen_parameters: bool = False,
-    save_latest: bool = True,
-) -> Planned:
-    """Plan the files of several engines. Every rank calls this.
+class EngineWrites(Strategy):
+    """What engines write themselves.
 
     Args:
         core: where the ranks meet.
         engines: tag -> engine; ``latest`` names the last one, as after saving them one by one.
-        client_state: as for DeepSpeed.
-        exclude_frozen_parameters: the same.
-        save_latest: the same.
-
-    Raises:
-        ConfigError: an engine's settings are not covered.
-        SafeCheckpointError: the swap files cannot be copied; the same on every rank.
     """
-    parts: list[Planned] = []
-    beside: dict[str, bytes] = {}
-    for tag, engine in engines.items():
-        check_engine(engine)
-        planned, scripts = plan_tag(
-            core, engine, tag, client_state or {}, exclude_frozen_parameters=exclude_frozen_parameters, below=f"{tag}/"
-        )
-        parts.append(planned)
-        beside.update(scripts)
-        if save_latest:
-            beside[LATEST] = tag.encode()
-    if core.rank == 0:
-        parts.append(Planned(files=[file_plan.bytes_image(name, data) for name, data in beside.items()]))
-    return Planned.joined(parts)
 
+    def __init__(self, core: Engine, engines: Mapping[str, Any]) -> None:
+        self._core = core
+        self._engines = engines
 
-@contextlib.contextmanager
-def loading(core: Engine, engines: Mapping[str, Any], checkpoint: Path, *, optimizer_states: bool) -> Iterator[None]:
-    """Within this block the engines may load. At its end the state that DeepSpeed omits is restored. Every rank enters it.
+    def plan(self, states: Mapping[str, Mapping[str, Any]], attempt: Attempt) -> Planned:
+        """See ``Strategy``; ``states`` are the arguments of ``save_checkpoint`` by tag.
 
-    Args:
-        core: where the ranks meet.
-        engines: tag -> engine.
-        checkpoint: the directory with the manifest.
-        optimizer_states: whether the optimizers' states are wanted.
+        Raises:
+            CoordinationError: the ranks did not meet.
+        """
+        parts: list[Planned] = []
+        beside: dict[str, bytes] = {}
+        with attempt.meeting():
+            for tag, arguments in states.items():
+                engine, given = self._engines[tag], dict(arguments)
+                check_engine(engine)
+                save_latest, client_state = given.pop("save_latest", True), given.pop("client_state", None) or {}
+                planned, scripts = plan_tag(self._core, engine, tag, client_state, below=f"{tag}/", **given)
+                parts.append(planned)
+                beside.update(scripts)
+                if save_latest:
+                    beside[LATEST] = tag.encode()
+        if self._core.rank == 0:
+            parts.append(Planned(files=[file_plan.bytes_image(name, data) for name, data in beside.items()]))
+        return Planned.joined([Planned(error=attempt.error), *parts])
 
-    Raises:
-        RestoreError: with NVMe offload, another number of ranks saved it, or another model; on every rank.
-        SafeCheckpointError: see ``nvme.resume_all``; the same on every rank.
-    """
-    tags = {checkpoint / tag: engine for tag, engine in engines.items()}
-    nvme.refuse_unfit(core, tags, checkpoint)
-    with contextlib.ExitStack() as stack:
-        for engine in engines.values():
-            stack.enter_context(plain_reading(engine))
-        yield
-    for tag, engine in engines.items():
-        nvme.put_back(core, engine, checkpoint, f"{tag}/")
-    nvme.resume_all(core, tags, optimizer_states=optimizer_states)
+    @contextlib.contextmanager
+    def loading(self, path: Path, *, optimizer_states: bool) -> Iterator[None]:
+        """See ``Strategy``.
+
+        Raises:
+            RestoreError: with NVMe offload, another number of ranks saved it, or another model; on every rank.
+            SafeCheckpointError: see ``nvme.resume_all``; the same on every rank.
+        """
+        core, tags = self._core, {path / tag: engine for tag, engine in self._engines.items()}
+        nvme.refuse_unfit(core, tags, path)
+        with contextlib.ExitStack() as stack:
+            for engine in self._engines.values():
+                stack.enter_context(plain_reading(engine))
+            yield
+        for tag, engine in self._engines.items():
+            nvme.put_back(core, engine, path, f"{tag}/")
+        nvme.resume_all(core, tags, optimizer_states=optimizer_states)

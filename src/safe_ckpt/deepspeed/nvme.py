@@ -13,9 +13,9 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from safe_ckpt.adapters import Engine, Planned
-from safe_ckpt.adapters.directories import manifest_of, presence, read_manifest, resume
-from safe_ckpt.adapters.extras import Part, agree_parts, give_back, own_part, parts_of
+from safe_ckpt.adapters.extras import Part, agree_parts, give_back, own_part, parts_of, presence, read_manifest, resume
 from safe_ckpt.adapters.pickles import load_data, refusing
+from safe_ckpt.adapters.saver import manifest_of
 from safe_ckpt.deepspeed.directories import OFFLOADED
 from safe_ckpt.errors import RestoreError, SafeCheckpointError
 

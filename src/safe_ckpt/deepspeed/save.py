@@ -23,9 +23,8 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.utils import groups
 
 from safe_ckpt.adapters import Attempt, Engine, FilePlan, OnCommit, Patch, Planned, SaveHandle, torch_file
-from safe_ckpt.adapters.directories import presence
-from safe_ckpt.adapters.extras import export
-from safe_ckpt.adapters.planning import Pointer, file_plan, know_models
+from safe_ckpt.adapters.extras import Pointer, export, file_plan, presence
+from safe_ckpt.adapters.planning import know_models
 from safe_ckpt.deepspeed import arguments, directories, nvme
 from safe_ckpt.deepspeed.directories import Context
 from safe_ckpt.errors import DirectoryError, StateError
@@ -51,24 +50,25 @@ def save(
         SafeCheckpointError: see ``Handle.save_checkpoint``.
     """
     options = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
-    core, engine = context.core, context.engine
+    saver, engine = context.saver, context.engine
+    core = saver.engine
     top, tag = agree_place(core, "save_checkpoint", save_dir, tag, options)
-    directory = context.directories.hold(top, tag)
+    home = saver.hold(top, tag)
     planned, scripts = plan_tag(core, engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
     if context.data_place is not None:
-        planned = Planned.joined([planned, Planned(files=context.data_place.files())])
+        planned = Planned.joined([planned, Planned(files=[context.data_place.file()])])
     pointers = [Pointer(path=top / name, data=data, mode=_EXECUTABLE) for name, data in scripts.items()]
     know_models(core, lambda: [engine.module])
-    return directory.save(
-        core,
+    return saver.save(
+        home,
         top / tag,
         planned.content(),
         step=engine.global_steps,
-        notes={"adapter": directories.ADAPTER, "latest": save_latest, "tag": tag, **planned.notes},
+        notes={"latest": save_latest, "tag": tag, **planned.notes},
         on_commit=OnCommit(
             carry=lambda name: not directories.is_state(name),
             pointers=[*pointers, *latest_pointer(top, tag, wanted=save_latest)],  # ``latest`` comes last
-            retention=context.directories.retention,
+            retention=saver.retention,
         ),
     )
 
@@ -95,7 +95,7 @@ def save_weights(
             message = "is a directory: give the name of a file"
             raise DirectoryError(path=str(path), message=message, rank=0, code=errno.EISDIR)
 
-    core, engine = context.core, context.engine
+    core, engine = context.saver.engine, context.engine
     path: Path = arguments.agree(core, "save_16bit_model", check, refuse_directory)["path"]
     # Of the class: the instance's own is the one that calls this.
     write = functools.partial(
@@ -105,7 +105,7 @@ def save_weights(
     if captured.result is False:  # as its settings have it, so on every rank
         return None
     planned = Planned(files=[file_plan.single(file, path.name) for file in captured.files], error=captured.error)
-    request = export.request_of(context.weights.hold(path), path, planned.content(), kind="file")
+    request = export.request_of(context.saver.names.hold(path), path, planned.content(), kind="file")
     return core.save(dataclasses.replace(request, facts=dataclasses.replace(request.facts, step=engine.global_steps)))
 
 
@@ -128,7 +128,7 @@ def agree_place(
 
     def check() -> dict[str, object]:
         top, name = checked()
-        directories.CheckpointDirectory.settle_above(top / name)
+        directories.TagSaver.settle_above(top / name)
         return {"path": top / name, **options}
 
     arguments.agree(core, kind, check, lambda: directories.refuse_what_stands_there(*checked()))
@@ -146,7 +146,7 @@ def plan_tag(
     tag: str,
     client_state: Mapping[str, Any],
     *,
-    exclude_frozen_parameters: bool,
+    exclude_frozen_parameters: bool = False,
     below: str = "",
 ) -> tuple[Planned, dict[str, bytes]]:
     """Plan what ``save_checkpoint`` writes. Every rank calls this.

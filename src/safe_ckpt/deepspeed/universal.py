@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.adapters.directories import presence
-from safe_ckpt.deepspeed.arguments import is_tag
+from safe_ckpt.adapters.extras import named_by, presence
 from safe_ckpt.errors import RestoreError
 
 _LATEST = "latest_universal"
@@ -21,12 +20,11 @@ def latest(folder: Path) -> str:
     file = folder / _LATEST
     if not presence.is_file(file):
         raise RestoreError(path=str(folder), message=f"{file} does not exist: make one with ds_to_universal")
-    name = file.read_text(encoding="utf-8", errors="replace").strip()
-    if not is_tag(name):
-        raise RestoreError(
-            path=str(folder), message=f"{_LATEST} names no directory beside it: {name!r}. Run ds_to_universal again"
-        )
-    return name
+    named = named_by(file)
+    if named is None:
+        message = f"{_LATEST} names no directory beside it. Run ds_to_universal again"
+        raise RestoreError(path=str(folder), message=message)
+    return named.relative_to(folder).as_posix()
 
 
 def refuse_incomplete(engine: Any, path: Path) -> None:

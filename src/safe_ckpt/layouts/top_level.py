@@ -18,8 +18,7 @@ from typing_extensions import Self
 
 from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.storage.presence import ends_as_archive
-from safe_ckpt.layouts import table as layouts
-from safe_ckpt.layouts.table import Layout
+from safe_ckpt.layouts.table import Layout, facts_file, lightning_layout_of
 
 
 def read_layout(path: Path) -> Layout:
@@ -28,7 +27,7 @@ def read_layout(path: Path) -> Layout:
     Raises:
         OSError: it could not be read.
     """
-    return layouts.lightning_layout_of(path).with_content(top_level(layouts.facts_file(path)))
+    return lightning_layout_of(path).with_content(top_level(facts_file(path)))
 
 
 def look_inside(candidate: Candidate, read: Callable[[Path], Layout] = read_layout) -> Candidate:

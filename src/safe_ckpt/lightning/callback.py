@@ -11,9 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from safe_ckpt.adapters.directories import HIDDEN, is_marked
-from safe_ckpt.adapters.extras import hugging_face
-from safe_ckpt.adapters.spool import is_url, spooled
+from safe_ckpt.adapters.extras import HIDDEN, hugging_face, is_marked
+from safe_ckpt.adapters.spool import is_url, refuse_url, spooled
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.events import Hook
 from safe_ckpt.lightning import dataloader, install, loop_state, signals
@@ -152,7 +151,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             if self.resume == "auto" or self._holds_only_ours(trainer):
                 warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
-        install.refuse_remote(self.dirpath)
+        refuse_url(self.dirpath or ".", "dirpath")
         self._forget_live()
         if not fitting:
             install.install_for_loading(trainer)
@@ -173,7 +172,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             size = self._saver.engine.coordinator.size
             self._saver.continuation = loop_state.prepare(checkpoint, self._saver.engine.rank, size)
             if self._saver.continuation is not None:
-                loop_state.let_next_epoch_begin(trainer.fit_loop)
+                loop_state.let_next_epoch_begin(trainer.fit_loop, self._saver.undo)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the attributes, without the paths of files that are gone."""
@@ -193,7 +192,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         due, self._saver.continuation = self._saver.continuation, None
         dataloader.say_what_is_inexact(trainer, self, resumed_within=due is not None and due.mid_epoch)
         if due is not None:
-            loop_state.continue_from(trainer, due)
+            loop_state.continue_from(trainer, due, self._saver.undo)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Save if it is time to."""
@@ -219,11 +218,11 @@ class SafeCheckpointCallback(ModelCheckpoint):
         if saver.agree_on_requeue() and saver.auto_directory is None:
             path, due = signals.requeue_save_path(trainer), True  # the one file that the requeued job will look for
         if due:
-            saver.save(
+            saver.save_pending(
                 PendingActions(saves=[str(path)]), self, SavedCallbackState.of(self), weights_only=False, wait=False
             )
         saver.stopping = True
-        saver.settle()
+        saver.wait()
         saver.end_fit()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -255,7 +254,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             with self._deciding():
                 super().on_train_end(trainer, pl_module)
         if self._saver is not None:
-            self._saver.settle()
+            self._saver.wait()
             if self._saver.stopping:
                 return
             self._counts.warn_without_save(self, trainer)
@@ -306,12 +305,14 @@ class SafeCheckpointCallback(ModelCheckpoint):
             return
         self._pending, self._saved_state = PendingActions(), None
         self._counts.saves += len(pending.saves)
-        self._saver.save(pending, self, saved_state, weights_only=self.save_weights_only, wait=not self.async_save)
+        self._saver.save_pending(
+            pending, self, saved_state, weights_only=self.save_weights_only, wait=not self.async_save
+        )
 
     def _begin(self) -> None:
         """Before a hook changes attributes: learn the outcome of the last save, then copy the attributes."""
         if self._saver is not None and self._saved_state is None:
-            self._saver.settle()
+            self._saver.wait()
             self._saved_state = SavedCallbackState.of(self)
 
     def _monitor_candidates(self, trainer: Any) -> dict[str, Any]:
@@ -395,7 +396,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             SafeCheckpointError: a save failed, the same on every rank.
         """
         if self._saver is not None:
-            self._saver.settle()
+            self._saver.wait()
 
     @property
     def _came_from(self) -> Path | None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters.directories import commit_order, presence, verify_if_ours
-from safe_ckpt.adapters.extras import one_shot
+from safe_ckpt.adapters.extras import commit_order, one_shot, presence, verify_if_ours
 from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.lightning.resume import WEIGHTS_NOTE

@@ -7,15 +7,14 @@ A module or a callback may change parameters in between, unnoticed. So ``"auto"`
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from safe_ckpt.adapters import Attempt, Engine, FilePlan, Planned, torch_file
-from safe_ckpt.adapters.extras import one_shot, open_coordinator
-from safe_ckpt.adapters.planning import OverlapPlan, Shards, file_plan, reraise
+from safe_ckpt.adapters.extras import OverlapPlan, file_plan, one_shot, open_coordinator
+from safe_ckpt.adapters.strategy import Sharded, Whole
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.layouts.table import META
 from safe_ckpt.lightning import loop_state, strategies
@@ -24,6 +23,7 @@ from safe_ckpt.lightning.resume import WEIGHTS_NOTE
 
 UNEXAMINED = tuple(f"{part}.*" for part in ("callbacks", "loops", "lr_schedulers", "hyper_parameters", loop_state.KEY))
 """Of a checkpoint: a score that is infinite before the first validation is no sign that training went bad."""
+_IN_PARTS = ("state_dict", "optimizer_states")
 _SWAPPERS = frozenset({"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"})
 
 
@@ -36,7 +36,7 @@ def planned(
     weights_only: bool | None,
     whole: bool,
     noted: loop_state.Noted,
-    shards: Shards,
+    sharded: Sharded,
 ) -> Planned:
     """The planned files of this rank, or what went wrong. Nothing is raised before all ranks know of it.
 
@@ -48,27 +48,32 @@ def planned(
         weights_only: as in ``Trainer.save_checkpoint``.
         whole: whether the generators and loaders of all ranks belong to it.
         noted: what the generators were where a resume has to go on.
-        shards: plans states of which every rank has a part.
+        sharded: plans states of which every rank has a part.
     """
     attempt = Attempt()
     capture = functools.partial(loop_state.capture, trainer, noted) if whole else None
     checkpoint = _whole_checkpoint(engine, trainer, io, path, weights_only, capture, attempt)
     form = strategies.form_of(trainer.strategy)
     if form is not None and form.engine:
-        collected = Planned()
-        with attempt.meeting():
-            collected = strategies.collect_engine(engine, trainer.strategy, checkpoint)
-        return dataclasses.replace(collected, error=attempt.error or collected.error)
+        arguments = strategies.for_engine(trainer.strategy, checkpoint or {})
+        return strategies.engine_of(engine, trainer.strategy).plan(arguments, attempt)
     if form is not None and form.sharded:
-        files = _sharded(engine, trainer, form, shards, checkpoint, attempt)
-        return Planned(files=files, error=attempt.error)
+        return _sharded(engine, trainer, form, sharded, checkpoint, attempt)
+
+    def files_of(complete: Mapping[str, Any]) -> list[FilePlan]:
+        return [file_plan.single(torch_file(path.name, complete, key="checkpoint"), path.name)]
+
     if form is not None and form.gathers:
-        checkpoint = _gathered(engine, trainer, checkpoint, attempt)
+        given = checkpoint or {}
+        parts = {name: given[name] for name in _IN_PARTS if name in given}
+        model = trainer.strategy.model
+        gathers = Whole(engine, lambda found: files_of({**given, **strategies.numbered(found, model)}))
+        return gathers.plan(parts, attempt)
+    files: list[FilePlan] = []
     if checkpoint is not None and attempt.error is None:
         with attempt:
-            file = torch_file(path.name, checkpoint, key="checkpoint")
-            return Planned(files=[file_plan.single(file, path.name)])
-    return Planned(error=attempt.error)
+            files = files_of(checkpoint)
+    return Planned(files=files, error=attempt.error)
 
 
 def _whole_checkpoint(
@@ -103,26 +108,17 @@ def _sharded(
     engine: Engine,
     trainer: Any,
     form: strategies.Form,
-    shards: Shards,
+    sharded: Sharded,
     checkpoint: dict[str, Any] | None,
     attempt: Attempt,
-) -> list[FilePlan]:
+) -> Planned:
     states: dict[str, Any] = {}
     files: list[FilePlan] = []
     with attempt:
         states, rest = strategies.split(checkpoint or {"state_dict": {}}, form)
         if engine.rank == 0 and attempt.error is None:
             files.append(torch_file(META, rest, key="checkpoint"))
-    return [*files, *shards.files({"": states}, attempt, {"": trainer.lightning_module})]
-
-
-def _gathered(
-    engine: Engine, trainer: Any, checkpoint: dict[str, Any] | None, attempt: Attempt
-) -> dict[str, Any] | None:
-    with attempt.meeting():
-        engine.agree("gather", local=reraise(attempt.error), phase="planning the save")
-        return strategies.whole(engine, trainer, checkpoint or {})
-    return None
+    return Planned.joined([Planned(files=files), sharded.plan({"": states}, attempt, {"": trainer.lightning_module})])
 
 
 def dump(trainer: Any, io: SafeCheckpointIO, path: Path, weights_only: bool | None) -> dict[str, Any] | None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
+from safe_ckpt.adapters.data_position import has_length
 from safe_ckpt.adapters.extras import get_rng_state
+from safe_ckpt.adapters.patch import replace_for_good
 from safe_ckpt.data import order as facts
-from safe_ckpt.data.loader import Resumable, Seeding, made_of
+from safe_ckpt.data.loader import Resumable, Skip, made_of
 from safe_ckpt.data.order import is_map, is_placed, name_of
 from safe_ckpt.data.position import Position
 from safe_ckpt.errors import RestoreError
@@ -21,7 +22,6 @@ from safe_ckpt.lightning.checkpoint_io import fit_loops
 logger = logging.getLogger(__name__)
 _Loader = TypeVar("_Loader", bound="DataLoader[Any]")
 _KEY = "safe_ckpt.position"
-_MARK = "_safe_ckpt"
 _VERSION = "version"
 _PLACES, _AHEAD, _NOW = "places", "ahead", "now"
 
@@ -34,7 +34,7 @@ class ForLightning(Resumable):
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is. Called on every rank at a save."""
         places = [self.position(unseen).to_json() for unseen in range(self.looks_ahead + 1)]
-        return {_KEY: {_PLACES: places, _AHEAD: int(not _has_length(self)), _NOW: get_rng_state()}}
+        return {_KEY: {_PLACES: places, _AHEAD: int(not has_length(self)), _NOW: get_rng_state()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go there at the start of the next iteration."""
@@ -58,13 +58,11 @@ def let_places_be_used() -> None:
     has no part in this.
     """
     for fit_loop in fit_loops():
-        if not hasattr(fit_loop.setup_data, _MARK):
-            fit_loop.setup_data = _loading_late(fit_loop.setup_data)
-            fit_loop._load_combined_loader_states = _load_places
+        replace_for_good(fit_loop, "setup_data", _loading_late)
+        replace_for_good(fit_loop, "_load_combined_loader_states", lambda _: _load_places)
 
 
 def _loading_late(stock: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(stock)
     def setup_data(fit_loop: Any) -> None:
         stock(fit_loop)
         if fit_loop._combined_loader is not None and fit_loop._combined_loader_states_to_load:
@@ -72,7 +70,6 @@ def _loading_late(stock: Callable[[Any], None]) -> Callable[[Any], None]:
             _give_back(fit_loop)
             iter(fit_loop._data_fetcher)
 
-    setattr(setup_data, _MARK, True)
     return setup_data
 
 
@@ -229,7 +226,7 @@ def say_what_is_inexact(trainer: Any, callback: Any, *, resumed_within: bool) ->
     if loaders is None or trainer.global_rank != 0 or not (resumed_within or saves_within_epochs(trainer, callback)):
         return
     several = len(loaders.flattened) > 1
-    if several and loaders._mode == "max_size_cycle" and not all(map(_has_length, loaders.flattened)):
+    if several and loaders._mode == "max_size_cycle" and not all(map(has_length, loaders.flattened)):
         logger.warning(
             "CombinedLoader: with 'max_size_cycle' and a loader without a length, Lightning does not save which loaders "
             "have come to their end: after a resume within an epoch that epoch may be longer. Give each loader a length"
@@ -244,14 +241,13 @@ def say_what_is_inexact(trainer: Any, callback: Any, *, resumed_within: bool) ->
         )
 
 
-def resumable(loader: _Loader, *, worker_seeding: Seeding = "stock", skip: Literal["read"] | None = None) -> _Loader:
+def resumable(loader: _Loader, *, skip: Skip = None) -> _Loader:
     """Make a DataLoader resumable within an epoch. Returns a loader that stands in for it, of a subclass of its class.
 
     See ``safe_ckpt.data.resumable``, which this is for Lightning: Lightning's own ``ModelCheckpoint`` saves its place, too.
 
     Args:
         loader: a ``torch.utils.data.DataLoader``.
-        worker_seeding: as there.
         skip: as there. An ``IterableDataset`` without ``state_dict`` and ``load_state_dict`` is always read again.
 
     Raises:
@@ -260,11 +256,4 @@ def resumable(loader: _Loader, *, worker_seeding: Seeding = "stock", skip: Liter
     if isinstance(loader, DataLoader) and not is_map(loader) and not is_placed(loader):
         skip = "read"
     let_places_be_used()
-    return made_of(loader, worker_seeding, skip, ForLightning)
-
-
-def _has_length(loader: Any) -> bool:
-    try:
-        return len(loader) >= 0
-    except (TypeError, NotImplementedError):
-        return False
+    return made_of(loader, skip, ForLightning)

@@ -4,82 +4,60 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safe_ckpt.adapters import Engine
-from safe_ckpt.adapters.directories import Workspace, catalog, commit_order
-from safe_ckpt.adapters.directories import listed as catalog_listed
+from safe_ckpt.adapters.extras import Candidate, Workspace, catalog, commit_order
+from safe_ckpt.adapters.saver import Saver
+from safe_ckpt.adapters.tracking import Sinks
+from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.layouts.table import is_lightning_directory
 
 
-class TrainerDirectories:
-    """The directories that are held; each is taken when a callback first names it.
+class FileSaver(Saver):
+    """Holds the directories of the callbacks; each is taken when one first names it."""
 
-    Args:
-        engine: where the ranks meet.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._workspaces: dict[Path, Workspace] = {}
-        self._listed: set[tuple[Path, str]] = set()
-
-    def __contains__(self, directory: Path) -> bool:
-        return directory in self._workspaces
-
-    def __getitem__(self, directory: Path) -> Workspace:
-        return self._workspaces[directory]
+    def __init__(self, config: CheckpointConfig, sinks: Sinks) -> None:
+        super().__init__(config, find=self._list, owner="a Trainer; it is free when fit() has ended", sinks=sinks)
+        self._suffixes: dict[Path, list[str]] = {}
 
     def hold(self, directory: Path, suffix: str) -> None:
         """Take a directory of checkpoints; a second callback may name the same one, also with another ``suffix``."""
-        if (directory, suffix) in self._listed:
+        is_held, suffixes = directory in self.homes, self._suffixes.setdefault(directory, [])
+        if suffix in suffixes:
             return
-        is_held = directory in self._workspaces
-        workspace = self._take(directory)
-
-        def look(_: object) -> None:
-            listed = catalog_listed(
-                lambda: catalog.list_files(directory, suffix, is_lightning_directory), self._engine.config.timeouts
-            )
-            workspace.start_after(catalog.newest_sequence(listed))
-
+        suffixes.append(suffix)
         try:
-            self._engine.agree("list", must_match={"directory": directory, "suffix": suffix}, decide=look)
+            home = self.home(directory)
+            if is_held:
+                view = {"directory": directory, "suffix": suffix}
+                self.engine.agree("list", must_match=view, decide=lambda _: self.take_stock(home))
         except BaseException:
-            if not is_held:  # without a listing its order of commits would restart
-                del self._workspaces[directory]
-                self._engine.let_go(workspace)
+            suffixes.remove(suffix)
             raise
-        self._listed.add((directory, suffix))
 
-    def hold_beside(self, path: Path, sequence: int) -> None:
-        """Take the folder of one file whose number in the order of commits is known."""
-        self._take(path.parent).start_after(sequence - 1)
-
-    def _take(self, directory: Path) -> Workspace:
-        if directory not in self._workspaces:
-            self._workspaces[directory] = self._engine.hold(directory)
-        return self._workspaces[directory]
+    def _list(self, directory: Path) -> list[Candidate]:
+        suffixes = self._suffixes.get(directory, ())
+        return [one for suffix in suffixes for one in catalog.list_files(directory, suffix, is_lightning_directory)]
 
     def of(self, path: Path) -> Workspace:
         """The directory in which ``path`` lies, else one on the same file system: unfinished files lie there."""
         if (held := self._above(path)) is not None:
             return held
-        workspaces = list(self._workspaces.values())
+        workspaces = [home.workspace for home in self.homes.values()]
         beside = next((one for one in workspaces if _device(one.path) == _device(path)), workspaces[0])
-        if self._engine.rank == 0:
+        if self.engine.rank == 0:
             beside.start_after(commit_order.last_beside(path))
         return beside
 
-    def next_sequence(self, path: Path, *, closed: bool) -> int:
+    def next_sequence(self, path: Path) -> int:
         """The number of ``path`` in the order of commits, for a file that is written without the engine, or after its end."""
         held = self._above(path)
-        if held is not None and not closed:
+        if held is not None and not self.closed:
             return held.next_sequence()
         # Any of them may have numbered a file elsewhere, see ``of``.
-        last = max((workspace.last_sequence for workspace in self._workspaces.values()), default=0)
+        last = max((home.workspace.last_sequence for home in self.homes.values()), default=0)
         return commit_order.sequence_beside(path, after=last)
 
     def _above(self, path: Path) -> Workspace | None:
-        return next((held for directory, held in self._workspaces.items() if directory in path.parents), None)
+        return next((home.workspace for folder, home in self.homes.items() if folder in path.parents), None)
 
 
 def _device(path: Path) -> int:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.adapters import config_of_all
-from safe_ckpt.adapters.extras import refused_retention
-from safe_ckpt.adapters.spool import is_url, spooled
+from safe_ckpt.adapters import Patch
+from safe_ckpt.adapters.extras import config_of_all, refused_retention
+from safe_ckpt.adapters.patch import replace_for_good
+from safe_ckpt.adapters.spool import is_url, refuse_url, spooled
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
@@ -19,8 +18,6 @@ from safe_ckpt.lightning import dataloader, signals, strategies
 from safe_ckpt.lightning import resume as resuming
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.saver import TrainerSaver
-
-_MARK = "_safe_ckpt"
 
 
 def install(
@@ -48,17 +45,17 @@ def install(
             raise ConfigError(key="config", message=message)
         present.saver.take(hooks, directory, suffix)
         return present.saver
-    with contextlib.ExitStack() as undo:
-        undo.callback(setattr, strategy, "checkpoint_io", present)
+    undo = Patch()  # of what stays when fit has ended
+    undo.also(functools.partial(setattr, strategy, "checkpoint_io", present))
+    with undo.whole_or_nothing():
         io = _install_io(trainer)
-        undo.callback(setattr, io, "saver", io.saver)
-        saver = io.saver = TrainerSaver(trainer, config, io)
-        undo.callback(saver.give_up)
+        saver = TrainerSaver(trainer, config, io)
+        undo.also(saver.give_up)
+        undo.put(io, {"saver": saver})
         saver.take(hooks, directory, suffix)
-        undo.pop_all()
-    resuming.keep_from_tuner(trainer, saver)
-    if strategies.form_of(strategy) is not None:
-        strategies.guard(trainer, saver.engine, saver.land, saver.end, saver.trusts)
+        resuming.keep_from_tuner(trainer, saver)
+        if strategies.form_of(strategy) is not None:
+            strategies.guard(trainer, saver)
     _let_savers_save(_home(trainer))
     dataloader.let_places_be_used()
     return saver
@@ -82,22 +79,20 @@ def _let_savers_save(home: type[Any]) -> None:
     The method of the class is replaced, so that a subclass's own method is called and reaches this one with ``super()``. The
     user's own saves, SLURM's and the tuners' come here. All ranks agree on them and wait for them.
     """
-    stock = home.save_checkpoint
-    if hasattr(stock, _MARK):
-        return
 
-    @functools.wraps(stock)
-    def save_checkpoint(
-        trainer: Any, filepath: Any, weights_only: bool | None = None, storage_options: Any = None
-    ) -> None:
-        saver = getattr(trainer.strategy.checkpoint_io, "saver", None)
-        if isinstance(saver, TrainerSaver):
-            saver.save_now(filepath, weights_only, storage_options)
-        else:
-            stock(trainer, filepath, weights_only, storage_options)
+    def made(stock: Callable[..., None]) -> Callable[..., None]:
+        def save_checkpoint(
+            trainer: Any, filepath: Any, weights_only: bool | None = None, storage_options: Any = None
+        ) -> None:
+            saver = getattr(trainer.strategy.checkpoint_io, "saver", None)
+            if isinstance(saver, TrainerSaver):
+                saver.save_now(filepath, weights_only, storage_options)
+            else:
+                stock(trainer, filepath, weights_only, storage_options)
 
-    setattr(save_checkpoint, _MARK, True)
-    home.save_checkpoint = save_checkpoint
+        return save_checkpoint
+
+    replace_for_good(home, "save_checkpoint", made)
 
 
 def install_for_loading(trainer: Any) -> None:
@@ -168,7 +163,7 @@ def check_arguments(
     if resume == "auto" and dirpath is None:
         message = 'is missing: resume="auto" needs it, for the default one is new with every run. Give a dirpath'
         raise ConfigError(key="dirpath", message=message)
-    refuse_remote(dirpath)
+    refuse_url(dirpath or ".", "dirpath")
 
 
 def settings_of_this_process() -> CheckpointConfig:
@@ -199,13 +194,3 @@ def settings_of_all(callback: Any, given: str | Path | None, config: CheckpointC
     resume, only = callback.resume, callback.save_weights_only
     check_arguments(callback.dirpath, config, resume, save_weights_only=only, from_environment=True)
     return config
-
-
-def refuse_remote(dirpath: str | Path | None) -> None:
-    """Refuse a directory that is a URL.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    if dirpath is not None and "://" in os.fspath(dirpath) and not os.fspath(dirpath).startswith("file://"):
-        raise ConfigError(key="dirpath", message=f"only local and mounted file systems are supported, got {dirpath}")

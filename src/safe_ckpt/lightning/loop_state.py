@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from safe_ckpt.adapters import patch, pickles
+from safe_ckpt.adapters import Patch, pickles
 from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
 from safe_ckpt.lightning import dataloader
 
@@ -145,7 +145,7 @@ def _of_stock(states: Sequence[Any], batches: Mapping[str, int]) -> dict[str, An
     return {"rng": rng, "loaders": [dataloader.at_batch(state, unseen=unseen) for state in states]}
 
 
-def let_next_epoch_begin(fit_loop: Any) -> None:
+def let_next_epoch_begin(fit_loop: Any, undo: Patch) -> None:
     """At ``on_load_checkpoint``: after a save at the end of an epoch the loop begins the next one.
 
     With ``max_steps`` Lightning takes such a run for one that was interrupted within the epoch, trains one batch too many and
@@ -161,7 +161,9 @@ def let_next_epoch_begin(fit_loop: Any) -> None:
             fit_loop.epoch_loop.restarting = False
         reset()
 
-    patch.put(fit_loop, "reset", begin_next)  # until training begins: a finder of learning rates runs this loop before
+    undo.put_methods(
+        fit_loop, {"reset": begin_next}
+    )  # until training begins: a finder of learning rates runs this loop before
 
 
 def _let_epoch_end(fit_loop: dict[str, Any]) -> bool:
@@ -180,28 +182,28 @@ def _let_epoch_end(fit_loop: dict[str, Any]) -> bool:
     return due
 
 
-def continue_from(trainer: Any, continuation: Continuation) -> None:
-    """At ``on_train_start``: arrange that the loop goes on as it would have gone on."""
+def continue_from(trainer: Any, continuation: Continuation, undo: Patch) -> None:
+    """At ``on_train_start``: arrange that the loop goes on as it would have gone on; ``undo`` takes that back."""
     fit_loop, epoch_loop, mine = trainer.fit_loop, trainer.fit_loop.epoch_loop, continuation.mine
-    patch.take_away(fit_loop, "reset")
+    undo.give_back(fit_loop, "reset")
     dataloader.refuse_unused(fit_loop)
     if mine is not None:
-        _put_generators_back(fit_loop, mine["rng"])
+        _put_generators_back(fit_loop, mine["rng"], undo)
     # Its loaders do not know where they were. Lightning would begin them anew and end the validation after the number of
     # batches that is left of it, which is one where it was over: a metric of those is none. It is done whole, or not at all.
     epoch_loop.val_loop.restarting = False
     epoch_loop.val_loop._has_run = False  # a finder of learning rates has validated, too
-    _count_reloads_on(trainer)
+    _count_reloads_on(trainer, undo)
     if continuation.mid_epoch:
-        _go_on_within_epoch(epoch_loop, continuation)
+        _go_on_within_epoch(epoch_loop, continuation, undo)
         return
     if mine is not None and fit_loop._combined_loader is not None:
         dataloader.put_own_back(fit_loop._combined_loader, mine.get("generators", []))
         dataloader.load_again(fit_loop, mine["loaders"])
-    _start_epoch_with(epoch_loop, finish=continuation.finish_epoch)
+    _start_epoch_with(epoch_loop, undo, finish=continuation.finish_epoch)
 
 
-def _count_reloads_on(trainer: Any) -> None:
+def _count_reloads_on(trainer: Any, undo: Patch) -> None:
     """With ``reload_dataloaders_every_n_epochs`` load in the epochs of an uninterrupted run. Lightning counts anew."""
     fit_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
     begun, every = fit_loop.epoch_progress.current.ready, trainer.check_val_every_n_epoch or 1
@@ -220,7 +222,7 @@ def _count_reloads_on(trainer: Any) -> None:
     if trainer.reload_dataloaders_every_n_epochs and begun:
         fit_loop._last_train_dl_reload_epoch = last(range(begun))
         if val_loop._combined_loader is None:
-            patch.once(val_loop, "setup_data", set_up)
+            undo.once(val_loop, "setup_data", set_up)
         else:
             set_up()
 
@@ -236,15 +238,15 @@ def let_schedulers_step(trainer: Any) -> None:
         fit_loop._restarting = False
 
 
-def _put_generators_back(fit_loop: Any, rng: Mapping[str, Any]) -> None:
+def _put_generators_back(fit_loop: Any, rng: Mapping[str, Any], undo: Patch) -> None:
     def put_back(on_advance_start: Callable[[], None]) -> None:
         set_rng_state(rng)
         on_advance_start()
 
-    patch.once(fit_loop, "on_advance_start", put_back)
+    undo.once(fit_loop, "on_advance_start", put_back)
 
 
-def _go_on_within_epoch(epoch_loop: Any, continuation: Continuation) -> None:
+def _go_on_within_epoch(epoch_loop: Any, continuation: Continuation, undo: Patch) -> None:
     """What followed the last batch was done before the save, and is not done again, but for a validation that was not over.
 
     Lightning would leave that out. Where it was over, Lightning would draw from the generators once more.
@@ -254,7 +256,7 @@ def _go_on_within_epoch(epoch_loop: Any, continuation: Continuation) -> None:
         on_run_start(data_fetcher)
         before = epoch_loop.restarted_on_train_batch_end and not continuation.broken_off
         if (before or continuation.validate_again) and epoch_loop._should_check_val_fx(data_fetcher):
-            patch.once(epoch_loop, "advance", leave_out_the_batch)
+            undo.once(epoch_loop, "advance", leave_out_the_batch)
         else:
             epoch_loop.restarting = False
 
@@ -262,14 +264,14 @@ def _go_on_within_epoch(epoch_loop: Any, continuation: Continuation) -> None:
         if not epoch_loop.restarted_on_last and not epoch_loop._should_accumulate():
             epoch_loop._batches_that_stepped -= 1  # counted once already, for the restart
 
-    patch.once(epoch_loop, "on_run_start", begin)
+    undo.once(epoch_loop, "on_run_start", begin)
 
 
-def _start_epoch_with(epoch_loop: Any, *, finish: bool) -> None:
+def _start_epoch_with(epoch_loop: Any, undo: Patch, *, finish: bool) -> None:
     def begin(on_run_start: Callable[[Any], None], data_fetcher: Any) -> None:
         validation_due = epoch_loop.restarting and epoch_loop._should_check_val_fx(data_fetcher)
         if finish and validation_due:
-            patch.once(epoch_loop, "on_advance_end", validate_too)
+            undo.once(epoch_loop, "on_advance_end", validate_too)
         elif finish:
             epoch_loop.restarting = False  # else the loop would ask for one more batch
         elif not validation_due and not epoch_loop.done:
@@ -281,7 +283,7 @@ def _start_epoch_with(epoch_loop: Any, *, finish: bool) -> None:
         epoch_loop._skip_next_val = False
         on_advance_end(data_fetcher)
 
-    patch.once(epoch_loop, "on_run_start", begin)
+    undo.once(epoch_loop, "on_run_start", begin)
 
 
 def at_end(fit_loop: Any) -> bool:
@@ -352,8 +354,8 @@ class Noted:
         self.broken_off: dict[str, Any] | None = None
         self.validation: dict[str, Any] | None = None
 
-    def watch(self, trainer: Any) -> None:
-        """Note them from now on, until ``let_be``."""
+    def watch(self, trainer: Any, undo: Patch) -> None:
+        """Note them from now on, until ``undo`` takes that back."""
         epoch_loop = trainer.fit_loop.epoch_loop
         val_loop = epoch_loop.val_loop
         advanced, run, ended = epoch_loop.on_advance_end, val_loop.run, val_loop._on_evaluation_end
@@ -372,17 +374,8 @@ class Noted:
             self.validation = None  # from here on its result is used
             ended(*args, **kwargs)
 
-        patch.put(epoch_loop, "on_advance_end", on_advance_end)
-        patch.put(val_loop, "run", validate)
-        patch.put(val_loop, "_on_evaluation_end", on_evaluation_end)
-
-
-def let_be(trainer: Any) -> None:
-    """Let the loops be as they were, also where ``fit`` ended before what was arranged for it."""
-    fit_loop = trainer.fit_loop
-    patch.take_away(fit_loop, "reset", "on_advance_start")
-    patch.take_away(fit_loop.epoch_loop, "on_run_start", "advance", "on_advance_end")
-    patch.take_away(fit_loop.epoch_loop.val_loop, "setup_data", "run", "_on_evaluation_end")
+        undo.put_methods(epoch_loop, {"on_advance_end": on_advance_end})
+        undo.put_methods(val_loop, {"run": validate, "_on_evaluation_end": on_evaluation_end})
 
 
 def _adds_a_validation(trainer: Any, data_fetcher: Any) -> bool:

@@ -7,38 +7,34 @@ import dataclasses
 import logging
 import os
 import uuid
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import CheckpointInfo, Engine, patch
-from safe_ckpt.adapters.directories import (
+from safe_ckpt.adapters import CheckpointInfo
+from safe_ckpt.adapters.extras import (
     HIDDEN,
     Candidate,
     FileReader,
+    Link,
     Workspace,
     catalog,
     durable,
-    presence,
     read_manifest,
     really_inside,
     resume,
-    verify_if_ours,
-    verify_share,
 )
-from safe_ckpt.adapters.pickles import refuse_code, refusing
-from safe_ckpt.adapters.planning import Link
+from safe_ckpt.adapters.pickles import refusing
+from safe_ckpt.adapters.saver import Saver
 from safe_ckpt.errors import (
     ConfigError,
-    CorruptCheckpointError,
     HostileCheckpointError,
     IncompleteCheckpointError,
     NoValidCheckpointError,
     SafeCheckpointError,
     UnsupportedFormatError,
 )
-from safe_ckpt.layouts import table as layouts
+from safe_ckpt.layouts.table import WEIGHTS_ONLY, is_lightning_directory
 from safe_ckpt.layouts.top_level import look_inside, read_layout
 from safe_ckpt.lightning import signals
 
@@ -92,7 +88,7 @@ def arrange(trainer: Any, saver: TrainerSaver, directory: Path, suffix: str) -> 
     def restore(original: Callable[..., None], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         rival = signals.requeue_resume_path(trainer) if checkpoint_path is not None else None
         none_given = checkpoint_path is None or (rival is not None and rival == Path(os.path.abspath(checkpoint_path)))
-        if none_given and trainer.global_step == 0:
+        if none_given and is_due(trainer):
             chosen = saver.resume_from(directory, suffix, rival)
             checkpoint_path = str(chosen) if chosen is not None else None
         if checkpoint_path is None:
@@ -101,7 +97,12 @@ def arrange(trainer: Any, saver: TrainerSaver, directory: Path, suffix: str) -> 
         with resume.naming_older(Path(checkpoint_path), "fit(..., ckpt_path=...)"):
             original(checkpoint_path, *args, **kwargs)
 
-    patch.once(trainer._checkpoint_connector, "_restore_modules_and_callbacks", restore)
+    saver.undo.once(trainer._checkpoint_connector, "_restore_modules_and_callbacks", restore)
+
+
+def is_due(trainer: Any) -> bool:
+    """Whether nothing was restored or trained on this Trainer. What a finder of learning rates did, it has given back."""
+    return trainer.global_step == 0 and not trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
 
 def keep_from_tuner(trainer: Any, saver: TrainerSaver) -> None:
@@ -122,35 +123,25 @@ def keep_from_tuner(trainer: Any, saver: TrainerSaver) -> None:
             saver.searching = False
             connector._ckpt_path, connector._loaded_checkpoint = kept
 
-    patch.put(connector, "restore", restore)
+    saver.undo.put_methods(connector, {"restore": restore})
 
 
-def undo(trainer: Any) -> None:
-    """Take back what was arranged for this ``fit``, also where it ended before it restored anything."""
-    patch.take_away(trainer._checkpoint_connector, "_restore_modules_and_callbacks", "restore")
-
-
-def choose(engine: Engine, workspace: Workspace, suffix: str) -> Path | None:
+def choose(saver: Saver, workspace: Workspace, suffix: str) -> Path | None:
     """The newest valid checkpoint in a held directory, verified on all ranks; None on a fresh run. Every rank calls this.
 
     Raises:
         NoValidCheckpointError: there are checkpoints and none is usable.
     """
-    rank, size = engine.rank, engine.coordinator.size
+    engine = saver.engine
 
     def verified(path: Path) -> None:
-        if presence.is_directory(path):
-            verify_share(path, rank, size)
-            refuse_code(path, rank, size)
-        elif rank == 0:  # all ranks read all of it right afterwards
-            _verify(path)
-            refuse_code(path)
-        if rank == 0:
+        saver.verify_share(path)
+        if engine.rank == 0:
             with contextlib.suppress(UnsupportedFormatError, IncompleteCheckpointError):  # of another tool
                 _due(workspace, path)
 
     def judged() -> list[Candidate]:
-        listed = catalog.list_files(workspace.path, suffix, layouts.is_lightning_directory)
+        listed = catalog.list_files(workspace.path, suffix, is_lightning_directory)
         return [_judged(candidate) for candidate in listed]
 
     chosen = resume.choose(engine, workspace, judged, FileReader(engine, verified))
@@ -163,31 +154,21 @@ def choose(engine: Engine, workspace: Workspace, suffix: str) -> Path | None:
     return info.file_path
 
 
-def choose_beside(engine: Engine, workspace: Workspace, suffix: str, rival: Path) -> Path | None:
+def choose_beside(saver: Saver, workspace: Workspace, suffix: str, rival: Path) -> Path | None:
     """As ``choose``; None also when ``rival``, from which Lightning would go on, is of a later step, or is all there is."""
     try:
-        chosen = choose(engine, workspace, suffix)
+        chosen = choose(saver, workspace, suffix)
     except NoValidCheckpointError as error:
         logger.warning("resuming from %s, which Lightning saved: %s", rival, error)
         return None
     if chosen is None:
         return None
-    ours = engine.agree("rival", must_match={"path": rival}, decide=lambda _: _step(chosen) >= _step(rival))
+    ours = saver.engine.agree("rival", must_match={"path": rival}, decide=lambda _: _step(chosen) >= _step(rival))
     return chosen if ours else None
 
 
 def _step(path: Path) -> int:
     return read_layout(path).step
-
-
-def _verify(path: Path) -> None:
-    if verify_if_ours(path) or not presence.ends_as_archive(path):  # torch's format before 1.6 has nothing to check
-        return
-    # Of another tool: its CRC-32s are all there is to check, and torch.load never looks at them.
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise CorruptCheckpointError(path=str(path), file=damaged, message="its CRC-32 does not match")
 
 
 def _judged(candidate: Candidate) -> Candidate:
@@ -196,7 +177,7 @@ def _judged(candidate: Candidate) -> Candidate:
         return candidate
     if candidate.manifest is not None:
         weights_only = bool(candidate.manifest.notes.get(WEIGHTS_NOTE))
-        return dataclasses.replace(candidate, problem=layouts.WEIGHTS_ONLY) if weights_only else candidate
+        return dataclasses.replace(candidate, problem=WEIGHTS_ONLY) if weights_only else candidate
     return look_inside(candidate)
 
 

@@ -12,28 +12,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import CheckpointInfo, Engine, OnCommit, Patch, Planned, SaveHandle, Tracking
-from safe_ckpt.adapters.directories import DeleteListed, HeldDirectories
-from safe_ckpt.adapters.extras import Exporter
-from safe_ckpt.adapters.planning import (
-    Destination,
-    Facts,
-    Link,
-    SaveRequest,
-    Shards,
-    go_on,
-    know_models,
-    prepare_memory,
-)
+from safe_ckpt.adapters import CheckpointInfo, OnCommit, Patch, Planned, SaveHandle
+from safe_ckpt.adapters.extras import DeleteListed, Destination, Exporter, Facts, Link, SaveRequest
+from safe_ckpt.adapters.planning import go_on, know_models
 from safe_ckpt.adapters.spool import refuse_url
+from safe_ckpt.adapters.strategy import Sharded
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import RendezvousTimeout, SafeCheckpointError, SaveError
 from safe_ckpt.events import Hook
-from safe_ckpt.lightning import contents, loop_state, signals, strategies
+from safe_ckpt.lightning import contents, signals, strategies
 from safe_ckpt.lightning import resume as resuming
 from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, report_commit
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
-from safe_ckpt.lightning.directories import TrainerDirectories
+from safe_ckpt.lightning.directories import FileSaver
 from safe_ckpt.lightning.loop_state import Continuation, Noted
 
 if TYPE_CHECKING:
@@ -44,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class TrainerSaver:
+class TrainerSaver(FileSaver):
     """One per Trainer and ``fit``; made by the first callback that sets up, ended by the strategy's teardown.
 
     Args:
@@ -53,9 +44,7 @@ class TrainerSaver:
         io: the I/O that was installed.
 
     Attributes:
-        engine: where the ranks meet.
-        tracking: the saves in flight.
-        directories: those that are held.
+        undo: what ``fit`` changed in the Trainer, until it ends.
         auto_directory: the directory of a callback with ``resume="auto"``.
         resumed_from: the checkpoint that it chose there.
         training: whether the training loop has begun: before that there is nothing to continue.
@@ -63,14 +52,11 @@ class TrainerSaver:
         stopping: whether a signal ended the run: a later checkpoint would be resumed from instead of ``stopped.ckpt``.
         stopper: the callback that asks for signals: the last one, after all others have saved.
         continuation: what remains to be done before a resumed loop continues.
-        closed: whether the engine was closed.
         requeue_due: whether SLURM requeues the job after ``fit``.
     """
 
     def __init__(self, trainer: Any, config: CheckpointConfig, io: SafeCheckpointIO) -> None:
-        self.config = config
-        self.engine = Engine(config, owner="a Trainer; it is free when fit() has ended")
-        self.tracking = Tracking(self.engine, self._loggers)
+        super().__init__(config, self._loggers)
         self._hooks: list[Hook] = []
         self._trainer = trainer
         self._io = io
@@ -85,13 +71,11 @@ class TrainerSaver:
         self._noted = Noted()
         self._requeue_wished = threading.Event()
         self._alone: SafeCheckpointError | None = None
-        self._limits: list[Patch] = []
+        self.undo = Patch()
         self._last_whole: SaveHandle | None = None
-        self._shards = Shards(self.engine)
-        self.directories = TrainerDirectories(self.engine)
+        self._sharded = Sharded(self.engine)
         self._collector: tuple[Callable[[str], None], bool] | None = None
         self._busy = False
-        self.closed = False
         self._out_by: float | None = None
 
     def _loggers(self) -> list[tuple[str, Callable[..., Any]]]:
@@ -115,28 +99,20 @@ class TrainerSaver:
             DirectoryError: it cannot be used.
         """
         self.add_hooks(hooks)
-        self.directories.hold(directory, suffix)
+        self.hold(directory, suffix)
 
     def give_up(self) -> None:
         """Close what was made before an error; nothing here raises."""
-        self.closed = True
-        self.engine.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
+        self.undo.give_back()
+        self.close(quiet=True)
 
     def holds(self, directory: Path) -> bool:
         """Whether this directory is taken already."""
-        return directory in self.directories and not self.closed
+        return directory in self.homes and not self.closed
 
     def note_batch(self) -> None:
         """A batch was trained on. Does not wait."""
         self.tracking.report(committed_only=True)
-
-    def land(self, timeout_s: float | None = None) -> None:
-        """Wait until no save is in flight, and report the outcomes to their callbacks. Failures are raised later.
-
-        Raises:
-            RendezvousTimeout: it takes longer than ``timeout_s``.
-        """
-        self.tracking.land(timeout_s)
 
     def land_on_exception(self) -> None:
         """As ``land``, but all waits after an exception together take ``shutdown_s`` at most.
@@ -146,16 +122,7 @@ class TrainerSaver:
         """
         self.land(self._left_s())
 
-    def settle(self) -> None:
-        """Wait until nothing is in flight.
-
-        Raises:
-            SafeCheckpointError: a save failed; the callback's attributes were restored. The same on every rank.
-        """
-        self.land()
-        self.engine.raise_unreported()
-
-    def save(
+    def save_pending(
         self,
         pending: PendingActions,
         owner: SafeCheckpointCallback | None,
@@ -169,7 +136,7 @@ class TrainerSaver:
         Raises:
             SafeCheckpointError: it could not be started, or with ``wait`` it failed.
         """
-        self.settle()
+        self.wait()
         try:
             with self._within("save_checkpoint"):
                 handle = self.engine.save(
@@ -190,7 +157,7 @@ class TrainerSaver:
         if pending.saves and not weights_only:
             self._last_whole = handle
         if wait:
-            self.settle()
+            self.wait()
         return handle
 
     def save_now(self, path: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
@@ -215,7 +182,7 @@ class TrainerSaver:
             if self._interrupted and not self.all_ranks_met_an_exception(path):
                 return
             pending = PendingActions(saves=[str(target)])
-            handle = self.save(pending, None, None, weights_only=weights_only, wait=True)
+            handle = self.save_pending(pending, None, None, weights_only=weights_only, wait=True)
             handle.result()  # also with on_failure="warn": the caller must know that there is no file
 
     @contextlib.contextmanager
@@ -233,7 +200,7 @@ class TrainerSaver:
         Raises:
             SafeCheckpointError: it failed, with the same error on every rank.
         """
-        exporter = Exporter(self.engine, HeldDirectories(self.engine))
+        exporter = Exporter(self.engine, self.names)
         with self._within():
             exporter.export(module, directory, format="safetensors", max_shard_size=max_shard_size, dtype=None).result()
 
@@ -241,10 +208,6 @@ class TrainerSaver:
         """Whether the last checkpoint of a whole state is committed in ``directory`` and is of this step."""
         info = self._last_whole.outcome if self._last_whole is not None else None
         return info is not None and info.step == step and info.path.parent == directory
-
-    def next_sequence(self, path: Path) -> int:
-        """The number of ``path`` in the order of commits, for a file that is written without the engine."""
-        return self.directories.next_sequence(path, closed=self.closed)
 
     def _save_alone(self, path: Path, weights_only: bool | None) -> None:
         """From a signal handler: this rank may be in the middle of an agreement, or the others in a collective.
@@ -264,10 +227,12 @@ class TrainerSaver:
         again = TrainerSaver(self._trainer, self.config, self._io)
         again.add_hooks(self._hooks)
         try:
-            again.directories.hold_beside(path, self.next_sequence(path))
-            again.save(PendingActions(saves=[str(path)]), None, None, weights_only=weights_only, wait=True).result()
+            again.home(path.parent).workspace.start_after(self.next_sequence(path) - 1)
+            again.save_pending(
+                PendingActions(saves=[str(path)]), None, None, weights_only=weights_only, wait=True
+            ).result()
         finally:
-            again.engine.close(quiet=True)
+            again.close(quiet=True)
 
     @contextlib.contextmanager
     def _within(self, call: str = "") -> Iterator[None]:
@@ -297,11 +262,11 @@ class TrainerSaver:
             suffix: of its files.
             rival: a file that Lightning would resume from; taken when it is the newer one.
         """
-        workspace = self.directories[directory]
+        workspace = self.homes[directory].workspace
         if rival is None:
-            self.resumed_from = resuming.choose(self.engine, workspace, suffix)
+            self.resumed_from = resuming.choose(self, workspace, suffix)
         else:
-            self.resumed_from = resuming.choose_beside(self.engine, workspace, suffix, rival)
+            self.resumed_from = resuming.choose_beside(self, workspace, suffix, rival)
         self._io.trusted = self.resumed_from
         return self.resumed_from or rival
 
@@ -322,11 +287,8 @@ class TrainerSaver:
             else:
                 self.land()
         finally:
-            self.closed = True
-            signals.undo_end_fit(self._trainer, self._limits)
-            loop_state.let_be(self._trainer)
-            resuming.undo(self._trainer)
-            self.engine.close(quiet=interrupted, within_s=self._left_s() if interrupted else None)
+            self.undo.give_back()
+            self.close(quiet=interrupted, within_s=self._left_s() if interrupted else None)
 
     @property
     def _interrupted(self) -> bool:
@@ -340,17 +302,17 @@ class TrainerSaver:
         """The loops are about to run, and Lightning's own signal handlers are in place. Every rank calls this."""
         if not self.training:
             self.training = True
-            self._noted.watch(self._trainer)
+            self._noted.watch(self._trainer, self.undo)
             if self.resumed_from is None and self._trainer.ckpt_path:
                 self.engine.trained.recall_from(Path(os.path.abspath(self._trainer.ckpt_path)))
             go_on(self.engine, lambda: [self._trainer.lightning_module])
-            prepare_memory(self.engine, [self._trainer.lightning_module, *self._trainer.optimizers])
+            self.prepare([self._trainer.lightning_module, *self._trainer.optimizers])
             asked = self._requeue_wished.set
             self.engine.watch_signals(functools.partial(signals.without_lightnings, at_requeue_signal=asked))
 
     def end_fit(self) -> None:
         """Let ``fit`` return after this batch."""
-        self._limits = signals.end_fit(self._trainer)
+        signals.end_fit(self._trainer, self.undo)
 
     def all_ranks_met_an_exception(self, wanted: Any) -> bool:
         """Whether all ranks save ``wanted`` at an exception; known within ``peer_stall_s``. Each rank that does calls this.
@@ -381,7 +343,7 @@ class TrainerSaver:
 
     def _request(self, pending: PendingActions, *, weights_only: bool | None, overlap: bool) -> SaveRequest:
         primary = Path(os.path.abspath((pending.saves or [*pending.links, *pending.removals])[0]))
-        workspace = self.directories.of(primary)
+        workspace = self.of(primary)
         planned = Planned()
         know_models(self.engine, lambda: [self._trainer.lightning_module])
         if pending.saves:
@@ -394,7 +356,7 @@ class TrainerSaver:
                 weights_only=weights_only,
                 whole=fitting and not weights_only,
                 noted=self._noted,
-                shards=self._shards,
+                sharded=self._sharded,
             )
         links = [Link(path=Path(os.path.abspath(path))) for path in pending.saves[1:]]
         links += [Link(path=Path(os.path.abspath(path)), target=target) for path, target in pending.links.items()]

@@ -14,12 +14,12 @@ import functools
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from safe_ckpt.adapters import Engine, patch
+from safe_ckpt.adapters import Engine, Patch
 from safe_ckpt.adapters.extras import open_coordinator
 from safe_ckpt.config import CheckpointConfig
 
@@ -49,22 +49,13 @@ def _code(handler: object) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def end_fit(trainer: Any) -> list[patch.Patch]:
+def end_fit(trainer: Any, undo: Patch) -> None:
     """Let ``fit`` return after this batch, without the validation that Lightning would run before."""
-    patch.put(trainer.fit_loop.epoch_loop, "_should_check_val_fx", lambda _: False)
+    undo.put_methods(trainer.fit_loop.epoch_loop, {"_should_check_val_fx": lambda _: False})
     trainer.should_stop = True
     # Else Lightning trains on until they are reached. The next fit asks for them again.
-    return [
-        patch.Patch(trainer.fit_loop, {"min_epochs": None}),
-        patch.Patch(trainer.fit_loop.epoch_loop, {"min_steps": None}),
-    ]
-
-
-def undo_end_fit(trainer: Any, limits: Iterable[patch.Patch]) -> None:
-    """Take back what ``end_fit`` put into the loops, and give back the ``limits`` that it returned; harmless without it."""
-    patch.take_away(trainer.fit_loop.epoch_loop, "_should_check_val_fx")
-    for limit in limits:
-        limit.give_back()
+    undo.put(trainer.fit_loop, {"min_epochs": None})
+    undo.put(trainer.fit_loop.epoch_loop, {"min_steps": None})
 
 
 def meet_at_exception(engine: Engine | None, config: CheckpointConfig) -> None:
@@ -142,7 +133,7 @@ def requeue(trainer: Any) -> None:
     number = _signal_of(trainer)
     if number is None:
         return
-    with patch.Patch(trainer, {"save_checkpoint": lambda *_, **__: None}):  # everything is committed
+    with Patch(trainer, {"save_checkpoint": lambda *_, **__: None}):  # everything is committed
         getattr(trainer._signal_connector, HANDLER)(number, None)
 
 

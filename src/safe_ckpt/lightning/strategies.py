@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import Engine, Planned, patch
-from safe_ckpt.adapters.directories import presence, verify
-from safe_ckpt.adapters.planning import gather_whole
-from safe_ckpt.layouts import table as layouts
+from safe_ckpt.adapters import Engine, Patch
+from safe_ckpt.adapters.strategy import Strategy
+from safe_ckpt.layouts.table import LIGHTNING_TAG
 
 if TYPE_CHECKING:
     import torch
+
+    from safe_ckpt.lightning.saver import TrainerSaver
 
 _LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed has them, in parts
 
@@ -62,7 +63,7 @@ def dump(trainer: Any, form: Form, weights_only: bool | None) -> dict[str, Any]:
     """
     strategy = trainer.strategy
     parts = {"_save_distributed_checkpoint": True} if form.gathers else {}
-    with patch.Patch(strategy, parts):
+    with Patch(strategy, parts):
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only)
         return checkpoint
 
@@ -75,22 +76,11 @@ def split(checkpoint: Mapping[str, Any], form: Form) -> tuple[dict[str, Any], di
     return states, rest
 
 
-def whole(engine: Engine, trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-    """Gather a checkpoint of parts: the whole one on rank 0, None elsewhere. Every rank calls this.
-
-    Raises:
-        SafeCheckpointError: a rank was lost or left, on every rank.
-    """
-    parts: dict[str, Any] = {
-        name: checkpoint[name] for name in ("state_dict", "optimizer_states") if name in checkpoint
-    }
-    gathered = gather_whole(engine, parts)
-    if gathered is None:
-        return None
-    model = trainer.strategy.model
+def numbered(gathered: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """Whole states as a full checkpoint has them."""
     if "optimizer_states" in gathered:
         gathered["optimizer_states"] = [_by_number(state, model) for state in gathered["optimizer_states"]]
-    return {**checkpoint, **gathered}
+    return gathered
 
 
 def _by_number(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
@@ -105,66 +95,49 @@ def _by_number(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
     return dict(FullyShardedDataParallel.rekey_optim_state_dict(aligned, OptimStateKeyType.PARAM_ID, model))
 
 
-def guard(
-    trainer: Any,
-    engine: Engine,
-    before: Callable[[], None],
-    end: Callable[[], None],
-    trusts: Callable[[Path], bool] = lambda _: False,
-) -> None:
+def guard(trainer: Any, saver: TrainerSaver) -> None:
     """Let the strategy load only what all ranks together have verified, if it is a directory of ours, and end the pipeline.
 
     Args:
         trainer: its strategy reads by itself, and does not tear the I/O down.
-        engine: where the ranks meet.
-        before: called before it loads: what is in flight must be over.
-        end: called when it is torn down.
-        trusts: whether all ranks together have verified a directory a moment ago.
+        saver: what is in flight is over before it loads; ended when it is torn down.
     """
-    strategy = trainer.strategy
+    strategy, engine = trainer.strategy, saver.engine
     form = form_of(strategy)
     original = type(strategy).load_checkpoint
 
     def load(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        before()
+        saver.land()
         path = Path(checkpoint_path)
 
-        # As rank 0 sees it: what follows is done on all ranks together or on none.
-        is_folder = engine.agree("load", must_match={"path": path}, decide=lambda _: presence.is_directory(path))
-        if is_folder and not trusts(path):
-            verify(engine, path)
-        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        is_folder = saver.is_directory(path, "load")
+        if is_folder and not saver.trusts(path):
+            saver.verify(path)
+        loading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if form is not None and form.engine and is_folder:
-            from safe_ckpt.deepspeed import nested
-
             fitting = str(getattr(trainer.state.fn, "value", "")) == "fit"
-            engines = {layouts.LIGHTNING_TAG: strategy.deepspeed_engine}
-            context = nested.loading(engine, engines, path, optimizer_states=fitting)
-        with context:
+            loading = engine_of(engine, strategy).loading(path, optimizer_states=fitting)
+        with loading:
             return original(strategy, checkpoint_path, *args, **kwargs)
 
     def teardown() -> None:
-        patch.take_away(strategy, "load_checkpoint", "teardown")
         try:
-            end()
+            saver.end()
         finally:
             type(strategy).teardown(strategy)
 
-    patch.put(strategy, "load_checkpoint", load)
-    patch.put(strategy, "teardown", teardown)
+    saver.undo.put_methods(strategy, {"load_checkpoint": load, "teardown": teardown})
 
 
-def collect_engine(core: Engine, strategy: Any, checkpoint: Mapping[str, Any] | None) -> Planned:
-    """What the DeepSpeed engine writes, with the rest of the Trainer's checkpoint in it. Every rank calls this.
+def engine_of(core: Engine, strategy: Any) -> Strategy:
+    """What lays out the checkpoints of a DeepSpeed engine."""
+    from safe_ckpt.deepspeed.nested import EngineWrites
 
-    Raises:
-        SafeCheckpointError: see ``nested.collect``.
-    """
-    from safe_ckpt.deepspeed import nested
+    return EngineWrites(core, {LIGHTNING_TAG: strategy.deepspeed_engine})
 
-    return nested.collect(
-        core,
-        {layouts.LIGHTNING_TAG: strategy.deepspeed_engine},
-        {key: value for key, value in (checkpoint or {}).items() if key not in _LEFT_OUT},
-        exclude_frozen_parameters=bool(getattr(strategy, "exclude_frozen_parameters", False)),
-    )
+
+def for_engine(strategy: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """How the engine is to save, with the rest of the Trainer's checkpoint in what it writes."""
+    rest = {key: value for key, value in checkpoint.items() if key not in _LEFT_OUT}
+    frozen = bool(getattr(strategy, "exclude_frozen_parameters", False))
+    return {LIGHTNING_TAG: {"client_state": rest, "exclude_frozen_parameters": frozen}}

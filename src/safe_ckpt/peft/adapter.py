@@ -23,8 +23,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from peft.utils.save_and_load import get_peft_model_state_dict
 
 from safe_ckpt.adapters import FilePlan
-from safe_ckpt.adapters.extras import dtensor, hugging_face, refuse_short, wrapped
-from safe_ckpt.adapters.planning import file_plan
+from safe_ckpt.adapters.extras import dtensor, file_plan, hugging_face, refuse_short, wrapped
 from safe_ckpt.errors import RestoreError, StateError
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from transformers import modeling_utils
 
 from safe_ckpt.adapters import FilePlan, Patch, torch_file
 from safe_ckpt.adapters.extras import refuse_short
-from safe_ckpt.adapters.planning import safetensors as safetensors_format
+from safe_ckpt.adapters.extras import safetensors as safetensors_format
 
 
 class Catch:
@@ -84,16 +84,15 @@ def catching(folder: Path, *, shards: bool = False) -> Iterator[Catch]:
         else:
             catch.take(safetensors_format.safetensors_image(name, dict(tensors), metadata))
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(Patch(torch, {"save": caught_save}))
-        stack.enter_context(Patch(safetensors.torch, {"save_file": caught_save_file}))
-        stack.enter_context(Patch(modeling_utils, {"safe_save_file": caught_save_file}))
+    with Patch(torch, {"save": caught_save}) as patch:
+        patch.put(safetensors.torch, {"save_file": caught_save_file})
+        patch.put(modeling_utils, {"safe_save_file": caught_save_file})
         if shards:
-            stack.enter_context(_for_shards(catch))
+            _catch_shards(catch, patch)
         yield catch
 
 
-def _for_shards(catch: Catch) -> Patch:
+def _catch_shards(catch: Catch, patch: Patch) -> None:
     import torch.distributed.checkpoint as dcp  # it takes a while
 
     home: Any = dcp
@@ -107,4 +106,4 @@ def _for_shards(catch: Catch) -> Patch:
         catch.shards[name] = state_dict
         return None
 
-    return Patch(home, {"save": caught_shards})
+    patch.put(home, {"save": caught_shards})

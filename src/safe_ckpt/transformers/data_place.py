@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from safe_ckpt.accelerate import dataloaders as placed_loaders
+from safe_ckpt.adapters.data_position import has_length, saved_state
 from safe_ckpt.errors import RestoreError
 
 logger = logging.getLogger(__name__)
@@ -40,15 +41,15 @@ class DataPlace:
     def watch(self, loader: Any, rank: int) -> None:
         """Count from now on, and go to a place between two epochs."""
         inner = getattr(loader, "base_dataloader", None)
-        if type(inner) is not DataLoader or not placed_loaders.count(loader, "stock", None):
-            if self._file(rank) is not None:
+        if type(inner) is not DataLoader or not placed_loaders.count(loader, None):
+            if self._state(rank) is not None:
                 message = (
                     "the checkpoint has the place of a loader that was counted; %s of now is not. The Trainer leaves out as "
                     "many batches as were trained on, and what it draws may differ"
                 )
                 logger.warning(message, type(inner if inner is not None else loader).__name__)
             return  # it knows its place itself, or cannot be counted
-        self._loader, self._placed = loader, placed_loaders.Placed(loader)
+        self._loader, self._placed = loader, placed_loaders.Placed(loader, between=True)
         state = self._state(rank)
         if state is not None and not state["position"].get("begun"):
             self._go_to(state)
@@ -56,7 +57,7 @@ class DataPlace:
     def save(self, folder: str, rank: int) -> None:
         """Write the state of this process's loader."""
         if self._placed is not None:
-            torch.save(self._placed.state(between=True), Path(folder) / _FILE.format(rank=rank))
+            torch.save(self._placed.state(), Path(folder) / _FILE.format(rank=rank))
 
     def skip(self, loader: Any, batches: int, rank: int, stock: Callable[..., Any], rng: Callable[[], None]) -> Any:
         """Stands in for ``skip_first_batches``: the same loader, which begins behind these batches, if that is its place.
@@ -71,7 +72,7 @@ class DataPlace:
         state = self._state(rank) if loader is self._loader and self._loader is not None else None
         if state is None or not self._go_to(state):
             return stock(loader, batches)
-        if not _has_length(loader):
+        if not has_length(loader):
             _count_on(loader)
         elif self._placed is not None and self._placed.pending() != batches:
             logger.warning(
@@ -88,36 +89,23 @@ class DataPlace:
         there, self._is_there = self._is_there, False
         return there
 
-    def _file(self, rank: int) -> Path | None:
-        file = Path(self._folder) / _FILE.format(rank=rank) if self._folder is not None else None
-        return file if file is not None and file.is_file() else None
-
     def _state(self, rank: int) -> dict[str, Any] | None:
-        file = self._file(rank)
-        if file is None:
+        if self._folder is None:
             return None
         try:
-            state: dict[str, Any] = torch.load(file, weights_only=True)
+            return saved_state(Path(self._folder), _FILE, rank)[0]
         except _PICKLED as error:  # a stream whose state is not plain data
-            logger.warning("cannot read the place in the data from %s: %s", file, error)
+            logger.warning("cannot read the place in the data from %s: %s", self._folder, error)
             return None
-        return state
 
     def _go_to(self, state: dict[str, Any]) -> bool:
         try:
             if self._placed is not None:
-                self._placed.resume(state, {})
+                self._placed.resume(state)
         except RestoreError as error:  # other data, or another number of processes: the Trainer does what it can
             logger.warning("%s. The Trainer leaves out as many batches as were trained on", error)
             return False
         return True
-
-
-def _has_length(loader: Any) -> bool:
-    try:
-        return len(loader) >= 0
-    except (TypeError, NotImplementedError):
-        return False
 
 
 def _count_on(loader: Any) -> None:

@@ -13,9 +13,8 @@ from transformers import TrainingArguments
 from transformers import trainer as upstream
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from safe_ckpt.adapters import Patch, config_and_more
-from safe_ckpt.adapters.directories import policy_of, resume
-from safe_ckpt.adapters.extras import refused_retention
+from safe_ckpt.adapters import Patch
+from safe_ckpt.adapters.extras import config_and_more, policy_of, refused_retention, resume
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
@@ -95,10 +94,10 @@ class SafeCheckpointMixin(_Base):
             try:
                 path: str | None = None
                 if resume_from_checkpoint is True:
-                    path = str(saver.newest(Path(os.path.abspath(self.args.output_dir or "."))))
+                    path = str(saver.resume_from(Path(os.path.abspath(self.args.output_dir or "."))))
                 elif resume_from_checkpoint:
                     path = os.path.abspath(resume_from_checkpoint)
-                    saver.verify(Path(path))
+                    saver.verify_if_there(Path(path))
                 if path is not None:
                     saver.warn_if_weights_only(Path(path))
                     go_on(saver.engine, lambda: [self.model])
@@ -166,7 +165,7 @@ class SafeCheckpointMixin(_Base):
             folder = run / f"{PREFIX_CHECKPOINT_DIR}-{best}"
             if best == self.state.global_step or folder.exists():
                 self.state.best_model_checkpoint = str(folder)
-        path = saver.save(self, run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        path = saver.save_trainer(self, run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(path))
 
@@ -180,7 +179,7 @@ class SafeCheckpointMixin(_Base):
             self._safe_saver.wait()
             self._safe_saver.spare_marked(self.state)
         if self._safe_saver is not None and self.state.best_model_checkpoint is not None:
-            self._safe_saver.verify(Path(self.state.best_model_checkpoint))
+            self._safe_saver.verify_if_there(Path(self.state.best_model_checkpoint))
         super()._load_best_model()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,25 +7,14 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from transformers.trainer_callback import ExportableState
-from typing_extensions import Self
 
-from safe_ckpt.adapters import Attempt, Engine, OnCommit, OpenDirectory, Planned, SaveHandle
-from safe_ckpt.adapters.directories import (
-    HIDDEN_TOO,
-    Candidate,
-    KeepNewest,
-    candidates_in,
-    folder_for_others,
-    presence,
-    verify,
-    warn_if_foreign,
-)
-from safe_ckpt.adapters.extras import refuse_short
+from safe_ckpt.adapters import Attempt, OnCommit, Planned, SaveHandle
+from safe_ckpt.adapters.extras import HIDDEN_TOO, Candidate, KeepNewest, presence, refuse_short
 from safe_ckpt.adapters.planning import know_models
+from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.events import Hook
@@ -39,48 +28,40 @@ _OPTIMIZER = ("optimizer", "global_step")  # also of FSDP2 and DeepSpeed, which 
 logger = logging.getLogger(__name__)
 
 
-class TrainerSaver:
+class TrainerSaver(Saver):
     """Saves for one Trainer. Every method is called on every process, on the thread that trains.
 
     Args:
         config: settings.
         hooks: called with what happens.
-
-    Attributes:
-        engine: where the processes meet.
     """
 
     def __init__(self, config: CheckpointConfig, hooks: Iterable[Hook] = ()) -> None:
-        self.engine = Engine(config, hooks=hooks, owner="a Transformers Trainer; it is free when train() has ended")
+        owner = "a Transformers Trainer; it is free when train() has ended"
+        super().__init__(config, ADAPTER, find=candidates, owner=owner, hooks=hooks)
         self._sharing = Sharing(self.engine)
-        self._held: dict[Path, OpenDirectory] = {}
         self._handles: dict[int, SaveHandle] = {}
         self._best: tuple[Any, Any, Any] = None, None, None
 
-    def newest(self, folder: Path) -> Path:
+    def resume_from(self, folder: Path) -> Path:
         """The newest valid checkpoint in ``folder``, verified and agreed.
 
         Raises:
             NoValidCheckpointError: there is none.
         """
-        info = self._hold(folder).newest(self.engine, lambda: candidates(folder))
+        info = self.newest(self._home(folder))
         if info is None:
             raise NoValidCheckpointError(path=str(folder), message="there is no checkpoint to resume from")
-        warn_if_foreign(self.engine, info.file_path)
         return info.file_path
 
-    def verify(self, path: Path) -> None:
+    def verify_if_there(self, path: Path) -> None:
         """Verify the checkpoint at ``path``; one that a stock Trainer wrote is taken as it is.
 
         Raises:
             CorruptCheckpointError: it is damaged.
         """
-        there: bool = self.engine.agree(
-            "checkpoint", must_match={"path": path}, decide=lambda _: presence.is_directory(path)
-        )
-        if there:  # else the Trainer reports what is missing
-            verify(self.engine, path)
-            warn_if_foreign(self.engine, path)
+        if self.is_directory(path, "checkpoint"):  # else the Trainer reports what is missing
+            self.verify(path)
 
     def warn_if_weights_only(self, path: Path) -> None:
         """Log, once, that a checkpoint that training goes on from has no state of the optimizer."""
@@ -96,7 +77,7 @@ class TrainerSaver:
         """While this is entered, what the Trainer loads is complete."""
         return self._sharing.loading(trainer)
 
-    def save(self, trainer: Any, path: Path) -> Path:
+    def save_trainer(self, trainer: Any, path: Path) -> Path:
         """Take a snapshot of what the Trainer would write and have it written. Returns where it will be.
 
         Where somebody on any process looks at it next, it is there when this returns.
@@ -105,14 +86,14 @@ class TrainerSaver:
             SafeCheckpointError: it could not be started or committed, or an earlier one failed; the same on every process.
         """
         with self.engine.together("Trainer._save_checkpoint"):
-            directory = self._hold(path.parent)
+            home = self._home(path.parent)
             awaited: bool = self.engine.agree(
                 "on_save",
                 local=lambda: os.path.lexists(path) or anyone_looks(trainer),  # who made it there may go on with it
                 decide=lambda answers: any(answers.values()),
             )
-            with folder_for_others(self.engine, directory.workspace, path) as folder:
-                self._save(trainer, path, directory, folder)
+            with self.folder_for_others(home, path) as folder:
+                self._save(trainer, path, home, folder)
         if awaited:
             self.wait()
         return path
@@ -136,24 +117,7 @@ class TrainerSaver:
     def _keep_best(self, state: Any) -> None:
         self._handles = {step: one for step, one in self._handles.items() if step == state.best_global_step}
 
-    def wait(self) -> None:
-        """Wait until everything in flight is committed.
-
-        Raises:
-            SafeCheckpointError: a save failed, and its error was not raised yet.
-        """
-        self.engine.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        within_s = None if error is None else self.engine.config.timeouts.shutdown_s
-        self.engine.close(quiet=error is not None, within_s=within_s)
-
-    def _save(self, trainer: Any, path: Path, directory: OpenDirectory, folder: Path) -> None:
+    def _save(self, trainer: Any, path: Path, home: OpenHome, folder: Path) -> None:
         best = trainer.state.best_model_checkpoint
         limit = trainer.args.save_total_limit
         know_models(self.engine, lambda: [trainer.model])
@@ -168,24 +132,21 @@ class TrainerSaver:
         planned = Planned.joined([Planned(files=caught.files), shared])
         retention = KeepNewest(limit=limit, best=Path(best) if best else None) if limit else None
         step = int(trainer.state.global_step)
-        handle = directory.save(
-            self.engine,
+        handle = self.save(
+            home,
             path,
             planned.content(),
             step=step,
             metrics=_metrics(trainer),
-            notes={"adapter": ADAPTER, **planned.notes},
+            notes=planned.notes,
             on_commit=OnCommit(prefilled=folder, carry=lambda _: True, retention=retention),
         )
         self._keep_best(trainer.state)  # besides it only this one may become the best
         self._handles[step] = handle
 
-    def _hold(self, folder: Path) -> OpenDirectory:
-        if folder not in self._held:
-            # A folder whose name begins with an underscore is not pushed to the hub.
-            hidden = folder / HIDDEN_TOO
-            self._held[folder] = OpenDirectory.take(self.engine, folder, lambda: candidates(folder), hidden=hidden)
-        return self._held[folder]
+    def _home(self, folder: Path) -> OpenHome:
+        # A folder whose name begins with an underscore is not pushed to the hub.
+        return self.home(folder, hidden=folder / HIDDEN_TOO)
 
 
 def candidates(folder: Path) -> list[Candidate]:

@@ -21,7 +21,8 @@ import transformers.trainer as upstream
 
 from safe_ckpt.accelerate import handle as accelerate
 from safe_ckpt.adapters import Attempt, Engine, Patch, Planned
-from safe_ckpt.adapters.planning import Shards, reraise
+from safe_ckpt.adapters.extras import reraise
+from safe_ckpt.adapters.strategy import Sharded
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError, CoordinationError
 from safe_ckpt.transformers.contents import Catch
@@ -65,7 +66,7 @@ class Sharing:
 
     def __init__(self, core: Engine) -> None:
         self._core = core
-        self._shards = Shards(core)
+        self._sharded = Sharded(core)
 
     @contextlib.contextmanager
     def loading(self, trainer: Any) -> Iterator[None]:
@@ -82,7 +83,8 @@ class Sharing:
             path = Path(checkpoint)
             # Rank 0 decides: all processes do what follows, or none.
             tag = self._core.agree("latest", must_match={"path": path}, decide=lambda _: directories.latest_tag(path))
-            with nested.loading(self._core, {tag: engine} if tag else {}, path, optimizer_states=True):
+            writes = nested.EngineWrites(self._core, {tag: engine} if tag else {})
+            with writes.loading(path, optimizer_states=True):
                 stock(engine, checkpoint, *args, **kwargs)
 
         with Patch(upstream, {"deepspeed_load_checkpoint": load}):
@@ -92,14 +94,13 @@ class Sharing:
     def noting(self, trainer: Any, folder: Path) -> Iterator[Noted]:
         """While this is entered, nothing that the processes write together into ``folder`` is written."""
         noted = Noted(self._core, folder)
-        with contextlib.ExitStack() as stack:
+        with Patch() as patch:
             if _gathers(trainer):
                 gathers = {"get_state_dict": noted.after_meeting(trainer.accelerator.get_state_dict)}
-                stack.enter_context(Patch(trainer.accelerator, gathers))
+                patch.put(trainer.accelerator, gathers)
             if trainer.is_fsdp_enabled:
                 names = ("save_fsdp_model", "save_fsdp_optimizer")
-                saves = {name: noted.after_meeting(getattr(upstream, name)) for name in names}
-                stack.enter_context(Patch(upstream, saves))
+                patch.put(upstream, {name: noted.after_meeting(getattr(upstream, name)) for name in names})
             if trainer.is_deepspeed_enabled:
                 engine = trainer.model_wrapped
                 instead = {"save_checkpoint": noted.of(engine)}
@@ -107,7 +108,7 @@ class Sharing:
                     from safe_ckpt.deepspeed.nested import ZERO3_GATHER
 
                     instead[ZERO3_GATHER] = noted.after_meeting(getattr(engine, ZERO3_GATHER))
-                stack.enter_context(Patch(engine, instead))
+                patch.put(engine, instead)
             yield noted
 
     def plan(self, trainer: Any, noted: Noted, caught: Catch, problem: Exception | None) -> Planned:
@@ -129,16 +130,10 @@ class Sharing:
             return Planned(error=problem)
         attempt = Attempt()  # what it gets is the same on all processes
         if trainer.is_fsdp_enabled:
-            models = dict.fromkeys(caught.shards, trainer.model)
-            files = self._shards.files(caught.shards, attempt, models)
-            return Planned(files=files, folders=sorted(caught.shards), error=attempt.error)
-        from safe_ckpt.deepspeed import nested
+            return self._sharded.plan(caught.shards, attempt, dict.fromkeys(caught.shards, trainer.model))
+        from safe_ckpt.deepspeed.nested import EngineWrites
 
-        engine = trainer.model_wrapped
-        parts: list[Planned] = []
-        with attempt.meeting():
-            parts += [nested.collect(self._core, {tag: engine}, **options) for tag, options in noted.tags.items()]
-        return Planned.joined([*parts, Planned(error=attempt.error)])
+        return EngineWrites(self._core, dict.fromkeys(noted.tags, trainer.model_wrapped)).plan(noted.tags, attempt)
 
 
 class Noted:

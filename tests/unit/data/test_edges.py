@@ -201,7 +201,7 @@ class Epochs(IterableDataset):
         self.at = state["at"]
 
 
-@pytest.mark.parametrize("kind", ["stream", "per sample"])
+@pytest.mark.parametrize("kind", ["stream", "indices"])
 def test_workers_that_stay_take_nothing_from_the_process(kind):
     """Between epochs, with persistent workers: what training draws, and the order, are those of an uninterrupted run."""
 
@@ -209,7 +209,7 @@ def test_workers_that_stay_take_nothing_from_the_process(kind):
         how = {**FORKED, "persistent_workers": True, "batch_size": 2, "collate_fn": list}
         if kind == "stream":
             return resumable(DataLoader(Epochs(), **how))
-        return resumable(DataLoader(range(6), shuffle=True, **how), worker_seeding="per_sample")
+        return resumable(DataLoader(range(6), shuffle=True, **how))
 
     def run(stop):
         torch.manual_seed(0)
@@ -224,20 +224,6 @@ def test_workers_that_stay_take_nothing_from_the_process(kind):
         return seen
 
     assert run(0) == run(1) == run(None)
-
-
-def test_what_puts_a_batch_together_draws_the_same_anywhere():
-    """With per_sample a collate function's draws are the same with and without workers, and training's are untouched."""
-
-    def run(**how):
-        torch.manual_seed(0)
-        random.seed(0)
-        loader = DataLoader(
-            [(i,) for i in range(4)], batch_size=2, collate_fn=lambda made: (made, random.random()), **how
-        )
-        return [(batch, random.random()) for batch in resumable(loader, worker_seeding="per_sample")]
-
-    assert run() == run(**FORKED) == run(**{**FORKED, "num_workers": 2})
 
 
 class Fails(IterableDataset):

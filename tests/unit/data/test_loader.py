@@ -244,22 +244,16 @@ def test_nothing_is_read_to_find_the_place():
     assert sorted(before + seen) == list(range(SIZE))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_is_drawn_belongs_to_the_sample(workers):
-    """With worker_seeding="per_sample": the same with any workers, prefetching, and after a resume."""
-
-    def loader(count, **more):
-        return resumable(made("shuffle", count, draws=True, **more), worker_seeding="per_sample")
-
+def test_a_place_of_a_loader_that_seeded_each_sample_is_taken(caplog):
+    """As earlier versions saved it: the order goes on, and a warning says what is another."""
     seed_all(1)
-    whole, _ = run(loader(0), 2)
-    for place in (3, 20):
-        seed_all(1)
-        first, state = run(loader(workers, **({"prefetch_factor": 4} if workers else {})), 2, stop_at=place)
-        rest, _ = run(loader(workers), 2, resumed=state)
-        assert first + rest == whole
-    drawn = [sample[1] for _, batch, *_ in whole for sample in batch]
-    assert len(set(drawn)) == len(drawn)
+    whole, _ = run(resumable(made("shuffle", 0)), 1)
+    seed_all(1)
+    first, state = run(resumable(made("shuffle", 0)), 1, stop_at=3)
+    state["loader"] = json.dumps({**json.loads(state["loader"]), "token": 7})
+    rest, _ = run(resumable(made("shuffle", 0)), 1, resumed=state)
+    assert first + rest == whole
+    assert "per_sample" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["shuffle", "shuffle, generator", "weighted", "custom"])
@@ -276,8 +270,7 @@ def test_workers_that_stay_are_seeded_once(name):
         assert first + rest == whole, place
 
 
-@pytest.mark.parametrize("seeding", ["stock", "per_sample"])
-def test_workers_that_are_not_forked(seeding):
+def test_workers_that_are_not_forked():
     """What stands in for the data set gets there by pickle, and looks like the data set."""
     loader = DataLoader(
         Ids(),
@@ -287,7 +280,7 @@ def test_workers_that_are_not_forked(seeding):
         collate_fn=list,
         worker_init_fn=looks_like_ids,
     )
-    assert list(resumable(loader, worker_seeding=seeding)) == [
+    assert list(resumable(loader)) == [
         list(range(20)),
         list(range(20, 40)),
         list(range(40, SIZE)),
@@ -362,8 +355,6 @@ def test_what_cannot_be_told_is_refused():
         resumable(DataLoader(Ids(), num_workers=2, in_order=False))
     with pytest.raises(TypeError, match="knows its place itself"):
         resumable(Knows(Ids()))
-    with pytest.raises(TypeError, match="per_sample"):
-        resumable(DataLoader(Endless()), worker_seeding="per_sample")
     loader = resumable(DataLoader(Endless(), batch_size=2))
     next(iter(loader))
     state = loader.state_dict()

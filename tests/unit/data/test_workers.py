@@ -1,4 +1,4 @@
-"""What workers draw, and where iterable data sets are: the same after a resume, in stock seeding, unasked."""
+"""What workers draw, and where iterable data sets are: the same after a resume, unasked."""
 
 import json
 import logging
@@ -86,7 +86,7 @@ def is_exact(make, places, epochs=2):
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("kinds", [("torch",), ("random", "numpy"), ("torch", "random", "numpy")])
 def test_workers_go_on_drawing_where_they_were(kinds, persistent):
-    """In stock seeding, with the batches in flight made again, each by the worker that would have made it."""
+    """With the batches in flight made again, each by the worker that would have made it."""
 
     def make():
         data = Draws(kinds)

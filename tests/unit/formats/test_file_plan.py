@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.states import DTYPES, EVERYTHING, bits, same
+from kit.writing import write_file
 from safe_ckpt.core.formats import file_plan, safetensors_names, torch_archive
 from safe_ckpt.core.formats.manifest import RECORD_NAME, archive_digest, read_manifest
 from safe_ckpt.core.formats.safetensors import fits_safetensors, safetensors_image
@@ -23,7 +24,6 @@ from safe_ckpt.core.formats.verify import verify, verify_if_ours
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage.direct_io import WriteOptions
-from safe_ckpt.core.writer.file_writer import write_file
 from safe_ckpt.errors import CorruptCheckpointError, StateError
 from support import Quiet
 

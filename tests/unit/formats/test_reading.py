@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 
+from kit.writing import write_file
 from safe_ckpt.core.formats import safetensors, torch_archive, torch_reading
 from safe_ckpt.core.formats.safetensors import safetensors_image
 from safe_ckpt.core.formats.torch_archive import torch_image
@@ -14,7 +15,6 @@ from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.storage.reader import read_whole
-from safe_ckpt.core.writer.file_writer import write_file
 from support import Quiet
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from safe_ckpt.core.formats import safetensors, torch_archive
+from safe_ckpt.core.formats.file_plan import KnownBytes
 from safe_ckpt.core.health import regions
-from safe_ckpt.core.health.regions import Pieces, of_file
+from safe_ckpt.core.health.regions import of_file
 from safe_ckpt.core.health.scan import Scan
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
@@ -64,7 +65,7 @@ def test_the_floats_of_a_file_are_found_and_nothing_else(kind):
     found = read(image, of_file(image, records))
     assert set(found) == FLOATS.keys() & state.keys()
     assert all(torch.equal(found[name].view(torch.uint8), flat(FLOATS[name]).view(torch.uint8)) for name in found)
-    assert of_file(Pieces(plan.length, plan.pieces), records) == of_file(image, records)
+    assert of_file(KnownBytes(plan.length, plan.pieces), records) == of_file(image, records)
 
 
 class Anything:

@@ -14,9 +14,9 @@ from small_runs import wait_for_mirror
 from kit.fault_proxy import FaultProxy
 from safe_ckpt import Checkpointer, Mirror, Timeouts, events
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.staging import unchanged
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
+from safe_ckpt.core.transfer import unchanged
 from safe_ckpt.errors import SafeCheckpointError
 from support import run_script
 

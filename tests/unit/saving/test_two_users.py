@@ -12,7 +12,7 @@ import pytest
 JOB = """
     import os, sys, torch
     folder, user = sys.argv[1], int(sys.argv[2])
-    import safe_ckpt.core.saving.engine, safe_ckpt.core.writer.object_writer  # while this user may read the interpreter
+    import safe_ckpt.core.saving.engine, safe_ckpt.core.writer.sink  # while this user may read the interpreter
     from safe_ckpt import Checkpointer
     os.setgroups([]); os.setgid(2000); os.setuid(user)
     os.umask(0o002)

@@ -19,13 +19,14 @@ from frozen_jobs import FROZEN, SIZE, Job, Model, digest
 
 from kit import warm
 from kit.thorough import THOROUGH
+from kit.writing import write_file
 from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention, Unchanged, WriterConfig, events
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.staging import shared_files, unchanged
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
-from safe_ckpt.core.writer.file_writer import write_file
+from safe_ckpt.core.transfer import unchanged
+from safe_ckpt.core.writer import existing
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError, StateError
 
 SEEDS = 200 if THOROUGH else 8
@@ -79,7 +80,7 @@ def test_a_frozen_part_is_written_once(tmp_path, mode, writer):
 def test_what_the_writer_finds_to_be_there_is_shared(tmp_path, monkeypatch, links):
     """It gets a further name, or a copy where there are none; a change in one bit is found, and all bytes are right."""
     job, expected, written = Job(), {}, []
-    link = shared_files.SharedFile.link
+    link = existing.Existing.link
 
     def late(shared, path):
         if links == "gone":
@@ -87,7 +88,7 @@ def test_what_the_writer_finds_to_be_there_is_shared(tmp_path, monkeypatch, link
                 shutil.rmtree(old)
         return link(shared, path) if links != "never" else "never"
 
-    monkeypatch.setattr(shared_files.SharedFile, "link", late)
+    monkeypatch.setattr(existing.Existing, "link", late)
 
     def hook(event):
         if isinstance(event, events.Written):
@@ -213,7 +214,7 @@ def test_where_the_old_file_cannot_be_had_all_is_written(tmp_path, monkeypatch, 
     """Somebody deleted or wrote to the checkpoint before, or the file system has no hard links."""
     job = Job()
     if gone == "no links":
-        monkeypatch.setattr(shared_files, "link_open_file", lambda *_: "never")
+        monkeypatch.setattr(existing, "link_open_file", lambda *_: "never")
     with Checkpointer(tmp_path, config()) as ckpt:
         ckpt.save(1, job.state).result()
         if gone == "deleted":
@@ -234,13 +235,13 @@ def test_the_old_file_stays_open_until_it_has_its_new_name(tmp_path, monkeypatch
     job = Job()
     with Checkpointer(tmp_path, config()) as ckpt:
         ckpt.save(1, job.state).result()
-        link = shared_files.SharedFile.link
+        link = existing.Existing.link
 
         def late(shared, path):
             shutil.rmtree(tmp_path / "step-00000001")
             return link(shared, path)
 
-        monkeypatch.setattr(shared_files.SharedFile, "link", late)
+        monkeypatch.setattr(existing.Existing, "link", late)
         ckpt.save(2, job.state).result()
         monkeypatch.undo()
         other = Job()
@@ -255,7 +256,7 @@ def test_the_old_file_stays_open_until_it_has_its_new_name(tmp_path, monkeypatch
 def test_a_damaged_source_fails_the_save_and_not_the_next_one(tmp_path, monkeypatch):
     """Its bytes changed on the disk, and there are no hard links: the copy is compared with what was written."""
     job = Job()
-    monkeypatch.setattr(shared_files, "link_open_file", lambda *_: "never")
+    monkeypatch.setattr(existing, "link_open_file", lambda *_: "never")
     with Checkpointer(tmp_path, config()) as ckpt:
         ckpt.save(1, job.state).result()
         _flip(tmp_path / "step-00000001" / FROZEN)
@@ -328,7 +329,9 @@ def test_the_command_counts_shared_bytes_once(tmp_path):
 def test_a_write_that_fails_at_once_leaves_no_thread_behind(tmp_path):
     """The folder is gone: a thread that went on hashing would write into the next snapshot."""
     memory = bytearray(8 << 20)
-    task = WriteTask(path=str(tmp_path / "gone/file"), offset=4096, length=4 << 20, earlier=())
+    task = WriteTask(
+        path=str(tmp_path / "gone/file"), offset=4096, length=4 << 20, observed={"unchanged": {"earlier": ()}}
+    )
     options = WriteOptions(direct=False, chunk_bytes=1 << 20, flush_every_bytes=1 << 20)
     with pytest.raises(FileNotFoundError):
         write_file(task, memoryview(memory), options, Unwatched(), lambda: 0)

@@ -22,9 +22,9 @@ from safe_ckpt import (
     events,
 )
 from safe_ckpt.core.formats import file_plan
-from safe_ckpt.core.staging import unchanged
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
+from safe_ckpt.core.transfer import unchanged
 from safe_ckpt.errors import SafeCheckpointError
 
 SEEDS = 40 if THOROUGH else 3

@@ -1,11 +1,13 @@
 """Host memory: made ready ahead of the first save, not larger than the state, and a budget that is kept."""
 
+import dataclasses
 import gc
 import threading
 
 import pytest
 import torch
 
+from kit.writing import stream_file, write_file
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.formats import file_plan, safetensors, torch_archive
 from safe_ckpt.core.staging import snapshot
@@ -13,8 +15,6 @@ from safe_ckpt.core.staging.buffer import GRANULE, SharedBuffer
 from safe_ckpt.core.staging.progress import read_mark
 from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.storage.reader import digest_of, read_whole
-from safe_ckpt.core.writer.file_writer import write_file
-from safe_ckpt.core.writer.stream_writer import stream_file
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import ConfigError
 from support import Quiet, run_script
@@ -51,7 +51,7 @@ def test_straight_from_the_tensors_gives_the_same_bytes(tmp_path, kind, buffer_b
     buffer = SharedBuffer()
     (task,) = snapshot.take([image], buffer, str(tmp_path), {"name": "x"})
     from_arena = write_file(task, memoryview(buffer.memory), OPTIONS, Quiet())
-    streamed = stream_file(image, task, buffer_bytes, OPTIONS, Quiet())
+    streamed = stream_file(image, task, dataclasses.replace(OPTIONS, chunk_bytes=buffer_bytes))
     assert streamed == from_arena
     assert digest_of(tmp_path / image.path, streamed.size_bytes) == streamed.xxh3_128
     buffer.close()

@@ -221,7 +221,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_that_it_has_not():
 LEAVES = """
     import os, sys
     from safe_ckpt.config import Timeouts
-    from safe_ckpt.core.writer.client import WriterClient
+    from safe_ckpt.core.writer.workers import WriterClient
 
     child = WriterClient(0)
     pid = os.fork()

@@ -6,18 +6,17 @@ import pytest
 import torch
 import xxhash
 
+from kit.writing import write_file
 from safe_ckpt import CheckpointConfig, Checkpointer, WriterConfig
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.health.examine import Examination
 from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
-from safe_ckpt.core.writer import stream_writer
-from safe_ckpt.core.writer.file_writer import write_file
+from safe_ckpt.core.writer import content
 from safe_ckpt.errors import SaveError, StateError
 
 CHUNK = 1 << 16
@@ -27,13 +26,13 @@ OPTIONS = WriteOptions(direct=False, chunk_bytes=CHUNK, flush_every_bytes=1 << 2
 @pytest.fixture
 def late(monkeypatch):
     """The hasher comes to its end only when the writer has had every chance to be faster."""
-    verdict = Examination.verdict
+    closing = content._Pass.closing
 
-    def slowly(self):
+    def slowly(self, rest):
         threading.Event().wait(0.05)
-        return verdict(self)
+        return closing(self, rest)
 
-    monkeypatch.setattr(Examination, "verdict", slowly)
+    monkeypatch.setattr(content._Pass, "closing", slowly)
 
 
 @pytest.mark.parametrize("length", [4 * CHUNK, 4 * CHUNK + 1, 5 * CHUNK - 4096, 3 * CHUNK], ids=str)
@@ -73,12 +72,12 @@ def test_every_size_around_a_chunk_is_resumed(tmp_path):
 
 def test_a_stream_that_was_not_taken_to_its_end_reports_nothing():
     """A writer that stops early cannot report the digest of a part."""
-    image = file_plan.single(torch_archive.torch_image("a.pt", {"w": torch.ones(10)}, strict=True, key="x"), "a.pt")
+    image = file_plan.single(torch_archive.torch_image("a.pt", {"w": torch.ones(9999)}, strict=True, key="x"), "a.pt")
     (task,) = snapshot.list_tasks([image], "/folder", {})
-    content = stream_writer._Content(image, task)
-    next(content.pieces())
+    stream = content.TensorContent(task, image)
+    next(stream.pieces(4096))
     with pytest.raises(OSError, match="before all bytes"):
-        content.written(10)
+        stream.closing()
 
 
 BAD = [

@@ -1,12 +1,16 @@
-"""Settings from the environment, compared by all ranks: a mistake on one rank is an error on every rank, within seconds."""
+"""Versions and settings, compared by all ranks: a mistake on one rank is an error on every rank, within seconds."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
+
+from safe_ckpt._version import __version__
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.coordinator import open_coordinator
@@ -30,7 +34,8 @@ def config_of_all(
 
     Raises:
         ConfigError: what one rank's environment says is not allowed; on every rank, names that rank, file or variable, and key.
-        DesyncError: the ranks' environments say different things, or some ranks were given a ``config``.
+        DesyncError: the ranks' environments say different things, some ranks were given a ``config``, or they run different
+            versions of safe_ckpt, torch or Python.
         RendezvousTimeout: some ranks did not come.
         PeerLostError: a rank died or stopped.
     """
@@ -75,24 +80,30 @@ def config_and_more(
             problem = dataclasses.replace(error, message=f"{error.message} (rank {facts.rank})")
     found: list[T] = []
 
-    def settings() -> str:
+    def here() -> dict[str, str]:
         if problem is not None:
             raise problem
         found.append(more(mine))
-        return mine.deviations()
+        return {"versions": _versions(), "settings": mine.deviations()}
 
     def compare(answers: Mapping[int, Any]) -> None:
-        refuse_differences({rank: {"settings": answer} for rank, answer in answers.items()})
+        refuse_differences(answers)
 
     kind = "settings of the environment" if config is None else "settings"
     network = mine.network if problem is None else None
     timeouts = mine.timeouts if barrier_s is None else dataclasses.replace(mine.timeouts, barrier_s=barrier_s)
     coordinator = open_coordinator(group, timeouts, observe=False, network=network)
     try:
-        coordinator.agree(kind, timeout_s=timeouts.barrier_s, local=settings, decide=compare, phase="settings")
+        coordinator.agree(kind, timeout_s=timeouts.barrier_s, local=here, decide=compare, phase="settings")
     finally:
         coordinator.release(keep=True)
     return mine, found[0]
+
+
+def _versions() -> str:
+    """Of what writes files and messages. A build for other hardware, or a patch of Python, is no other version."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return f"safe_ckpt {__version__}, torch {torch.__version__.partition('+')[0]}, Python {python}"
 
 
 def refused_retention(*, key: str, instead: str, from_environment: bool) -> ConfigError:

@@ -21,8 +21,9 @@ from safe_ckpt.core.storage.reader import crc32
 if TYPE_CHECKING:
     import torch
 
-LEAST_BYTES = 1 << 20
-"""Smaller files are written anew each time: a look at them gains nothing, and people edit them in place, under all names."""
+LEAST_SHARED_BYTES = 1 << 20
+"""Smaller files are written, although an earlier checkpoint has them: a look gains nothing, and people edit such files in
+place, under all their names."""
 FROZEN_BYTES = 1 << 30
 """How large a file of tensors that are not trained becomes at most: an object store must copy it within one request's time."""
 
@@ -64,7 +65,7 @@ class FilePlan:
         layout: equal for plans whose tensors have the same addresses and places; None where that is not known.
         fixed: how many of the ``pieces``, from the first on, are the same in every plan of that layout.
         floats: where in the last piece the floats of the state lie; None if that is not known.
-        regions: where its floating-point numbers lie, as rows of ``health.regions.Region``; None where the file itself says it.
+        names: of the ``tensors``; None where the file itself says them.
         frozen: whether none of its tensors is trained, so that it probably is as it was at the save before.
     """
 
@@ -78,7 +79,7 @@ class FilePlan:
     layout: object = None
     fixed: int = 0
     floats: Sequence[int] | None = ()
-    regions: Sequence[Sequence[Any]] | None = None
+    names: Sequence[str] | None = None
     frozen: bool = False
 
     @functools.cached_property
@@ -98,6 +99,29 @@ class FilePlan:
             if start > at:
                 yield at, start
             at = max(at, start + size)
+
+
+class KnownBytes:
+    """A file of which only some pieces are at hand, to be read like memory.
+
+    Args:
+        length: of the file.
+        pieces: offset -> bytes.
+    """
+
+    def __init__(self, length: int, pieces: Sequence[tuple[int, bytes]]) -> None:
+        self._length = length
+        self._pieces = pieces
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, where: slice) -> bytes:
+        begin, end, _ = where.indices(self._length)
+        for at, data in self._pieces:
+            if at <= begin and end <= at + len(data):
+                return data[begin - at : end - at]
+        raise ValueError(f"bytes {begin} to {end} are not at hand")
 
 
 def json_image(path: str, data: object) -> FilePlan:
@@ -145,11 +169,8 @@ class WriteTask:
         records: for a zip archive, the records in file order; None for a plain file.
         manifest_name: for a zip archive, the name of the manifest record that is appended.
         manifest: for a zip archive, the manifest; the hashes of the records are added to it.
-        regions: where its floating-point numbers lie, as rows of ``health.regions.Region``; None where the file itself says it.
-        health: what is expected of them, as ``health.verdict.Expectation`` has it; None: they are not looked at.
-        earlier: path and ctime of the file before it, with which it may share blocks of the disk; empty if there is none yet,
-            None to share none.
-        same_as: the xxh3-128 of a file that is there already: with these bytes it is not written. "" for none.
+        observed: what extensions say of it, by their names. With an ``observer`` in it, ``module:class``, one of these looks at
+            the file while it is hashed: see ``content.Observer``.
     """
 
     path: str
@@ -158,10 +179,7 @@ class WriteTask:
     records: tuple[Record, ...] | None = None
     manifest_name: str = ""
     manifest: Mapping[str, Any] | None = None
-    regions: Sequence[Sequence[Any]] | None = None
-    health: Mapping[str, Any] | None = None
-    earlier: Sequence[Any] | None = None
-    same_as: str = ""
+    observed: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data."""
@@ -175,7 +193,7 @@ class WriteTask:
 
 
 def closing_of(
-    task: WriteTask, length: int, crcs: dict[str, int], hashes: Mapping[str, str], health: Mapping[str, Any]
+    task: WriteTask, length: int, crcs: dict[str, int], hashes: Mapping[str, str], sections: Mapping[str, Any]
 ) -> bytes:
     """What follows the ``length`` bytes of an archive: its manifest record and directory, up to the comment.
 
@@ -184,9 +202,9 @@ def closing_of(
         length: of the image.
         crcs: of the records.
         hashes: of the records.
-        health: what the manifest says of it.
+        sections: what extensions add to the manifest.
     """
-    facts = {**(task.manifest or {}), "records": dict(hashes), **({"health": dict(health)} if health else {})}
+    facts = {**(task.manifest or {}), "records": dict(hashes), **sections}
     manifest = json.dumps(facts, separators=(",", ":")).encode()
     own = zip_archive.place(task.manifest_name, len(manifest), length)
     crcs[own.name] = crc32(manifest)

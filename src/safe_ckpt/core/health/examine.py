@@ -1,89 +1,81 @@
-"""Looks at a file while it is hashed. What goes wrong in it costs the knowledge of the file's health, never the save."""
+"""Looks at the numbers of a file while it is hashed: the observer of the writer."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core.formats.file_plan import WriteTask
+from safe_ckpt.core.formats.file_plan import FilePlan, KnownBytes, WriteTask
 from safe_ckpt.core.health import regions
-from safe_ckpt.core.health.regions import Pieces, Region
+from safe_ckpt.core.health.regions import Region
 from safe_ckpt.core.health.verdict import ITSELF, Expectation, of_checkpoint
 
 if TYPE_CHECKING:
     from safe_ckpt.core.health.scan import Scan
 
-logger = logging.getLogger(__name__)
-_UNKNOWN = "%s: its numbers are not looked at: %r"
+NAME = "health"
+"""Of the section of a manifest, and of what the writer is told and says."""
+AHEAD = "safe_ckpt.core.health.scan"
+"""What the writer process imports ahead: it takes a tenth of a second, and needs numpy."""
 
 
-def prepare() -> None:
-    """Import what looks at numbers, ahead of the first file. On a thread of its own."""
-    with contextlib.suppress(ImportError):  # said when a file is to be looked at
-        import safe_ckpt.core.health.scan  # noqa: F401
+def told(plan: FilePlan, expected: Expectation) -> dict[str, Any]:
+    """What the writer is told of a file: what is expected, and where its numbers lie, if the file itself does not say it."""
+    rows = None
+    if plan.names is not None:
+        placed = zip(plan.names, plan.tensors, strict=True)
+        rows = [row for name, (at, tensor) in placed for row in regions.rows_of(name, tensor, at)]
+    return {"observer": f"{__name__}:{Examination.__name__}", "expected": expected.to_json(), "regions": rows}
 
 
 class Examination:
-    """Of one file.
+    """Of one file. See ``content.Observer``.
 
     Args:
-        task: what is written, and what is expected of it.
+        task: what is written.
         image: the file, as far as it is not tensors.
+        about: see ``told``.
     """
 
-    def __init__(self, task: WriteTask, image: memoryview | Pieces) -> None:
-        self._path = task.path
+    def __init__(self, task: WriteTask, image: memoryview | KnownBytes, about: Mapping[str, Any]) -> None:
+        self._expected = Expectation.from_json(about["expected"])
+        self._is_checkpoint = bool(task.manifest) and "name" in (task.manifest or {})
+        found = _regions(task, image, about["regions"])
+        self._looked_at = self._expected.regions(found or ())
         self._scan: Scan | None = None
-        self._expected: Expectation | None = None
-        self._looked_at: Sequence[Region] = ()
-        if task.health is None:
-            return
-        try:
-            self._expected = Expectation.from_json(task.health)
-            found = _regions(task, image)
-            if found is not None:
-                # Here and not at the top: it takes a tenth of a second, and needs numpy.
-                from safe_ckpt.core.health.scan import Scan
+        self._found: dict[str, Any] | None = None
+        if found is not None:
+            # Here and not at the top: it takes a tenth of a second, and needs numpy.
+            from safe_ckpt.core.health.scan import Scan
 
-                self._looked_at = self._expected.regions(found)
-                self._scan = Scan(self._looked_at, self._expected.hashed(self._looked_at))
-        except Exception as error:
-            logger.warning(_UNKNOWN, task.path, error)
+            self._scan = Scan(self._looked_at, self._expected.hashed(self._looked_at))
 
     def take(self, at: int, piece: memoryview) -> None:
         """Look at bytes of the file, which come in order from ``at`` on."""
-        if self._scan is None:
-            return
-        try:
+        if self._scan is not None:
             self._scan.take(at, piece)
-        except Exception as error:
-            self._scan = None
-            logger.warning(_UNKNOWN, self._path, error)
 
-    def verdict(self) -> Mapping[str, Any] | None:
+    def found(self) -> dict[str, Any] | None:
         """What was found; None where nothing was looked at."""
-        if self._scan is None or self._expected is None:
-            return None
-        try:
+        if self._scan is not None and self._found is None:
             facts, sick = self._scan.facts(), self._scan.sick()
-            return self._expected.judge(facts, sick, self._scan.hashes(), (one.name for one in self._looked_at))
-        except Exception as error:  # what an earlier manifest says may be anything
-            logger.warning(_UNKNOWN, self._path, error)
-            return None
+            names = (one.name for one in self._looked_at)
+            self._found = self._expected.judge(facts, sick, self._scan.hashes(), names)
+        return self._found
+
+    def section(self) -> dict[str, Any]:
+        """What a checkpoint that is this file says of its own health."""
+        found = self.found()
+        return (
+            of_checkpoint({ITSELF: found}, self._expected.action) if self._is_checkpoint and found is not None else {}
+        )
 
 
-def _regions(task: WriteTask, image: memoryview | Pieces) -> Sequence[Region] | None:
-    if task.regions is not None:
-        return [Region(*row) for row in task.regions]
+def _regions(
+    task: WriteTask, image: memoryview | KnownBytes, rows: Sequence[Sequence[Any]] | None
+) -> Sequence[Region] | None:
+    if rows is not None:
+        return [Region(*row) for row in rows]
     if task.records is None and not task.path.endswith(".safetensors"):
         return None
     return regions.of_file(image, task.records)
-
-
-def marked(task: WriteTask, health: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a file that carries its manifest inside says of its own health."""
-    if health is None or task.health is None or not task.manifest or "name" not in task.manifest:
-        return {}
-    return of_checkpoint({ITSELF: health}, str(task.health["action"]))

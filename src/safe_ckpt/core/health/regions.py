@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
+from safe_ckpt.core.formats.file_plan import KnownBytes
 from safe_ckpt.core.formats.zip_archive import Record
 
 if TYPE_CHECKING:
@@ -72,30 +73,7 @@ class Region(NamedTuple):
     length: int
 
 
-class Pieces:
-    """A file of which only some pieces are at hand, to be read like memory.
-
-    Args:
-        length: of the file.
-        pieces: offset -> bytes.
-    """
-
-    def __init__(self, length: int, pieces: Sequence[tuple[int, bytes]]) -> None:
-        self._length = length
-        self._pieces = pieces
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, where: slice) -> bytes:
-        begin, end, _ = where.indices(self._length)
-        for at, data in self._pieces:
-            if at <= begin and end <= at + len(data):
-                return data[begin - at : end - at]
-        raise ValueError(f"bytes {begin} to {end} are not at hand")
-
-
-def of_file(image: memoryview | Pieces, records: Sequence[Record] | None) -> list[Region]:
+def of_file(image: memoryview | KnownBytes, records: Sequence[Record] | None) -> list[Region]:
     """The regions of a file, by offset. None in a file of another kind.
 
     Args:
@@ -114,7 +92,7 @@ def of_file(image: memoryview | Pieces, records: Sequence[Record] | None) -> lis
     return kept
 
 
-def _of_safetensors(image: memoryview | Pieces) -> list[Region]:
+def _of_safetensors(image: memoryview | KnownBytes) -> list[Region]:
     size = int.from_bytes(image[:8], "little")
     if len(image) < 10 or size > len(image) - 8 or image[8:9] != b"{":
         return []
@@ -129,7 +107,7 @@ def _of_safetensors(image: memoryview | Pieces) -> list[Region]:
     return regions
 
 
-def _of_archive(image: memoryview | Pieces, records: Sequence[Record]) -> list[Region]:
+def _of_archive(image: memoryview | KnownBytes, records: Sequence[Record]) -> list[Region]:
     places = {record.name.partition("/")[2]: record for record in records}
     structure = places["data.pkl"]
     pickled = bytes(image[structure.data_offset : structure.data_offset + structure.size])

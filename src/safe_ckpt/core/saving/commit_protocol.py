@@ -17,13 +17,13 @@ from safe_ckpt.core.coordination.rounds import TwoPhaseCommit, from_wire, to_wir
 from safe_ckpt.core.coordination.store import KeyTimeout
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry
+from safe_ckpt.core.health import examine
 from safe_ckpt.core.health.verdict import ITSELF, Expectation, Known, described, of_checkpoint
 from safe_ckpt.core.saving.save import SaveJob
-from safe_ckpt.core.staging.shared_files import Shared
 from safe_ckpt.core.storage.copier import FileCopy, first_changed
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
-from safe_ckpt.core.writer.client import WriteJob
+from safe_ckpt.core.writer.existing import UNCHANGED, Existing
+from safe_ckpt.core.writer.sink import WriteJob
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
@@ -177,11 +177,11 @@ class CommitProtocol:
             results += self._share(job.sharing.shared)
         if job.streamed:
             most = self._config.max_host_bytes
-            tasks = self._expecting(job.tasks)
-            results += self._writer.stream(tasks, job.files, directories, most, self._check_still_wanted)
+            streamed = self._job_of(files=self._observed(), directories=directories)
+            results += self._writer.stream(streamed, job.files, most, self._check_still_wanted)
             job.handle.mark_snapshot_taken()
         elif job.buffer is not None:
-            results += self._run_writer(buffer=job.buffer, files=self._expecting(job.tasks), directories=directories)
+            results += self._run_writer(buffer=job.buffer, files=self._observed(), directories=directories)
             self._await_copy(job)
         else:
             raise SaveError(name=job.name, cause="there is no snapshot", rank=self._rank, phase="write")
@@ -189,31 +189,30 @@ class CommitProtocol:
         self.write_s = self.written_at - begun
         self._results = results = self._share_found(results, directories)
         self.written_bytes = sum(result.size_bytes - result.shared_bytes for result in results)
-        self._found = {self._place(result.path): result.health for result in results if result.health is not None}
+        self._found = {
+            self._place(one.path): one.observed[examine.NAME] for one in results if examine.NAME in one.observed
+        }
         items = dict(job.request.facts.items)
         return {"files": [self._entry(result) for result in results], "items": items, "health": self._found}
 
-    def _expecting(self, tasks: Sequence[WriteTask]) -> list[WriteTask]:
-        """The same tasks with what is expected of the numbers, and what they may share blocks of the disk with."""
-        sharing = self._job.sharing
-        if sharing is not None:
-            places = [(task, self._place(task.path)) for task in tasks]
-            tasks = [
-                dataclasses.replace(task, earlier=sharing.earlier(place), same_as=sharing.same_as(place))
-                for task, place in places
-            ]
-        settings, unexamined = self._config.health, self._job.request.facts.unexamined
-        if settings.action == "off" or "*" in unexamined:
-            return list(tasks)
+    def _observed(self) -> list[WriteTask]:
+        """What is written, with what the writer is told of what is expected of the numbers, and of what is there already."""
+        job, settings, unexamined = self._job, self._config.health, self._job.request.facts.unexamined
+        looks = settings.action != "off" and "*" not in unexamined
         ignored = (*settings.ignore, *unexamined)
-        unwritten = self._known.unwritten(self._job.versions) if settings.recheck else None
+        unwritten = self._known.unwritten(job.versions) if settings.recheck else None
         whose = f"rank {self._rank} on {socket.gethostname()}"
         how: dict[str, Any] = {"norm_jump": settings.norm_jump, "action": settings.action, "whose": whose}
         usual = Expectation(ignored=ignored, unwritten=unwritten, **how)
-        return [
-            dataclasses.replace(task, health=self._known.expectation(self._place(task.path), usual).to_json())
-            for task in tasks
-        ]
+        tasks = []
+        for task, plan in zip(job.tasks, job.files, strict=True):
+            place, observed = self._place(task.path), dict[str, Any]()
+            if job.sharing is not None:
+                observed[UNCHANGED] = job.sharing.told(place)
+            if looks:
+                observed[examine.NAME] = examine.told(plan, self._known.expectation(place, usual))
+            tasks.append(dataclasses.replace(task, observed=observed))
+        return tasks
 
     def _place(self, path: str) -> str:
         """Of a file in the checkpoint; the same for every single file."""
@@ -223,7 +222,10 @@ class CommitProtocol:
 
     def _run_writer(self, **what: Any) -> list[WrittenFile]:
         """Have the writer do what the other fields of a ``WriteJob`` say."""
-        return self._writer.write(WriteJob(name=self._job.name, rank=self._rank, **what), self._check_still_wanted)
+        return self._writer.write(self._job_of(**what), self._check_still_wanted)
+
+    def _job_of(self, **what: Any) -> WriteJob:
+        return WriteJob(name=self._job.name, rank=self._rank, folder=str(self._job.folder), **what)
 
     def _copy_files(self) -> list[WrittenFile]:
         """Copy what lies in files. The caller goes on once they are read."""
@@ -242,37 +244,40 @@ class CommitProtocol:
 
     def _share_found(self, results: Sequence[WrittenFile], directories: list[str]) -> list[WrittenFile]:
         """Share what the writer has found to be there already."""
-        found = {self._place(result.path): result for result in results if result.left_out}
+        found = {self._place(one.path): one for one in results if "left_out" in one.observed.get(UNCHANGED, {})}
         if not found or self._job.sharing is None:
             return list(results)
         shared = self._share([self._job.sharing.found[place] for place in found])
         self._run_writer(directories=directories)
-        now = {one.path: dataclasses.replace(one, health=found[self._place(one.path)].health) for one in shared}
+        now = {
+            one.path: dataclasses.replace(
+                one, observed={**found[self._place(one.path)].observed, UNCHANGED: one.observed[UNCHANGED]}
+            )
+            for one in shared
+        }
         return [now.get(result.path, result) for result in results]
 
-    def _share(self, chosen: Sequence[Shared]) -> list[WrittenFile]:
+    def _share(self, chosen: Sequence[Existing]) -> list[WrittenFile]:
         """Give files of a checkpoint before a further name; copy them where there are no such names."""
         job, sharing = self._job, self._job.sharing
         if sharing is None or not chosen:
             return []
         outcomes = [(one, f"{job.folder}/{one.path}", one.link(f"{job.folder}/{one.path}")) for one in chosen]
         done = [one.written(path, shared=True) for one, path, how in outcomes if how == "linked"]
-        left = [(one, one.copy(path)) for one, path, how in outcomes if how != "linked"]
+        left = [(one, one.adoption(path)) for one, path, how in outcomes if how != "linked"]
         if not left:
             return done
-        files = [copy for _, copy in left if isinstance(copy, FileCopy)]
-        objects = [copy for _, copy in left if isinstance(copy, ObjectCopy)]
-        results = {result.path: result for result in self._run_writer(copies=files, objects=objects)}
+        results = {result.path: result for result in self._run_writer(adoptions=[told for _, told in left])}
         if any(how == "never" for *_, how in outcomes):
             sharing.refused()
-        if not all(results[one.path].shared_bytes for one in objects):
+        if any(told.sources and not results[told.path].shared_bytes for _, told in left):
             sharing.not_copied()
-        for one, copy in left:
-            result = results[copy.path]
+        for one, told in left:
+            result = results[told.path]
             if result.xxh3_128 != one.before.xxh3_128:
                 cause = f"{one.path} was to be taken from {one.before.sources[0]}, whose bytes are not those that were written"
                 raise SaveError(name=job.name, cause=cause, rank=self._rank, phase="write")
-            done.append(one.written(copy.path, shared=result.shared_bytes > 0))
+            done.append(one.written(told.path, shared=result.shared_bytes > 0))
         return done
 
     def _refuse_changed(self, copies: Sequence[FileCopy]) -> None:
@@ -291,7 +296,11 @@ class CommitProtocol:
 
     def _entry(self, result: WrittenFile) -> dict[str, Any]:
         path = result.path.removeprefix(f"{self._job.folder}/")
-        facts = {"size_bytes": result.size_bytes, "xxh3_128": result.xxh3_128, "age": result.age}
+        facts = {
+            "size_bytes": result.size_bytes,
+            "xxh3_128": result.xxh3_128,
+            "age": result.observed.get(UNCHANGED, {}).get("age", 0),
+        }
         return {"path": path, "rank": self._rank, **facts}
 
     def _check_still_wanted(self) -> None:

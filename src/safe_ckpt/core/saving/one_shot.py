@@ -15,7 +15,9 @@ from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.writer import commit_order
-from safe_ckpt.core.writer.file_writer import write_file
+from safe_ckpt.core.writer.content import MemoryContent
+from safe_ckpt.core.writer.file_sink import FileSink
+from safe_ckpt.core.writer.sink import write_file
 from safe_ckpt.errors import SafeCheckpointError, named
 
 
@@ -52,7 +54,8 @@ def save_archive(
             plan = file_plan.single(image, near.name)
             (task,) = snapshot.take([plan], buffer, str(path.parent), manifest.to_json())
             options = WriteOptions(direct=True, chunk_bytes=8 << 20, flush_every_bytes=64 << 20)
-            result = write_file(task, memoryview(buffer.memory), options, Unwatched())
+            content = MemoryContent(task, memoryview(buffer.memory), options.chunk_bytes, Unwatched())
+            result = write_file(FileSink(options), task, content, Unwatched())
             refuse_unreadable(near)
             durable.publish_file(near, path)
         except SafeCheckpointError:

@@ -18,6 +18,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.rounds import TwoPhaseCommit
 from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.core.health import examine
 from safe_ckpt.core.health.verdict import Known
 from safe_ckpt.core.home.candidates import WEIGHTS
 from safe_ckpt.core.saving.after_commit import AfterCommit
@@ -73,7 +74,8 @@ class SaveQueue:
         self._give_back = give_back
         # An upload gives up before the others stop waiting for it, so that they learn why.
         storage = StorageOptions.of(config.storage, _SHARE_OF_WAIT * config.timeouts.lengthy_s)
-        self.writer = WriterSupervisor(config.writer, config.timeouts, self._respawned, storage)
+        ahead = (examine.AHEAD,) if config.health.action != "off" else ()
+        self.writer = WriterSupervisor(config.writer, config.timeouts, self._respawned, storage, ahead)
         coordinator.movers.append(self.writer.progress)
         self._background = Background("safe_ckpt-save", self._work)
         self._open: list[SaveJob] = []

@@ -18,12 +18,12 @@ from safe_ckpt.core.home.retention import RetentionPolicy
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.snapshot import StagingCopy
-from safe_ckpt.core.staging.unchanged import Sharing, UnchangedFiles
 from safe_ckpt.core.state.held import refuse_differences
 from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.transfer.unchanged import Sharing, UnchangedFiles
 from safe_ckpt.errors import ForkedError, RendezvousTimeout, SafeCheckpointError, SaveSkippedError, StateError
 
 

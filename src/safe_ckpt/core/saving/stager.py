@@ -18,9 +18,9 @@ from safe_ckpt.core.staging.buffer import SharedBuffer, rounded
 from safe_ckpt.core.staging.copy_plan import KnownCopies
 from safe_ckpt.core.staging.cuda import Cuda
 from safe_ckpt.core.staging.snapshot import StagingCopy
-from safe_ckpt.core.staging.unchanged import UnchangedFiles
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.core.state import overlap
+from safe_ckpt.core.transfer.unchanged import UnchangedFiles
 from safe_ckpt.errors import NotEnoughSpaceError, RendezvousTimeout, SaveError
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from safe_ckpt.core.formats import dcp, file_plan, hugging_face
 from safe_ckpt.core.formats.dcp import Envelope
 from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.health.regions import Region, rows_of
 from safe_ckpt.errors import StateError
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class File:
 
     pieces: list[tuple[int, bytes]] = field(default_factory=list)
     tensors: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    regions: list[Region] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     end: int = 0
 
     def add(self, name: str, tensor: torch.Tensor, at: int, around: Envelope) -> None:
@@ -73,7 +72,7 @@ class File:
         self.pieces += [(at, around.head), (self.end - len(around.tail), around.tail)]
         if tensor.numel():
             self.tensors.append((begin, tensor))
-            self.regions += rows_of(name, tensor, begin)
+            self.names.append(name)
 
     def planned(self, path: str, changing: Iterable[tuple[int, bytes]], *, frozen: bool = False) -> FilePlan:
         """The file, with pieces besides that may be others next time."""
@@ -83,7 +82,7 @@ class File:
             pieces=[*self.pieces, *changing],
             tensors=self.tensors,
             fixed=len(self.pieces),
-            regions=self.regions,
+            names=self.names,
             frozen=frozen,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import struct
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ _LAYOUT = struct.Struct("<QQII")
 _MARK = struct.Struct("<Q")
 FIRST_BYTE = 4096
 """Where the first file image begins in a shared buffer; before it lies the mark: how far the shared buffer is filled."""
+STACK_SIGNAL = signal.SIGUSR2
+"""At this the writer process says where each of its threads is."""
 PHASES = ("idle", "write", "fsync", "upload")
 PAGE_BYTES = 4096
 

@@ -143,7 +143,6 @@ def list_tasks(images: Sequence[FilePlan], folder: str, manifest: Mapping[str, A
                 records=image.records,
                 manifest_name=RECORD_NAME,
                 manifest={**manifest, **(image.manifest or {})} if single else {"format": "safe_ckpt-part"},
-                regions=image.regions,
             )
         )
         base += _rounded(image.length)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core.changing import unchanging
 from safe_ckpt.core.formats import file_plan, hugging_face, safetensors, torch_archive
-from safe_ckpt.core.formats.file_plan import LEAST_BYTES, FilePlan
+from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES, FilePlan
 from safe_ckpt.core.formats.file_template import FileTemplate, numbers_of
 from safe_ckpt.core.formats.torch_archive import with_floats
 from safe_ckpt.core.sharding import dtensor
@@ -82,7 +82,7 @@ def plan_item(
 def _images(stem: str, inner: Any, key: str, *, floats: bool, frozen: frozenset[str]) -> list[FilePlan]:
     if safetensors.fits_safetensors(inner):
         named = {name for name in inner if hugging_face.is_named(name, frozen)} if frozen else frozen
-        apart = hugging_face.frozen_apart(stem, inner, named, LEAST_BYTES) if named else []
+        apart = hugging_face.frozen_apart(stem, inner, named, LEAST_SHARED_BYTES) if named else []
         if apart:
             return apart
         image = safetensors.safetensors_image(f"{stem}.safetensors", inner)

@@ -16,7 +16,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,19 +40,15 @@ class WrittenFile:
         path: where.
         size_bytes: of the file.
         xxh3_128: of the whole file.
-        health: what was found of its numbers; None where they were not looked at.
         shared_bytes: how many of its bytes were not written, because another file has them.
-        age: how many saves ago it was written, if all of it is another file.
-        left_out: it is not there yet: its bytes are those of ``WriteTask.same_as``.
+        observed: what is known of it besides, by the names of extensions.
     """
 
     path: str
     size_bytes: int
     xxh3_128: str
-    health: Mapping[str, Any] | None = None
     shared_bytes: int = 0
-    age: int = 0
-    left_out: bool = False
+    observed: Mapping[str, Any] = field(default_factory=dict)
 
 
 def sync_directory(path: str) -> None:

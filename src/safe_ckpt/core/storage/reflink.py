@@ -15,16 +15,13 @@ import os
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import xxhash
 
-from safe_ckpt.core.storage.direct_io import PAGE
-
-if TYPE_CHECKING:
-    from safe_ckpt.core.formats.file_plan import WriteTask
+from safe_ckpt.core.storage.direct_io import PAGE, ProgressReporter, WriteOptions, write_all
 
 PIECE_BYTES = 256 << 10
 LEAST_BYTES = 1 << 20
@@ -58,25 +55,27 @@ class SharedPieces:
     """The pieces of one file while it is written. Never raises: what cannot be shared is written.
 
     Args:
-        task: the file.
-        chunk_bytes: how much is written at a time.
+        path: of the file.
+        length: how many bytes it will have.
+        earlier: path and ctime of the file before it; empty if there is none yet.
+        options: how to write.
 
     Attributes:
         shared_bytes: how much was shared.
     """
 
-    def __init__(self, task: WriteTask, chunk_bytes: int) -> None:
+    def __init__(self, path: str, length: int, earlier: Sequence[Any], options: WriteOptions) -> None:
         self.shared_bytes = 0
-        self._path = task.path
+        self._path = path
         self._source = -1
         self._replaces: tuple[int, int] | None = None
         self._hashes = bytearray()
         self._before = b""
-        self._able = task.earlier is not None and task.length >= LEAST_BYTES and chunk_bytes % PIECE_BYTES == 0
+        self._able = length >= LEAST_BYTES and options.chunk_bytes % PIECE_BYTES == 0
         with contextlib.suppress(OSError):
-            self._able = self._able and _can_share(os.path.dirname(task.path) or ".")
-            if self._able and task.earlier:
-                self._open(*task.earlier)
+            self._able = self._able and _can_share(os.path.dirname(path) or ".")
+            if self._able and earlier:
+                self._open(*earlier)
 
     def _open(self, earlier: str, ctime_ns: int) -> None:
         fd = os.open(earlier, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -90,7 +89,16 @@ class SharedPieces:
         finally:
             os.close(fd)
 
-    def runs(self, data: memoryview, offset: int) -> Iterator[tuple[int, int, bool]]:
+    def put(self, fd: int, data: memoryview, offset: int, progress: ProgressReporter, direct: bool) -> bool:
+        """Share what the file before has at the same place, and write the rest. As ``write_all``."""
+        for begin, end, same in self._runs(data, offset):
+            if same and self._share(fd, offset + begin, end - begin):
+                progress.moved(end - begin)
+                continue
+            direct = write_all(fd, data[begin:end], offset + begin, progress, direct=direct)
+        return direct
+
+    def _runs(self, data: memoryview, offset: int) -> Iterator[tuple[int, int, bool]]:
         """Parts of ``data``, which goes to ``offset``: begin, end, and whether the file before has the same there."""
         if not self._able:
             yield 0, len(data), False
@@ -110,7 +118,7 @@ class SharedPieces:
             same = equal
         yield begin, len(data), same
 
-    def share(self, fd: int, offset: int, length: int) -> bool:
+    def _share(self, fd: int, offset: int, length: int) -> bool:
         """Let the new file have the blocks of the one before. Returns whether it has; else they are to be written."""
         if length % PAGE or offset % PAGE:
             return False

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safe_ckpt.config import CheckpointConfig, Retention
-from safe_ckpt.core.formats.file_plan import LEAST_BYTES
+from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_archive
 from safe_ckpt.core.home import retention
@@ -21,13 +21,12 @@ from safe_ckpt.core.home.home import Home, NewCheckpoint
 from safe_ckpt.core.home.object_head import list_objects
 from safe_ckpt.core.home.object_home import ObjectRoot
 from safe_ckpt.core.home.standing import Catalog
-from safe_ckpt.core.staging.shared_files import Tries
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.core.storage.objects.object_copy import MOST_BYTES, ObjectCopy
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.transfer.fetching import identity_of, mirrored
-from safe_ckpt.core.writer.client import WriteJob
+from safe_ckpt.core.writer.existing import MOST_BYTES, Adoption, Tries
+from safe_ckpt.core.writer.sink import WriteJob
 from safe_ckpt.errors import CorruptCheckpointError, DirectoryInUseError, SafeCheckpointError
 
 _LAST_WORDS_S = 5.0
@@ -163,7 +162,7 @@ class Tier:
         self._root.close()
 
     def _send(self, send: Send, job: WriteJob) -> Sequence[WrittenFile]:
-        copied = {one.path for one in job.objects}
+        copied = {one.path for one in job.adoptions}
         try:
             written = send(job)
         except BaseException:
@@ -187,7 +186,7 @@ class Tier:
         return {
             entry.path: f"{folder}/{entry.path}"
             for entry in manifest.files
-            if LEAST_BYTES <= entry.size_bytes <= MOST_BYTES
+            if LEAST_SHARED_BYTES <= entry.size_bytes <= MOST_BYTES
             and (entry.path, entry.size_bytes, entry.xxh3_128) in there
             and (most is None or self._copied.get(entry.path, 0) + 1 < most)
         }
@@ -250,8 +249,8 @@ def _sent(
         name: FileCopy(source=str(base / name), path=f"{folder}/{name}", stamp=Stamp.of(os.stat(base / name)))
         for name in names
     }
-    objects = [
-        ObjectCopy(
+    adoptions = [
+        Adoption(
             sources=(source,),
             path=f"{folder}/{name}",
             size_bytes=expected[name].size_bytes,
@@ -261,7 +260,7 @@ def _sent(
         for name, source in ({} if single else earlier).items()
     ]
     copies = [copy for name, copy in files.items() if single or name not in earlier]
-    written = send(WriteJob(name=folder.name, rank=0, copies=copies, objects=objects))
+    written = send(WriteJob(name=folder.name, rank=0, folder=str(folder), copies=copies, adoptions=adoptions))
     entries = [
         FileEntry(
             path=result.path.removeprefix(f"{folder}/"), size_bytes=result.size_bytes, xxh3_128=result.xxh3_128, rank=0

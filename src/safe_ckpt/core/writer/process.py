@@ -10,34 +10,30 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
+import importlib
 import json
 import mmap
 import os
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from safe_ckpt.core.formats.file_plan import WriteTask
-from safe_ckpt.core.health.examine import prepare
-from safe_ckpt.core.staging.progress import ProgressPage
-from safe_ckpt.core.storage.copier import FileCopy
+from safe_ckpt.core.staging.progress import STACK_SIGNAL, ProgressPage
 from safe_ckpt.core.storage.direct_io import WriteOptions, refused_direct
-from safe_ckpt.core.storage.objects.object_copy import ObjectCopy
 from safe_ckpt.core.storage.objects.options import take_variables
-from safe_ckpt.core.writer.file_writer import write_files
+from safe_ckpt.core.writer.sink import WriteJob, write_job
 
-STACK_SIGNAL = signal.SIGUSR2
 _WATCH_S = 1.0
 _GIVES_WAY = 19  # a mirror's: within training's group it gets what training leaves
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-def main(socket_fd: int, control_fd: int, niceness: int, parent: int) -> None:
-    """Serve jobs until the parent closes the socket, or is no more."""
+def main(socket_fd: int, control_fd: int, niceness: int, parent: int, ahead: Sequence[str]) -> None:
+    """Serve jobs until the parent closes the socket, or is no more. ``ahead``: modules to import before the first one."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
@@ -55,13 +51,19 @@ def main(socket_fd: int, control_fd: int, niceness: int, parent: int) -> None:
     buffers: dict[int, int] = {}
     threading.Thread(target=_receive, args=(connection, jobs, buffers), daemon=True).start()
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    threading.Thread(target=prepare, daemon=True).start()
+    threading.Thread(target=_import, args=(ahead,), daemon=True).start()
     maps: dict[int, mmap.mmap] = {}
     while True:
         job = jobs.get()
         reply = _serve(job, buffers, maps, page)
         page.entered("idle")
-        connection.sendall(json.dumps({"job": job["job"], **reply}).encode() + b"\n")
+        connection.sendall(json.dumps(reply).encode() + b"\n")
+
+
+def _import(modules: Sequence[str]) -> None:
+    for name in modules:
+        with contextlib.suppress(Exception):  # said when it is needed
+            importlib.import_module(name)
 
 
 def _watch(parent: int) -> None:
@@ -96,19 +98,17 @@ def _receive(connection: socket.socket, jobs: queue.SimpleQueue[dict[str, Any]],
 
 
 def _serve(
-    job: dict[str, Any], buffers: dict[int, int], maps: dict[int, mmap.mmap], page: ProgressPage
+    line: dict[str, Any], buffers: dict[int, int], maps: dict[int, mmap.mmap], page: ProgressPage
 ) -> dict[str, Any]:
     try:
-        plan = job["plan"]
+        plan = line["plan"]
         options = WriteOptions.from_json(plan["options"])
         if options.storage is not None:
             take_variables(plan["variables"])
         page.begin(0)
-        copies = [FileCopy.from_json(entry) for entry in plan["copies"]]
-        objects = [ObjectCopy.from_json(entry) for entry in plan["objects"]]
-        tasks = [WriteTask.from_json(entry) for entry in plan["files"]]
-        memory = memoryview(_mapped(job, buffers, maps)) if tasks else memoryview(b"")
-        written = write_files(copies, tasks, plan["directories"], memory, options, page, objects)
+        job = WriteJob.from_json(plan["job"])
+        memory = memoryview(_mapped(line, buffers, maps)) if job.files else None
+        written = write_job(job, options, page, memory)
         results = [vars(result) for result in written]
         # Nobody reads a log of this process, so its parent logs which file systems refused direct writes.
         return {"files": results, "refused_direct": list(refused_direct().items())}
@@ -123,7 +123,3 @@ def _mapped(job: dict[str, Any], buffers: dict[int, int], maps: dict[int, mmap.m
     if number not in maps or len(maps[number]) < job["buffer_bytes"]:
         maps[number] = mmap.mmap(buffers[number], job["buffer_bytes"])
     return maps[number]
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:5]))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from safe_ckpt.core.writer.client import WriterClient
+from safe_ckpt.core.writer.workers import WriterClient
 
 _LOOK_S = 0.1
 
@@ -20,16 +20,17 @@ class Spawn:
 
     Args:
         niceness: of the process.
+        ahead: modules that it imports before its first job.
 
     Attributes:
         child: the process, once it is there.
         error: why it cannot be started; None while that is not known, or where it was.
     """
 
-    def __init__(self, niceness: int) -> None:
+    def __init__(self, niceness: int, ahead: Sequence[str] = ()) -> None:
         self.child: WriterClient | None = None
         self.error: BaseException | None = None
-        self._niceness = niceness
+        self._niceness, self._modules = niceness, ahead
         self._over = threading.Event()
         self._ending = threading.RLock()
         self._abandoned = False
@@ -65,7 +66,7 @@ class Spawn:
 
     def _run(self) -> None:
         try:
-            child = WriterClient(self._niceness)
+            child = WriterClient(self._niceness, self._modules)
         except Exception as error:  # the one that waits says so
             self.error = error
         else:

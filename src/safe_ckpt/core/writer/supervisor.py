@@ -16,16 +16,15 @@ import threading
 from collections.abc import Callable, Sequence
 
 from safe_ckpt.config import Timeouts, WriterConfig
-from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
+from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.staging.worker_thread import Refused
 from safe_ckpt.core.storage.direct_io import PAGE, Unwatched, WriteOptions
-from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
+from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.options import StorageOptions, variables
-from safe_ckpt.core.writer.client import WriteJob, WriterClient, WriterEnded
-from safe_ckpt.core.writer.file_writer import write_files
+from safe_ckpt.core.writer.content import TensorContent
+from safe_ckpt.core.writer.sink import WriteJob, write_job
 from safe_ckpt.core.writer.spawn import Spawn
-from safe_ckpt.core.writer.stream_writer import stream_file
-from safe_ckpt.core.writer.thread import WriterThread
+from safe_ckpt.core.writer.workers import WriterClient, WriterEnded, WriterThread
 from safe_ckpt.errors import WriterError
 
 logger = logging.getLogger(__name__)
@@ -41,6 +40,7 @@ class WriterSupervisor:
         timeouts: how long it may make no progress.
         respawned: called with pid and reason when the process was replaced.
         storage: how object stores are reached; None where no file goes to one.
+        ahead: modules that the process imports before its first job.
     """
 
     def __init__(
@@ -49,8 +49,10 @@ class WriterSupervisor:
         timeouts: Timeouts,
         respawned: Callable[[int, str], None],
         storage: StorageOptions | None = None,
+        ahead: Sequence[str] = (),
     ) -> None:
         self._config = config
+        self._ahead = ahead
         self._timeouts = timeouts
         self._respawned = respawned
         self._child: WriterClient | None = None
@@ -70,7 +72,7 @@ class WriterSupervisor:
             if self._child is not None or self._closed:
                 return
             first = self._spawn is None
-            spawn = self._spawn = self._spawn or Spawn(self._config.niceness)
+            spawn = self._spawn = self._spawn or Spawn(self._config.niceness, self._ahead)
         if first:
             spawn.wait(_MOMENT_S)
         self._take(spawn)
@@ -127,7 +129,8 @@ class WriterSupervisor:
                 return child.run(job, plan, self._timeouts, stop)
             except PermissionError as error:
                 # A descriptor of this process is its own where it has changed its user, or where /proc hides it.
-                if error.filename not in {copy.source for copy in job.copies}:
+                read = (*job.copies, *(one.instead for one in job.adoptions))
+                if error.filename not in {copy.source for copy in read if copy is not None}:
                     self._drop_child()
                     raise
                 return self._write_here(job, stop)
@@ -147,26 +150,17 @@ class WriterSupervisor:
         return self._write_here(job, stop)
 
     def stream(
-        self,
-        files: Sequence[WriteTask],
-        images: Sequence[FilePlan],
-        directories: Sequence[str],
-        most_bytes: int | None,
-        stop: Callable[[], None],
+        self, job: WriteJob, plans: Sequence[FilePlan], most_bytes: int | None, stop: Callable[[], None]
     ) -> list[WrittenFile]:
-        """Write ``files`` straight from their ``images``, in this process, with at most ``most_bytes`` of memory.
+        """Write the files of ``job`` straight from their ``plans``, in this process, with at most ``most_bytes`` of memory.
 
         Raises:
             OSError: the file system refused.
         """
-        progress = _OwnProgress(self, stop)
         size = min(most_bytes or _STREAM_BYTES, _STREAM_BYTES) // PAGE * PAGE
-        results = [
-            stream_file(image, task, size, self._options, progress) for image, task in zip(images, files, strict=True)
-        ]
-        for directory in directories:
-            sync_directory(directory)
-        return results
+        options = dataclasses.replace(self._options, chunk_bytes=size)
+        contents = (TensorContent(task, plan) for task, plan in zip(job.files, plans, strict=True))
+        return write_job(job, options, _OwnProgress(self, stop), contents=contents)
 
     def close(self) -> None:
         """End the process, for good. Does not wait for a job."""
@@ -183,7 +177,8 @@ class WriterSupervisor:
         return size_bytes > self._config.inline_bytes
 
     def _is_small(self, job: WriteJob) -> bool:
-        return not job.copies and not self.needs_process(sum(task.length for task in job.files))
+        copies = any(one.instead is not None for one in job.adoptions) or bool(job.copies)
+        return not copies and not self.needs_process(sum(task.length for task in job.files))
 
     def _write_aside(self, job: WriteJob, stop: Callable[[], None]) -> list[WrittenFile] | None:
         """Write on the thread; None if it does not return, or the system gives no more threads."""
@@ -199,19 +194,15 @@ class WriterSupervisor:
 
     def _plan(self, job: WriteJob) -> bytes:
         plan = {
-            "files": [task.to_json() for task in job.files],
-            "copies": [copy.to_json() for copy in job.copies],
-            "objects": [copy.to_json() for copy in job.objects],
-            "directories": list(job.directories),
+            "job": job.to_json(),
             "options": dataclasses.asdict(self._options),
             "variables": variables() if self._options.storage is not None else {},  # credentials may be new ones
         }
         return json.dumps(plan).encode()
 
     def _write_here(self, job: WriteJob, stop: Callable[[], None]) -> list[WrittenFile]:
-        memory = memoryview(job.buffer.memory if job.buffer is not None else b"")
-        progress = _OwnProgress(self, stop)
-        return write_files(job.copies, job.files, job.directories, memory, self._options, progress, job.objects)
+        memory = memoryview(job.buffer.memory) if job.buffer is not None else None
+        return write_job(job, self._options, _OwnProgress(self, stop), memory)
 
     def _drop_child(self) -> None:
         child, self._child = self._child, None

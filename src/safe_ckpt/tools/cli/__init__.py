@@ -10,7 +10,7 @@ def main() -> None:
     try:
         from safe_ckpt.tools.cli.app import app
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich", "click"):
+        if error.name not in ("typer", "rich", "click", "jinja2"):
             raise
-        sys.exit("safe-ckpt needs typer and rich: pip install 'safe-ckpt[cli]'")
+        sys.exit("safe-ckpt needs typer, rich and jinja2: pip install 'safe-ckpt[cli]'")
     app()

@@ -10,22 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.storage.source import in_files, in_store
-from safe_ckpt.errors import ConfigError, CorruptCheckpointError, UnsupportedFormatError
+from safe_ckpt.errors import ConfigError, CorruptCheckpointError
 from safe_ckpt.text import bytes_text
 from safe_ckpt.tools.cli.output import CHECKPOINT, AsJson, FollowSymlinks, ending_on_signals, failing, print_json, say
 from safe_ckpt.tools.inspection.check import judge, plan
+from safe_ckpt.tools.inspection.content import read_structure
 from safe_ckpt.tools.inspection.fetch import fetch
-from safe_ckpt.tools.inspection.files import Window, place_of
+from safe_ckpt.tools.inspection.files import place_of
 from safe_ckpt.tools.inspection.listing import one_of
-from safe_ckpt.tools.inspection.zip_reader import is_archive
 
 if TYPE_CHECKING:
     from safe_ckpt.core.formats.manifest import CheckpointInfo
 
-_FORMS = ("safetensors", "lightning", "torch", "dcp", "safe_ckpt")
+_FORMS = ("safetensors", "torch", "dcp")
 
 
 def convert(
@@ -37,12 +36,8 @@ def convert(
     item: Annotated[str, typer.Option(help="Only this part, keys joined by dots, as in 'state_dict'.")] = "",
     max_shard_size: Annotated[str, typer.Option(help="safetensors: how large a file may become.")] = "5GB",
     dtype: Annotated[str, typer.Option(help="safetensors: the type of floating-point tensors, as in 'bfloat16'.")] = "",
-    step: Annotated[int | None, typer.Option(help="safe_ckpt: the training step; without it the source's.")] = None,
     drop_objects: Annotated[
         bool, typer.Option("--drop-objects", help="Omit what only running SRC would build.")
-    ] = False,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Run the pickle in SRC, a file of torch.save that you trust.")
     ] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not verify SRC first.")] = False,
     follow_symlinks: FollowSymlinks = False,
@@ -50,20 +45,17 @@ def convert(
 ) -> None:
     """Write SRC in another format, with bounded memory; it appears at DST when all of it is on the disk.
 
-    safetensors: a model's weights in Hugging Face's layout, which Accelerate reads too. lightning: the same weights as a file
-    for load_from_checkpoint. torch: everything in one file for torch.load. dcp: everything in a directory for
-    torch.distributed.checkpoint. safe_ckpt: everything as a checkpoint of Checkpointer, in the directory DST.
+    safetensors: a model's weights in Hugging Face's layout, which Accelerate reads too. torch: everything in one file for
+    torch.load. dcp: everything in a directory for torch.distributed.checkpoint.
     """
     with failing(), ending_on_signals(), _quietly():
         target = _here(destination)
         form = _form(to, target)
         options = {"item": item, "max_shard_size": max_shard_size, "dtype": dtype, "drop_objects": drop_objects}
-        options["strict"] = not allow_pickle
         with _at_hand(source, target) as given:
             if not no_verify:
                 _verify(given, follow_symlinks=follow_symlinks)
-            structure = _opened(given, form, allow_pickle=allow_pickle, follow_symlinks=follow_symlinks)
-            info = _written(given, target, form, structure, _step_of(given, step, structure), options)
+            info = _written(given, target, form, read_structure(given, follow_symlinks=follow_symlinks), options)
     if as_json:
         print_json(info.to_json())
     else:
@@ -111,44 +103,13 @@ def _quietly() -> Iterator[None]:
 
 
 def _form(to: str, destination: Path) -> str:
-    form = to or {".ckpt": "lightning", ".pt": "torch", ".pth": "torch"}.get(destination.suffix, "")
+    form = to or {".pt": "torch", ".pth": "torch"}.get(destination.suffix, "")
     if form not in _FORMS:
         raise ConfigError(key="--to", message=f"expected one of {', '.join(_FORMS)}, got {form!r}")
     return form
 
 
-def _opened(source: Path, form: str, *, allow_pickle: bool, follow_symlinks: bool) -> Any:
-    if not allow_pickle:
-        from safe_ckpt.tools.inspection.content import read_structure
-
-        return read_structure(source, follow_symlinks=follow_symlinks)
-    if source.is_dir() or form != "torch":
-        message = "is only for one file of torch.save to another (--to torch); convert that file without it"
-        raise ConfigError(key="--allow-pickle", message=message)
-    import torch
-
-    with Window(source) as window:
-        mmap = is_archive(window)
-    try:
-        options: dict[str, Any] = {"map_location": "cpu", "mmap": mmap}
-        return torch.load(source, weights_only=False, **options)  # unpickles: --allow-pickle asks for it
-    except Exception as error:  # the code in it may raise anything
-        message = f"running its pickle failed: {type(error).__name__}: {error}"
-        raise UnsupportedFormatError(path=str(source), message=message) from error
-
-
-def _step_of(source: Path, given: int | None, structure: Any) -> int:
-    if given is not None:
-        return given
-    with contextlib.suppress(UnsupportedFormatError, CorruptCheckpointError):
-        return read_manifest(source).step
-    step = structure.get("global_step") if isinstance(structure, Mapping) else None
-    return step if isinstance(step, int) and not isinstance(step, bool) else 0
-
-
-def _written(
-    source: Path, destination: Path, form: str, structure: Any, step: int, options: Mapping[str, Any]
-) -> CheckpointInfo:
+def _written(source: Path, destination: Path, form: str, structure: Any, options: Mapping[str, Any]) -> CheckpointInfo:
     from safe_ckpt.tools.convert import target
     from safe_ckpt.tools.convert.source import filled, part_of, weights_of
     from safe_ckpt.tools.inspection.values import Mapped
@@ -161,11 +122,7 @@ def _written(
         return target.write_safetensors(destination, entries, Mapped(), max_shard_size=size, dtype=kind)
     with target.scratch_beside(destination) as scratch:
         make = Mapped(scratch).tensor
-        if form == "lightning":
-            weights = {name: make(entry) for name, entry in weights_of(structure, options["item"], source).items()}
-            return target.write_archive(destination, target.as_lightning(weights, step))
         chosen = filled(part_of(structure, options["item"], source), make, drop_objects=options["drop_objects"])
         if form == "torch":
-            return target.write_archive(destination, chosen, strict=options["strict"])
-        parts = target.as_items(chosen)
-        return target.write_dcp(destination, parts) if form == "dcp" else target.write_steps(destination, parts, step)
+            return target.write_archive(destination, chosen)
+        return target.write_dcp(destination, target.as_items(chosen))

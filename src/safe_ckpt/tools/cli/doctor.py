@@ -1,20 +1,17 @@
-"""``safe-ckpt doctor``: would checkpoints be safe in this directory, on this machine, on these ranks."""
+"""``safe-ckpt doctor``: would checkpoints be safe in this directory, on this machine."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from safe_ckpt.core.storage.objects.options import is_url
-from safe_ckpt.errors import ConfigError, SafeCheckpointError
+from safe_ckpt.errors import ConfigError
 from safe_ckpt.text import bytes_from
-from safe_ckpt.tools.cli.output import DAMAGED, AsJson, ending_on_signals, print_json, say, tell
-from safe_ckpt.tools.doctor import Options, Report, World, diagnose, world_of
-from safe_ckpt.tools.doctor.check import skipped
+from safe_ckpt.tools.cli.output import DAMAGED, AsJson, ending_on_signals, print_json, tell
+from safe_ckpt.tools.doctor import Options, Report, diagnose
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "cyan"}
 
@@ -36,31 +33,25 @@ def doctor(
         int | None,
         typer.Option(min=0, help="Write so much to measure the speed (256; 64 for an address); 0 for not at all."),
     ] = None,
-    timeout_s: Annotated[float, typer.Option(min=1, help="For every single check, and for ranks to come.")] = 60.0,
+    timeout_s: Annotated[float, typer.Option(min=1, help="For every single check.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
     """Check what safe checkpoints need of DIR, or of an address, and of this machine, and what to do about each problem.
 
     Everything is tried in a folder of its own below DIR that is removed at the end; a job that uses DIR is not disturbed.
-    Under torchrun (torchrun --nproc-per-node 4 -m safe_ckpt.tools.cli doctor DIR) the ranks are compared as well, and rank 0
-    reports. Exit status: 0 when it works, also with warnings; 1 when something failed; 2 wrong usage.
+    Exit status: 0 when it works, also with warnings; 1 when something failed; 2 wrong usage.
     """
     try:
-        world, remote = world_of(os.environ), is_url(directory)
+        remote = is_url(directory)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     probe_bytes = (64 if remote else 256) << 20 if mebibytes is None else mebibytes << 20
     options = Options(state_bytes=state_bytes, probe_bytes=probe_bytes, timeout_s=timeout_s)
     try:
         with ending_on_signals():
-            report = _of_store(directory, options, world) if remote else diagnose(Path(directory), options, world)
+            report = _of_store(directory, options) if remote else diagnose(Path(directory), options)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
-    except SafeCheckpointError as error:  # on ranks other than 0; rank 0 has it in its report
-        say(f"rank {world.rank if world else 0}: {error}")
-        raise typer.Exit(DAMAGED) from None
-    if report is None:
-        return
     if as_json:
         print_json(report.to_json())
     else:
@@ -69,19 +60,12 @@ def doctor(
         raise typer.Exit(DAMAGED)
 
 
-def _of_store(url: str, options: Options, world: World | None) -> Report | None:
-    """On several ranks rank 0 alone looks: they meet at no file."""
+def _of_store(url: str, options: Options) -> Report:
     from safe_ckpt.tools.doctor.object_store import (
         diagnose_store,  # an HTTP client: a delay that no other command needs
     )
 
-    if world is not None and world.rank:
-        return None
-    report = diagnose_store(url, options)
-    if world is None:
-        return report
-    ranks = skipped("ranks", "they are compared for a directory of a file system alone")
-    return replace(report, findings=(*report.findings, ranks))
+    return diagnose_store(url, options)
 
 
 def _print(report: Report) -> None:
@@ -89,8 +73,7 @@ def _print(report: Report) -> None:
     for finding in report.findings:
         state = typer.style(f"{finding.state:<7}", fg=_COLOURS[finding.state])
         typer.echo(state, nl=False)  # its colours are ours; what follows may hold hostile names
-        where = f"{finding.where}: " if finding.where else ""
-        tell(f"  {finding.check:<{width}}  {where}{finding.measured}")
+        tell(f"  {finding.check:<{width}}  {finding.measured}")
         if finding.advice:
             tell(f"{'':<{9 + width}}  -> {finding.advice}")
     tell(report.summary)

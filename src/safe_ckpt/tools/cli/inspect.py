@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +28,7 @@ from safe_ckpt.tools.cli.output import (
 )
 from safe_ckpt.tools.inspection.content import read_content, read_object_content
 from safe_ckpt.tools.inspection.files import place_of, walk
-from safe_ckpt.tools.inspection.listing import kind_of, one_of, read_listing
+from safe_ckpt.tools.inspection.listing import kind_of, one_of
 from safe_ckpt.tools.inspection.tensors import Content, Entry, Value
 
 if TYPE_CHECKING:
@@ -198,12 +197,8 @@ def _difference(one: Entry | None, other: Entry | None, maps: tuple[Mapped, Mapp
     return "values" if largest else "", largest
 
 
-_BARS = "▁▂▃▄▅▆▇█"
-_MOST_BARS = 60
-
-
 def _show_health(path: Path, *, as_json: bool) -> None:
-    """Of each file its numbers and their norm, with those of the checkpoints beside it before; then the worst tensors."""
+    """Of each file its numbers and their norm; then the worst tensors."""
     found = read_manifest(path).health
     if not found:
         say("its numbers were not looked at: it was saved with health.action=off, or by an earlier version")
@@ -211,14 +206,11 @@ def _show_health(path: Path, *, as_json: bool) -> None:
     if as_json:
         print_json({"path": str(path), **found})
         return
-    before = [c.manifest for c in read_listing(path.parent).usable if c.manifest is not None and c.manifest.health]
-    before.sort(key=lambda manifest: manifest.sequence)
     rows = []
     for name, facts in sorted(found["files"].items()):
-        norms = [m.health.get("files", {}).get(name, {}).get("norm") for m in before[-_MOST_BARS:]]
         extremes = (f"{facts[key]:.4g}" if key in facts else "" for key in ("norm", "least", "most"))
-        rows.append((name or path.name, facts.get("numbers", 0), *extremes, facts.get("largest", ""), sparkline(norms)))
-    print_table(("file", "numbers", "norm", "least", "most", "largest in", "norms so far"), rows)
+        rows.append((name or path.name, facts.get("numbers", 0), *extremes, facts.get("largest", "")))
+    print_table(("file", "numbers", "norm", "least", "most", "largest in"), rows)
     sick = [
         (row["name"], row["numbers"], row["nan"], row["inf"])
         for f in found["files"].values()
@@ -227,13 +219,3 @@ def _show_health(path: Path, *, as_json: bool) -> None:
     if sick:
         print_table(("tensor", "numbers", "NaN", "Inf"), sick)
     say(f"{'healthy' if found['healthy'] else described(found)}{', marked' if found['marked'] else ''}")
-
-
-def sparkline(values: Sequence[float | None]) -> str:
-    """A bar for each value between the least and the largest; a blank where there is none."""
-    there = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
-    if not there:
-        return ""
-    least, span = min(there), (max(there) - min(there)) or 1.0
-    top = len(_BARS) - 1
-    return "".join(" " if value not in there else _BARS[round(top * (value - least) / span)] for value in values)

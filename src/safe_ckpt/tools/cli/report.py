@@ -22,7 +22,7 @@ from safe_ckpt.tools.inspection.listing import list_existing
 from safe_ckpt.tools.report import event_log, page, summary
 from safe_ckpt.tools.report.follow import Follower
 from safe_ckpt.tools.report.history import History, Notice, Save, build
-from safe_ckpt.tools.report.sections import Subject
+from safe_ckpt.tools.report.page import Subject
 
 AnyDirectory = Annotated[Path, typer.Argument(parser=local_directory, metavar="DIR")]
 """A directory, also one that may not be read: the command itself says so."""

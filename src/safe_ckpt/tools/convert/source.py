@@ -74,7 +74,7 @@ def filled(structure: Any, make: Make, *, drop_objects: bool) -> Any:
     made = _filled(structure, make, "", objects)
     if objects and not drop_objects:
         message = f"{len(objects)} objects can only be built by running the checkpoint ({listed(objects)})"
-        raise StateError(key="convert", message=f"{message}: --drop-objects leaves them out, --allow-pickle runs it")
+        raise StateError(key="convert", message=f"{message}: --drop-objects leaves them out")
     return made
 
 

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 
-from safe_ckpt.checkpointer import Checkpointer
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, single
@@ -31,8 +30,6 @@ from safe_ckpt.tools.inspection.files import walk
 from safe_ckpt.tools.inspection.tensors import Entry
 from safe_ckpt.tools.inspection.values import Mapped
 
-Form = Literal["safetensors", "lightning", "torch", "dcp", "safe_ckpt"]
-WEIGHTS_ALONE = ("safetensors", "lightning")
 _CONFIG = CheckpointConfig(max_host_bytes=64 << 20, record_events=False)
 
 
@@ -51,25 +48,15 @@ def write_safetensors(
     return _saved(path, hugging_face.images(tensors, most_bytes), kind="directory")
 
 
-def write_archive(path: Path, state: Any, *, strict: bool = True) -> CheckpointInfo:
-    """One file that ``torch.load`` reads; with ``strict`` also with ``weights_only=True``.
+def write_archive(path: Path, state: Any) -> CheckpointInfo:
+    """One file that ``torch.load`` reads, also with ``weights_only=True``.
 
     Raises:
         StateError: something in it cannot be saved; names it.
         SafeCheckpointError: it could not be written; nothing is there then.
     """
-    image = torch_image(path.name, state, strict=strict, key="convert")
+    image = torch_image(path.name, state, strict=True, key="convert")
     return _saved(path, [single(image, path.name)], kind="file")
-
-
-def write_steps(path: Path, state: Mapping[str, Any], step: int) -> CheckpointInfo:
-    """A checkpoint of ``Checkpointer``, in a directory of such.
-
-    Raises:
-        SafeCheckpointError: it could not be written; nothing is there then.
-    """
-    with Checkpointer(path, _CONFIG) as keeper:
-        return keeper.save(step, state).result()
 
 
 def write_dcp(path: Path, state: Mapping[str, Any]) -> CheckpointInfo:
@@ -139,11 +126,6 @@ def scratch_beside(path: Path) -> Iterator[Path]:
     durable.make_directory(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp") as folder:
         yield Path(folder)
-
-
-def as_lightning(tensors: Mapping[str, torch.Tensor], step: int) -> dict[str, Any]:
-    """Weights as ``load_from_checkpoint`` expects them; there is nothing in it to train on from."""
-    return {"state_dict": dict(tensors), "epoch": 0, "global_step": step, "pytorch-lightning_version": "2.0.0"}
 
 
 def refuse_existing(path: Path) -> None:

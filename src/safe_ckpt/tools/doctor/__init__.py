@@ -1,13 +1,13 @@
-"""``safe-ckpt doctor``: whether this directory, this machine and these ranks are fit for safe checkpoints.
+"""``safe-ckpt doctor``: whether this directory and this machine are fit for safe checkpoints.
 
-Each check is a small function from an ``Examined`` directory to ``Finding`` records; ``checks.py`` lists them, ``runner.py``
-runs them under a deadline, ``ranks.py`` compares ranks. Everything is written into one private folder, which is removed
-at the end; no lock is taken and no existing file is touched. Without ranks nothing here imports torch.
+Each check is a small function from an ``Examined`` directory to ``Finding`` records. ``examination.py`` lists them, and
+``check.py`` runs them under a deadline. Everything is written into one private folder, which is removed at the end; no lock is
+taken and no existing file is touched. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-from safe_ckpt.tools.doctor.check import Examined, Finding, Options, State, worst
-from safe_ckpt.tools.doctor.examination import Report, World, diagnose, world_of
+from safe_ckpt.tools.doctor.check import Finding, Options, Report, State
+from safe_ckpt.tools.doctor.examination import diagnose
 
-__all__ = ["Examined", "Finding", "Options", "Report", "State", "World", "diagnose", "world_of", "worst"]
+__all__ = ["Finding", "Options", "Report", "State", "diagnose"]

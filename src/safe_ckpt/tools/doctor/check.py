@@ -1,4 +1,6 @@
-"""Checks run so that none can hang the caller: each on a daemon thread, under a deadline, in a private folder.
+"""What a check finds, and the runner of checks: none can hang the caller.
+
+Each runs on a daemon thread, under a deadline; those of a directory in a private folder of it.
 
 If the server of a file system is lost, a system call may block for ever, and nothing in the process can end it. So the
 call is abandoned and reported, and no further check touches the same disk.
@@ -14,6 +16,7 @@ import os
 import shutil
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
@@ -21,18 +24,140 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.tools.inspection.listing import read_listing
 
 logger = logging.getLogger(__name__)
 PREFIX = ".safe_ckpt_doctor-"
 STUCK = "the disk or its server does not answer: look at dmesg and at the mount, before any training"
 _T = TypeVar("_T")
-_Default = TypeVar("_Default")
 _LEAVE_S = 5.0
+
+State = Literal["ok", "warn", "fail", "skipped"]
+_ORDER: tuple[State, ...] = ("ok", "skipped", "warn", "fail")
+Figure = int | float | str | bool | None
+_ADVICE = {
+    errno.EACCES: "give this user the right to write there (chown, chmod), or choose another directory",
+    errno.EPERM: "this user, or this file system, may not do that: choose another directory",
+    errno.EROFS: "it is mounted read-only: mount it for writing, or choose another directory",
+    errno.ENOSPC: "the file system is full: delete something, or choose another directory",
+    errno.EDQUOT: "the quota of this user is used up: delete something, or ask for more",
+    errno.EIO: "the disk or its server reports errors: look at dmesg, and do not keep checkpoints there",
+    errno.ESTALE: "the server no longer knows this directory: mount it again",
+    errno.ENOENT: "the path leads nowhere, as a dangling link does: choose another directory",
+    errno.ENOTDIR: "a part of the path is a file: choose another directory",
+    errno.ENAMETOOLONG: "choose a directory with a shorter path",
+    errno.EMFILE: "too many files are open: ulimit -n 65536",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The outcome of one check.
+
+    Attributes:
+        check: the name of the check.
+        state: ``"ok"``; ``"warn"``: it works, at a price; ``"fail"``: checkpoints cannot be relied on here; ``"skipped"``: it
+            could not be checked.
+        measured: what was seen, as text.
+        advice: what to do about it, or a hint; "" where there is nothing to do.
+        figures: the same in numbers, for programs; units are in the names.
+    """
+
+    check: str
+    state: State
+    measured: str
+    advice: str = ""
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-able data."""
+        return dataclasses.asdict(self)
+
+
+def ok(check: str, measured: str, advice: str = "", /, **figures: Figure) -> Finding:
+    """Nothing to do; ``advice`` is only a hint."""
+    return Finding(check=check, state="ok", measured=measured, advice=advice, figures=figures)
+
+
+def warn(check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
+    """It works, at a price."""
+    return Finding(check=check, state="warn", measured=measured, advice=advice, figures=figures)
+
+
+def warn_if(bad: bool, check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
+    """A warning with ``advice`` where it is ``bad``; else nothing to do."""
+    return warn(check, measured, advice, **figures) if bad else ok(check, measured, **figures)
+
+
+def fail(check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
+    """Checkpoints cannot be relied on here."""
+    return Finding(check=check, state="fail", measured=measured, advice=advice, figures=figures)
+
+
+def skipped(check: str, why: str) -> Finding:
+    """The check could not be made."""
+    return Finding(check=check, state="skipped", measured=why)
+
+
+def refused(check: str, error: OSError, doing: str = "") -> Finding:
+    """The operating system refused a call."""
+    code = errno.errorcode.get(error.errno or 0, "")
+    where = f" ({os.path.basename(os.fsdecode(error.filename))})" if isinstance(error.filename, str | bytes) else ""
+    text = f"{f'{doing}: ' if doing else ''}{error.strerror or error}{f' [{code}]' if code else ''}{where}"
+    advice = _ADVICE.get(error.errno or 0, "choose a directory on another file system")
+    return fail(check, text, advice, errno=code or None)
+
+
+def worst(findings: Iterable[Finding]) -> State:
+    """The state of the whole; ``"ok"`` when there is none."""
+    return max((finding.state for finding in findings), key=_ORDER.index, default="ok")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The findings on one directory.
+
+    Attributes:
+        directory: what was asked about.
+        findings: in the order of the checks.
+    """
+
+    directory: Place
+    findings: tuple[Finding, ...]
+
+    @property
+    def state(self) -> State:
+        """The worst of all."""
+        return worst(self.findings)
+
+    @property
+    def summary(self) -> str:
+        """One sentence."""
+        counts = Counter(finding.state for finding in self.findings)
+        if counts["fail"]:
+            failed = f"{counts['fail']} failed, {counts['warn']} to look at"
+            return f"{self.directory}: checkpoints cannot be relied on here: {failed}"
+        if counts["warn"]:
+            return f"{self.directory}: works, with {counts['warn']} to look at; {counts['ok']} are fine"
+        return f"{self.directory}: all is well"
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-able data."""
+        return {
+            "directory": str(self.directory),
+            "state": self.state,
+            "summary": self.summary,
+            "findings": [finding.to_json() for finding in self.findings],
+        }
 
 
 class StuckError(OSError):
     """A call did not end in time."""
+
+
+class UnwritableError(OSError):
+    """There is no private folder, so that nothing that writes can be tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +167,7 @@ class Options:
     Attributes:
         state_bytes: the size of one checkpoint; None to take that of the newest one in the directory.
         probe_bytes: how much is written and read to measure the speed, at most a tenth of what is free; 0 for not at all.
-        timeout_s: how long any single check may take, and how long the ranks wait for each other.
+        timeout_s: how long any single check may take.
     """
 
     state_bytes: int | None = None
@@ -74,35 +199,23 @@ class Examined:
     state_from: str = ""
     stop: threading.Event = field(default_factory=threading.Event)
 
-    @property
-    def levels_up(self) -> int:
-        """How many levels ``existing`` is above ``asked``."""
-        return len(self.asked.parts) - len(self.existing.parts)
-
     def folder(self, name: str) -> Path:
-        """A new folder in the private folder, for a check with ``needs_scratch``."""
+        """A new folder in the private folder.
+
+        Raises:
+            UnwritableError: there is none.
+        """
         if self.scratch is None:
-            raise FileNotFoundError(f"there is no private folder in {self.existing}")
+            raise UnwritableError("nothing can be written there")
         folder = self.scratch / name
         folder.mkdir()
         return folder
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """One entry of the list of checks.
-
-    Attributes:
-        name: what its finding is called where it cannot give one itself.
-        run: does it; an ``OSError`` that it raises becomes a finding.
-        needs_scratch: it writes; not run where nothing can be written.
-        touches_disk: not run any more when the disk has stopped answering.
-    """
-
-    name: str
-    run: Callable[[Examined], list[Finding]]
-    needs_scratch: bool = False
-    touches_disk: bool = True
+Checks = Sequence[tuple[str, Callable[[_T], list[Finding]]]]
+"""What each is called where it cannot give a name itself, and what it does; an ``OSError`` that it raises becomes a finding."""
+Judge = Callable[[str, OSError], tuple[Finding, str]]
+"""What an error of the check of this name means, and why no other is tried after it; "" where they are."""
 
 
 def bounded(action: Callable[[], _T], limit_s: float, stop: threading.Event | None = None) -> _T:
@@ -149,21 +262,19 @@ def known_size(directory: Path, options: Options) -> tuple[int | None, str]:
     if options.state_bytes is not None:
         return options.state_bytes, "as given"
     # Without an answer: no directory, a live job that deletes one just now, or a disk that the first check reports anyway.
-    infos = or_else(lambda: [candidate.info for candidate in read_listing(directory).usable], options.timeout_s, ())
-    newest = next((info for info in infos if info is not None and info.size_bytes), None)
-    return (newest.size_bytes, f"as {newest.path.name} is") if newest else (None, "")
+    with contextlib.suppress(OSError):
+        usable = bounded(lambda: read_listing(directory).usable, options.timeout_s)
+        newest = next((one.info for one in usable if one.info is not None and one.info.size_bytes), None)
+        if newest is not None:
+            return newest.size_bytes, f"as {newest.path.name} is"
+    return None, ""
 
 
-def or_else(action: Callable[[], _T], limit_s: float, default: _Default) -> _T | _Default:
-    """As ``bounded``; ``default`` where the file system refuses or does not answer."""
-    try:
-        return bounded(action, limit_s)
-    except OSError:
-        return default
+@contextlib.contextmanager
+def examining(path: Path, options: Options) -> Iterator[Examined]:
+    """The directory with its private folder, which is removed at the end, also after an error or Ctrl-C.
 
-
-def look_at(path: Path, options: Options) -> Examined:
-    """What is known of a directory before anything is written.
+    Where the folder cannot be made, ``problem`` says why. Called on the main thread.
 
     Raises:
         StuckError: the file system does not answer.
@@ -171,19 +282,7 @@ def look_at(path: Path, options: Options) -> Examined:
     asked = Path(os.path.abspath(path))
     existing = bounded(lambda: nearest_existing(asked), options.timeout_s)
     size, known_from = known_size(asked, options)
-    return Examined(asked=asked, existing=existing, options=options, state_bytes=size, state_from=known_from)
-
-
-@contextlib.contextmanager
-def examining(path: Path, options: Options) -> Iterator[Examined]:
-    """The directory with its private folder, which is removed at the end, also after an error or Ctrl-C.
-
-    Where the folder cannot be made, ``problem`` says why. Called on rank 0, on the main thread.
-
-    Raises:
-        StuckError: the file system does not answer.
-    """
-    examined = look_at(path, options)
+    examined = Examined(asked=asked, existing=existing, options=options, state_bytes=size, state_from=known_from)
     scratch = examined.existing / f"{PREFIX}{uuid.uuid4().hex}"
     try:
         try:
@@ -209,117 +308,31 @@ def _remove(scratch: Path) -> None:
         shutil.rmtree(scratch)
 
 
-def run_checks(examined: Examined, checks: Sequence[Check]) -> list[Finding]:
+def run_checks(
+    subject: _T, checks: Checks[_T], judge: Judge, *, limit_s: float, stop: threading.Event | None = None
+) -> list[Finding]:
     """Run the checks in their order and collect their findings. Called on the main thread.
 
     Args:
-        examined: the directory.
+        subject: what each of them is given.
         checks: what to do.
+        judge: what an error means.
+        limit_s: how long any single one may take.
+        stop: see ``bounded``.
 
     Raises:
         BaseException: a check raised something other than ``OSError``, or Ctrl-C came; the check that was under way was
             asked to end, and was given a few seconds for that.
     """
     findings: list[Finding] = []
-    stuck = False
-    for check in checks:
-        if check.touches_disk and stuck:
-            findings.append(skipped(check.name, "not tried: the file system has stopped answering"))
-            continue
-        if check.needs_scratch and examined.scratch is None:
-            findings.append(skipped(check.name, "not tried: nothing can be written there"))
+    why = ""
+    for name, check in checks:
+        if why:
+            findings.append(skipped(name, f"not tried: {why}"))
             continue
         try:
-            findings += bounded(partial(check.run, examined), examined.options.timeout_s, examined.stop)
-        except StuckError as error:
-            stuck = stuck or check.touches_disk
-            findings.append(fail(check.name, str(error), STUCK if check.touches_disk else "try again later"))
+            findings += bounded(partial(check, subject), limit_s, stop)
         except OSError as error:
-            findings.append(refused(check.name, error))
+            finding, why = judge(name, error)
+            findings.append(finding)
     return findings
-
-
-# The outcome of a check: a state, the figure behind it, and what to do about it.
-
-State = Literal["ok", "warn", "fail", "skipped"]
-_ORDER: tuple[State, ...] = ("ok", "skipped", "warn", "fail")
-Figure = int | float | str | bool | None
-
-_ADVICE = {
-    errno.EACCES: "give this user the right to write there (chown, chmod), or choose another directory",
-    errno.EPERM: "this user, or this file system, may not do that: choose another directory",
-    errno.EROFS: "it is mounted read-only: mount it for writing, or choose another directory",
-    errno.ENOSPC: "the file system is full: delete something, or choose another directory",
-    errno.EDQUOT: "the quota of this user is used up: delete something, or ask for more",
-    errno.EIO: "the disk or its server reports errors: look at dmesg, and do not keep checkpoints there",
-    errno.ESTALE: "the server no longer knows this directory: mount it again",
-    errno.ENOENT: "the path leads nowhere, as a dangling link does: choose another directory",
-    errno.ENOTDIR: "a part of the path is a file: choose another directory",
-    errno.ENAMETOOLONG: "choose a directory with a shorter path",
-    errno.EMFILE: "too many files are open: ulimit -n 65536",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """The outcome of one check.
-
-    Attributes:
-        check: the name of the check.
-        state: ``"ok"``; ``"warn"``: it works, at a price; ``"fail"``: checkpoints cannot be relied on here; ``"skipped"``: it
-            could not be checked.
-        measured: what was seen, as text.
-        advice: what to do about it, or a hint; "" where there is nothing to do.
-        where: the host and ranks concerned, where that is not all of them.
-        figures: the same in numbers, for programs; units are in the names.
-    """
-
-    check: str
-    state: State
-    measured: str
-    advice: str = ""
-    where: str = ""
-    figures: Mapping[str, Figure] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON-able data."""
-        return dataclasses.asdict(self)
-
-
-def ok(check: str, measured: str, advice: str = "", /, **figures: Figure) -> Finding:
-    """Nothing to do; ``advice`` is only a hint."""
-    return Finding(check=check, state="ok", measured=measured, advice=advice, figures=figures)
-
-
-def warn(check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
-    """It works, at a price."""
-    return Finding(check=check, state="warn", measured=measured, advice=advice, figures=figures)
-
-
-def warn_if(bad: bool, check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
-    """A warning with ``advice`` where it is ``bad``; else nothing to do."""
-    return warn(check, measured, advice, **figures) if bad else ok(check, measured, **figures)
-
-
-def fail(check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
-    """Checkpoints cannot be relied on here."""
-    return Finding(check=check, state="fail", measured=measured, advice=advice, figures=figures)
-
-
-def skipped(check: str, why: str) -> Finding:
-    """The check could not be made."""
-    return Finding(check=check, state="skipped", measured=why)
-
-
-def refused(check: str, error: OSError, doing: str = "") -> Finding:
-    """The operating system refused a call."""
-    code = errno.errorcode.get(error.errno or 0, "")
-    where = f" ({os.path.basename(os.fsdecode(error.filename))})" if isinstance(error.filename, str | bytes) else ""
-    text = f"{f'{doing}: ' if doing else ''}{error.strerror or error}{f' [{code}]' if code else ''}{where}"
-    advice = _ADVICE.get(error.errno or 0, "choose a directory on another file system")
-    return fail(check, text, advice, errno=code or None)
-
-
-def worst(findings: Iterable[Finding]) -> State:
-    """The state of the whole; ``"ok"`` when there is none."""
-    return max((finding.state for finding in findings), key=_ORDER.index, default="ok")

@@ -1,10 +1,9 @@
-"""The file system of a directory: its kind, what renames, links and names do there, and how much fits."""
+"""The file system of a directory: its kind, what renames do there, and how much fits."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from safe_ckpt.text import bytes_text
 from safe_ckpt.tools.doctor.check import Examined, Finding, fail, ok, skipped, warn, warn_if
 
 _LITTLE_BYTES = 1 << 30
-_FEW_INODES = 10_000
 _TABLE = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _LAG = "other hosts may see new files seconds late; safe_ckpt waits for them"
@@ -138,41 +136,6 @@ def renaming(examined: Examined) -> list[Finding]:
     return [ok("rename", text, advice, exchange=False)]
 
 
-def links(examined: Examined) -> list[Finding]:
-    """Whether hard and symbolic links work: a second name of a checkpoint is one."""
-    folder = examined.folder("links")
-    (folder / "file").write_text("x")
-    works = {
-        "hard": _works(lambda: os.link(folder / "file", folder / "hard")),
-        "symbolic": _works(lambda: os.symlink("file", folder / "symbolic")),
-    }
-    missing = [name for name, does in works.items() if not does]
-    if not missing:
-        return [ok("links", "hard and symbolic links work", **works)]
-    advice = "a second name of a checkpoint, such as last.ckpt, is a copy here and takes its space again"
-    if "symbolic" in missing:
-        advice += '; do not use save_last="link"'
-    return [warn("links", f"no {' and '.join(missing)} links", advice, **works)]
-
-
-def _works(action: Callable[[], object]) -> bool:
-    try:
-        action()
-    except OSError:
-        return False
-    return True
-
-
-def names(examined: Examined) -> list[Finding]:
-    """Whether the file system distinguishes names that differ only in case."""
-    folder = examined.folder("names")
-    (folder / "case").touch()
-    if (folder / "CASE").exists():
-        advice = "two names that differ only in case are one file here: do not rely on case in file names or metrics"
-        return [warn("names", "not case-sensitive", advice, case_sensitive=False)]
-    return [ok("names", "case-sensitive", case_sensitive=True)]
-
-
 def space(examined: Examined) -> list[Finding]:
     """Free bytes, against the size of a checkpoint."""
     free_bytes = durable.free_bytes(examined.existing)
@@ -207,16 +170,3 @@ def judge_space(*, free_bytes: int, total_bytes: int, size: int | None, why: str
         return fail("space", text, advice, **figures)
     advice = "a new one is complete before an old one is deleted: make room for two"
     return warn_if(fit == 1, "space", text, advice, **figures)
-
-
-def inodes(examined: Examined) -> list[Finding]:
-    """How many files may still be created."""
-    try:
-        stat = os.statvfs(examined.existing)
-    except OSError as error:
-        return [skipped("files", f"this file system does not report how many can be created ({error.strerror})")]
-    if not stat.f_files:
-        return [ok("files", "no limit on their number")]
-    free, text = stat.f_favail, f"{stat.f_favail} more can be created"
-    advice = "delete files that nobody needs: without free inodes no file can be created, even with space left"
-    return [warn_if(free < _FEW_INODES, "files", text, advice, free_inodes=free)]

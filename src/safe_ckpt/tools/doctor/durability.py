@@ -19,7 +19,7 @@ from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 from safe_ckpt.text import duration
-from safe_ckpt.tools.doctor.check import PREFIX, Examined, Figure, Finding, fail, ok, refused, skipped, warn, warn_if
+from safe_ckpt.tools.doctor.check import Examined, Figure, Finding, fail, ok, refused, skipped, warn, warn_if
 from safe_ckpt.tools.doctor.disk import current
 from safe_ckpt.tools.inspection.listing import holders_of
 
@@ -29,7 +29,6 @@ _SUSPICIOUS_S = 20e-6
 _SLOW_S = 1.0
 _LEASE_S = 60.0
 _QUICK_S = 10.0
-_OLD_S = 3600.0
 _HOLD = """
 import sys
 from pathlib import Path
@@ -149,14 +148,3 @@ def holder(examined: Examined) -> list[Finding]:
     if lease.alive is None:
         advice += ". Whether it is alive is unknown here: if it is gone, the next job takes over by itself"
     return [ok("held by", f"{who}, since {lease.started_at}", advice, **figures)]
-
-
-def leftovers(examined: Examined) -> list[Finding]:
-    """Private folders that killed doctors left."""
-    own = examined.scratch.name if examined.scratch else ""
-    folders = [path for path in examined.existing.glob(f"{PREFIX}*") if path.name != own]
-    old = [path for path in folders if time.time() - path.stat().st_mtime > _OLD_S]
-    if not old:
-        return []
-    advice = f"rm -r {examined.existing}/{PREFIX}*"
-    return [warn("leftovers", f"{len(old)} private folders of killed doctors", advice)]

@@ -1,17 +1,16 @@
-"""This host and process: memory for snapshots, the largest file it may write, cores, and versions."""
+"""This host and process: memory for snapshots, the largest file it may write, and versions."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import platform
-import resource
 from collections.abc import Mapping
 from importlib import metadata
 
 from safe_ckpt import machine as host_memory
 from safe_ckpt.text import bytes_text
-from safe_ckpt.tools.doctor.check import Examined, Finding, fail, ok, refused, skipped, warn, warn_if
+from safe_ckpt.tools.doctor.check import Finding, fail, ok, refused, skipped, warn, warn_if
 from safe_ckpt.versions import SUPPORTED, judge
 
 PACKAGES = ("safe-ckpt", "torch", "lightning", "pytorch-lightning", "accelerate", "transformers", "deepspeed", "numpy")
@@ -19,13 +18,12 @@ _PROBE_BYTES = 16 << 20
 _TIGHT_BYTES = 1 << 30
 
 
-def memory(examined: Examined) -> list[Finding]:
+def memory(state_bytes: int | None) -> list[Finding]:
     """How much a snapshot may take on this host."""
     free = host_memory.available_bytes()
     if free is None:
         return [skipped("memory", "the kernel does not report how much is free")]
-    limit = host_memory.allowance().memory_bytes
-    return [judge_memory(free_bytes=free, limit_bytes=limit, size=examined.state_bytes)]
+    return [judge_memory(free_bytes=free, limit_bytes=host_memory.memory_limit_bytes(), size=state_bytes)]
 
 
 def judge_memory(*, free_bytes: int, limit_bytes: int | None, size: int | None) -> Finding:
@@ -40,7 +38,7 @@ def judge_memory(*, free_bytes: int, limit_bytes: int | None, size: int | None) 
     return warn_if(size is None and free_bytes < _TIGHT_BYTES, "memory", text, advice, **figures)
 
 
-def shared_memory(_: Examined) -> list[Finding]:
+def shared_memory(_: int | None) -> list[Finding]:
     """The anonymous memory that holds snapshots."""
     doing, advice = "memfd_create", "a sandbox forbids it: allow the system call memfd_create"
     try:
@@ -52,10 +50,9 @@ def shared_memory(_: Examined) -> list[Finding]:
     return [ok("shared memory", f"{bytes_text(_PROBE_BYTES)} can be taken")]
 
 
-def file_size(examined: Examined) -> list[Finding]:
+def file_size(state_bytes: int | None) -> list[Finding]:
     """The largest file that this process, and the writer that it starts, may write."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    return [judge_file_size(None if limit == resource.RLIM_INFINITY else limit, examined.state_bytes)]
+    return [judge_file_size(host_memory.largest_file_bytes(), state_bytes)]
 
 
 def judge_file_size(limit_bytes: int | None, size: int | None) -> Finding:
@@ -67,37 +64,13 @@ def judge_file_size(limit_bytes: int | None, size: int | None) -> Finding:
     return make("file size", f"at most {bytes_text(limit_bytes)}", advice, soft=limit_bytes)
 
 
-def cores(_: Examined) -> list[Finding]:
-    """Cores that this process may use, against the ranks on this host."""
-    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    allowed = len(os.sched_getaffinity(0))
-    return [
-        judge_cores(allowed, host_memory.allowance().cores, int(local) if local.isascii() and local.isdecimal() else 1)
-    ]
-
-
-def judge_cores(allowed: int, quota: float | None, ranks: int) -> Finding:
-    """Whether the writer process has a core beside those of the ranks."""
-    usable = min(float(allowed), quota) if quota is not None else float(allowed)
-    text = f"{usable:g} for {ranks} {'rank' if ranks == 1 else 'ranks'}"
-    if quota is not None and quota < allowed:
-        text += f" (of {allowed}; a control group gives {quota:g})"
-    advice = "writing takes a part of a core from training: add a core for each rank"
-    return warn_if(usable <= ranks, "cores", text, advice, usable=usable, ranks_here=max(ranks, 1))
-
-
-def versions_here() -> dict[str, str]:
-    """Python and the packages that matter; read without importing them."""
-    versions = {"python": platform.python_version()}
+def versions(_: int | None) -> list[Finding]:
+    """The installed releases; read without importing them."""
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return versions
-
-
-def versions(_: Examined) -> list[Finding]:
-    """The installed releases."""
-    return judge_versions(versions_here())
+            installed[package] = metadata.version(package)
+    return judge_versions(installed)
 
 
 def judge_versions(installed: Mapping[str, str]) -> list[Finding]:

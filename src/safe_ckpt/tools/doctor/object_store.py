@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import errno
-import functools
 import logging
 import os
 import statistics
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from xml.etree.ElementTree import ParseError
 
 import xxhash
@@ -28,10 +26,11 @@ from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.text import bytes_text, duration, rate
 from safe_ckpt.tools.doctor.check import (
     PREFIX,
-    Examined,
+    Checks,
     Figure,
     Finding,
     Options,
+    Report,
     StuckError,
     bounded,
     fail,
@@ -41,8 +40,7 @@ from safe_ckpt.tools.doctor.check import (
     warn,
     warn_if,
 )
-from safe_ckpt.tools.doctor.checks import ON_MACHINE
-from safe_ckpt.tools.doctor.examination import Report
+from safe_ckpt.tools.doctor.examination import on_machine
 from safe_ckpt.tools.inspection.files import place_at
 from safe_ckpt.tools.inspection.listing import holders_of, read_listing
 
@@ -65,12 +63,14 @@ class Probe:
         scratch: a folder below it, for this examination alone.
         probe_bytes: how much is written and read to measure the speed; 0 for not at all.
         unfenced: ``storage.unfenced`` is set.
+        wrote: set before anything is written.
     """
 
     directory: ObjectPath
     scratch: ObjectPath
     probe_bytes: int
     unfenced: bool
+    wrote: threading.Event = field(default_factory=threading.Event)
 
 
 def diagnose_store(url: str, options: Options) -> Report:
@@ -98,14 +98,16 @@ def diagnose_store(url: str, options: Options) -> Report:
         probe_bytes=options.probe_bytes,
         unfenced=config.storage.unfenced,
     )
-    tried: list[str] = []
     try:
-        findings = _run(probe, options.timeout_s, tried)
+        findings = run_checks(probe, _CHECKS, _of_store, limit_s=options.timeout_s)
     finally:
         stop.set()
-        if len(tried) > 1:  # the first one writes nothing
+        if probe.wrote.is_set():
             _remove(scratch, options.timeout_s)
-    return Report(directory=directory, ranks=1, findings=(*findings, *_on_machine(findings, options)))
+    newest = next((finding.figures.get("newest_bytes") for finding in findings if finding.check == "held by"), None)
+    size = options.state_bytes if options.state_bytes is not None else newest
+    here = on_machine(size if isinstance(size, int) else None, options)
+    return Report(directory=directory, findings=(ok("directory", str(directory)), *findings, *here))
 
 
 def held(probe: Probe) -> list[Finding]:
@@ -128,6 +130,7 @@ def held(probe: Probe) -> list[Finding]:
 
 def conditions(probe: Probe) -> list[Finding]:
     """Whether the store creates and replaces objects on a condition: without it two jobs could both commit."""
+    probe.wrote.set()
     problem = missing_condition(probe.scratch) or _race(probe.scratch)
     if not problem:
         text = f"creates an object only where there is none, also for one of {_RIVALS} at a time; replaces only what was read"
@@ -250,8 +253,7 @@ def uploads(probe: Probe) -> list[Finding]:
     ]
 
 
-_Check = Callable[[Probe], list[Finding]]
-_CHECKS: tuple[tuple[str, _Check], ...] = (
+_CHECKS: Checks[Probe] = (
     ("held by", held),
     ("conditions", conditions),
     ("listing", listing),
@@ -261,33 +263,18 @@ _CHECKS: tuple[tuple[str, _Check], ...] = (
 )
 
 
-def _run(probe: Probe, limit_s: float, tried: list[str]) -> list[Finding]:
-    """The checks in their order, named in ``tried``; none after one that shows that the store cannot be used."""
-    findings = [ok("directory", str(probe.directory))]
-    stuck = False
-    for name, check in _CHECKS:
-        if stuck:
-            findings.append(skipped(name, "not tried, since the store cannot be used"))
-            continue
-        tried.append(name)
-        try:
-            findings += bounded(functools.partial(check, probe), limit_s)
-        except (StuckError, TimeoutError) as error:
-            stuck = True
-            advice = "look at the endpoint, the region and the network; --timeout-s gives a slow store longer"
-            findings.append(fail(name, error.strerror or str(error), advice))
-        except OSError as error:
-            findings.append(fail(name, error.strerror or str(error), _advice(error)))
-            stuck = stuck or isinstance(error, PermissionError | FileNotFoundError)
-    return findings
-
-
-def _advice(error: OSError) -> str:
-    if isinstance(error, PermissionError):
-        return "give these credentials the right to get, put, list and delete there"
-    if isinstance(error, FileNotFoundError):
-        return "create the bucket, or look at its name and region"
-    return "use another store, or look at what it says"
+def _of_store(name: str, error: OSError) -> tuple[Finding, str]:
+    """No other check is made after an error that shows that the store cannot be used."""
+    advice, why = "use another store, or look at what it says", "the store cannot be used"
+    if isinstance(error, StuckError | TimeoutError):
+        advice = "look at the endpoint, the region and the network; --timeout-s gives a slow store longer"
+    elif isinstance(error, PermissionError):
+        advice = "give these credentials the right to get, put, list and delete there"
+    elif isinstance(error, FileNotFoundError):
+        advice = "create the bucket, or look at its name and region"
+    else:
+        why = ""
+    return fail(name, error.strerror or str(error), advice), why
 
 
 class _Load:
@@ -308,13 +295,6 @@ class _Load:
             self.digest.update(piece)
             self.moved += len(piece)
             yield piece
-
-
-def _on_machine(findings: Sequence[Finding], options: Options) -> list[Finding]:
-    newest = next((finding.figures.get("newest_bytes") for finding in findings if finding.check == "held by"), None)
-    size = options.state_bytes if options.state_bytes is not None else newest
-    here, state_bytes = Path.cwd(), size if isinstance(size, int) else None
-    return run_checks(Examined(asked=here, existing=here, options=options, state_bytes=state_bytes), ON_MACHINE)
 
 
 def _remove(folder: ObjectPath, limit_s: float) -> None:

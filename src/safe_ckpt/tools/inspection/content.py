@@ -142,7 +142,9 @@ def _structure_of_file(file: CheckpointFile) -> Any:
         return read_json(file)
     with Window(file.path) as window:
         if not torch_reader.looks_like_archive(window):
-            message = "is of no format that can be converted; a file of torch before 1.6 needs --to torch --allow-pickle first"
+            message = (
+                "is of no format that can be converted; load a file of torch before 1.6 with torch, and save it again"
+            )
             raise UnsupportedFormatError(path=str(file.path), message=message)
         archive = torch_reader.open_archive(window)
         return _Builder(archive).build(archive.root, "", 0)

@@ -134,24 +134,18 @@ def _changed(path: Path) -> float:
         return 0.0
 
 
-def read_events(
-    files: tuple[Path, ...], most: int = MOST_EVENTS, *, ends: Mapping[tuple[int, int], int] | None = None
-) -> Recording:
+def read_events(files: tuple[Path, ...], most: int = MOST_EVENTS) -> Recording:
     """The last ``most`` events of ``files``, which come newest first.
 
-    A file that was rotated away meanwhile is not read twice.
-
-    Args:
-        files: where to read.
-        most: how many events.
-        ends: the byte up to which to read a file, by its device and inode; others are read to their ends.
+    A file that was rotated away meanwhile is not read twice. A last line that has no end yet is still being written: it is
+    neither read nor counted.
 
     Raises:
         OSError: a file is there and cannot be read.
     """
     events: list[Recorded] = []
     skipped = 0
-    for line in _lines(files, ends or {}):
+    for line in _lines(files):
         if len(events) == most:
             return Recording(events=tuple(reversed(events)), skipped=skipped, earlier=True)
         if (event := parse(line)) is not None:
@@ -181,7 +175,7 @@ def _number(value: object) -> float | None:
     return float(value) if 0 <= value < _MOST_NUMBER and math.isfinite(value) else None
 
 
-def _lines(files: tuple[Path, ...], ends: Mapping[tuple[int, int], int]) -> Iterator[bytes]:
+def _lines(files: tuple[Path, ...]) -> Iterator[bytes]:
     seen = set()
     for path in files:
         try:
@@ -192,19 +186,23 @@ def _lines(files: tuple[Path, ...], ends: Mapping[tuple[int, int], int]) -> Iter
             status = os.fstat(stream.fileno())
             if (file := (status.st_dev, status.st_ino)) not in seen:
                 seen.add(file)
-                yield from (line for line in _backward(stream, ends.get(file)) if line.strip())
+                yield from (line for line in _backward(stream) if line.strip())
 
 
-def _backward(stream: BinaryIO, end: int | None = None) -> Iterator[bytes]:
-    """The lines of a file up to ``end``, last first. A line that is too long is replaced by a mark."""
-    size, rest = stream.seek(0, os.SEEK_END), b""
-    end = size if end is None else min(end, size)
+def _backward(stream: BinaryIO) -> Iterator[bytes]:
+    """The whole lines of a file, last first. A line that is too long is replaced by a mark."""
+    end, rest = stream.seek(0, os.SEEK_END), b""
+    unfinished = True
     while end > 0:
         start = max(0, end - _BLOCK_BYTES)
         stream.seek(start)
         rest, *whole = (stream.read(end - start) + rest).split(b"\n")
+        if whole and unfinished:
+            whole.pop()
+            unfinished = False
         yield from reversed(whole)
         if len(rest) > _MOST_LINE_BYTES:
             rest = _TOO_LONG
         end = start
-    yield rest
+    if not unfinished:
+        yield rest

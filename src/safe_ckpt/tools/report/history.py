@@ -7,7 +7,7 @@ epoch, of the clock of the machine that recorded them.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -133,11 +133,11 @@ class History:
 
 def build(recording: Recording) -> History:
     """The history of what was recorded."""
-    return HistoryBuilder(recording).history()
+    return _Builder(recording).history()
 
 
-class HistoryBuilder:
-    """Receives one event after the other, oldest first, and returns the history at any time."""
+class _Builder:
+    """Receives one event after the other, oldest first. Ignores unknown kinds, and saves of other ranks."""
 
     def __init__(self, recording: Recording) -> None:
         self._runs: list[Run] = []
@@ -150,15 +150,8 @@ class HistoryBuilder:
         self._freed_bytes: int | None = None
         self._announced = False  # the run recorded when it began
         self._saving = False  # the run has come to its first save
-        self._earlier = recording.earlier
-        self._events = self._skipped = 0
-        self.receive(recording.events, recording.skipped)
-
-    def receive(self, events: Iterable[Recorded], skipped: int) -> None:
-        """Take the next events, and the number of lines that were skipped. Ignores unknown kinds, and saves of other ranks."""
-        self._skipped += skipped
-        for event in events:
-            self._events += 1
+        self._recording = recording
+        for event in recording.events:
             take = getattr(self, f"_on_{event.kind}", None)
             if take is not None and (event.rank == 0 or event.kind in ("quarantined", "respawned")):
                 self._receive(event, take)
@@ -172,16 +165,16 @@ class HistoryBuilder:
         self._runs[-1] = replace(run, begun=min(run.begun, event.at), ended=max(run.ended, event.at))
 
     def history(self) -> History:
-        """The events so far."""
+        """All of it."""
         return History(
             runs=tuple(self._runs),
             saves=(*self._saves, *self._open.values()),
             notices=tuple(self._notices),
             removals=tuple(self._removals),
             freed_bytes=self._freed_bytes,
-            events=self._events,
-            skipped=self._skipped,
-            earlier=self._earlier,
+            events=len(self._recording.events),
+            skipped=self._recording.skipped,
+            earlier=self._recording.earlier,
         )
 
     def _begin(self, event: Recorded) -> None:

@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from safe_ckpt import Checkpointer
 from safe_ckpt.tools.cli.app import app
-from safe_ckpt.tools.cli.inspect import sparkline
 
 
 def run(*arguments):
@@ -37,17 +36,10 @@ def test_a_marked_checkpoint_is_listed_as_it_is(directory):
     assert "it is marked: t.safetensors: w has 1 NaN among 4 numbers" in told
 
 
-def test_inspect_shows_the_worst_tensors_and_the_norms_so_far(directory):
+def test_inspect_shows_the_worst_tensors(directory):
     """As a table and as JSON; of what was never looked at it says so."""
     code, table = run("inspect", directory / "step-00000002", "--health")
     assert code == 0
     assert ["w", "4", "1", "0"] in [line.split() for line in table.splitlines()]
     _, plain = run("inspect", directory / "step-00000002", "--health", "--json")
     assert json.loads(plain)["files"]["t.safetensors"]["sick_tensors"] == 1
-
-
-def test_a_sparkline_runs_from_the_least_to_the_largest():
-    """A blank where a value is missing; one bar where all are equal."""
-    assert sparkline([1.0, None, 8.0, math.nan]) == "\u2581 \u2588 "
-    assert sparkline([3.0, 3.0]) == "\u2581\u2581"
-    assert sparkline([None]) == ""

@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 from kit.faults import FaultyStorage, small_disk
 from safe_ckpt import Checkpointer
 from safe_ckpt.core.home.lease import Lease
-from safe_ckpt.errors import ConfigError
-from safe_ckpt.machine import allowance
+from safe_ckpt.machine import memory_limit_bytes
 from safe_ckpt.tools.cli.app import app
-from safe_ckpt.tools.doctor import Options, diagnose, disk, examination, machine, rank_findings, world_of
-from safe_ckpt.tools.doctor.check import Check, Finding, refused, worst
+from safe_ckpt.tools.doctor import Options, diagnose, disk, examination, machine
+from safe_ckpt.tools.doctor.check import Finding, refused, worst
 from safe_ckpt.tools.doctor.durability import judge_fsync
 from safe_ckpt.tools.doctor.speed import Pass, judge_speed
 from support import kill_group, needs_root, run_script
@@ -41,7 +40,7 @@ def test_a_good_directory_is_good_and_stays_as_it_was(tmp_path):
     code, found, whole = examine(tmp_path, "--state-bytes", "1MiB")
     assert code == 0
     assert whole["state"] in ("ok", "warn")
-    assert {"fsync", "rename", "links", "names", "lock", "memory", "file size", "cores", "versions"} <= set(found)
+    assert {"fsync", "rename", "lock", "memory", "file size", "versions"} <= set(found)
     assert not [finding for finding in found.values() if finding["state"] == "fail"]
     assert found["lock"]["figures"]["takeover_s"] < 10
     assert found["speed"]["figures"]["cached_bytes_per_s"] > 0
@@ -139,7 +138,7 @@ def test_a_check_that_breaks_leaves_nothing(tmp_path, monkeypatch):
             (examined.folder("left") / "file").touch()
             raise error
 
-        return (Check(name="broken", run=run),)
+        return (("broken", run),)
 
     monkeypatch.setattr(examination, "ON_DIRECTORY", breaks(RuntimeError("a mistake")))
     with pytest.raises(RuntimeError, match="a mistake"):
@@ -222,11 +221,9 @@ def test_it_needs_no_torch(tmp_path):
 
 
 def test_wrong_usage(tmp_path):
-    """A size that is none, or ranks that were told half of what they need: status 2 and a sentence."""
+    """A size that is none: status 2 and a sentence."""
     done = CliRunner().invoke(app, ["doctor", str(tmp_path), "--state-bytes", "much"])
     assert (done.exit_code, "10GiB" in done.stderr) == (2, True)
-    done = CliRunner().invoke(app, ["doctor", str(tmp_path)], env={"WORLD_SIZE": "2", "RANK": None})
-    assert (done.exit_code, "torchrun" in done.stderr) == (2, True)
     assert os.listdir(tmp_path) == []
 
 
@@ -276,8 +273,6 @@ def test_a_mount_of_containers_and_of_programs():
         (judge_fsync(2e-3, 3.0, in_memory=False), "warn"),
         (machine.judge_memory(free_bytes=GIB, limit_bytes=2 * GIB, size=3 * GIB), "warn"),
         (machine.judge_memory(free_bytes=9 * GIB, limit_bytes=None, size=3 * GIB), "ok"),
-        (machine.judge_cores(8, 2.0, 2), "warn"),
-        (machine.judge_cores(8, None, 2), "ok"),
         (judge_speed({"direct": Pass(moved_bytes=GIB, seconds=100.0)}, GIB), "warn"),
         (judge_speed({"cached": Pass(moved_bytes=GIB, seconds=1.0)}, None), "ok"),
     ],
@@ -312,24 +307,20 @@ def test_control_groups_of_both_kinds(tmp_path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         (tmp_path / "membership").write_text(membership)
-        return allowance(tmp_path / "membership", tmp_path)
+        return memory_limit_bytes(tmp_path / "membership", tmp_path)
 
-    found = read(
+    limit_bytes = read(
         "0::/job/step\n",
         job__memory_dot_max="5000\n",
         job__step__memory_dot_max="max\n",
-        job__cpu_dot_max="150000 100000\n",
-        job__step__cpu_dot_max="max 100000\n",
     )
-    assert (found.memory_bytes, found.cores) == (5000, 1.5)
-    found = read(
+    assert limit_bytes == 5000
+    limit_bytes = read(
         "4:memory:/job\n1:cpu,cpuacct:/job\n",
         memory__memory_dot_limit_in_bytes="9223372036854771712\n",
         memory__job__memory_dot_limit_in_bytes="7000\n",
-        cpu__job__cpu_dot_cfs_quota_us="-1\n",
-        cpu__job__cpu_dot_cfs_period_us="100000\n",
     )
-    assert (found.memory_bytes, found.cores) == (7000, None)
+    assert limit_bytes == 7000
 
 
 def test_releases_that_do_not_fit():
@@ -339,47 +330,6 @@ def test_releases_that_do_not_fit():
     assert (newer.state, "deepspeed 99.0" in newer.measured) == ("warn", True)
     assert machine.judge_versions({"numpy": "2.0"})[0].state == "fail"
     assert [finding.state for finding in machine.judge_versions({"torch": "2.13.0+cpu"})] == ["ok"]
-
-
-def test_what_a_launcher_says():
-    """Ranks need all that they need; one process alone needs nothing."""
-    whole = {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
-    world = world_of(whole)
-    assert (world.rank, world.size, world.address, world.port, world.hosted) == (3, 4, "node0", 29500, False)
-    assert world_of({}) is None
-    assert world_of({**whole, "WORLD_SIZE": "1"}) is None
-    for key, value in (("RANK", "4"), ("RANK", "x"), ("MASTER_PORT", ""), ("MASTER_ADDR", "")):
-        with pytest.raises(ConfigError, match=key):
-            world_of({**whole, key: value})
-
-
-def test_ranks_that_differ_are_named():
-    """In versions, settings, directory, rights and process group: who says what, and what to do."""
-    self = {
-        "host": "a",
-        "machine": "a",
-        "path": "/x",
-        "versions": {"torch": "2"},
-        "settings": "s",
-        "settings_problem": "",
-    }
-    told = {0: self, 1: {**self, "versions": {"torch": "3"}}, 2: {**self, "settings": "t"}}
-    (found,) = rank_findings.versions(told)
-    assert (found.state, found.measured) == ("fail", "torch: ranks 0, 2: 2; rank 1: 3")
-    assert rank_findings.settings(told).measured == "ranks 0, 1: s; rank 2: t"
-    seen = {0: {"seen": True}, 1: {"seen": True, "after_s": 0.1, "problem": "it cannot write there"}}
-    assert "rank 1: it cannot write there" in rank_findings.directories(told, seen)[0].measured
-    found = rank_findings.groups({0: {"group": ""}, 1: {"group": "connect failed"}})
-    assert (found.state, found.measured) == ("fail", "rank 1: connect failed")
-
-
-def test_only_what_is_amiss_on_another_host_is_told():
-    """With its name and ranks."""
-    amiss = Finding(check="cores", state="warn", measured="1", advice="more").to_json()
-    fine = Finding(check="memory", state="ok", measured="none").to_json()
-    told = {0: {"machine": "a", "host": "a"}, 1: {"machine": "b", "host": "b"}, 2: {"machine": "b", "host": "b"}}
-    _, found = rank_findings.machines(told, {0: {}, 1: {"findings": [fine, amiss]}, 2: {"findings": [fine, amiss]}})
-    assert (found.check, found.where) == ("cores", "b (ranks 1, 2)")
 
 
 def test_the_whole_is_as_good_as_its_worst():

@@ -11,12 +11,12 @@ import xxhash
 from typer.testing import CliRunner
 
 from safe_ckpt import CheckpointConfig
+from safe_ckpt.adapters import Saver
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest
 from safe_ckpt.core.formats.verify import verify_share
 from safe_ckpt.core.home.file_home import Workspace
 from safe_ckpt.core.resuming import resume
 from safe_ckpt.core.resuming.candidate import FileReader
-from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.one_shot import save_archive
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.layouts import table as layouts
@@ -129,20 +129,20 @@ def dcp(home, number, *, ours, complete):
 def by_lightning(home):
     from safe_ckpt.lightning.resume import choose
 
-    return _chosen(home, lambda engine, workspace: choose(engine, workspace, ".ckpt"))
+    return _chosen(home, lambda saver, workspace: choose(saver, workspace, ".ckpt"))
 
 
 def by_accelerate(home):
     from safe_ckpt.accelerate.directories import candidates
 
     folder = home / "checkpoints"
-    return _chosen(folder, lambda engine, workspace: _first(engine, workspace, lambda: candidates(folder)))
+    return _chosen(folder, lambda saver, workspace: _first(saver.engine, workspace, lambda: candidates(folder)))
 
 
 def by_transformers(home):
     from safe_ckpt.transformers.saver import candidates
 
-    return _chosen(home, lambda engine, workspace: _first(engine, workspace, lambda: candidates(home)))
+    return _chosen(home, lambda saver, workspace: _first(saver.engine, workspace, lambda: candidates(home)))
 
 
 def by_deepspeed(home):
@@ -163,14 +163,14 @@ def _first(engine, workspace, candidates):
 
 
 def _chosen(folder, choose):
-    engine = Engine(CheckpointConfig(record_events=False))
+    saver = Saver(CheckpointConfig(record_events=False))
     workspace = Workspace(folder, lease_s=60.0, hidden=folder.parent / ".held")
     workspace.open()
     try:
-        return choose(engine, workspace)
+        return choose(saver, workspace)
     finally:
         workspace.close()
-        engine.close()
+        saver.close()
 
 
 LAYOUTS = {

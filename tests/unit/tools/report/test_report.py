@@ -18,8 +18,8 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 from safe_ckpt.text import age, bytes_text, clean, counted, duration, percent, rate
 from safe_ckpt.tools.cli.app import app
 from safe_ckpt.tools.inspection.listing import list_existing
-from safe_ckpt.tools.report import charts, event_log, history, page, summary
-from safe_ckpt.tools.report.sections import Subject
+from safe_ckpt.tools.report import event_log, history, page, summary
+from safe_ckpt.tools.report.page import Bar, Subject
 from support import flip_bit
 
 START = 1_800_000_000.0
@@ -62,6 +62,10 @@ def told(events):
 def rendered(events, **subject):
     facts = {"directory": "/r", "made_at": START + 600, "zone": timezone.utc, **subject}
     return page.render(told(events), Subject(**facts))
+
+
+def drawn(*args):
+    return str(page.TEMPLATES.get_template("drawings.html").module.chart(page.plot(*args)))
 
 
 def test_events_are_found_where_each_adapter_leaves_them(tmp_path):
@@ -411,10 +415,8 @@ def test_the_page_allows_itself_nothing():
 
 def test_bars_begin_at_zero_and_failures_are_told_by_shape_and_text():
     """Heights are as the values are; a failed save is a cross with its name; the unit and the range stand in words."""
-    values = [charts.Bar(label=f"step {step}", value=step / 10) for step in (1, 2, 4)]
-    text = charts.chart(
-        "Stall", "Note.", [*values, charts.Bar(label="step 5", value=None, failed=1)], "seconds", "longest"
-    )
+    values = [Bar(label=f"step {step}", value=step / 10) for step in (1, 2, 4)]
+    text = drawn("Stall", "Note.", [*values, Bar(label="step 5", value=None, failed=1)], "seconds", "longest")
     heights = [float(height) for height in re.findall(r'<rect[^>]* height="([\d.]+)"', text)]
     assert heights == pytest.approx([heights[0], 2 * heights[0], 4 * heights[0]], rel=1e-3)
     assert 'class="mark failed"' in text
@@ -425,18 +427,18 @@ def test_bars_begin_at_zero_and_failures_are_told_by_shape_and_text():
 
 def test_a_bar_that_is_cut_off_is_said():
     """One value far above the others does not flatten them: its bar ends at the top with a mark, and a sentence says so."""
-    values = [charts.Bar(label=f"step {step}", value=0.01) for step in range(50)]
-    text = charts.chart("Stall", "Note.", [*values, charts.Bar(label="step 50", value=9.0)], "seconds", "longest")
+    values = [Bar(label=f"step {step}", value=0.01) for step in range(50)]
+    text = drawn("Stall", "Note.", [*values, Bar(label="step 50", value=9.0)], "seconds", "longest")
     assert "Cut off at the top, marked with a triangle: step 50 with 9 s." in text
     assert text.count('class="mark cut"') == 1
-    assert charts.fit([0.01] * 50 + [9.0], "seconds").top < 0.05
+    assert page.fit([0.01] * 50 + [9.0], "seconds").top < 0.05
 
 
 def test_many_saves_share_bars_that_show_the_worst():
     """Any number of saves makes at most 90 bars, each the worst of its saves, and a page of a size that can be sent."""
-    values = [charts.Bar(label=f"step {step}", value=1.0 + (step == 7)) for step in range(1000)]
+    values = [Bar(label=f"step {step}", value=1.0 + (step == 7)) for step in range(1000)]
     for worst, first in (("longest", "step 7: 2 s"), ("slowest", "step 0: 1 s")):
-        text = charts.chart("Stall", "Note.", values, "seconds", worst)
+        text = drawn("Stall", "Note.", values, "seconds", worst)
         assert text.count("<rect") <= 90
         assert first in text
         assert f"A bar stands for 12 saves and shows the {worst} of them." in text
@@ -444,10 +446,10 @@ def test_many_saves_share_bars_that_show_the_worst():
     assert len(rendered(events)) < 400_000
 
 
-@given(st.lists(st.floats(0, 1e12), min_size=1, max_size=200), st.sampled_from(sorted(charts.UNITS)))
+@given(st.lists(st.floats(0, 1e12), min_size=1, max_size=200), st.sampled_from(sorted(page.UNITS)))
 def test_every_axis_begins_at_zero_and_has_room(values, quantity):
     """Three ticks in even steps from zero; no value goes beyond the top but those that are far above the others."""
-    axis = charts.fit(values, quantity)
+    axis = page.fit(values, quantity)
     places = [value for value, _ in axis.ticks]
     assert places[0] == 0
     assert places[2] == pytest.approx(2 * places[1])

@@ -1,0 +1,375 @@
+"""``Saver``: what an adapter holds: an engine, the directories that it saves to, and the saves that it follows."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import uuid
+import weakref
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import Self
+
+from safe_ckpt.adapters.pickles import refuse_code
+from safe_ckpt.adapters.tracking import Tracking
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
+from safe_ckpt.core.formats.verify import verify_if_ours, verify_share
+from safe_ckpt.core.home import candidates as catalog
+from safe_ckpt.core.home.standing import Catalog
+from safe_ckpt.core.home.visibility import listed
+from safe_ckpt.core.resuming import resume
+from safe_ckpt.core.resuming.candidate import FileReader
+from safe_ckpt.core.resuming.mirror_resume import Mirrored
+from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.homes import HeldDirectories, open_folder
+from safe_ckpt.core.saving.save import Content, Destination, Facts, OnCommit, SaveRequest
+from safe_ckpt.core.state.items import expected_bytes
+from safe_ckpt.core.storage import presence
+from safe_ckpt.core.transfer.fetching import is_copy_of
+from safe_ckpt.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from safe_ckpt.adapters.tracking import Sinks
+    from safe_ckpt.config import CheckpointConfig
+    from safe_ckpt.core.formats.manifest import CheckpointInfo
+    from safe_ckpt.core.home.file_home import Workspace
+    from safe_ckpt.core.home.home import Candidate
+    from safe_ckpt.core.saving.save import SaveHandle
+    from safe_ckpt.events import Hook
+    from safe_ckpt.layouts.table import Kind
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class OpenHome:
+    """A directory of checkpoints that is held.
+
+    Attributes:
+        workspace: its lock, its pending saves and its order of commits.
+        catalog: what is committed in it; known on rank 0 only.
+    """
+
+    workspace: Workspace
+    catalog: Catalog = field(default_factory=Catalog)
+
+
+class Saver:
+    """What an adapter holds, until ``close``. Every method is called on every rank, on the thread that trains.
+
+    Args:
+        config: settings.
+        adapter: its name under ``"adapter"`` in the notes of its manifests; "" where it gives no name.
+        find: lists what may be resumed from in a directory, in no order; called on rank 0. None for all that ``adapter`` wrote.
+        owner: what holds the directories in this process and how they are freed, for messages.
+        hooks: called with what happens.
+        sinks: the framework's loggers; None for none.
+        facts: see ``Tracking``.
+
+    Attributes:
+        config: as given.
+        engine: where the ranks meet.
+        tracking: the saves that are reported to the loggers.
+        homes: the directories of checkpoints that are held, the one used last at the end.
+        names: what is held by itself, as other jobs may hold what lies beside it.
+        closed: whether ``close`` was called.
+
+    Raises:
+        SafeCheckpointError: see ``Engine``.
+    """
+
+    _living: ClassVar[weakref.WeakSet[Saver]] = weakref.WeakSet()
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        adapter: str = "",
+        *,
+        find: Callable[[Path], list[Candidate]] | None = None,
+        owner: str = "",
+        hooks: Iterable[Hook] = (),
+        sinks: Sinks | None = None,
+        facts: bool = False,
+    ) -> None:
+        self.config = config
+        self.engine = Engine(config, hooks=hooks, owner=owner)
+        self.tracking = Tracking(self.engine, sinks, facts=facts)
+        self.homes: dict[Path, OpenHome] = {}
+        self.names = HeldDirectories(self.engine)
+        self.closed = False
+        self._adapter = adapter
+        self._find = find
+        self._living.add(self)
+
+    @classmethod
+    def living(cls) -> list[Self]:
+        """Those of this kind that are open in this process."""
+        return [one for one in list(cls._living) if isinstance(one, cls)]
+
+    def home(self, folder: Path, *, hidden: Path | None = None) -> OpenHome:
+        """Take a directory at its first use: lock it, list it, and go on with its order of commits.
+
+        Args:
+            folder: the directory; created when missing.
+            hidden: where the lock and unfinished saves lie; None for in it.
+
+        Raises:
+            DirectoryError: it cannot be used; on every rank.
+            DirectoryInUseError: a live job holds it.
+        """
+        if folder in self.homes:
+            self.homes[folder] = self.homes.pop(folder)
+        else:
+            home = OpenHome(workspace=self.engine.hold(folder, hidden=hidden))
+            self.engine.take_stock(home.workspace, {"directory": folder}, lambda: self.take_stock(home))
+            self.homes[folder] = home
+        return self.homes[folder]
+
+    def take_stock(self, home: OpenHome) -> None:
+        """List a directory, and number what comes behind what is in it. On rank 0."""
+        found = listed(lambda: self.candidates(home.workspace.path), self.config.timeouts)
+        home.catalog = Catalog(found)
+        home.workspace.start_after(catalog.newest_sequence(found))
+
+    def let_go(self, folder: Path) -> None:
+        """Give a directory back once no save of it is in flight; nothing happens where it is not held. On any rank."""
+        if folder in self.homes:
+            workspace = self.homes.pop(folder).workspace
+            self.engine.settle(workspace)
+            self.engine.let_go(workspace)
+
+    def candidates(self, folder: Path) -> list[Candidate]:
+        """What may be resumed from in a directory, in no order. On rank 0."""
+        return self._find(folder) if self._find is not None else candidates_in(folder, self._adapter)
+
+    def newest(self, home: OpenHome, find: Callable[[], Sequence[Candidate]] | None = None) -> CheckpointInfo | None:
+        """The newest checkpoint that every rank has verified a share of.
+
+        A corrupt one is passed over, and moved into quarantine once an older one was found good.
+
+        Args:
+            home: the directory.
+            find: lists the candidates on rank 0; None for ``candidates``.
+
+        Returns:
+            None when there never was one.
+
+        Raises:
+            NoValidCheckpointError: there are checkpoints and none is usable.
+            SafeCheckpointError: one could not be read; on every rank.
+        """
+        reader = FileReader(self.engine, self.verify_share)
+        chosen = resume.choose(self.engine, home.workspace, find or self._candidates_of(home), reader)
+        if chosen is None:
+            return None
+        self._warn_if_foreign(chosen.info.file_path)
+        return chosen.info
+
+    def fetch(self, home: OpenHome, name: str | None) -> None:
+        """With a mirror, bring what is newer there into a directory, or one by its name.
+
+        Args:
+            home: the directory.
+            name: which one, relative to the directory; None for the newest.
+
+        Raises:
+            SafeCheckpointError: it is needed, and the mirror gives no answer; on every rank.
+        """
+        workspace, find = home.workspace, self._candidates_of(home)
+        if name is None:
+            Mirrored(self.engine, workspace, find, None).fetch_newer()
+            return
+        path = workspace.path / name
+
+        def is_it(one: Candidate) -> bool:
+            return one.manifest is not None and is_copy_of(one.manifest, path, workspace)
+
+        Mirrored(self.engine, workspace, find, is_it).fetch_named()
+
+    def is_directory(self, path: Path, call: str) -> bool:
+        """Whether there is a directory, as rank 0 sees it: what follows is done on all ranks or on none."""
+        return bool(self.engine.agree(call, must_match={"path": path}, decide=lambda _: presence.is_directory(path)))
+
+    def verify(self, path: Path) -> None:
+        """Verify one checkpoint, each rank a share. One of another tool has no digests to compare; that is logged.
+
+        Raises:
+            CorruptCheckpointError: it is damaged; on every rank.
+            HostileCheckpointError: it would run code; on every rank.
+            SafeCheckpointError: it could not be read; on every rank.
+        """
+        resume.check(self.engine, path, self.verify_share)
+        self._warn_if_foreign(path)
+
+    def verify_share(self, path: Path) -> None:
+        """Verify this rank's share of one checkpoint, and refuse what would run code when a framework reads it.
+
+        Raises:
+            CorruptCheckpointError: it is damaged.
+            HostileCheckpointError: it would run code.
+            OSError: it could not be read.
+        """
+        rank, size = self.engine.rank, self.engine.coordinator.size
+        if presence.is_directory(path):
+            verify_share(path, rank, size)
+        elif rank == 0:  # a file: all ranks read all of it right afterwards
+            _verify_file(path)
+        else:
+            return
+        refuse_code(path, rank, size)
+
+    @contextlib.contextmanager
+    def folder_for_others(self, home: OpenHome, path: Path) -> Iterator[Path]:
+        """A folder for files of a checkpoint that the framework or its hooks write.
+
+        Give the folder to ``OnCommit`` as ``prefilled``, and start the save within.
+
+        Args:
+            home: the directory.
+            path: the final name of the checkpoint.
+
+        Raises:
+            DirectoryError: it could not be made, on every rank.
+        """
+        engine = self.engine
+        key = engine.agree("save", must_match={"path": path}, decide=lambda _: uuid.uuid4().hex)
+        folder = open_folder(engine.coordinator, home.workspace, key, self.config.timeouts.barrier_s)
+        try:
+            yield folder
+        except BaseException:
+            if engine.rank == 0:
+                home.workspace.drop_pending(key)
+            raise
+
+    def save(
+        self,
+        home: OpenHome,
+        path: Path,
+        content: Content,
+        *,
+        step: int,
+        notes: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        must_match: Mapping[str, str] | None = None,
+        on_commit: OnCommit | None = None,
+    ) -> SaveHandle:
+        """Save a checkpoint that is a directory. Returns when the copy is taken.
+
+        Args:
+            home: where.
+            path: the final name.
+            content: what this rank writes.
+            step: the training step.
+            notes: further entries of the manifest.
+            metrics: numbers that retention may look at.
+            must_match: what must be equal on all ranks besides step and path.
+            on_commit: what is done at the commit; the catalog is added here.
+
+        Raises:
+            SafeCheckpointError: see ``Engine.save``.
+        """
+        return self.engine.save(
+            SaveRequest(
+                destination=Destination(workspace=home.workspace, path=path, kind="directory"),
+                content=content,
+                facts=Facts(step=step, metrics=metrics or {}, notes={"adapter": self._adapter, **(notes or {})}),
+                must_match=must_match or {},
+                on_commit=dataclasses.replace(on_commit or OnCommit(), catalog=home.catalog),
+            )
+        )
+
+    def prepare(self, parts: Sequence[Any]) -> None:
+        """Allocate host memory for snapshots of these modules and optimizers, in the background."""
+        state = {str(number): part for number, part in enumerate(parts)}
+        self.engine.prepare(expected_bytes(state, rank=self.engine.rank))
+
+    def land(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is in flight, whatever came of it, and report it. Failures stay to be raised.
+
+        Raises:
+            RendezvousTimeout: it takes longer than ``timeout_s``.
+        """
+        self.tracking.land(timeout_s)
+        if timeout_s is None:
+            self.engine.settle()
+
+    def wait(self) -> None:
+        """Wait until everything in flight is committed, and report it.
+
+        Raises:
+            SafeCheckpointError: a save failed, and its error was not raised yet; the same on every rank.
+        """
+        self.land()
+        self.engine.raise_unreported()
+
+    def close(self, *, quiet: bool = False, within_s: float | None = None) -> None:
+        """Finish what is in flight and give the directories back.
+
+        Args:
+            quiet: another exception is on its way: errors are logged, and a wait ends after ``shutdown_s``.
+            within_s: wait this long at most; None for as long as it takes.
+
+        Raises:
+            SafeCheckpointError: a save failed, and its error was not raised yet.
+        """
+        self.closed = True
+        self._living.discard(self)
+        self.engine.close(
+            quiet=quiet, within_s=self.config.timeouts.shutdown_s if quiet and within_s is None else within_s
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(quiet=error is not None)
+
+    def _candidates_of(self, home: OpenHome) -> Callable[[], list[Candidate]]:
+        return lambda: self.candidates(home.workspace.path)
+
+    def _warn_if_foreign(self, path: Path) -> None:
+        if self.engine.rank == 0 and not presence.is_there(path / MANIFEST_NAME):
+            logger.warning("%s was not written by safe_ckpt: it is loaded without verification", path)
+
+
+def candidates_in(folder: Path, adapter: str, kind: Kind | None = None) -> list[Candidate]:
+    """The checkpoints in ``folder`` that ``adapter`` may resume from, unordered. On rank 0.
+
+    Args:
+        folder: the directory.
+        adapter: its name under ``"adapter"`` in the manifest's notes.
+        kind: the layout of the framework, whose own checkpoints count as well; None for ours alone.
+
+    Raises:
+        OSError: it could not be listed.
+    """
+    number_of, problem = (kind.number_of, kind.problem) if kind is not None else (lambda _: None, None)
+    found = catalog.list_directories(folder, number_of, problem)
+    return [c for c in found if c.manifest is None or c.manifest.notes.get("adapter") == adapter]
+
+
+def _verify_file(path: Path) -> None:
+    if verify_if_ours(path) or not presence.ends_as_archive(path):  # torch's format before 1.6 has nothing to check
+        return
+    # Of another tool: its CRC-32s are all there is to check, and torch.load never looks at them.
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise CorruptCheckpointError(path=str(path), file=damaged, message="its CRC-32 does not match")
+
+
+def manifest_of(path: Path) -> Manifest | None:
+    """The manifest of a checkpoint that is a directory; None where another tool wrote it.
+
+    Raises:
+        SafeCheckpointError: it cannot be read, or is damaged.
+    """
+    return read_manifest(path) if presence.is_there(path / MANIFEST_NAME) else None
