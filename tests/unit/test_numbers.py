@@ -21,7 +21,6 @@ PLACES = {
     "ObjectRoot",
     "FileHome",
     "ObjectHome",
-    "SharedObject",
 }
 
 

@@ -80,7 +80,7 @@ def test_a_frozen_part_is_written_once(tmp_path, mode, writer):
 def test_what_the_writer_finds_to_be_there_is_shared(tmp_path, monkeypatch, links):
     """It gets a further name, or a copy where there are none; a change in one bit is found, and all bytes are right."""
     job, expected, written = Job(), {}, []
-    link = existing.SharedFile.link
+    link = existing.Existing.link
 
     def late(shared, path):
         if links == "gone":
@@ -88,7 +88,7 @@ def test_what_the_writer_finds_to_be_there_is_shared(tmp_path, monkeypatch, link
                 shutil.rmtree(old)
         return link(shared, path) if links != "never" else "never"
 
-    monkeypatch.setattr(existing.SharedFile, "link", late)
+    monkeypatch.setattr(existing.Existing, "link", late)
 
     def hook(event):
         if isinstance(event, events.Written):
@@ -235,13 +235,13 @@ def test_the_old_file_stays_open_until_it_has_its_new_name(tmp_path, monkeypatch
     job = Job()
     with Checkpointer(tmp_path, config()) as ckpt:
         ckpt.save(1, job.state).result()
-        link = existing.SharedFile.link
+        link = existing.Existing.link
 
         def late(shared, path):
             shutil.rmtree(tmp_path / "step-00000001")
             return link(shared, path)
 
-        monkeypatch.setattr(existing.SharedFile, "link", late)
+        monkeypatch.setattr(existing.Existing, "link", late)
         ckpt.save(2, job.state).result()
         monkeypatch.undo()
         other = Job()

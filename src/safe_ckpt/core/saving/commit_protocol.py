@@ -22,7 +22,7 @@ from safe_ckpt.core.health.verdict import ITSELF, Expectation, Known, described,
 from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.storage.copier import FileCopy, first_changed
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.core.writer.existing import UNCHANGED, Shared
+from safe_ckpt.core.writer.existing import UNCHANGED, Existing
 from safe_ckpt.core.writer.sink import WriteJob
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import (
@@ -257,7 +257,7 @@ class CommitProtocol:
         }
         return [now.get(result.path, result) for result in results]
 
-    def _share(self, chosen: Sequence[Shared]) -> list[WrittenFile]:
+    def _share(self, chosen: Sequence[Existing]) -> list[WrittenFile]:
         """Give files of a checkpoint before a further name; copy them where there are no such names."""
         job, sharing = self._job, self._job.sharing
         if sharing is None or not chosen:

@@ -14,7 +14,6 @@ does not delete. So while another save is under way, these bytes are copied, too
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,11 +27,10 @@ from safe_ckpt.core.formats.manifest import Manifest, read_manifest
 from safe_ckpt.core.health.examine import NAME as HEALTH
 from safe_ckpt.core.health.verdict import ITSELF, digest_of_patterns, is_sick
 from safe_ckpt.core.recent import Recent
-from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.core.storage.objects.place import ObjectPath, Place
-from safe_ckpt.core.storage.presence import opened
-from safe_ckpt.core.writer.existing import MOST_BYTES, UNCHANGED, Before, Shared, SharedFile, SharedObject, Tries
+from safe_ckpt.core.storage.held import can_be_held, hold, stamp_at
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.writer.existing import MOST_BYTES, UNCHANGED, Before, Existing, Tries
 from safe_ckpt.errors import CommitOutcomeUnknown, SafeCheckpointError
 
 if TYPE_CHECKING:
@@ -120,7 +118,7 @@ class UnchangedFiles:
             if entry.rank == self._rank and entry.size_bytes >= LEAST_SHARED_BYTES:
                 known[entry.path] = Before(
                     sources=(checkpoint / entry.path,),
-                    stamp=_stamp(checkpoint / entry.path),
+                    stamp=stamp_at(checkpoint / entry.path),
                     size_bytes=entry.size_bytes,
                     xxh3_128=entry.xxh3_128,
                     observed={HEALTH: health[entry.path]} if entry.path in health else {},
@@ -145,7 +143,7 @@ class UnchangedFiles:
         """
         directory = self._directory(root)
         number = directory.tries.begin()
-        later = isinstance(root, ObjectPath) and bool(directory.under_way)
+        later = bool(directory.under_way) and not can_be_held(root)
         directory.under_way.add(number)
         sharing = Sharing(self, root, number, directory.tries)
         try:
@@ -182,7 +180,7 @@ class UnchangedFiles:
         directory = self._directory(root)
         known, number = directory.known.get(path), directory.tries.count
         fruitless = known is not None and known.fruitless >= _PATIENCE and number % _AGAIN > 1
-        if not self._settings.share or fruitless or isinstance(root, ObjectPath):
+        if not self._settings.share or fruitless:
             return None
         if known is None or known.stamp is None or self._is_old(known):
             return ()
@@ -200,7 +198,7 @@ class UnchangedFiles:
             sources = (place, *(before.sources if same and before is not None else ()))
             found[path] = Before(
                 sources=tuple(dict.fromkeys(sources))[:_MOST_SOURCES],
-                stamp=_stamp(place),
+                stamp=stamp_at(place),
                 size_bytes=file.size_bytes,
                 xxh3_128=file.xxh3_128,
                 observed={name: found for name, found in file.observed.items() if name != UNCHANGED},
@@ -225,7 +223,7 @@ class UnchangedFiles:
             return None
         if not directory.tries.allowed:
             return None
-        if isinstance(root, ObjectPath) and before.size_bytes > MOST_BYTES:
+        if before.size_bytes > MOST_BYTES and not can_be_held(root):
             return None
         probably = wanted.frozen if before.repeated is None else before.repeated
         fits = probably and not self._is_old(before) and self._is_known_well(before, wanted.unexamined)
@@ -246,13 +244,11 @@ class UnchangedFiles:
             return False
         return bool(known.get("ignored", "") == digest_of_patterns((*self._health.ignore, *unexamined)))
 
-    def held(self, path: str, before: Before, root: Place) -> Shared | None:
+    def held(self, path: str, before: Before, root: Place) -> Existing | None:
         """The file before, to be relied upon; None if it was touched or is gone."""
         examined = self._health.action != "off"
-        if isinstance(root, ObjectPath):
-            return SharedObject(path, before, examined=examined)
-        fd = _open(before)
-        return SharedFile(path, before, fd, examined=examined) if fd is not None else None
+        fd = hold(before.sources, before.stamp, before.size_bytes)
+        return Existing(path, before, fd, examined=examined) if fd is not None or not can_be_held(root) else None
 
 
 class Sharing:
@@ -278,9 +274,9 @@ class Sharing:
         self._tries = tries
         self.root = root
         self.left: list[FilePlan] = []
-        self.shared: list[Shared] = []
+        self.shared: list[Existing] = []
         self.perhaps: dict[str, Wanted] = {}
-        self.found: dict[str, Shared] = {}
+        self.found: dict[str, Existing] = {}
         self._fell_back = False
 
     def told(self, path: str) -> dict[str, Any]:
@@ -319,9 +315,9 @@ class Sharing:
 
     def failed(self, error: BaseException) -> None:
         """The save has failed: if it relied on an object, the next one does not, and later ones less often."""
-        if isinstance(error, CommitOutcomeUnknown) and isinstance(self.root, ObjectPath):
+        if isinstance(error, CommitOutcomeUnknown):
             self._known.forget(self.root)  # it may be committed, and what was the newest before may be deleted
-        if any(isinstance(one, SharedObject) for one in (*self.shared, *self.found.values())):
+        if not all(one.is_held for one in (*self.shared, *self.found.values())):
             self._tries.failed()
 
     def close(self) -> None:
@@ -329,35 +325,6 @@ class Sharing:
         for one in (*self.shared, *self.found.values()):
             one.close()
         self._known.over(self.root, self._number)
-
-
-def _stamp(path: Place) -> Stamp | None:
-    if isinstance(path, ObjectPath):
-        return None
-    try:
-        return Stamp.of(os.stat(path))
-    except OSError:
-        return None
-
-
-def _open(before: Before) -> int | None:
-    """The old file, if it was not touched since. Its ctime tells nothing: a further name changes that."""
-    known = before.stamp
-    for source in before.sources:
-        if isinstance(source, ObjectPath):
-            continue
-        try:
-            with opened(source, os.O_RDONLY | os.O_NOFOLLOW) as fd:
-                now = Stamp.of(os.fstat(fd))
-                if known is not None and _facts(now) == _facts(known) and now.size_bytes == before.size_bytes:
-                    return os.dup(fd)
-        except OSError:
-            continue
-    return None
-
-
-def _facts(stamp: Stamp) -> tuple[int, ...]:
-    return stamp.size_bytes, stamp.device, stamp.inode, stamp.mtime_ns
 
 
 def _is_in_order(plan: FilePlan) -> bool:

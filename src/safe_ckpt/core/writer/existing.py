@@ -79,13 +79,13 @@ class Before:
     fruitless: int = 0
 
 
-class SharedFile:
-    """A file of a save that is one of a committed checkpoint, in a file system.
+class Existing:
+    """A file of a save that is one of a committed checkpoint.
 
     Args:
         path: relative to the checkpoint.
         before: what it is.
-        fd: of the old file; closed by ``close``.
+        fd: of the old file, which is held; closed by ``close``. None for an object: it cannot be held.
         examined: whether what was found of its numbers is said again.
 
     Attributes:
@@ -93,98 +93,57 @@ class SharedFile:
         before: as given.
     """
 
-    def __init__(self, path: str, before: Before, fd: int, *, examined: bool = True) -> None:
+    def __init__(self, path: str, before: Before, fd: int | None, *, examined: bool = True) -> None:
         self.path = path
         self.before = before
         self._fd = fd
         self._examined = examined
 
     @property
-    def source(self) -> str:
-        """Where any process of this user can open the old file, also when its name is gone."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    @property
-    def stamp(self) -> Stamp:
-        """Of the old file now."""
-        return Stamp.of(os.fstat(self._fd))
+    def is_held(self) -> bool:
+        """Whether its bytes cannot vanish."""
+        return self._fd is not None
 
     def link(self, path: str) -> str:
-        """Give the old file a further name, in a directory that the caller makes durable. See ``link_open_file``."""
-        return link_open_file(self._fd, path)
+        """Give the old file a further name, in a directory that the caller makes durable. See ``link_open_file``.
 
-    def adoption(self, path: str) -> Adoption:
-        """What puts a copy there."""
-        copy = FileCopy(source=self.source, path=path, stamp=self.stamp)
-        return Adoption(path=path, size_bytes=self.before.size_bytes, xxh3_128=self.before.xxh3_128, instead=copy)
-
-    def written(self, path: str, *, shared: bool) -> WrittenFile:
-        """What stands at ``path``; ``shared``: none of its bytes was written."""
-        return _written(path, self.before, shared=shared, examined=self._examined)
-
-    def close(self) -> None:
-        """Give the descriptor back."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        self.close()
-
-
-class SharedObject:
-    """A file of a save that is one of a committed checkpoint, in an object store.
-
-    Args:
-        path: relative to the checkpoint.
-        before: what it is.
-        examined: whether what was found of its numbers is said again.
-
-    Attributes:
-        path: as given.
-        before: as given.
-    """
-
-    def __init__(self, path: str, before: Before, *, examined: bool = True) -> None:
-        self.path = path
-        self.before = before
-        self._examined = examined
-
-    def link(self, path: str) -> str:
-        """See ``SharedFile``. An object has one name."""
-        del path
-        return "not this one"
+        An object has one name.
+        """
+        return "not this one" if self._fd is None else link_open_file(self._fd, path)
 
     def adoption(self, path: str) -> Adoption:
         """What puts a copy there."""
         before = self.before
-        return Adoption(
+        sources: tuple[str, ...] = ()
+        instead = None
+        if self._fd is None:
+            sources = tuple(map(str, before.sources))
+        else:  # any process of this user can open it here, also when its name is gone
+            source = f"/proc/{os.getpid()}/fd/{self._fd}"
+            instead = FileCopy(source=source, path=path, stamp=Stamp.of(os.fstat(self._fd)))
+        size, digest = before.size_bytes, before.xxh3_128
+        return Adoption(path=path, size_bytes=size, xxh3_128=digest, sources=sources, instead=instead)
+
+    def written(self, path: str, *, shared: bool) -> WrittenFile:
+        """What stands at ``path``; ``shared``: none of its bytes was written."""
+        before = self.before
+        return WrittenFile(
             path=path,
             size_bytes=before.size_bytes,
             xxh3_128=before.xxh3_128,
-            sources=tuple(map(str, before.sources)),
+            shared_bytes=before.size_bytes if shared else 0,
+            # A copy may have the same blocks.
+            observed={**(before.observed if self._examined else {}), UNCHANGED: {"age": before.age + 1}},
         )
 
-    def written(self, path: str, *, shared: bool) -> WrittenFile:
-        """See ``SharedFile``."""
-        return _written(path, self.before, shared=shared, examined=self._examined)
-
     def close(self) -> None:
-        """Nothing: an object is not held."""
+        """Give the descriptor back."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
 
-
-Shared = SharedFile | SharedObject
-
-
-def _written(path: str, before: Before, *, shared: bool, examined: bool) -> WrittenFile:
-    return WrittenFile(
-        path=path,
-        size_bytes=before.size_bytes,
-        xxh3_128=before.xxh3_128,
-        shared_bytes=before.size_bytes if shared else 0,
-        # A copy may have the same blocks.
-        observed={**(before.observed if examined else {}), UNCHANGED: {"age": before.age + 1}},
-    )
+    def __del__(self) -> None:
+        self.close()
 
 
 class Tries:

@@ -57,7 +57,7 @@ def main(socket_fd: int, control_fd: int, niceness: int, parent: int, ahead: Seq
         job = jobs.get()
         reply = _serve(job, buffers, maps, page)
         page.entered("idle")
-        connection.sendall(json.dumps({"job": job["job"], **reply}).encode() + b"\n")
+        connection.sendall(json.dumps(reply).encode() + b"\n")
 
 
 def _import(modules: Sequence[str]) -> None:

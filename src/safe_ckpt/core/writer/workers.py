@@ -69,20 +69,25 @@ class _Look(NamedTuple):
 
 
 def _watch(
+    pid: int,
     is_done: Callable[[float], bool],
     look: Callable[[], _Look],
-    stalled: Callable[[_Look, float], WriterEnded],
+    where: Callable[[_Look], str],
     timeouts: Timeouts,
     stop: Callable[[], None],
 ) -> None:
     """Wait for a worker as long as it makes progress. Time in which this process itself stood still does not count.
 
     Args:
+        pid: of the process that works.
         is_done: waits so many seconds; returns whether it is over. Raises ``WriterEnded`` if the worker is.
         look: shows the worker.
-        stalled: the error of one that made no progress for so many seconds.
+        where: says where one is that makes no progress.
         timeouts: how long that may be.
         stop: called ten times a second; raises to give up.
+
+    Raises:
+        WriterEnded: it makes no progress for too long.
     """
     beats, since = look().beats, time.monotonic()
     while True:
@@ -96,7 +101,8 @@ def _watch(
             since += looked - asked
         limit_s = _limit_s(timeouts, now.phase, now.state)
         if looked - since > limit_s:
-            raise stalled(now, limit_s)
+            how = f"made no progress for {limit_s:g} s {where(now)}"
+            raise WriterEnded(how, pid, stalled=now.beats > 0 or now.state in _STOPPED)
         stop()
 
 
@@ -177,7 +183,6 @@ class WriterClient:
         os.close(page_fd)
         self._owner = os.getpid()
         self._buffers: set[int] = set()
-        self._jobs = 0
         self._buffer = b""
 
     @property
@@ -196,25 +201,22 @@ class WriterClient:
             WriterEnded: it ended, or made no progress for too long.
             OSError: the file system refused.
         """
-        self._jobs += 1
         self._send(job, plan)
-        replies: list[dict[str, Any]] = []
 
         def is_done(seconds: float) -> bool:
-            reply = self._receive(job) if self._readable.poll(seconds * 1000) else None
-            if reply is not None and reply["job"] == self._jobs:
-                replies.append(reply)
-            elif self._process.poll() is not None:
+            if self._readable.poll(seconds * 1000) and self._receive(job):
+                return True
+            if self._process.poll() is not None:
                 raise self._ended(self._how_it_ended(job))
-            return bool(replies)
+            return False
 
-        def stalled(now: _Look, limit_s: float) -> WriterEnded:
+        def where(now: _Look) -> str:
             why = " (it is stopped)" if now.state in _STOPPED else self._stack()
-            how = f"made no progress for {limit_s:g} s {_where(self._page.read(), job)}{why}"
-            return WriterEnded(how, self._process.pid, stalled=now.beats > 0 or now.state in _STOPPED)
+            return f"{_where(self._page.read(), job)}{why}"
 
-        _watch(is_done, self._look, stalled, timeouts, stop)
-        return _results(replies[0], job)
+        _watch(self._process.pid, is_done, self._look, where, timeouts, stop)
+        line, self._buffer = self._buffer, b""
+        return _results(json.loads(line), job)
 
     def kill(self) -> None:
         """End the process now. One that the kernel does not let go of is left behind, without its socket."""
@@ -235,41 +237,35 @@ class WriterClient:
     def _send(self, job: WriteJob, plan: bytes) -> None:
         buffer = job.buffer
         place = {"buffer": buffer.id, "buffer_bytes": buffer.size} if buffer is not None else {}
-        line = json.dumps({"job": self._jobs, **place}).encode() + b"\n"
+        line = json.dumps(place).encode() + b"\n"
         fds = [] if buffer is None or buffer.id in self._buffers else [buffer.fileno()]
         # The plan may be long, and a socket takes only so much before it blocks: it goes as a file in memory.
         plan_fd = os.memfd_create("safe_ckpt-plan", os.MFD_CLOEXEC)
         try:
             with open(plan_fd, "wb", closefd=False) as file:
                 file.write(plan)
-            sent = socket.send_fds(self._socket, [line], [plan_fd, *fds])
+            socket.send_fds(self._socket, [line], [plan_fd, *fds])
         except BlockingIOError as error:
             raise self._ended("does not take jobs") from error
         except OSError as error:
             raise self._ended(self._how_it_ended(job)) from error
         finally:
             os.close(plan_fd)
-        if sent != len(line):
-            raise self._ended("does not take jobs")
         if buffer is not None:
             self._buffers.add(buffer.id)
 
-    def _receive(self, job: WriteJob) -> dict[str, Any] | None:
+    def _receive(self, job: WriteJob) -> bool:
+        """Take what has come of the reply. Returns whether that is all of it."""
         try:
             data = self._socket.recv(1 << 20)
         except BlockingIOError:
-            return None
+            return False
         except OSError:
             data = b""
         if not data:
             raise self._ended(self._how_it_ended(job))
         self._buffer += data
-        line, newline, rest = self._buffer.partition(b"\n")
-        if not newline:
-            return None
-        self._buffer = rest
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+        return self._buffer.endswith(b"\n")
 
     def _ended(self, how: str) -> WriterEnded:
         return WriterEnded(how, self._process.pid)
@@ -349,14 +345,17 @@ class WriterThread:
         """
         task = _Task(job, dataclasses.replace(options, replace=False, direct=False))
 
-        def stalled(now: _Look, limit_s: float) -> WriterEnded:
-            how = f"made no progress for {limit_s:g} s in phase {now.phase} of {job.name}"
-            return WriterEnded(how, os.getpid(), stalled=True)
-
         self._background.put(task)
         self._task = task
         try:
-            _watch(task.over.wait, lambda: _Look(task.beats, task.phase), stalled, timeouts, stop)
+            _watch(
+                os.getpid(),
+                task.over.wait,
+                lambda: _Look(task.beats, task.phase),
+                lambda now: f"in phase {now.phase} of {job.name}",
+                timeouts,
+                stop,
+            )
         finally:
             self._task, self._moves = None, self._moves + task.beats + 1
             if not task.over.is_set():
