@@ -159,7 +159,7 @@ class Checkpointer:
         path = self.directory / catalog.step_name(number)
         must_match = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
         if error is None:
-            fixed.learn(self._engine.known, planned.models, recheck=self.config.health.recheck)
+            fixed.learn(self._engine.known, planned.models)
             self._engine.trained.note(planned.models)
         if planned.sharded:
             shards, error = self._plan_shards(planned.sharded, {"step": number, "path": path, **must_match})

@@ -131,7 +131,7 @@ def torch_file(path: str, state: object, *, key: str | None = None) -> FilePlan:
 def know_models(engine: Engine, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
     """Before each save: tell which tensors may be infinite by design, and which are trained, by the models that it saves."""
     models = Models(lambda: _by_name(modules()))
-    fixed.learn(engine.known, models, recheck=engine.config.health.recheck)
+    fixed.learn(engine.known, models)
     engine.trained.note(models)
 
 

@@ -7,7 +7,6 @@ The others write, report and wait for the verdict.
 from __future__ import annotations
 
 import dataclasses
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -102,7 +101,6 @@ class CommitProtocol:
             if sharing is not None:
                 sharing.close()
         self._known.learn(self._found, healthy=not self.health)
-        self._known.learn_hashes(self._found, self._job.versions)
         return info
 
     def _lead(self) -> CheckpointInfo:
@@ -200,10 +198,7 @@ class CommitProtocol:
         job, settings, unexamined = self._job, self._config.health, self._job.request.facts.unexamined
         looks = settings.action != "off" and "*" not in unexamined
         ignored = (*settings.ignore, *unexamined)
-        unwritten = self._known.unwritten(job.versions) if settings.recheck else None
-        whose = f"rank {self._rank} on {socket.gethostname()}"
-        how: dict[str, Any] = {"norm_jump": settings.norm_jump, "action": settings.action, "whose": whose}
-        usual = Expectation(ignored=ignored, unwritten=unwritten, **how)
+        usual = Expectation(ignored=ignored, norm_jump=settings.norm_jump, action=settings.action)
         tasks = []
         for task, plan in zip(job.tasks, job.files, strict=True):
             place, observed = self._place(task.path), dict[str, Any]()

@@ -95,7 +95,6 @@ class SaveQueue:
     def put(self, job: SaveJob) -> None:
         """Put a save whose snapshot is planned into the queue. Its handle gets an outcome, whatever happens here."""
         self._open.append(job)
-        job.versions, self.known.versions = self.known.versions, {}
         try:
             self._hand_over(job)
         except BaseException:

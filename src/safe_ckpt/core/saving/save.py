@@ -444,7 +444,6 @@ class SaveJob:
         begun: whether its background phases have begun.
         files: what of its content this rank writes from memory.
         sharing: what it does not write, because a checkpoint before has it; None where nobody has looked.
-        versions: which tensors that training does not change there were at the call, and how often they had been written to.
     """
 
     request: SaveRequest
@@ -463,7 +462,6 @@ class SaveJob:
     agreed_s: float = 0.0
     call: int = 0
     begun: bool = False
-    versions: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     files: Sequence[FilePlan] = ()
     sharing: Sharing | None = None
 
