@@ -281,7 +281,7 @@ class CheckpointConfig:
     removed = MappingProxyType(
         {
             "health.recheck": "memory is not compared between saves any more. Take the key out",
-            "loops": "every start takes the newest healthy checkpoint, however often a job ends early. Take the section out",
+            "loops": "every start takes the newest healthy checkpoint. Take the section out",
         }
     )
 

@@ -51,7 +51,7 @@ def refused(file, text):
         ),
         (
             "loops:\n  tries: 3",
-            ":1: loops: was removed: every start takes the newest healthy checkpoint, however often a job ends early. Take the section out",
+            ":1: loops: was removed: every start takes the newest healthy checkpoint. Take the section out",
         ),
         ("retention: {lease_s: 3}", ':1: retention.lease_s: unknown key; "lease_s" belongs at the top level'),
         ("a: 1\nsafe_ckpt:\n  lease_s: 0", ":3: lease_s: expected 1 to 3600, got 0.0"),
@@ -192,7 +192,7 @@ def test_text_needs_no_quotes_in_a_variable():
         (
             "LOOPS__TRIES",
             "3",
-            "LOOPS__TRIES: was removed: every start takes the newest healthy checkpoint, however often a job ends early. Take the section out",
+            "LOOPS__TRIES: was removed: every start takes the newest healthy checkpoint. Take the section out",
         ),
         ("lease_s", "3", "lease_s: unknown variable; did you mean SAFE_CKPT__LEASE_S?"),
         (
