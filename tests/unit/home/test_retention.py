@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from safe_ckpt import CheckpointInfo, Retention
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest
-from safe_ckpt.core.home.retention import Decision, DeleteListed, KeepNewest, after_commit, best, to_delete
+from safe_ckpt.core.home.retention import DeleteListed, KeepNewest, after_commit, best, to_delete
 from safe_ckpt.core.home.standing import Catalog
 
 
@@ -94,10 +94,10 @@ def test_the_catalog_decides_with_the_policy(tmp_path):
         assert after_commit(one, catalog, None) is None
     _committed(tmp_path / "step-3", 3)  # saved again by another job
     decision = after_commit(made[4], catalog, KeepNewest(limit=1))
-    assert decision == Decision(to_delete=[made[0].path, made[3].path], kept=["step-2", "step-5"])
+    assert (decision.to_delete, decision.kept) == ([made[0].path, made[3].path], ["step-2", "step-5"])
     assert [one.step for one in catalog.committed] == [2, 3, 5]
     listed = after_commit(made[4], None, DeleteListed(paths=[tmp_path / "old"]))
-    assert listed == Decision(to_delete=[tmp_path / "old"], kept=[])
+    assert (listed.to_delete, listed.kept) == ([tmp_path / "old"], [])
 
 
 def _committed(path, step):

@@ -179,12 +179,12 @@ def test_only_what_is_still_that_save_is_deleted(tmp_path):
     whole = WholeDirectory(tmp_path, lease_s=60.0)
     whole.open()
     try:
-        assert not whole.delete(first)
+        assert not whole.delete([first])
         late = Workspace(tmp_path, lease_s=60.0, hidden=tmp_path / ".safe_ckpt/names/step-00000002")
         late.open()
-        assert not whole.delete(second)
+        assert not whole.delete([second])
         late.close()
-        assert whole.delete(second)
+        assert whole.delete([second])
     finally:
         whole.close()
     assert left(tmp_path) == ["step-00000001"]

@@ -183,7 +183,7 @@ def test_all_commands_have_one_idea_of_a_directory(tmp_path, layout):
         found = durability.holder(Examined(asked=asked, existing=asked))[0]
     finally:
         lock.release()
-    assert shelf.hidden == hidden
+    assert shelf.places[0] == hidden
     assert unlocked["holder"]["pid"] == found.figures["pid"] == os.getpid()
     rows, problem = list_existing(asked)
     (found_one,) = shelf.usable
