@@ -89,7 +89,7 @@ def test_gc_does_not_count_what_is_damaged(tmp_path):
 def test_what_was_converted_into_it_is_no_checkpoint_of_the_run(tmp_path):
     """Neither listed, nor resumed from, nor deleted by retention or gc; a copy under a name of one's own stays too."""
     make(tmp_path, 10)
-    for name, form in (("export", "dcp"), ("weights.ckpt", "lightning"), ("hf", "safetensors")):
+    for name, form in (("export", "dcp"), ("weights.ckpt", "torch"), ("hf", "safetensors")):
         assert run("convert", tmp_path / "step-00000010", tmp_path / name, "--to", form, "--item", "w").exit_code == 0
     shutil.copytree(tmp_path / "step-00000010", tmp_path / "backup-of-10")
     assert {row["name"] for row in json.loads(run("list", tmp_path, "--json").stdout)} <= {
