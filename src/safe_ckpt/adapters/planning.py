@@ -13,8 +13,8 @@ from safe_ckpt.core.changing import changed_meanwhile
 from safe_ckpt.core.formats import torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.save import Content, Snapshot, Streamed, Unplanned
-from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state.models import Models
+from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.errors import CoordinationError
 

@@ -5,7 +5,6 @@ Pure decisions are in ``safe_ckpt.core.health``; the writer's observer is ``safe
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -55,7 +54,6 @@ class Health(Extension):
             ignored=(*settings.ignore, *unexamined),
             norm_jump=settings.norm_jump,
             action=settings.action,
-            whose=f"rank {self._run.rank} on {socket.gethostname()}",
         )
         return examine.told(plan, self._known.expectation(path, usual))
 

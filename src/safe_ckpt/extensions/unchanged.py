@@ -303,7 +303,7 @@ class UnchangedFiles:
         if self._health.action == "off":
             return True
         known = before.observed.get(HEALTH)
-        if known is None or is_sick(known) or (self._health.recheck and "hashes" not in known):
+        if known is None or is_sick(known):
             return False
         return bool(known.get("ignored", "") == digest_of_patterns((*self._health.ignore, *unexamined)))
 

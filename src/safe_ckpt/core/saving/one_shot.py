@@ -10,7 +10,6 @@ from typing import Any
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.formats.verify import refuse_unreadable
-from safe_ckpt.core.saving import commit_order
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage import durable
@@ -66,6 +65,4 @@ def save_archive(
         with contextlib.suppress(OSError):  # what was raised says more
             near.unlink(missing_ok=True)
         buffer.close()
-    info = CheckpointInfo.of(manifest, path, result.size_bytes)
-    commit_order.note(info)
-    return info
+    return CheckpointInfo.of(manifest, path, result.size_bytes)

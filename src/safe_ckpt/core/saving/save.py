@@ -18,9 +18,9 @@ from safe_ckpt.core.home.home import Home, NewCheckpoint, Pointer, Publication
 from safe_ckpt.core.home.retention import RetentionPolicy
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.state.held import refuse_differences
+from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.objects.place import Place

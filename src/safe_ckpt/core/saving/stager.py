@@ -12,14 +12,15 @@ from collections.abc import Callable
 
 from safe_ckpt import machine as host_memory
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.core.saving.extension import Extensions
 from safe_ckpt.core.saving.save import SaveJob, Streamed
-from safe_ckpt.core.staging import optimizer_gate, snapshot
+from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer, rounded
 from safe_ckpt.core.staging.copy_plan import KnownCopies
+from safe_ckpt.core.staging.cuda import Cuda
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.staging.worker_thread import Background, Refused
+from safe_ckpt.core.state import overlap
 from safe_ckpt.errors import NotEnoughSpaceError, RendezvousTimeout, SaveError
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class Stager:
         """Copy now what may change; the rest on a thread, behind the gate. Without a buffer wait until all is written."""
         copy, content = job.copy, job.request.content
         if copy is not None and job.overlap is not None:
-            optimizer_gate.close(copy, self._config.timeouts.barrier_s)
+            overlap.close_gate(copy, self._config.timeouts.barrier_s)
         if isinstance(content, Streamed) and content.feed is not None:
             content.feed(job)
         elif job.streamed:
