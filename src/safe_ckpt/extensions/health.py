@@ -31,6 +31,7 @@ class Health(Extension):
     """Has the numbers of each file looked at, and marks a checkpoint of which they are not as they should be."""
 
     name: ClassVar[str] = examine.NAME
+    imports: ClassVar[Sequence[str]] = (examine.AHEAD,)
 
     def __init__(self) -> None:
         self._known = Known()

@@ -21,6 +21,8 @@ from safe_ckpt.core.storage.reader import crc32
 if TYPE_CHECKING:
     import torch
 
+ITSELF = ""
+"""Stands for the path of a checkpoint that is a single file."""
 LEAST_SHARED_BYTES = 1 << 20
 """Smaller files are written, although an earlier checkpoint has them: a look gains nothing, and people edit such files in
 place, under all their names."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core.formats.file_plan import FilePlan, KnownBytes, WriteTask
+from safe_ckpt.core.formats.file_plan import ITSELF, FilePlan, KnownBytes, WriteTask
 from safe_ckpt.core.health import regions
 from safe_ckpt.core.health.regions import Region
-from safe_ckpt.core.health.verdict import ITSELF, Expectation, of_checkpoint
+from safe_ckpt.core.health.verdict import Expectation, of_checkpoint
 
 if TYPE_CHECKING:
     from safe_ckpt.core.health.scan import Scan

@@ -14,11 +14,10 @@ from typing import Any
 
 import xxhash
 
+from safe_ckpt.core.formats.file_plan import ITSELF
 from safe_ckpt.core.health.regions import Region
 from safe_ckpt.core.names import plain_name
 
-ITSELF = ""
-"""Stands for the path of a checkpoint that is a single file."""
 _MOST_ROWS = 20
 _MOST_FINITE = 2000  # more names would make the manifest large
 _MORE = ""

@@ -85,9 +85,15 @@ class Conclusion:
 
 
 class Extension:
-    """Every method does nothing by default. ``name`` is its key in reports, in verdicts and in what the writer observes."""
+    """Every method does nothing by default.
+
+    Attributes:
+        name: its key in reports, in verdicts and in what the writer observes.
+        imports: modules that its observer needs: the writer process imports them ahead.
+    """
 
     name: ClassVar[str]
+    imports: ClassVar[Sequence[str]] = ()
 
     def opened(self, run: Run) -> None:
         """The job begins. On every rank, on the caller's thread; what it raises ends the opening on every rank."""

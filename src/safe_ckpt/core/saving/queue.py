@@ -17,7 +17,6 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.rounds import TwoPhaseCommit
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.health import examine
 from safe_ckpt.core.saving.after_commit import AfterCommit
 from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.core.saving.extension import Extensions, Outcome
@@ -72,7 +71,7 @@ class SaveQueue:
         self._extensions = extensions
         # An upload gives up before the others stop waiting for it, so that they learn why.
         storage = StorageOptions.of(config.storage, _SHARE_OF_WAIT * config.timeouts.lengthy_s)
-        ahead = (examine.AHEAD,) if config.health.action != "off" else ()
+        ahead = [module for one in extensions for module in one.imports]
         self.writer = WriterSupervisor(config.writer, config.timeouts, self._respawned, storage, ahead)
         coordinator.movers.append(self.writer.progress)
         self._background = Background("safe_ckpt-save", self._work)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.formats.file_plan import WriteTask
-from safe_ckpt.core.health.verdict import ITSELF
+from safe_ckpt.core.formats.file_plan import ITSELF, WriteTask
 from safe_ckpt.core.saving.extension import Extensions
 from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.storage.copier import FileCopy, first_changed

@@ -17,7 +17,7 @@ import xxhash
 
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
-from safe_ckpt.core.storage.direct_io import PAGE, ProgressReporter, WriteOptions
+from safe_ckpt.core.storage.direct_io import PAGE, ProgressReporter
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import ObjectPath, open_place
@@ -34,16 +34,11 @@ class ObjectSink:
     """See ``Sink``.
 
     Args:
-        options: how to write.
-
-    Raises:
-        OSError: no storage is set up.
+        storage: how the store is reached.
     """
 
-    def __init__(self, options: WriteOptions) -> None:
-        if options.storage is None:
-            raise OSError(None, "is in an object store, and nothing says how to reach it")
-        self._storage: StorageOptions = options.storage
+    def __init__(self, storage: StorageOptions) -> None:
+        self._storage = storage
 
     def write(self, task: WriteTask, content: Content, progress: ProgressReporter) -> WrittenFile:
         """See ``Sink``."""

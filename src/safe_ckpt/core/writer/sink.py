@@ -40,8 +40,16 @@ class Sink(Protocol):
 
 
 def open_sink(folder: str, options: WriteOptions) -> Sink:
-    """The sink of the checkpoint that is written below ``folder``. Nothing else in the writer asks which storage it is."""
-    return ObjectSink(options) if is_url(folder) else SharingSink(options)
+    """The sink of the checkpoint that is written below ``folder``. Nothing else in the writer asks which storage it is.
+
+    Raises:
+        OSError: no storage is set up for it.
+    """
+    if not is_url(folder):
+        return SharingSink(options)
+    if options.storage is None:
+        raise OSError(None, "is in an object store, and nothing says how to reach it", folder)
+    return ObjectSink(options.storage)
 
 
 @dataclass(frozen=True, kw_only=True)
