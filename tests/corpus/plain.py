@@ -100,12 +100,12 @@ def save_frozen(folder):
     # Names of the commit that saved it.
     unchanged = importlib.import_module("safe_ckpt.core.staging.unchanged")
     plan = importlib.import_module("safe_ckpt.core.state.plan")
-    before = unchanged.LEAST_SHARED_BYTES
-    unchanged.LEAST_SHARED_BYTES = planner.LEAST_SHARED_BYTES = 512
+    before = unchanged.LEAST_BYTES
+    unchanged.LEAST_BYTES = plan.LEAST_BYTES = 512
     try:
         save(folder, Job(frozen=True))
     finally:
-        unchanged.LEAST_SHARED_BYTES = planner.LEAST_SHARED_BYTES = before
+        unchanged.LEAST_BYTES = plan.LEAST_BYTES = before
     assert [file.stat().st_nlink for file in frozen_files(folder)] == [2, 2]
 
 
