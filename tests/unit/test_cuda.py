@@ -223,7 +223,7 @@ def test_the_gate_orders_the_trainer_behind_started_copies_alone(buffer):
 def test_memory_is_pinned_once_and_ahead(buffer):
     """``prepare`` pins in the background what it has allocated; a refusal is not asked for again; closing takes it back."""
     cuda = Remembering()
-    stager = Stager(CheckpointConfig(), 0, cuda)
+    stager = Stager(CheckpointConfig(), 0, cuda=cuda)
     stager.prepare(1 << 20, lambda: None)
     stager._preparing.join()
     assert [name for _, name in cuda.registered] == ["safe_ckpt-prepare"] * CheckpointConfig().max_in_flight

@@ -15,7 +15,6 @@ from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.home.object_head import Head
 from safe_ckpt.core.home.standing import Catalog
-from safe_ckpt.core.offload import restore
 from safe_ckpt.core.resuming import items
 from safe_ckpt.core.sharding import dcp_read
 from safe_ckpt.core.state.planner import SHARDED
@@ -23,6 +22,7 @@ from safe_ckpt.core.storage.inside import checked_name, inside, really_inside
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.core.transfer import fetching
 from safe_ckpt.errors import HostileCheckpointError
+from safe_ckpt.offload import restore
 from safe_ckpt.tools.inspection import files
 
 BUCKET = SimpleNamespace(url="s3://bucket")
