@@ -101,6 +101,7 @@ lint: .venv/ready  ## ruff, mypy, and the order of the rooms
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/lint-imports .importlinter-run-time
 
 docs: .venv/ready  ## the site of docs/ into site/; a link or an anchor that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
