@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from safe_ckpt.errors import ConfigError
@@ -193,15 +194,11 @@ class Health:
             it counts like any other. ``"off"``: the numbers are not looked at.
         norm_jump: by which factor the norm of a file's numbers may grow between two saves, above 1; null for any.
         ignore: patterns of names of tensors that are not looked at, such as ``"*.mask"``.
-        recheck: hash buffers, and parameters that are not trained, at every save. If the bytes differ from those of the save
-            before, and nothing has written to the tensor, memory is corrupt: the checkpoint is treated as one with bad numbers.
-            Not for tensors that are changed through ``.data``, which no version counter notices.
     """
 
     action: Literal["mark", "stop", "warn", "off"] = "mark"
     norm_jump: float | None = field(default=None, metadata=limits(above=1))
     ignore: tuple[str, ...] = ()
-    recheck: bool = False
 
     def __post_init__(self) -> None:
         check(self)
@@ -280,6 +277,13 @@ class CheckpointConfig:
         lease_s: how long the record of a job on another host must stay unchanged before its directory is taken over.
         record_events: append one line per event to ``.safe_ckpt/events.jsonl`` beside the checkpoints.
     """
+
+    removed = MappingProxyType(
+        {
+            "health.recheck": "memory is not compared between saves any more. Take the key out",
+            "loops": "every start takes the newest healthy checkpoint. Take the section out",
+        }
+    )
 
     timeouts: Timeouts = field(default_factory=Timeouts)
     retention: Retention = field(default_factory=Retention)

@@ -161,6 +161,11 @@ keys: Callable[[type], tuple[Key, ...]] = functools.cache(_tree)
 """All settings of a dataclass and of those within it, in the order of their fields."""
 
 
+def removed(kind: type) -> Mapping[str, str]:
+    """Paths of keys of earlier versions, and what to do about each: ``removed`` of the dataclass of all settings."""
+    return getattr(kind, "removed", {})
+
+
 def joined(prefix: str, name: object) -> str:
     """Two parts of a path, joined by a dot."""
     return f"{prefix}.{name}" if prefix else str(name)
@@ -226,6 +231,8 @@ def _section(root: type, kind: type[_T], data: object, path: str) -> _T:
     values: dict[str, Any] = {}
     for name, value in data.items():
         here = joined(path, name)
+        if (instead := removed(root).get(here)) is not None:
+            raise ConfigError(key=here, message=f"was removed: {instead}")
         if name not in known:
             if _has_secrets(kind):
                 name = str(name).partition("=")[0]  # noqa: PLW2901 - behind it may be a password

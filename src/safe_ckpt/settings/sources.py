@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.settings.fields import Key, build, joined, keys, value_at
+from safe_ckpt.settings.fields import Key, build, joined, keys, removed, value_at
 
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
@@ -298,7 +298,9 @@ def read_environment(kind: type, environ: Mapping[str, str]) -> Layer:
     origins: dict[str, Origin] = {}
     for name in sorted(name for name in environ if name.startswith(PREFIX)):
         if name not in known:
-            raise ConfigError(source=name, message=f"unknown variable; {_suggestion(name, list(known))}")
+            gone = [why for path, why in removed(kind).items() if f"{name}__".startswith(f"{variable(path)}__")]
+            message = f"was removed: {gone[0]}" if gone else f"unknown variable; {_suggestion(name, list(known))}"
+            raise ConfigError(source=name, message=message)
         key = known[name]
         *sections, last = key.path.split(".")
         inner = data

@@ -8,7 +8,8 @@ import torch
 from safe_ckpt import Checkpointer, PerRank
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.health import verdict
-from safe_ckpt.core.health.verdict import Expectation, Known, is_sick
+from safe_ckpt.core.health.verdict import Expectation, is_sick
+from safe_ckpt.extensions.health import Known
 
 FACTS = {"tensors": 2, "numbers": 10, "norm": 2.0, "most": 1.0, "least": -1.0, "largest": "w"}
 
@@ -110,19 +111,19 @@ def test_a_parameter_that_is_trained_later_is_held_to_it(tmp_path):
 def test_names_are_told_from_those_that_were_there():
     """With another layout alone nothing is new: what was finite before is an alarm, and so is what nobody can tell."""
     names = ["best", "w", "state.0.exp_avg"]
-    first = Expectation().judge({**FACTS, "layout": "L"}, [], None, names)
+    first = Expectation().judge({**FACTS, "layout": "L"}, [], names)
     assert first["learnt"] == {"best": ("", 0), "w": ("", 0)}
     later = Expectation(first=False, layout="L", learnt=first["learnt"])
     row = {"numbers": 9, "nan": 0, "inf": 1, "pattern": "p"}
     found = {
-        name: later.judge({**FACTS, "layout": "M"}, [{"name": name, **row}], None, [*names, "new"])
+        name: later.judge({**FACTS, "layout": "M"}, [{"name": name, **row}], [*names, "new"])
         for name in (*names, "new")
     }
     assert {name: is_sick(one) for name, one in found.items()} == {
         "best": True, "w": True, "state.0.exp_avg": True, "new": False,
     }  # fmt: skip
     assert found["new"]["learnt"]["new"] == ("p", 1)
-    assert is_sick(later.judge({**FACTS, "layout": "L"}, [{"name": "new", **row}], None, names))
+    assert is_sick(later.judge({**FACTS, "layout": "L"}, [{"name": "new", **row}], names))
 
 
 def test_so_many_names_that_they_are_not_kept(monkeypatch):
@@ -130,10 +131,10 @@ def test_so_many_names_that_they_are_not_kept(monkeypatch):
     monkeypatch.setattr(verdict, "_MOST_FINITE", 2)
     row = {"name": "new", "numbers": 9, "nan": 0, "inf": 1, "pattern": "p"}
     for trained, sick in (((), True), (("w",), False)):
-        first = Expectation(trained=trained).judge({**FACTS, "layout": "L"}, [], None, ["a", "b", "c"])
+        first = Expectation(trained=trained).judge({**FACTS, "layout": "L"}, [], ["a", "b", "c"])
         assert first["learnt"] == {"": ("", 0)}
         later = Expectation(first=False, layout="L", trained=trained, learnt=first["learnt"])
-        assert is_sick(later.judge({**FACTS, "layout": "M"}, [row], None, ["a", "b", "c", "new"])) == sick
+        assert is_sick(later.judge({**FACTS, "layout": "M"}, [row], ["a", "b", "c", "new"])) == sick
 
 
 def test_what_is_learnt_is_in_the_manifest(tmp_path):

@@ -185,7 +185,7 @@ def test_every_setting_is_among_the_deviations():
             unfenced=True,
         ),
         "mirror": Mirror(url="s3://b/c", keep_last=1, keep_every_steps=1, required=True, follow=True),
-        "health": Health(action="stop", norm_jump=10.0, ignore=("*.mask",), recheck=True),
+        "health": Health(action="stop", norm_jump=10.0, ignore=("*.mask",)),
         "unchanged": Unchanged(share=False, full_every=1),
         "snapshot": "eager",
         "max_host_bytes": 1 << 20,

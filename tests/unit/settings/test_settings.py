@@ -45,6 +45,14 @@ def refused(file, text):
         ("retention:\n\n  keep_lst: 3", ':3: retention.keep_lst: unknown key; did you mean "keep_last"?'),
         ("# a\nkeep_last: 3", ':2: keep_last: unknown key; "keep_last" belongs under "retention"'),
         ("retention.keep_last: 3", ':1: retention.keep_last: unknown key; "keep_last" belongs under "retention"'),
+        (
+            "health: {recheck: true}",
+            ":1: health.recheck: was removed: memory is not compared between saves any more. Take the key out",
+        ),
+        (
+            "loops:\n  tries: 3",
+            ":1: loops: was removed: every start takes the newest healthy checkpoint. Take the section out",
+        ),
         ("retention: {lease_s: 3}", ':1: retention.lease_s: unknown key; "lease_s" belongs at the top level'),
         ("a: 1\nsafe_ckpt:\n  lease_s: 0", ":3: lease_s: expected 1 to 3600, got 0.0"),
         ("timeouts: {\n  barrier_s: soon}", ":2: timeouts.barrier_s: expected seconds or \"HH:MM:SS\", got 'soon'"),
@@ -175,6 +183,16 @@ def test_text_needs_no_quotes_in_a_variable():
             "RETENTION__KEEP_LST",
             "3",
             "RETENTION__KEEP_LST: unknown variable; did you mean SAFE_CKPT__RETENTION__KEEP_LAST?",
+        ),
+        (
+            "HEALTH__RECHECK",
+            "true",
+            "HEALTH__RECHECK: was removed: memory is not compared between saves any more. Take the key out",
+        ),
+        (
+            "LOOPS__TRIES",
+            "3",
+            "LOOPS__TRIES: was removed: every start takes the newest healthy checkpoint. Take the section out",
         ),
         ("lease_s", "3", "lease_s: unknown variable; did you mean SAFE_CKPT__LEASE_S?"),
         (

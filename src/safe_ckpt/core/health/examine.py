@@ -48,7 +48,7 @@ class Examination:
             # Here and not at the top: it takes a tenth of a second, and needs numpy.
             from safe_ckpt.core.health.scan import Scan
 
-            self._scan = Scan(self._looked_at, self._expected.hashed(self._looked_at))
+            self._scan = Scan(self._looked_at)
 
     def take(self, at: int, piece: memoryview) -> None:
         """Look at bytes of the file, which come in order from ``at`` on."""
@@ -60,7 +60,7 @@ class Examination:
         if self._scan is not None and self._found is None:
             facts, sick = self._scan.facts(), self._scan.sick()
             names = (one.name for one in self._looked_at)
-            self._found = self._expected.judge(facts, sick, self._scan.hashes(), names)
+            self._found = self._expected.judge(facts, sick, names)
         return self._found
 
     def section(self) -> dict[str, Any]:

@@ -91,10 +91,9 @@ class Scan:
 
     Args:
         regions: what is looked at, by offset.
-        hashed: of which the bytes are hashed, among them.
     """
 
-    def __init__(self, regions: Sequence[Region], hashed: Sequence[Region] = ()) -> None:
+    def __init__(self, regions: Sequence[Region]) -> None:
         self._regions = regions
         self._next = 0
         self._numbers = 0
@@ -105,7 +104,6 @@ class Scan:
         self._sick: dict[str, _Sick] = {}
         self._cut = b""
         self._small: dict[str, _Small] = {}
-        self._hashes = {region.name: xxhash.xxh3_64() for region in hashed}
 
     def take(self, at: int, piece: memoryview) -> None:
         """Look at bytes of the file, which come in order.
@@ -125,8 +123,6 @@ class Scan:
             region = regions[self._next]
             size, last = FLOATS[region.dtype], region.offset + region.length
             begin, stop = max(region.offset, at), min(last, end)
-            if region.name in self._hashes:
-                self._hashes[region.name].update(piece[begin - at : stop - at])
             if region.length <= _SMALL_BYTES:
                 self._gather(region, piece[begin - at : stop - at], begins=begin == region.offset, ends=last <= end)
                 if last > end:
@@ -162,10 +158,6 @@ class Scan:
             "largest": self._largest[1],
             "layout": layout.hexdigest(),
         }
-
-    def hashes(self) -> dict[str, str]:
-        """Of the tensors that are hashed."""
-        return {name: one.hexdigest() for name, one in self._hashes.items()}
 
     def sick(self) -> list[dict[str, Any]]:
         """The tensors with numbers that are not finite: name, how many numbers, NaN and Inf, and a digest of where they are."""

@@ -8,7 +8,7 @@ buffer, or a parameter that is not trained, may also become less infinite. NaN i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -42,9 +42,6 @@ class Expectation:
         norm: at the last healthy save; None where that is not known.
         norm_jump: by which factor the norm may grow from there; None for any.
         action: of the settings.
-        unwritten: names of fixed tensors to which nothing was written since the last save -> the hash that they had in it.
-            None: no hashes are taken.
-        whose: the rank that writes it, and its host, in words.
     """
 
     first: bool = True
@@ -56,8 +53,6 @@ class Expectation:
     norm: float | None = None
     norm_jump: float | None = None
     action: str = "mark"
-    unwritten: Mapping[str, str] | None = None
-    whose: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data."""
@@ -72,16 +67,10 @@ class Expectation:
         """Those that are looked at."""
         return [one for one in regions if not any(fnmatchcase(one.name, pattern) for pattern in self.ignored)]
 
-    def hashed(self, regions: Sequence[Region]) -> list[Region]:
-        """Those of which a hash is taken."""
-        fixed = frozenset(self.fixed)
-        return [] if self.unwritten is None else [one for one in regions if name_among(one.name, fixed)]
-
     def judge(
         self,
         facts: Mapping[str, Any],
         sick: Sequence[Mapping[str, Any]],
-        hashes: Mapping[str, str] | None = None,
         names: Iterable[str] | None = None,
     ) -> dict[str, Any]:
         """What the manifest says of the file's health.
@@ -89,15 +78,8 @@ class Expectation:
         Args:
             facts: of the numbers.
             sick: the tensors with numbers that are not finite.
-            hashes: of tensors that training does not change, by name; None where none were taken.
             names: of all tensors that were looked at; None where that is not known.
         """
-        before, hashes = self.unwritten or {}, hashes or {}
-        changed = [
-            {"name": name, "where": self.whose}
-            for name, now in hashes.items()
-            if before.get(name_among(name, frozenset(before)), now) != now
-        ]
         alarms, infinite = self._alarms(facts, sick)
         learnt = infinite if names is None else self._with_finite(infinite, names)
         alarms.sort(key=lambda row: (-row["nan"] - row["inf"], row["name"]))
@@ -106,7 +88,7 @@ class Expectation:
         if self.norm_jump is not None and self.norm and same and facts["norm"] > self.norm_jump * self.norm:
             jump = min(facts["norm"] / self.norm, _LARGEST)
         found = {**facts, "sick": alarms[:_MOST_ROWS], "sick_tensors": len(alarms), "jump": jump, "learnt": learnt}
-        found |= {"changed": changed[:_MOST_ROWS], "hashes": dict(hashes), "ignored": digest_of_patterns(self.ignored)}
+        found["ignored"] = digest_of_patterns(self.ignored)
         return {key: value for key, value in found.items() if value not in (None, [], {}, 0, "")}
 
     def _alarms(
@@ -166,7 +148,7 @@ def name_among(name: str, names: frozenset[str]) -> str:
 
 
 def is_sick(health: Mapping[str, Any]) -> bool:
-    """Whether what a manifest says of a file, or of a checkpoint, is an alarm."""
+    """Whether what a manifest says of a file, or of a checkpoint, is an alarm. ``changed`` is in those of earlier versions."""
     return bool(health.get("sick_tensors") or health.get("jump") or health.get("changed"))
 
 
@@ -208,60 +190,3 @@ def described(health: Mapping[str, Any]) -> str:
 def marked_words(health: Mapping[str, Any]) -> str:
     """Why no resume takes a checkpoint by itself."""
     return f"it is marked: {described(health)}"
-
-
-class Known:
-    """What one rank knows of the files that it writes.
-
-    Attributes:
-        fixed: names of buffers, and of parameters that are not trained: they may be infinite, if they stay so.
-        trained: names of the other parameters.
-        there: what the models consist of, of which these are the names.
-        marked: the newest checkpoint that this job committed and marked.
-        versions: of the next save: which fixed tensors there are, where they lie, and how often they were written to.
-    """
-
-    def __init__(self) -> None:
-        self.fixed: Sequence[str] | None = None
-        self.trained: Sequence[str] = ()
-        self.there: object = None
-        self.marked: list[Any] = []
-        self.versions: Mapping[str, tuple[int, int, int]] = {}
-        self._hashes: dict[str, tuple[str, tuple[int, int, int]]] = {}
-        self._files: dict[str, Mapping[str, Any]] = {}
-
-    def recall(self, health: Mapping[str, Any]) -> None:
-        """Take over what the manifest of a checkpoint says, which training goes on from."""
-        self._files = {}
-        self.learn(health.get("files", {}), healthy=bool(health.get("healthy", True)))
-
-    def learn(self, files: Mapping[str, Mapping[str, Any]], *, healthy: bool) -> None:
-        """Take over what was found at a save that was committed."""
-        for path, facts in files.items():
-            before = self._files.get(path, {})
-            norm = facts.get("norm", 0.0) if healthy else before.get("norm")
-            known = {"learnt": dict(facts.get("learnt", {})), "layout": facts.get("layout", "")}
-            self._files[path] = {**known, "norm": norm}
-
-    def unwritten(self, versions: Mapping[str, tuple[int, int, int]]) -> dict[str, str]:
-        """The hashes that tensors had in the last save, of those to which nothing was written since."""
-        return {
-            name: self._hashes[name][0] for name, now in versions.items() if self._hashes.get(name, ("", ()))[1] == now
-        }
-
-    def learn_hashes(
-        self, files: Mapping[str, Mapping[str, Any]], versions: Mapping[str, tuple[int, int, int]]
-    ) -> None:
-        """Take over the hashes of a save, with the versions that the tensors had at its call."""
-        names = frozenset(versions)
-        found = {
-            name_among(name, names): value for one in files.values() for name, value in one.get("hashes", {}).items()
-        }
-        self._hashes = {name: (value, versions[name]) for name, value in found.items() if name}
-
-    def expectation(self, path: str, usual: Expectation) -> Expectation:
-        """Of one file, by its path in the checkpoint; ``usual`` is what the settings say of every file."""
-        known = self._files.get(path)
-        if known is None:
-            return replace(usual, fixed=self.fixed or (), trained=self.trained)
-        return replace(usual, first=False, fixed=self.fixed or (), trained=self.trained, **known)

@@ -14,7 +14,6 @@ from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
-from safe_ckpt.core.writer import commit_order
 from safe_ckpt.core.writer.content import MemoryContent
 from safe_ckpt.core.writer.file_sink import FileSink
 from safe_ckpt.core.writer.sink import write_file
@@ -66,6 +65,4 @@ def save_archive(
         with contextlib.suppress(OSError):  # what was raised says more
             near.unlink(missing_ok=True)
         buffer.close()
-    info = CheckpointInfo.of(manifest, path, result.size_bytes)
-    commit_order.note(info)
-    return info
+    return CheckpointInfo.of(manifest, path, result.size_bytes)
