@@ -285,15 +285,13 @@ def _fetch(
             contents.restore_random_states(then)
 
 
-# Loaders that ``safe_ckpt.data.resumable`` made, once Accelerate has prepared them.
-#
-# Accelerate makes a loader of its own around a new ``DataLoader`` with the data set and a sampler for this rank. That inner
-# one counts here. Accelerate takes a batch, or with ``dispatch_batches`` one for each rank, before it gives the last one
-# to training: those are given again after a resume.
-
-
 class ForAccelerate(Resumable):
-    """Without a ``state_dict`` that Accelerate would ask for at each batch."""
+    """What ``safe_ckpt.data.resumable`` made, once Accelerate has prepared it.
+
+    Accelerate makes a loader of its own around a new ``DataLoader`` with the data set and a sampler for this rank. That inner
+    one is this, and counts. Accelerate takes a batch, or with ``dispatch_batches`` one for each rank, before it gives the last
+    one to training: those are given again after a resume. It has no ``state_dict``: Accelerate would ask for it at each batch.
+    """
 
     looks_ahead = 1
 

@@ -46,6 +46,7 @@ class Handle(AttachedHandle):
         project: the project directory that is held for automatically named checkpoints; None where these are named by hand.
     """
 
+    saver: AcceleratorSaver
     endings: Mapping[str, str] = {
         "end_training": (
             "end_training() finished the saves and ended this registration, and the process group. Save before it; in a "
@@ -68,7 +69,6 @@ class Handle(AttachedHandle):
         saver = AcceleratorSaver(accelerator, config, retention(accelerator, config), hooks)
         super().__init__(accelerator, saver)
         self._accelerator = accelerator
-        self._states = saver
         with self.whole_or_nothing():
             self._put_on(project or {})
 
@@ -77,10 +77,10 @@ class Handle(AttachedHandle):
         self.undo.put(accelerator.project_configuration, project)
         naming = accelerator.project_configuration.automatic_checkpoint_naming
         self.project: str | None = accelerator.project_dir if naming else None
-        self._states.hold_automatic()
-        self.undo.also(self._states.loaders.forget)
+        self.saver.hold_automatic()
+        self.undo.also(self.saver.loaders.forget)
         for loader in accelerator._dataloaders:
-            self._states.loaders.watch(loader)
+            self.saver.loaders.watch(loader)
         self._stock: dict[str, Callable[..., Any]] = {name: getattr(accelerator, name) for name in _REPLACED}
         methods = {name: getattr(self, name) for name in _REPLACED}
         self.attach({**methods, "__getstate__": self._state_of_a_copy})
@@ -141,7 +141,7 @@ class Handle(AttachedHandle):
                 step=step,
                 arguments=save_model_func_kwargs,
             )
-            path, handle = save.save(self._states, output_dir, options)
+            path, handle = save.save(self.saver, output_dir, options)
         self.saver.tracking.follow(handle, step)
         if not async_save:
             handle.result()
@@ -174,7 +174,7 @@ class Handle(AttachedHandle):
 
         with self.call("load_state"):
             self.saver.land()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
-            load.load(self._states, input_dir, restore, load_model_func_kwargs)
+            load.load(self.saver, input_dir, restore, load_model_func_kwargs)
         self.prepare()
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,12 +182,12 @@ class Handle(AttachedHandle):
         self._refuse_copy("prepare_data_loader")
         given = args[0] if args else kwargs.get("data_loader")
         loader = self._stock["prepare_data_loader"](*args, **kwargs)
-        self._states.loaders.watch(loader, given)
+        self.saver.loaders.watch(loader, given)
         return loader
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Stands in for ``Accelerator.skip_first_batches``: a loader that begins there after ``load_state`` stays as it is."""
-        if not self.closed and self._states.loaders.is_at(dataloader, num_batches):
+        if not self.closed and self.saver.loaders.is_at(dataloader, num_batches):
             return dataloader
         return self._stock["skip_first_batches"](dataloader, num_batches)
 
@@ -230,7 +230,7 @@ class Handle(AttachedHandle):
         options = models.Options(max_shard_size=max_shard_size, safe_serialization=safe_serialization, dtype=dtype)
         with self.call("save_model"):
             self.saver.tracking.report()
-            return models.save(self._states, model, save_directory, options)
+            return models.save(self.saver, model, save_directory, options)
 
     def end_training(self) -> None:
         """Stands in for ``Accelerator.end_training``: finishes what is in flight first, for that ends the process group.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,25 +42,23 @@ class Attempt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, Exception):
-            return False
+        if isinstance(error, Exception):
+            self.keep(error)
+        return isinstance(error, Exception)
+
+    def keep(self, error: Exception) -> None:
+        """Something went wrong; what did first counts."""
         self.error = self.error or changed_meanwhile(error, "the state of the training") or error
-        return True
 
-    def meeting(self) -> _Meeting:
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
         """The same for a block in which all ranks meet: what they raise because they did not meet is raised at once."""
-        return _Meeting(self)
-
-
-class _Meeting:
-    def __init__(self, attempt: Attempt) -> None:
-        self._attempt = attempt
-
-    def __enter__(self) -> Attempt:
-        return self._attempt
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        return not isinstance(error, CoordinationError) and self._attempt.__exit__(kind, error, trace)
+        try:
+            yield
+        except CoordinationError:
+            raise
+        except Exception as error:
+            self.keep(error)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The batches of an epoch as training is given them: counted, and what came along with them kept."""
+"""The batches of an epoch as training is given them: counted, and what came along with them kept; from any place on."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from safe_ckpt.data.workers import Delivered
 from safe_ckpt.errors import RestoreError
 
 Undo = tuple[int, str, Mapping[str, Any] | None, Mapping[str, Any] | None]
+_GLOBAL = "process"
+_END = object()
 _LOOKED_BACK = 3  # a framework has given training one batch less than it took, or two
 
 
@@ -178,12 +180,6 @@ def shown(batches: int, what: str) -> Iterable[int]:
         return range(batches)
     bar: Iterable[int] = tqdm(range(batches), desc=what, unit="batch", disable=world_rank() != 0)
     return bar
-
-
-# The index sampler of a loader, from a place on.
-
-_GLOBAL = "process"
-_END = object()
 
 
 class Remaining:

@@ -1,7 +1,8 @@
 """In which order samplers give the indices of an epoch, from any place on, without giving those before it.
 
 The samplers of torch are done again here: what they draw is the same, number for number, and the place is found by counting.
-Any other sampler is asked for its indices anew, and those before the place are dropped.
+Any other sampler is asked for its indices anew, and those before the place are dropped. Below: what else of a DataLoader its
+place depends on.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from safe_ckpt.core.coordination.process_groups import world_rank
 from safe_ckpt.core.state import rng
 from safe_ckpt.data.position import Position
 
+logger = logging.getLogger(__name__)
 _CHUNK = 4096  # indices that are made at a time: as lists they take ten times as much memory
 _DRAWN_AT_ONCE = 32  # by torch.utils.data.RandomSampler with replacement
+_DEEP = 6  # samplers in samplers
 
 
 def is_known(sampler: object) -> bool:
@@ -143,12 +146,6 @@ def _spread(sampler: Any, start: int) -> Iterator[int]:
     if missing > 0:
         left = torch.cat([left, order.repeat(-(-missing // size))[:missing]])
     return _from(left[sampler.rank :: ranks], 0)
-
-
-# What a DataLoader is made of, as far as its place depends on it.
-
-logger = logging.getLogger(__name__)
-_DEEP = 6  # samplers in samplers
 
 
 def is_map(loader: Any) -> bool:

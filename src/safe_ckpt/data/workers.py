@@ -114,11 +114,8 @@ class Maker:
         self._drawn |= {name for name in others if now.get(name) != first.get(name)}
 
 
-# Something that looks like a data set where its samples are made.
-
-
 class StandIn:
-    """Attributes, length and ``isinstance`` are the data set's.
+    """Looks like a data set where its samples are made: attributes, length and ``isinstance`` are the data set's.
 
     Args:
         inner: the data set.

@@ -68,6 +68,7 @@ class Handle(AttachedHandle):
     Every method is called on every rank, on the thread that trains.
     """
 
+    saver: TagSaver
     endings: Mapping[str, str] = {"destroy": _ENDED, "remove": _ENDED}
 
     def __init__(
@@ -87,7 +88,6 @@ class Handle(AttachedHandle):
             if resume_data:
                 saver.data_place = DataPlace(engine)
                 self.undo.also(saver.data_place.forget)
-            self._tags = saver
             self._load_checkpoint = engine.load_checkpoint
             self._destroy: Callable[[], None] = engine.destroy
             self.attach({name: getattr(self, name) for name in _REPLACED})
@@ -131,7 +131,7 @@ class Handle(AttachedHandle):
         """
         with self.call("save_checkpoint"):
             handle = save.save(
-                self._tags,
+                self.saver,
                 save_dir,
                 default_tag(self._engine) if tag is None else tag,
                 client_state or {},
@@ -193,7 +193,7 @@ class Handle(AttachedHandle):
             # One that failed is no reason not to go back to the one before it; its error stays to be raised.
             TagSaver.settle()
             optimizer_states = load_optimizer_states and not load_module_only
-            loaded = load.load(self._tags, load_dir, tag, restore, optimizer_states=optimizer_states)
+            loaded = load.load(self.saver, load_dir, tag, restore, optimizer_states=optimizer_states)
         return cast("tuple[str | None, Any]", loaded)
 
     def save_16bit_model(
@@ -225,7 +225,7 @@ class Handle(AttachedHandle):
         """
         with self.call("save_16bit_model"):
             handle = save.save_weights(
-                self._tags, save_dir, save_filename, exclude_frozen_parameters=exclude_frozen_parameters
+                self.saver, save_dir, save_filename, exclude_frozen_parameters=exclude_frozen_parameters
             )
         if handle is not None:
             handle.result()

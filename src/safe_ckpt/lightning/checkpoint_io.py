@@ -1,4 +1,8 @@
-"""The CheckpointIO that the callback installs in the strategy."""
+"""The CheckpointIO that the callback installs in the strategy, and the classes of Lightning that ours derive from.
+
+Each package, ``lightning`` and ``pytorch_lightning``, has its own ``ModelCheckpoint``, and each Trainer recognises only its
+own. Where both are installed our classes derive from both, so that it does not matter which Trainer they are given to.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,22 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters.extras import commit_order, one_shot, presence, verify_if_ours
 from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.adapters.spool import refuse_url
-from safe_ckpt.lightning.resume import WEIGHTS_NOTE
-
-if TYPE_CHECKING:
-    from safe_ckpt.lightning.saver import TrainerSaver
-from importlib import import_module
-from importlib.util import find_spec
-
 from safe_ckpt.errors import ConfigError
+from safe_ckpt.lightning.resume import WEIGHTS_NOTE
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
     from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from safe_ckpt.lightning.saver import TrainerSaver
 else:
 
     def _derive(name: str, *homes: str) -> Any:
@@ -34,6 +36,8 @@ else:
 
     ModelCheckpoint = _derive("ModelCheckpoint", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
     CheckpointIO = _derive("CheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins")
+
+__all__ = ["CheckpointIO", "ModelCheckpoint"]
 
 
 @dataclass
@@ -134,16 +138,7 @@ class SafeCheckpointIO(CheckpointIO):
         self.__init__(state["base"])  # type: ignore[misc]
 
 
-# The base classes: of ``lightning``, of ``pytorch_lightning``, or of both.
-#
-# Each package has its own ``ModelCheckpoint`` and each Trainer recognises only its own. Where both are installed our classes
-# derive from both, so that it does not matter which Trainer they are given to.
-
-
 def fit_loops() -> list[Any]:
     """The classes of the loops of ``fit``: those of all packages that are installed."""
     homes = ("lightning.pytorch.loops.fit_loop", "pytorch_lightning.loops.fit_loop")
     return [import_module(home)._FitLoop for home in homes if find_spec(home.partition(".")[0])]
-
-
-__all__ = ["CheckpointIO", "ModelCheckpoint", "fit_loops"]

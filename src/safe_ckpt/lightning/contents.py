@@ -23,7 +23,6 @@ from safe_ckpt.lightning.resume import WEIGHTS_NOTE
 
 UNEXAMINED = tuple(f"{part}.*" for part in ("callbacks", "loops", "lr_schedulers", "hyper_parameters", loop_state.KEY))
 """Of a checkpoint: a score that is infinite before the first validation is no sign that training went bad."""
-_IN_PARTS = ("state_dict", "optimizer_states")
 _SWAPPERS = frozenset({"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"})
 
 
@@ -65,7 +64,7 @@ def planned(
 
     if form is not None and form.gathers:
         given = checkpoint or {}
-        parts = {name: given[name] for name in _IN_PARTS if name in given}
+        parts = {name: given[name] for name in strategies.IN_PARTS if name in given}
         model = trainer.strategy.model
         gathers = Whole(engine, lambda found: files_of({**given, **strategies.numbered(found, model)}))
         return gathers.plan(parts, attempt)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from safe_ckpt.lightning.saver import TrainerSaver
 
-_LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed has them, in parts
+IN_PARTS = ("state_dict", "optimizer_states")
+"""What of a checkpoint every rank may have a part of."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,6 @@ def engine_of(core: Engine, strategy: Any) -> Strategy:
 
 def for_engine(strategy: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """How the engine is to save, with the rest of the Trainer's checkpoint in what it writes."""
-    rest = {key: value for key, value in checkpoint.items() if key not in _LEFT_OUT}
+    rest = {key: value for key, value in checkpoint.items() if key not in IN_PARTS}
     frozen = bool(getattr(strategy, "exclude_frozen_parameters", False))
     return {LIGHTNING_TAG: {"client_state": rest, "exclude_frozen_parameters": frozen}}
