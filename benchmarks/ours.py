@@ -10,8 +10,8 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Unchanged
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.save import Destination, Facts, SaveHandle, SaveRequest, Snapshot
-from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state import items
+from safe_ckpt.core.state.overlap import OverlapPlan
 
 TIMEOUT_S = 300.0
 

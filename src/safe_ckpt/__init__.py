@@ -27,8 +27,6 @@ if TYPE_CHECKING:
         WriterConfig,
     )
     from safe_ckpt.core.formats.manifest import CheckpointInfo
-    from safe_ckpt.core.offload.consolidate import consolidate_offloaded
-    from safe_ckpt.core.offload.restore import restore_offloaded
     from safe_ckpt.core.saving.save import SaveHandle
     from safe_ckpt.core.saving.set_up import set_up_directory
     from safe_ckpt.core.sharding.gather import iter_full_tensors
@@ -36,6 +34,8 @@ if TYPE_CHECKING:
     from safe_ckpt.core.state.items import PerRank
     from safe_ckpt.core.state.rng import RngState
     from safe_ckpt.errors import SafeCheckpointError
+    from safe_ckpt.offload.consolidate import consolidate_offloaded
+    from safe_ckpt.offload.restore import restore_offloaded
 
 _HOMES = {
     "CheckpointConfig": "safe_ckpt.config",
@@ -54,10 +54,10 @@ _HOMES = {
     "Telemetry": "safe_ckpt.config",
     "Timeouts": "safe_ckpt.config",
     "WriterConfig": "safe_ckpt.config",
-    "consolidate_offloaded": "safe_ckpt.core.offload.consolidate",
+    "consolidate_offloaded": "safe_ckpt.offload.consolidate",
     "iter_full_tensors": "safe_ckpt.core.sharding.gather",
     "lengthy_timeouts": "safe_ckpt.core.sharding.timeouts",
-    "restore_offloaded": "safe_ckpt.core.offload.restore",
+    "restore_offloaded": "safe_ckpt.offload.restore",
     "set_up_directory": "safe_ckpt.core.saving.set_up",
 }
 

@@ -40,12 +40,13 @@ from safe_ckpt.core.saving.save import (
     check_step,
     checked_metrics,
 )
-from safe_ckpt.core.state import fixed, restore
+from safe_ckpt.core.state import restore
 from safe_ckpt.core.state.items import expected_bytes, items_of, modules_of
 from safe_ckpt.core.state.planner import Plan, Planner
 from safe_ckpt.core.storage.objects.options import StorageOptions, is_url
 from safe_ckpt.core.storage.objects.place import Place, open_place
 from safe_ckpt.errors import ConfigError, NoValidCheckpointError
+from safe_ckpt.extensions.assemble import assemble
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,13 @@ class Checkpointer:
     ) -> None:
         self.directory: Place
         self.config, self.directory = config_and_more(config, functools.partial(_place, directory), group)
-        self._engine = Engine(self.config, group=group, hooks=hooks, owner="a Checkpointer; its close() frees it")
+        self._engine = Engine(
+            self.config,
+            group=group,
+            hooks=hooks,
+            owner="a Checkpointer; its close() frees it",
+            extensions=assemble(self.config),
+        )
         try:
             self._workspace: Home = self._engine.hold(self.directory)
             self._catalog = Catalog()
@@ -159,8 +166,7 @@ class Checkpointer:
         path = self.directory / catalog.step_name(number)
         must_match = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
         if error is None:
-            fixed.learn(self._engine.known, planned.models)
-            self._engine.trained.note(planned.models)
+            self._engine.know(planned.models)
         if planned.sharded:
             shards, error = self._plan_shards(planned.sharded, {"step": number, "path": path, **must_match})
         content: Content

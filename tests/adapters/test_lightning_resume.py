@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.home import candidates as catalog
-from safe_ckpt.core.writer import commit_order
+from safe_ckpt.core.saving import commit_order
 from safe_ckpt.errors import ConfigError, NoValidCheckpointError
 from safe_ckpt.layouts.top_level import read_layout
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable

@@ -1,5 +1,6 @@
 """What a registration changes in a framework's object is undone as a whole: at its end, and where it fails on the way."""
 
+import copy
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,3 +131,42 @@ def test_a_handle_is_put_on_whole_or_not_at_all():
         handle.attach({"save": print})
         raise KeyError("later")
     assert owner == SimpleNamespace(save=None)
+
+
+class Loop:
+    def run(self):
+        return "stock"
+
+
+def test_changes_are_taken_back_the_last_first(caplog):
+    """One on top of another, for the next call only or for long; what somebody else has put there stays, with a warning."""
+    loop, patch = Loop(), Patch()
+    patch.put_methods(loop, {"run": lambda: "ours"})
+    patch.once(loop, "run", lambda original: f"once, then {original()}")
+    assert [loop.run(), loop.run()] == ["once, then ours", "ours"]
+    patch.once(loop, "run", lambda original: f"again, then {original()}")
+    again = loop.run
+    loop.run = lambda: f"theirs, then {again()}"
+    assert [loop.run(), loop.run()] == ["theirs, then again, then ours", "theirs, then ours"]
+    assert "was replaced by something else" in caplog.text
+    del loop.run
+    other = Loop()
+    undone = []
+    with Patch(other, {"run": print}) as second:
+        second.also(lambda: undone.append(vars(other).copy()))
+        second.put(other, {"more": 1})
+        second.give_back(other, "run")
+        assert vars(other) == {"more": 1}
+    assert undone == [{}]
+    assert vars(other) == {}
+    assert copy.copy(loop).run() == "stock"
+
+
+def test_what_fails_to_be_taken_back_stops_nothing_else():
+    """Everything before it is taken back all the same, and its error is raised."""
+    loop, patch = Loop(), Patch()
+    patch.put(loop, {"run": print})
+    patch.also(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        patch.give_back()
+    assert vars(loop) == {}

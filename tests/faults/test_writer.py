@@ -14,7 +14,7 @@ from trials import sampled
 
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
-from safe_ckpt.core.saving.commit_protocol import CommitProtocol
+from safe_ckpt.core.saving.write_phase import WritePhase
 from safe_ckpt.errors import WriterError
 from support import run_script, writers_of
 
@@ -39,15 +39,15 @@ def one_save(entry, step, kind, moment, mine):
     if mine and moment == "idle":
         harm(writer, kind)
     if mine and moment == "between write and commit":
-        report = CommitProtocol._write
+        report = WritePhase.run
 
         def write(self):
             found = report(self)
             harm(writer, kind)
-            CommitProtocol._write = report
+            WritePhase.run = report
             return found
 
-        CommitProtocol._write = write
+        WritePhase.run = write
     begun = time.monotonic()
     handle = entry.save(step)
     call_s = time.monotonic() - begun

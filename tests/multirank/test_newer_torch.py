@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
-from safe_ckpt.core.sharding import dcp_load
+from safe_ckpt.core.sharding import dcp_read
 from safe_ckpt.tools.inspection.dcp_reader import read_directory
 
 QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=3, shutdown_s=10)
@@ -95,6 +95,6 @@ def test_fields_classes_and_types_that_are_not_known_here_are_saved_and_resumed(
         monkeypatch.setattr(kind, "__module__", metadata.__name__)
         monkeypatch.setattr(metadata, name, kind, raising=False)
     folder = tmp_path / "step-00000002" / "model"
-    found = dcp_load.read_metadata(folder).state_dict_metadata["weight"].properties
+    found = dcp_read.read_metadata(folder).state_dict_metadata["weight"].properties
     assert (type(found), found.order) == (Properties, (2, 1))
     assert read_directory(folder).tensors["weight"].dtype == "float32"

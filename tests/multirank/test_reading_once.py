@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts
-from safe_ckpt.core.sharding import dcp_load
+from safe_ckpt.core.sharding import dcp_read
 from safe_ckpt.core.storage.reader import drop_cache
 
 QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=3, shutdown_s=10)
@@ -106,7 +106,7 @@ def _load(rank, folder, dim, turned):
     if turned:  # memory that is not in the order of the elements
         state["rows"]._local_tensor = state["rows"]._local_tensor.t().contiguous().t()
     (place,) = folder.glob("step-*/w")
-    dcp_load.fit_value(place, state, lambda _: None, lambda saved: saved).apply(())
+    dcp_read.fit_value(place, state, lambda _: None, lambda saved: saved).apply(())
     for name, expected in spread(3, dim).items():
         assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (state[name], expected))), name
     return others

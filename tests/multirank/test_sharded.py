@@ -23,8 +23,8 @@ from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts
 from safe_ckpt.core.coordination import store
 from safe_ckpt.core.formats import dcp as distcp
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.sharding import dcp_load, dcp_plan
-from safe_ckpt.core.staging.overlap import OverlapPlan
+from safe_ckpt.core.sharding import dcp_plan, dcp_read
+from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.errors import CorruptCheckpointError, DesyncError, RestoreError, SafeCheckpointError, StateError
 from support import flip_bit, placements, spreads_empty_shards
 
@@ -212,7 +212,7 @@ def test_replicated_tensors_are_written_once_and_spread(tmp_path):
     assert len(sizes) == 4
     assert max(sizes) < 1.2 * min(sizes)
     assert sum(sizes) < 1.1 * 40 * 4 * 10_000
-    metadata = dcp_load.read_metadata(folder / "w")
+    metadata = dcp_read.read_metadata(folder / "w")
     chunks = sum(
         len(known.chunks) for known in metadata.state_dict_metadata.values() if isinstance(known, TensorStorageMetadata)
     )
@@ -498,7 +498,7 @@ def test_a_hostile_metadata_runs_nothing(tmp_path):
     """Only DCP's own records are built from ``.metadata``."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Hostile()))
     with pytest.raises(CorruptCheckpointError, match="system"):
-        dcp_load.read_metadata(tmp_path)
+        dcp_read.read_metadata(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint16, torch.int64, torch.float16, torch.complex128])

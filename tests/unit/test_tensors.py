@@ -8,7 +8,7 @@ from safe_ckpt.adapters import torch_file
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.safetensors import named_safetensors_image
 from safe_ckpt.core.saving import one_shot
-from safe_ckpt.core.staging.overlap import OverlapPlan
+from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.tensors import is_short
 from safe_ckpt.errors import RestoreError, StateError
 

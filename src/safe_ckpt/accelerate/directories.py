@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safe_ckpt.accelerate.dataloaders import Loaders
+from safe_ckpt.accelerate.strategies import Parts
 from safe_ckpt.adapters.extras import HIDDEN, WEIGHTS, Candidate, Catalog, is_of, policy_of, refuse
 from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
 from safe_ckpt.adapters.spool import refuse_url
@@ -56,6 +58,8 @@ class AcceleratorSaver(Saver):
 
     Attributes:
         accelerator: as given.
+        loaders: its stateful loaders.
+        parts: lays out what every rank has a part of.
         retention: decides which are deleted after a commit; None deletes none.
     """
 
@@ -65,6 +69,8 @@ class AcceleratorSaver(Saver):
 
         super().__init__(config, ADAPTER, find=candidates, owner=_OWNER, hooks=hooks, sinks=trackers, facts=True)
         self.accelerator = accelerator
+        self.loaders = Loaders()
+        self.parts = Parts(self.engine, accelerator)
         self.retention = policy_of(policy)
         self._catalogs: dict[Path, Catalog] = {}
         self._last: Path | None = None

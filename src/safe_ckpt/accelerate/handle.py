@@ -13,7 +13,6 @@ from accelerate.utils import DistributedType
 
 from safe_ckpt.accelerate import load, save, strategies
 from safe_ckpt.accelerate import save_model as models
-from safe_ckpt.accelerate.dataloaders import Loaders
 from safe_ckpt.accelerate.directories import AcceleratorSaver
 from safe_ckpt.adapters import AttachedHandle
 from safe_ckpt.config import CheckpointConfig, Retention
@@ -69,11 +68,7 @@ class Handle(AttachedHandle):
         saver = AcceleratorSaver(accelerator, config, retention(accelerator, config), hooks)
         super().__init__(accelerator, saver)
         self._accelerator = accelerator
-        self._context = save.Context(
-            saver=saver,
-            loaders=Loaders(),
-            layout=strategies.Layout(saver.engine, accelerator),
-        )
+        self._states = saver
         with self.whole_or_nothing():
             self._put_on(project or {})
 
@@ -82,10 +77,10 @@ class Handle(AttachedHandle):
         self.undo.put(accelerator.project_configuration, project)
         naming = accelerator.project_configuration.automatic_checkpoint_naming
         self.project: str | None = accelerator.project_dir if naming else None
-        self._context.saver.hold_automatic()
-        self.undo.also(self._context.loaders.forget)
+        self._states.hold_automatic()
+        self.undo.also(self._states.loaders.forget)
         for loader in accelerator._dataloaders:
-            self._context.loaders.watch(loader)
+            self._states.loaders.watch(loader)
         self._stock: dict[str, Callable[..., Any]] = {name: getattr(accelerator, name) for name in _REPLACED}
         methods = {name: getattr(self, name) for name in _REPLACED}
         self.attach({**methods, "__getstate__": self._state_of_a_copy})
@@ -146,7 +141,7 @@ class Handle(AttachedHandle):
                 step=step,
                 arguments=save_model_func_kwargs,
             )
-            path, handle = save.save(self._context, output_dir, options)
+            path, handle = save.save(self._states, output_dir, options)
         self.saver.tracking.follow(handle, step)
         if not async_save:
             handle.result()
@@ -179,7 +174,7 @@ class Handle(AttachedHandle):
 
         with self.call("load_state"):
             self.saver.land()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
-            load.load(self._context, input_dir, restore, load_model_func_kwargs)
+            load.load(self._states, input_dir, restore, load_model_func_kwargs)
         self.prepare()
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
@@ -187,12 +182,12 @@ class Handle(AttachedHandle):
         self._refuse_copy("prepare_data_loader")
         given = args[0] if args else kwargs.get("data_loader")
         loader = self._stock["prepare_data_loader"](*args, **kwargs)
-        self._context.loaders.watch(loader, given)
+        self._states.loaders.watch(loader, given)
         return loader
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Stands in for ``Accelerator.skip_first_batches``: a loader that begins there after ``load_state`` stays as it is."""
-        if not self.closed and self._context.loaders.is_at(dataloader, num_batches):
+        if not self.closed and self._states.loaders.is_at(dataloader, num_batches):
             return dataloader
         return self._stock["skip_first_batches"](dataloader, num_batches)
 
@@ -235,7 +230,7 @@ class Handle(AttachedHandle):
         options = models.Options(max_shard_size=max_shard_size, safe_serialization=safe_serialization, dtype=dtype)
         with self.call("save_model"):
             self.saver.tracking.report()
-            return models.save(self._context, model, save_directory, options)
+            return models.save(self._states, model, save_directory, options)
 
     def end_training(self) -> None:
         """Stands in for ``Accelerator.end_training``: finishes what is in flight first, for that ends the process group.

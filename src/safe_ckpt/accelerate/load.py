@@ -12,7 +12,6 @@ from accelerate import utils
 
 from safe_ckpt.accelerate.dataloaders import KEY
 from safe_ckpt.accelerate.directories import AcceleratorSaver, next_number
-from safe_ckpt.accelerate.save import Context
 from safe_ckpt.adapters.extras import presence, resume
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.saver import manifest_of
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def load(
-    context: Context,
+    saver: AcceleratorSaver,
     input_dir: str | os.PathLike[str] | None,
     restore: Callable[[str], None],
     arguments: Mapping[str, Any],
@@ -31,7 +30,7 @@ def load(
     """Restore the checkpoint at ``input_dir``, or the newest valid one. Every rank calls this.
 
     Args:
-        context: of the registered Accelerator.
+        saver: of the registered Accelerator.
         input_dir: which one; None for the newest valid one.
         restore: reads a checkpoint and applies it.
         arguments: further ones of ``load_state``, which ``restore`` gives to DeepSpeed.
@@ -39,7 +38,7 @@ def load(
     Raises:
         SafeCheckpointError: see ``Handle.load_state``.
     """
-    saver, engine, accelerator = context.saver, context.engine, context.accelerator
+    engine, accelerator = saver.engine, saver.accelerator
     if input_dir is None:
         path = _newest(saver)
     else:
@@ -55,11 +54,11 @@ def load(
 
     def apply() -> None:
         loader_states = utils.load(random_states).get(KEY, ()) if is_known else ()
-        context.loaders.refuse_unused(accelerator._dataloaders, loader_states)
+        saver.loaders.refuse_unused(accelerator._dataloaders, loader_states)
         restore(str(path))
-        context.loaders.resume(accelerator._dataloaders, loader_states)
+        saver.loaders.resume(accelerator._dataloaders, loader_states)
 
-    with context.layout.loading(path, arguments):
+    with saver.parts.loading(path, arguments):
         resume.apply(engine, apply, path, "load_state(path)")
     go_on(engine, lambda: accelerator._models)
     own = accelerator.project_configuration.iteration

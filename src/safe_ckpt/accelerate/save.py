@@ -10,36 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.accelerate import contents, strategies
-from safe_ckpt.accelerate.dataloaders import KEY, Loaders
+from safe_ckpt.accelerate.dataloaders import KEY
 from safe_ckpt.accelerate.directories import AcceleratorSaver, Target
-from safe_ckpt.adapters import Attempt, Engine, FilePlan, OnCommit, Planned, SaveHandle
+from safe_ckpt.adapters import Attempt, FilePlan, OnCommit, Planned, SaveHandle
 from safe_ckpt.adapters.extras import OverlapPlan, check_step, checked_metrics
 from safe_ckpt.adapters.planning import know_models
-
-
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """What saves and loads of one registered Accelerator work with.
-
-    Attributes:
-        saver: holds the directories.
-        loaders: its stateful loaders.
-        layout: lays out what every rank has a part of.
-    """
-
-    saver: AcceleratorSaver
-    loaders: Loaders
-    layout: strategies.Layout
-
-    @property
-    def accelerator(self) -> Any:
-        """What is saved."""
-        return self.saver.accelerator
-
-    @property
-    def engine(self) -> Engine:
-        """Where the ranks meet."""
-        return self.saver.engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,26 +27,28 @@ class Options:
     arguments: Mapping[str, Any]
 
 
-def save(context: Context, output_dir: str | os.PathLike[str] | None, options: Options) -> tuple[Path, SaveHandle]:
+def save(
+    saver: AcceleratorSaver, output_dir: str | os.PathLike[str] | None, options: Options
+) -> tuple[Path, SaveHandle]:
     """Take a snapshot and have it written. Every rank calls this. Returns where it will be, and the handle.
 
     Raises:
         SafeCheckpointError: see ``Handle.save_state``.
     """
-    hooks = context.accelerator._save_model_state_pre_hook
-    target = context.saver.target(output_dir, hooks=bool(hooks))
+    hooks = saver.accelerator._save_model_state_pre_hook
+    target = saver.target(output_dir, hooks=bool(hooks))
     with contextlib.ExitStack() as stack:
         folder = None
         if target.hooks:
-            folder = stack.enter_context(context.saver.folder_for_others(target.home, target.path))
-        handle = _save(context, target, folder, options)
+            folder = stack.enter_context(saver.folder_for_others(target.home, target.path))
+        handle = _save(saver, target, folder, options)
     if not handle.skipped:
-        context.accelerator.project_configuration.iteration = target.number + 1
+        saver.accelerator.project_configuration.iteration = target.number + 1
     return target.path, handle
 
 
-def _save(context: Context, target: Target, folder: Path | None, options: Options) -> SaveHandle:
-    accelerator = context.accelerator
+def _save(saver: AcceleratorSaver, target: Target, folder: Path | None, options: Options) -> SaveHandle:
+    accelerator = saver.accelerator
     step = target.step if options.step is None else options.step
     metrics: dict[str, float] = {}
     files: list[FilePlan] = []
@@ -80,14 +57,14 @@ def _save(context: Context, target: Target, folder: Path | None, options: Option
     with attempt:  # a hook or a state_dict() of the user's may raise anything
         check_step(step)
         metrics = checked_metrics(options.metrics)
-        files, must_match = _unsharded(context, folder, options)
+        files, must_match = _unsharded(saver, folder, options)
     own = Planned(files=files, error=attempt.error)
-    planned = Planned.joined([own, context.layout.plan(attempt, options.arguments)])
-    know_models(context.engine, lambda: accelerator._models)
+    planned = Planned.joined([own, saver.parts.plan(attempt, options.arguments)])
+    know_models(saver.engine, lambda: accelerator._models)
     overlap = None
-    if context.engine.config.snapshot == "overlapped" and planned.files:
+    if saver.engine.config.snapshot == "overlapped" and planned.files:
         overlap = OverlapPlan(accelerator._models, strategies.plain_optimizers(accelerator)) or None
-    return context.saver.save(
+    return saver.save(
         target.home,
         target.path,
         planned.content(overlap=overlap),
@@ -95,13 +72,13 @@ def _save(context: Context, target: Target, folder: Path | None, options: Option
         metrics=metrics,
         notes={"iteration": target.number, **planned.notes},
         must_match=must_match,
-        on_commit=OnCommit(prefilled=folder, carry=lambda _: True, retention=context.saver.retention),
+        on_commit=OnCommit(prefilled=folder, carry=lambda _: True, retention=saver.retention),
     )
 
 
-def _unsharded(context: Context, folder: Path | None, options: Options) -> tuple[list[FilePlan], dict[str, str]]:
+def _unsharded(saver: AcceleratorSaver, folder: Path | None, options: Options) -> tuple[list[FilePlan], dict[str, str]]:
     """The files that one rank writes by itself, and what must be equal on all ranks for that."""
-    accelerator = context.accelerator
+    accelerator = saver.accelerator
     apart = strategies.is_sharding(accelerator) or bool(strategies.engines_of(accelerator))
     states = [accelerator.get_state_dict(model, unwrap=False) for model in ([] if apart else accelerator._models)]
     if folder is not None:
@@ -113,7 +90,7 @@ def _unsharded(context: Context, folder: Path | None, options: Options) -> tuple
         states,
         shared,
         safe_serialization=options.safe_serialization,
-        besides={KEY: context.loaders.states(accelerator._dataloaders)},
+        besides={KEY: saver.loaders.states(accelerator._dataloaders)},
         sharded=apart,
     )
     return files, contents.must_match(accelerator, shared)

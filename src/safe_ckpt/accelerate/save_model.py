@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory, split_torch_state_dict_into_shards
 
 from safe_ckpt.accelerate import offloaded_models, strategies
-from safe_ckpt.accelerate.save import Context
+from safe_ckpt.accelerate.directories import AcceleratorSaver
 from safe_ckpt.adapters import Attempt, FilePlan, Planned, torch_file
 from safe_ckpt.adapters.extras import (
     HIDDEN,
@@ -62,17 +62,17 @@ class Options:
         return hugging_face.parse_size(self.max_shard_size, "save_model: max_shard_size")
 
 
-def save(context: Context, model: torch.nn.Module, directory: str | os.PathLike[str], options: Options) -> Path:
+def save(saver: AcceleratorSaver, model: torch.nn.Module, directory: str | os.PathLike[str], options: Options) -> Path:
     """Write the weights. Every rank calls this; rank 0 writes. Returns the directory when they are durable.
 
     Raises:
         SafeCheckpointError: see ``Handle.save_model``.
     """
-    engine, accelerator, named = context.engine, context.accelerator, context.saver.names
+    engine, accelerator, named = saver.engine, saver.accelerator, saver.names
     refuse_url(directory, "save_model: directory")
     path = Path(os.path.abspath(directory))
     values = {name: str(value) for name, value in dataclasses.asdict(options).items()}
-    whole = context.saver.for_weights(path, values, options.most_bytes)
+    whole = saver.for_weights(path, values, options.most_bytes)
     if whole and options.safe_serialization and strategies.is_sharding(accelerator) and dtensor.has_parts(model):
         exported = Exporter(engine, named).export(
             model, path, format="safetensors", max_shard_size=options.max_shard_size, dtype=options.dtype
@@ -88,7 +88,7 @@ def save(context: Context, model: torch.nn.Module, directory: str | os.PathLike[
     if whole:
         engine.save(export.request_of(named.hold(path), path, planned.content(streamed=True))).result()
     else:
-        _replace_each(context, path, planned)
+        _replace_each(saver, path, planned)
     return path
 
 
@@ -183,12 +183,12 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     return tensors
 
 
-def _replace_each(context: Context, path: Path, planned: Planned) -> None:
+def _replace_each(saver: AcceleratorSaver, path: Path, planned: Planned) -> None:
     """Replace file by file: other directories in there, such as checkpoints, must not be moved.
 
     All new files are first committed together, as a folder in the hidden one.
     """
-    engine = context.engine
+    engine = saver.engine
     workspace = engine.hold(path, hidden=path / HIDDEN / NAMES / _WEIGHTS, recorded=False)
     names = [file.path for file in planned.files]
     try:

@@ -30,7 +30,7 @@ def is_sharding(accelerator: Any) -> bool:
     return bool(getattr(accelerator, "is_fsdp2", False))
 
 
-class Layout:
+class Parts:
     """Lays out what FSDP2 shards and what DeepSpeed's engines have, for one save after another. Every rank has one.
 
     Args:

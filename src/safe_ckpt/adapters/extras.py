@@ -16,19 +16,18 @@ from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES, Candidate, Point
 from safe_ckpt.core.home.retention import DeleteListed, KeepNewest, policy_of
 from safe_ckpt.core.home.standing import Catalog, is_of, named_by, standing_of
 from safe_ckpt.core.names import wrapped
-from safe_ckpt.core.offload.consolidate import agree_parts, own_part
-from safe_ckpt.core.offload.restore import Part, give_back, parts_of
 from safe_ckpt.core.resuming import resume
 from safe_ckpt.core.resuming.candidate import FileReader
-from safe_ckpt.core.saving import export, one_shot
+from safe_ckpt.core.saving import commit_order, export, one_shot
 from safe_ckpt.core.saving.export import Exporter
 from safe_ckpt.core.saving.homes import refuse
 from safe_ckpt.core.saving.save import Destination, Facts, SaveRequest, check_step, checked_metrics
 from safe_ckpt.core.sharding import dtensor
-from safe_ckpt.core.staging.overlap import OverlapPlan
+from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
 from safe_ckpt.core.storage import durable, presence
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.inside import checked_name, really_inside
 from safe_ckpt.core.tensors import is_short, refuse_short
-from safe_ckpt.core.writer import commit_order
+from safe_ckpt.offload.consolidate import agree_parts, own_part
+from safe_ckpt.offload.restore import Part, give_back, parts_of

@@ -190,7 +190,7 @@ def _refuse(path: Path, file: Path, name: str) -> None:
         f"its pickle {problems[0]}; torch.serialization.add_safe_globals admits what is yours" if problems else None
     )
     if file.name == ".metadata" and problem is None:
-        from safe_ckpt.core.sharding.dcp_load import read_metadata
+        from safe_ckpt.core.sharding.dcp_read import read_metadata
 
         try:
             read_metadata(file.parent)

@@ -13,9 +13,8 @@ from safe_ckpt.core.changing import changed_meanwhile
 from safe_ckpt.core.formats import torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.save import Content, Snapshot, Streamed, Unplanned
-from safe_ckpt.core.staging.overlap import OverlapPlan
-from safe_ckpt.core.state import fixed
 from safe_ckpt.core.state.models import Models
+from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.errors import CoordinationError
 
@@ -130,9 +129,7 @@ def torch_file(path: str, state: object, *, key: str | None = None) -> FilePlan:
 
 def know_models(engine: Engine, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
     """Before each save: tell which tensors may be infinite by design, and which are trained, by the models that it saves."""
-    models = Models(lambda: _by_name(modules()))
-    fixed.learn(engine.known, models)
-    engine.trained.note(models)
+    engine.know(Models(lambda: _by_name(modules())))
 
 
 def go_on(engine: Engine, modules: Callable[[], Iterable[Any]]) -> None:

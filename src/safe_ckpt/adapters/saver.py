@@ -25,7 +25,7 @@ from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming import resume
 from safe_ckpt.core.resuming.candidate import FileReader
-from safe_ckpt.core.resuming.mirror_resume import Mirrored
+from safe_ckpt.core.resuming.offered import Offered
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.homes import HeldDirectories, open_folder
 from safe_ckpt.core.saving.save import Content, Destination, Facts, OnCommit, SaveRequest
@@ -33,6 +33,7 @@ from safe_ckpt.core.state.items import expected_bytes
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.transfer.fetching import is_copy_of
 from safe_ckpt.errors import CorruptCheckpointError
+from safe_ckpt.extensions.assemble import assemble
 
 if TYPE_CHECKING:
     from safe_ckpt.adapters.tracking import Sinks
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class OpenHome:
     """A directory of checkpoints that is held.
 
@@ -98,7 +99,7 @@ class Saver:
         facts: bool = False,
     ) -> None:
         self.config = config
-        self.engine = Engine(config, hooks=hooks, owner=owner)
+        self.engine = Engine(config, hooks=hooks, owner=owner, extensions=assemble(config))
         self.tracking = Tracking(self.engine, sinks, facts=facts)
         self.homes: dict[Path, OpenHome] = {}
         self.names = HeldDirectories(self.engine)
@@ -183,14 +184,14 @@ class Saver:
         """
         workspace, find = home.workspace, self._candidates_of(home)
         if name is None:
-            Mirrored(self.engine, workspace, find, None).fetch_newer()
+            Offered(self.engine, workspace, find, None).fetch_newer()
             return
         path = workspace.path / name
 
         def is_it(one: Candidate) -> bool:
             return one.manifest is not None and is_copy_of(one.manifest, path, workspace)
 
-        Mirrored(self.engine, workspace, find, is_it).fetch_named()
+        Offered(self.engine, workspace, find, is_it).fetch_named()
 
     def is_directory(self, path: Path, call: str) -> bool:
         """Whether there is a directory, as rank 0 sees it: what follows is done on all ranks or on none."""

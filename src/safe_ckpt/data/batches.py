@@ -15,7 +15,8 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import BatchSampler
 
 from safe_ckpt.core.coordination.process_groups import world_rank
-from safe_ckpt.data import generators, order
+from safe_ckpt.core.state import rng
+from safe_ckpt.data import order
 from safe_ckpt.data.order import draws_itself, is_map, name_of
 from safe_ckpt.data.position import Position
 from safe_ckpt.data.workers import Delivered
@@ -135,7 +136,7 @@ class Batches:
         return self._given(inner)
 
     def _given(self, inner: Iterator[Any]) -> Any:
-        drawn = generators.snapshot() if self._noted else None
+        drawn = rng.snapshot() if self._noted else None
         counter = self._counter
         try:
             batch = next(inner)
@@ -165,7 +166,7 @@ def again_from(batches: Iterator[Any], pending: Position) -> Iterator[Any]:
     """The same batches; those that were taken and not used are made at once, as they were made then."""
     if not pending.again:
         return batches
-    generators.put_snapshot_back(pending.before)
+    rng.put_snapshot_back(pending.before)
     return itertools.chain([next(batches) for _ in range(pending.again)], batches)
 
 
@@ -221,7 +222,7 @@ class Remaining:
 
     def _drawn(self, loader: Any, sampler: Any, start: int) -> Iterator[Any]:
         """From the generators of this process, as they were when the epoch began."""
-        name = generators.TORCH if order.is_known(sampler) else _GLOBAL
+        name = rng.TORCH if order.is_known(sampler) else _GLOBAL
         saved = loader._place.generators.get(name)
         if saved is None:
             before = _state(name)
@@ -230,10 +231,10 @@ class Remaining:
                 return _noting(indices, weakref.ref(loader), name)
             loader._drawn = {**loader._drawn, name: before}
             return indices
-        with generators.borrowed():
-            generators.put_back(None, saved) if name == generators.TORCH else generators.put_all_back(saved)
+        with rng.borrowed():
+            rng.put_back(torch.default_generator, saved) if name == rng.TORCH else rng.put_all_back(saved)
             indices = order.indices(sampler, start)
-            return _borrowing(indices, generators.taken())
+            return _borrowing(indices, rng.snapshot())
 
 
 def _lazily(remaining: Remaining, loader: Any) -> Iterator[Any]:
@@ -255,10 +256,10 @@ def _noting(indices: Iterator[Any], loader: Any, name: str) -> Iterator[Any]:
     yield from indices
 
 
-def _borrowing(indices: Iterator[Any], then: tuple[Any, Any, Any]) -> Iterator[Any]:
+def _borrowing(indices: Iterator[Any], then: Mapping[str, Any]) -> Iterator[Any]:
     """The same, the first one drawn with the generators at ``then``. torch asks for two orders, and uses one of them only."""
-    with generators.borrowed():
-        generators.set_to(then)
+    with rng.borrowed():
+        rng.set_to(then)
         first = next(indices, _END)
     if first is not _END:
         yield first
@@ -266,4 +267,4 @@ def _borrowing(indices: Iterator[Any], then: tuple[Any, Any, Any]) -> Iterator[A
 
 
 def _state(name: str) -> str:
-    return generators.to_text(torch.get_rng_state()) if name == generators.TORCH else generators.all_to_text()
+    return rng.to_text(torch.get_rng_state()) if name == rng.TORCH else rng.all_to_text()

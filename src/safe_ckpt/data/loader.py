@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from safe_ckpt.core.coordination.process_groups import world_rank
-from safe_ckpt.data import generators, workers
+from safe_ckpt.core.state import rng
+from safe_ckpt.data import workers
 from safe_ckpt.data.batches import Batches, Counter, Remaining, again_from, shown
 from safe_ckpt.data.order import (
     each_of,
@@ -147,7 +148,7 @@ class Resumable:
             turn=given.turn,
             workers={worker: _plain(state) for worker, state in given.workers.items()},
             undo=[
-                (count, worker, state and _plain(state), drawn and generators.snapshot_to_text(drawn))
+                (count, worker, state and _plain(state), drawn and rng.snapshot_to_text(drawn))
                 for count, worker, state, drawn in given.undo
             ],
         )
@@ -225,7 +226,7 @@ class Resumable:
             # Workers that went on running would not have been seeded again: what that draws is put back.
             own = own_generators(self) if not pending.begun else {}
             self._undo = {
-                generators.TORCH: torch.get_rng_state(),
+                rng.TORCH: torch.get_rng_state(),
                 **{name: one.get_state() for name, one in own.items()},
             }
         self._given, self._found, self._restored = given, False, pending
@@ -252,7 +253,7 @@ class Resumable:
         undo, self._undo = self._undo, None
         if undo is None:
             return
-        torch.set_rng_state(undo[generators.TORCH])
+        torch.set_rng_state(undo[rng.TORCH])
         for name, one in own_generators(self).items():
             one.set_state(undo[name])
 
@@ -278,7 +279,7 @@ class Resumable:
             facts=facts_of(self),
         )
         if self.skip == "read":
-            self._drawn = {**self._drawn, _READ: generators.all_to_text()}
+            self._drawn = {**self._drawn, _READ: rng.all_to_text()}
         return super().__iter__()  # type: ignore[misc, no-any-return]
 
     def _resumed(self, pending: Position) -> Iterator[Any]:
@@ -302,13 +303,13 @@ class Resumable:
         )
         if again:
             return self._read_up_to(pending)
-        with generators.borrowed():  # what torch draws to start an epoch was drawn before the save
+        with rng.borrowed():  # what torch draws to start an epoch was drawn before the save
             return again_from(super().__iter__(), pending)  # type: ignore[misc]
 
     def _read_up_to(self, pending: Position) -> Iterator[Any]:
         began_s = time.monotonic()
-        with generators.borrowed():
-            generators.put_all_back(pending.generators[_READ])
+        with rng.borrowed():
+            rng.put_all_back(pending.generators[_READ])
             batches: Iterator[Any] = super().__iter__()  # type: ignore[misc]
             for _ in shown(pending.batches, f"{name_of(self)}: reading up to its place"):
                 with contextlib.suppress(Exception):  # as training went on after it
@@ -383,8 +384,8 @@ def make(
 
 
 def _as_text(state: Any) -> str:
-    return state if isinstance(state, str) else generators.to_text(state)
+    return state if isinstance(state, str) else rng.to_text(state)
 
 
 def _plain(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**state, workers.RNG: generators.snapshot_to_text(state[workers.RNG])} if workers.RNG in state else state
+    return {**state, workers.RNG: rng.snapshot_to_text(state[workers.RNG])} if workers.RNG in state else state

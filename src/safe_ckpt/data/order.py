@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from safe_ckpt.core.coordination.process_groups import world_rank
-from safe_ckpt.data import generators
+from safe_ckpt.core.state import rng
 from safe_ckpt.data.position import Position
 
 _CHUNK = 4096  # indices that are made at a time: as lists they take ten times as much memory
@@ -208,14 +208,14 @@ def own_generators(loader: Any) -> dict[str, torch.Generator]:
 def own_as_text(loader: Any) -> dict[str, str]:
     """These generators as they are now, encoded; none of what is no stock loader."""
     found = own_generators(loader) if isinstance(loader, DataLoader) else {}
-    return {name: generators.to_text(one.get_state()) for name, one in found.items()}
+    return {name: rng.to_text(one.get_state()) for name, one in found.items()}
 
 
 def put_back(loader: Any, texts: Mapping[str, str]) -> None:
     """Set the user's own generators to what was encoded."""
     for name, one in own_generators(loader).items():
         if name in texts:
-            generators.put_back(one, texts[name])
+            rng.put_back(one, texts[name])
 
 
 def _is_asked_plainly(dataset: Any, name: str) -> bool:

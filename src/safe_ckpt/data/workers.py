@@ -15,14 +15,14 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
-from safe_ckpt.data import generators
+from safe_ckpt.core.state import rng
 
 RNG, DATA, ENDED = "rng", "data", "ended"
 _LOOKS, _EVERY = 8, 64
 _OF_DATASETS = (
     "_starting_state_dict"  # datasets.IterableDataset begins each epoch of that number there, not only the first
 )
-_ALL = (generators.TORCH, generators.PYTHON, generators.NUMPY)
+_ALL = (rng.TORCH, rng.PYTHON, rng.NUMPY)
 
 
 class Delivered:
@@ -71,10 +71,10 @@ class Maker:
             return
         info = get_worker_info()
         self.worker = info.id if info is not None else 0
-        self._first = generators.snapshot() if self._watched else {}
+        self._first = rng.snapshot() if self._watched else {}
         if self._watched:
             drawn = self._states.get(str(self.worker), {}).get(RNG, {})
-            generators.put_snapshot_back(drawn)
+            rng.put_snapshot_back(drawn)
             self._drawn = set(drawn)
 
     def place(self) -> Mapping[str, Any]:
@@ -89,7 +89,7 @@ class Maker:
             if self._made <= _LOOKS or self._made % _EVERY == 0:
                 self._look()
             if self._drawn:
-                state[RNG] = generators.snapshot(self._drawn)
+                state[RNG] = rng.snapshot(self._drawn)
         if self.inner is not None:
             state[DATA] = copy.deepcopy(self.inner.state_dict())
             if self.ended:
@@ -110,7 +110,7 @@ class Maker:
 
     def _look(self) -> None:
         others = [name for name in _ALL if name not in self._drawn]
-        now, first = generators.snapshot(others), self._first or {}
+        now, first = rng.snapshot(others), self._first or {}
         self._drawn |= {name for name in others if now.get(name) != first.get(name)}
 
 

@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,15 +42,20 @@ class TagSaver(Saver):
     """Saves for one engine. Each directory of tags is taken at its first save, and the last ones are kept.
 
     Args:
+        owner: DeepSpeed's engine.
         config: settings.
         hooks: called with what happens.
 
     Attributes:
+        owner: as given.
+        data_place: of the engine's own loader; None where it is not saved.
         retention: decides which tags are deleted after a commit, never one that a ``latest`` names; None deletes none.
     """
 
-    def __init__(self, config: CheckpointConfig, hooks: Iterable[Hook]) -> None:
+    def __init__(self, owner: Any, config: CheckpointConfig, hooks: Iterable[Hook]) -> None:
         super().__init__(config, ADAPTER, find=candidates, owner=_OWNER, hooks=hooks)
+        self.owner = owner
+        self.data_place: DataPlace | None = None
         self.retention = policy_of(config.retention)
 
     def hold(self, top: Path, tag: str) -> OpenHome:
@@ -112,21 +116,6 @@ class TagSaver(Saver):
         for one in cls.living():
             if any(folder != path.parent and folder in path.parents for folder in one.homes):
                 one.engine.settle()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """What saves and loads of one installed engine work with.
-
-    Attributes:
-        saver: of this engine.
-        engine: DeepSpeed's.
-        data_place: of the engine's own loader; None where it is not saved.
-    """
-
-    saver: TagSaver
-    engine: Any
-    data_place: DataPlace | None = None
 
 
 def candidates(folder: Path) -> list[Candidate]:

@@ -14,7 +14,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.deepspeed import load, save
 from safe_ckpt.deepspeed.arguments import check_engine, check_settings, default_tag
 from safe_ckpt.deepspeed.data_place import DataPlace, refuse_without_place
-from safe_ckpt.deepspeed.directories import Context, TagSaver
+from safe_ckpt.deepspeed.directories import TagSaver
 from safe_ckpt.events import Hook
 
 logger = logging.getLogger(__name__)
@@ -79,15 +79,15 @@ class Handle(AttachedHandle):
         resume_data: bool = False,
         hooks: Iterable[Hook] = (),
     ) -> None:
-        saver = TagSaver(config, hooks)
+        saver = TagSaver(engine, config, hooks)
         super().__init__(engine, saver)
         self._engine = engine
         self._async_save = async_save
         with self.whole_or_nothing():
-            place = DataPlace(engine) if resume_data else None
-            if place is not None:
-                self.undo.also(place.forget)
-            self._context = Context(saver=saver, engine=engine, data_place=place)
+            if resume_data:
+                saver.data_place = DataPlace(engine)
+                self.undo.also(saver.data_place.forget)
+            self._tags = saver
             self._load_checkpoint = engine.load_checkpoint
             self._destroy: Callable[[], None] = engine.destroy
             self.attach({name: getattr(self, name) for name in _REPLACED})
@@ -131,7 +131,7 @@ class Handle(AttachedHandle):
         """
         with self.call("save_checkpoint"):
             handle = save.save(
-                self._context,
+                self._tags,
                 save_dir,
                 default_tag(self._engine) if tag is None else tag,
                 client_state or {},
@@ -193,7 +193,7 @@ class Handle(AttachedHandle):
             # One that failed is no reason not to go back to the one before it; its error stays to be raised.
             TagSaver.settle()
             optimizer_states = load_optimizer_states and not load_module_only
-            loaded = load.load(self._context, load_dir, tag, restore, optimizer_states=optimizer_states)
+            loaded = load.load(self._tags, load_dir, tag, restore, optimizer_states=optimizer_states)
         return cast("tuple[str | None, Any]", loaded)
 
     def save_16bit_model(
@@ -225,7 +225,7 @@ class Handle(AttachedHandle):
         """
         with self.call("save_16bit_model"):
             handle = save.save_weights(
-                self._context, save_dir, save_filename, exclude_frozen_parameters=exclude_frozen_parameters
+                self._tags, save_dir, save_filename, exclude_frozen_parameters=exclude_frozen_parameters
             )
         if handle is not None:
             handle.result()

@@ -21,14 +21,14 @@ from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.saver import manifest_of
 from safe_ckpt.deepspeed import arguments, directories, nvme, universal
 from safe_ckpt.deepspeed.data_place import DataPlace
-from safe_ckpt.deepspeed.directories import Context, TagSaver
+from safe_ckpt.deepspeed.directories import TagSaver
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError
 
 logger = logging.getLogger(__name__)
 
 
 def load(
-    context: Context,
+    saver: TagSaver,
     load_dir: object,
     tag: object,
     restore: Callable[[str, str | None], Any],
@@ -38,7 +38,7 @@ def load(
     """Load a tag, or the one that ``latest`` names. Every rank calls this. Returns what ``restore`` returned.
 
     Args:
-        context: of the installed engine.
+        saver: of the installed engine.
         load_dir: the directory of tags, as the caller gave it.
         tag: which one, as the caller gave it; None for the latest.
         restore: DeepSpeed's own loading of a tag; with None it does what it does without ``latest``.
@@ -52,8 +52,7 @@ def load(
         directory = arguments.checked_directory(load_dir, "load_dir")
         return {"directory": directory, "tag": None if tag is None else arguments.checked_tag(tag)}
 
-    begun, saver, engine = time.monotonic(), context.saver, context.engine
-    core = saver.engine
+    begun, core, engine = time.monotonic(), saver.engine, saver.owner
     agreed = arguments.agree(core, "load_checkpoint", check)
     folder, wanted = agreed["directory"], agreed["tag"]
     if engine.load_universal_checkpoint():
@@ -75,7 +74,7 @@ def load(
         path = folder / chosen
         nvme.put_back(core, engine, path)
         nvme.resume_all(core, {path: engine}, optimizer_states=optimizer_states)
-        place = context.data_place
+        place = saver.data_place
         if place is not None and optimizer_states:
             resume.apply(core, functools.partial(place.load, path))
         elif place is None and optimizer_states and engine.global_rank == 0:

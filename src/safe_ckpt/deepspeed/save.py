@@ -26,7 +26,7 @@ from safe_ckpt.adapters import Attempt, Engine, FilePlan, OnCommit, Patch, Plann
 from safe_ckpt.adapters.extras import Pointer, export, file_plan, presence
 from safe_ckpt.adapters.planning import know_models
 from safe_ckpt.deepspeed import arguments, directories, nvme
-from safe_ckpt.deepspeed.directories import Context
+from safe_ckpt.deepspeed.directories import TagSaver
 from safe_ckpt.errors import DirectoryError, StateError
 from safe_ckpt.layouts.table import LATEST
 
@@ -36,7 +36,7 @@ _EXECUTABLE = 0o755
 
 
 def save(
-    context: Context,
+    saver: TagSaver,
     save_dir: object,
     tag: object,
     client_state: Mapping[str, Any],
@@ -49,32 +49,43 @@ def save(
     Raises:
         SafeCheckpointError: see ``Handle.save_checkpoint``.
     """
-    options = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
-    saver, engine = context.saver, context.engine
-    core = saver.engine
-    top, tag = agree_place(core, "save_checkpoint", save_dir, tag, options)
-    home = saver.hold(top, tag)
-    planned, scripts = plan_tag(core, engine, tag, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
-    if context.data_place is not None:
-        planned = Planned.joined([planned, Planned(files=[context.data_place.file()])])
-    pointers = [Pointer(path=top / name, data=data, mode=_EXECUTABLE) for name, data in scripts.items()]
+    core, engine = saver.engine, saver.owner
+
+    def checked() -> tuple[Path, str]:
+        return arguments.checked_directory(save_dir, "save_dir"), arguments.checked_tag(tag)
+
+    def check() -> dict[str, object]:
+        top, name = checked()
+        saver.settle_above(top / name)
+        options = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
+        return {"path": top / name, **options}
+
+    arguments.agree(core, "save_checkpoint", check, lambda: directories.refuse_what_stands_there(*checked()))
+    top, name = checked()
+    home = saver.hold(top, name)
+    planned, scripts = plan_tag(core, engine, name, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
+    if saver.data_place is not None:
+        planned = Planned.joined([planned, Planned(files=[saver.data_place.file()])])
+    pointers = [Pointer(path=top / script, data=data, mode=_EXECUTABLE) for script, data in scripts.items()]
+    if save_latest:  # it comes last
+        pointers.append(Pointer(path=top / LATEST, data=name.encode(), is_for_resume=True))
     know_models(core, lambda: [engine.module])
     return saver.save(
         home,
-        top / tag,
+        top / name,
         planned.content(),
         step=engine.global_steps,
-        notes={"latest": save_latest, "tag": tag, **planned.notes},
+        notes={"latest": save_latest, "tag": name, **planned.notes},
         on_commit=OnCommit(
             carry=lambda name: not directories.is_state(name),
-            pointers=[*pointers, *latest_pointer(top, tag, wanted=save_latest)],  # ``latest`` comes last
+            pointers=pointers,
             retention=saver.retention,
         ),
     )
 
 
 def save_weights(
-    context: Context, save_dir: object, save_filename: object, *, exclude_frozen_parameters: bool
+    saver: TagSaver, save_dir: object, save_filename: object, *, exclude_frozen_parameters: bool
 ) -> SaveHandle | None:
     """Write what ``save_16bit_model`` writes, as one file that is replaced as a whole. Every rank calls this.
 
@@ -95,7 +106,7 @@ def save_weights(
             message = "is a directory: give the name of a file"
             raise DirectoryError(path=str(path), message=message, rank=0, code=errno.EISDIR)
 
-    core, engine = context.saver.engine, context.engine
+    core, engine = saver.engine, saver.owner
     path: Path = arguments.agree(core, "save_16bit_model", check, refuse_directory)["path"]
     # Of the class: the instance's own is the one that calls this.
     write = functools.partial(
@@ -105,39 +116,8 @@ def save_weights(
     if captured.result is False:  # as its settings have it, so on every rank
         return None
     planned = Planned(files=[file_plan.single(file, path.name) for file in captured.files], error=captured.error)
-    request = export.request_of(context.saver.names.hold(path), path, planned.content(), kind="file")
+    request = export.request_of(saver.names.hold(path), path, planned.content(), kind="file")
     return core.save(dataclasses.replace(request, facts=dataclasses.replace(request.facts, step=engine.global_steps)))
-
-
-def agree_place(
-    core: Engine, kind: str, save_dir: object, tag: object, options: Mapping[str, object]
-) -> tuple[Path, str]:
-    """Where a tag goes, checked and the same on all ranks. Every rank calls this.
-
-    Returns:
-        The directory that the caller named, and the tag.
-
-    Raises:
-        ConfigError: ``save_dir`` or ``tag`` is none, on any rank.
-        DesyncError: the ranks differ.
-        DirectoryError: something stands there that must not be replaced.
-    """
-
-    def checked() -> tuple[Path, str]:
-        return arguments.checked_directory(save_dir, "save_dir"), arguments.checked_tag(tag)
-
-    def check() -> dict[str, object]:
-        top, name = checked()
-        directories.TagSaver.settle_above(top / name)
-        return {"path": top / name, **options}
-
-    arguments.agree(core, kind, check, lambda: directories.refuse_what_stands_there(*checked()))
-    return checked()
-
-
-def latest_pointer(top: Path, tag: str, *, wanted: bool) -> list[Pointer]:
-    """The file ``latest`` beside the tags, if it is to name this one."""
-    return [Pointer(path=top / LATEST, data=tag.encode(), is_for_resume=True)] if wanted else []
 
 
 def plan_tag(

@@ -8,7 +8,8 @@ import torch
 from safe_ckpt import Checkpointer, PerRank
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.health import verdict
-from safe_ckpt.core.health.verdict import Expectation, Known, is_sick
+from safe_ckpt.core.health.verdict import Expectation, is_sick
+from safe_ckpt.extensions.health import Known
 
 FACTS = {"tensors": 2, "numbers": 10, "norm": 2.0, "most": 1.0, "least": -1.0, "largest": "w"}
 

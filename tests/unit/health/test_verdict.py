@@ -3,7 +3,8 @@
 import pytest
 
 from safe_ckpt.core.health.regions import Region
-from safe_ckpt.core.health.verdict import Expectation, Known, described, is_sick, of_checkpoint
+from safe_ckpt.core.health.verdict import Expectation, described, is_sick, of_checkpoint
+from safe_ckpt.extensions.health import Known
 
 FACTS = {"tensors": 2, "numbers": 10, "norm": 2.0, "most": 1.0, "least": -1.0, "largest": "w", "layout": "L"}
 LATER = {"first": False, "layout": "L"}

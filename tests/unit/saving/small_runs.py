@@ -22,9 +22,14 @@ def steps(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != ".safe_ckpt")
 
 
+def uploads_of(ckpt):
+    """What uploads its checkpoints."""
+    return next(one.mirror for one in ckpt._engine.extensions if one.name == "mirror")
+
+
 def wait_for_mirror(ckpt):
     """Until all is uploaded that waits."""
-    mirror, end = ckpt._engine.mirror, time.monotonic() + 30
+    mirror, end = uploads_of(ckpt), time.monotonic() + 30
     while mirror._known() and time.monotonic() < end:
         time.sleep(0.01)
 

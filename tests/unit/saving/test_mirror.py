@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from small_runs import wait_for_mirror
+from small_runs import uploads_of, wait_for_mirror
 
 from kit.fault_proxy import FaultProxy
 from kit.patience import scaled
@@ -118,8 +118,8 @@ def test_what_is_damaged_on_the_disk_is_not_mirrored(tmp_path, bucket):
         ckpt.save(1, state(1)).result()
     flip_bit(tmp_path / "step-00000001/model.safetensors", 5000)
     with Checkpointer(tmp_path, config(bucket), hooks=[seen.append]) as ckpt:
-        mirror = ckpt._engine.mirror
-        (one,) = [c.info for c in ckpt._listed()]
+        mirror = uploads_of(ckpt)
+        (one,) = [c.info for c in ckpt._workspace.look()]
         mirror.put(one, ckpt._workspace)
         wait_for_mirror(ckpt)
     (event,) = [event for event in seen if isinstance(event, events.Mirrored)]
@@ -268,7 +268,7 @@ def test_weights_alone_do_not_count(tmp_path, bucket):
     with Checkpointer(tmp_path / "run", settings) as ckpt:
         ckpt.save(1, state(1)).result()
         wait_for_mirror(ckpt)
-        mirror, workspace = ckpt._engine.mirror, ckpt._workspace
+        mirror, workspace = uploads_of(ckpt), ckpt._workspace
         folder = tmp_path / "run" / "final"
         shutil.copytree(tmp_path / "run/step-00000001", folder)
         manifest = read_manifest(folder)

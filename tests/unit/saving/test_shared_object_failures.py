@@ -16,8 +16,8 @@ from safe_ckpt import Checkpointer, Mirror, Timeouts, events
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
-from safe_ckpt.core.transfer import unchanged
 from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.extensions import unchanged
 from support import run_script
 
 WHOLE = 4 * SIZE * SIZE

@@ -25,9 +25,9 @@ from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
-from safe_ckpt.core.transfer import unchanged
 from safe_ckpt.core.writer import existing
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError, StateError
+from safe_ckpt.extensions import unchanged
 
 SEEDS = 200 if THOROUGH else 8
 

@@ -24,8 +24,8 @@ from safe_ckpt import (
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
-from safe_ckpt.core.transfer import unchanged
 from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.extensions import unchanged
 
 SEEDS = 40 if THOROUGH else 3
 FAULTS = [

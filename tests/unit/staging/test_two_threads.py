@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer
-from safe_ckpt.core.cuda import TensorCopy
 from safe_ckpt.core.staging.buffer import SharedBuffer
+from safe_ckpt.core.staging.cuda import TensorCopy
 from safe_ckpt.core.staging.progress import FIRST_BYTE, read_mark
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.staging.worker_thread import Background

@@ -15,14 +15,14 @@ from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.home.object_head import Head
 from safe_ckpt.core.home.standing import Catalog
-from safe_ckpt.core.offload import restore
 from safe_ckpt.core.resuming import items
-from safe_ckpt.core.sharding import dcp_load
+from safe_ckpt.core.sharding import dcp_read
 from safe_ckpt.core.state.planner import SHARDED
 from safe_ckpt.core.storage.inside import checked_name, inside, really_inside
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.core.transfer import fetching
 from safe_ckpt.errors import HostileCheckpointError
+from safe_ckpt.offload import restore
 from safe_ckpt.tools.inspection import files
 
 BUCKET = SimpleNamespace(url="s3://bucket")
@@ -140,7 +140,7 @@ def test_a_path_in_the_metadata_is_read_whichever_python_wrote_it():
     """Python 3.13 gives the class of paths another name than those before and after it."""
     for module in ("pathlib", "pathlib._local"):
         data = f"c{module}\nPosixPath\n(Vruns/x\ntR.".encode()
-        assert dcp_load._Unpickler(io.BytesIO(data)).load() == Path("runs/x")
+        assert dcp_read._Unpickler(io.BytesIO(data)).load() == Path("runs/x")
 
 
 def test_metadata_of_dcp_names_files_beside_it(tmp_path):
@@ -151,12 +151,12 @@ def test_metadata_of_dcp_names_files_beside_it(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, that there is one process
         dcp.save({"t": torch.ones(3)}, checkpoint_id=tmp_path / "one", no_dist=True)
-    dcp_load.read_metadata(tmp_path / "one")
+    dcp_read.read_metadata(tmp_path / "one")
     name = (tmp_path / "one/.metadata").read_bytes()
     assert b"__0_0.distcp" in name
     (tmp_path / "one/.metadata").write_bytes(name.replace(b"__0_0.distcp", b"../../secret"))
     with pytest.raises(HostileCheckpointError, match="secret"):
-        dcp_load.read_metadata(tmp_path / "one")
+        dcp_read.read_metadata(tmp_path / "one")
 
 
 def test_nobody_looks_for_what_leads_out_in_a_way_of_its_own():

@@ -12,7 +12,7 @@ from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.saving.commit_protocol import CommitProtocol
+from safe_ckpt.core.saving.write_phase import WritePhase
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
@@ -107,7 +107,7 @@ def test_a_manifest_that_its_own_reader_refuses_is_not_written():
 @pytest.mark.parametrize("kind", ["no digest", "twice"])
 def test_a_report_that_no_resume_would_take_fails_the_save(tmp_path, monkeypatch, kind):
     """The checkpoint before stays, the error names the file, and the next save works."""
-    real = CommitProtocol._write
+    real = WritePhase.run
     with Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"w": {"t": torch.ones(10)}}).result(timeout_s=20)
 
@@ -118,7 +118,7 @@ def test_a_report_that_no_resume_would_take_fails_the_save(tmp_path, monkeypatch
             return report
 
         with monkeypatch.context() as patched:
-            patched.setattr(CommitProtocol, "_write", write)
+            patched.setattr(WritePhase, "run", write)
             with pytest.raises(SaveError, match=r"could not be resumed from.*w\.safetensors"):
                 ckpt.save(2, {"w": {"t": torch.ones(10)}}).result(timeout_s=20)
         assert ckpt.resume({"w": {"t": torch.zeros(10)}}).step == 1

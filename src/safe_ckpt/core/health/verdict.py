@@ -8,7 +8,7 @@ buffer, or a parameter that is not trained, may also become less infinite. NaN i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -190,41 +190,3 @@ def described(health: Mapping[str, Any]) -> str:
 def marked_words(health: Mapping[str, Any]) -> str:
     """Why no resume takes a checkpoint by itself."""
     return f"it is marked: {described(health)}"
-
-
-class Known:
-    """What one rank knows of the files that it writes.
-
-    Attributes:
-        fixed: names of buffers, and of parameters that are not trained: they may be infinite, if they stay so.
-        trained: names of the other parameters.
-        there: what the models consist of, of which these are the names.
-        marked: the newest checkpoint that this job committed and marked.
-    """
-
-    def __init__(self) -> None:
-        self.fixed: Sequence[str] | None = None
-        self.trained: Sequence[str] = ()
-        self.there: object = None
-        self.marked: list[Any] = []
-        self._files: dict[str, Mapping[str, Any]] = {}
-
-    def recall(self, health: Mapping[str, Any]) -> None:
-        """Take over what the manifest of a checkpoint says, which training goes on from."""
-        self._files = {}
-        self.learn(health.get("files", {}), healthy=bool(health.get("healthy", True)))
-
-    def learn(self, files: Mapping[str, Mapping[str, Any]], *, healthy: bool) -> None:
-        """Take over what was found at a save that was committed."""
-        for path, facts in files.items():
-            before = self._files.get(path, {})
-            norm = facts.get("norm", 0.0) if healthy else before.get("norm")
-            known = {"learnt": dict(facts.get("learnt", {})), "layout": facts.get("layout", "")}
-            self._files[path] = {**known, "norm": norm}
-
-    def expectation(self, path: str, usual: Expectation) -> Expectation:
-        """Of one file, by its path in the checkpoint; ``usual`` is what the settings say of every file."""
-        known = self._files.get(path)
-        if known is None:
-            return replace(usual, fixed=self.fixed or (), trained=self.trained)
-        return replace(usual, first=False, fixed=self.fixed or (), trained=self.trained, **known)

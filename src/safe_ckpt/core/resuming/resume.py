@@ -21,10 +21,9 @@ from safe_ckpt.core.home.home import Candidate, Home
 from safe_ckpt.core.home.standing import standing_of
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming.candidate import KINDS, FileReader, Reader
-from safe_ckpt.core.resuming.mirror_resume import Mirrored
+from safe_ckpt.core.resuming.offered import Offered
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.storage.objects.place import Place
-from safe_ckpt.core.storage.source import is_directory
 from safe_ckpt.errors import (
     NoValidCheckpointError,
     SafeCheckpointError,
@@ -82,7 +81,7 @@ def choose(
     """
     with engine.together("resume"):
         begun = time.monotonic()
-        mirrored = Mirrored(engine, workspace, list_candidates, accepts)
+        mirrored = Offered(engine, workspace, list_candidates, accepts)
         mirrored.fetch_newer()
         manifests: dict[str, Manifest] = {}  # on rank 0
 
@@ -104,15 +103,18 @@ def choose(
                 loaded, verdict = reader.try_one(path, ours=info.verified)
             if verdict is None:
                 settle = functools.partial(_settle, engine, workspace, damaged, info, manifests.get(name))
-                health = engine.agree("resume from", must_match={"name": name}, decide=settle)
+                remembered = engine.agree("resume from", must_match={"name": name}, decide=settle)
                 seconds = time.monotonic() - begun
                 engine.emit(
                     events.Resumed(
                         rank=engine.rank, path=str(path), step=info.step, seconds=seconds, rejected=len(rejected)
                     )
                 )
-                mirrored.upload(info)
-                _recall(engine, workspace, info, health, reader)
+                verified = reader.verified()
+                engine.extensions.ask(
+                    "a resume",
+                    lambda one: one.resumed(workspace, info, remembered.get(one.name), verified),  # noqa: B023 - asked at once
+                )
                 return Chosen(info=info, loaded=loaded)
             rejected[name] = verdict["why"]
             if verdict["kind"] == "bad":
@@ -128,23 +130,15 @@ def choose(
         return None
 
 
-def _known_of(engine: Engine, info: CheckpointInfo, listed: Manifest | None) -> Mapping[str, Any]:
-    """What is known of the chosen one's numbers. On rank 0: that of all candidates would be much to tell every rank."""
+def _known_of(engine: Engine, info: CheckpointInfo, listed: Manifest | None) -> dict[str, Any]:
+    """What all ranks must know of the chosen one. On rank 0: that of all candidates would be much to tell every rank."""
     try:
-        if listed is None and info.verified:  # it came from the mirror
+        if listed is None and info.verified:  # it was fetched
             listed = read_manifest(info.path)
-        engine.trained.recall(listed, info.path)
-        return listed.health if listed is not None else {}
     except (OSError, SafeCheckpointError) as error:
         logger.warning("%s: its manifest cannot be read again, so masks are learnt anew: %s", info.path, error)
-        return {}
-
-
-def _recall(engine: Engine, workspace: Home, info: CheckpointInfo, health: Mapping[str, Any], reader: Reader) -> None:
-    """What is known of the numbers and of the files that training goes on from."""
-    engine.known.recall(health)
-    if info.verified and is_directory(info.path):
-        engine.unchanged.recall(workspace.path, info.path, reader.verified())
+    engine.trained.recall(listed, info.path)
+    return engine.extensions.ask("a resume", lambda one: one.remembers(listed))
 
 
 def _settle(
@@ -154,8 +148,8 @@ def _settle(
     info: CheckpointInfo,
     listed: Manifest | None,
     _: object,
-) -> Mapping[str, Any]:
-    """Rank 0, once a checkpoint was chosen: the damaged ones are moved. Returns what is known of the chosen one's numbers."""
+) -> dict[str, Any]:
+    """Rank 0, once a checkpoint was chosen: the damaged ones are moved. Returns what all ranks must know of the chosen one."""
     _quarantine(engine, workspace, damaged)
     return _known_of(engine, info, listed)
 

@@ -1,4 +1,4 @@
-"""What is deleted after a commit, and when: the rules decide, and the mirror may need one for longer."""
+"""What is deleted after a commit, and when: the rules decide, and an extension may need one for longer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from safe_ckpt.core.home import retention
 from safe_ckpt.core.home.candidates import is_still, stamp_of
 from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.home.retention import Decision
+from safe_ckpt.core.saving.extension import Extensions
 from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import frees_bytes
-from safe_ckpt.core.transfer.mirror import Mirror
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.hooks.emitter import Emitter
 
@@ -30,28 +30,26 @@ class AfterCommit:
     Args:
         rank: this rank.
         emit: receives what happens.
-
-    Attributes:
-        mirror: gets what was committed; None for no mirror.
+        extensions: may need a checkpoint for longer.
     """
 
-    def __init__(self, rank: int, emit: Emitter) -> None:
+    def __init__(self, rank: int, emit: Emitter, extensions: Extensions) -> None:
         self._rank = rank
         self._emit = emit
-        self.mirror: Mirror | None = None
+        self._extensions = extensions
+        self._marked: list[CheckpointInfo] = []  # the newest that this job committed
         self._deferred: list[tuple[Home, Place, Stamp | None]] = []  # to be deleted, and not gone yet
 
-    def retain(self, job: SaveJob, info: CheckpointInfo, *, marked: Sequence[CheckpointInfo]) -> None:
+    def retain(self, job: SaveJob, info: CheckpointInfo) -> None:
         """``info`` was committed: delete what the rules do not keep. What fails is logged, for the save is committed.
 
         Args:
             job: the save.
             info: what was committed.
-            marked: the last marked one of this job.
         """
         on_commit, begun = job.request.on_commit, time.monotonic()
         try:
-            decision = retention.after_commit(info, on_commit.catalog, on_commit.retention, marked=marked)
+            decision = retention.after_commit(info, on_commit.catalog, on_commit.retention, marked=self._marked)
             if decision is None and any(root is job.workspace for root, *_ in self._deferred):
                 decision = Decision(to_delete=())
             if on_commit.catalog is not None and not info.marked:  # what is still to be deleted was chosen again
@@ -62,6 +60,8 @@ class AfterCommit:
                     on_commit.catalog.settle(gone)
         except Exception:  # the save is committed, and must not fail because of the cleaning up
             logger.warning("could not remove old checkpoints after %s", info.path, exc_info=True)
+        if info.marked:
+            self._marked = [info]
         job.publication.clean_up()
 
     def _carry_out(self, decision: Decision, root: Home, begun: float) -> Sequence[Place]:
@@ -90,7 +90,7 @@ class AfterCommit:
         asked = {path: stamp for other, path, stamp in self._deferred if other is root and is_still(path, stamp)}
         for path in paths:
             asked.setdefault(path, stamp_of(path))
-        held = self.mirror.holding(list(asked)) if self.mirror is not None and root.is_mounted else set()
+        held = self._extensions.kept(root, list(asked))
         others = [one for one in self._deferred if one[0] is not root]
         self._deferred = [*others, *((root, path, stamp) for path, stamp in asked.items())]
         return [path for path in asked if path not in held]
@@ -98,12 +98,12 @@ class AfterCommit:
     def _discard(self, root: Home, paths: Sequence[Place]) -> Sequence[Place]:
         gone = root.discard(paths)
         self._deferred = [one for one in self._deferred if one[0] is not root or one[1] not in gone]
-        if self.mirror is not None and root.is_mounted:
-            self.mirror.deleted(gone, root)
+        if gone:
+            self._extensions.ask("a deletion", lambda one: one.deleted(root, gone))
         return gone
 
     def delete_deferred(self) -> None:
-        """Delete what the mirror needed, when it has ended. On rank 0, after ``close``. What fails is logged."""
+        """Delete what an extension needed, when it has ended. On rank 0, after ``close``. What fails is logged."""
         for root in {id(one): one for one, *_ in self._deferred}.values():
             try:
                 due = self._due(root, [])

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from safe_ckpt import events
@@ -25,12 +25,13 @@ from safe_ckpt.core.coordination.process_groups import ProcessGroup, group_timeo
 from safe_ckpt.core.coordination.rounds import from_wire
 from safe_ckpt.core.formats.manifest import Manifest, versions
 from safe_ckpt.core.home.home import Home
+from safe_ckpt.core.saving.extension import Extension, Extensions, Run
 from safe_ckpt.core.saving.homes import Workspaces
-from safe_ckpt.core.saving.queue import SaveQueue, failed
-from safe_ckpt.core.saving.save import SaveHandle, SaveJob, SaveRequest, answer, decide, skipped
+from safe_ckpt.core.saving.queue import SaveQueue
+from safe_ckpt.core.saving.save import SaveHandle, SaveJob, SaveRequest, answer, decide, failed, skipped
 from safe_ckpt.core.saving.stager import Stager
+from safe_ckpt.core.state.models import Models
 from safe_ckpt.core.state.trained import Trained
-from safe_ckpt.core.transfer.mirror import Mirror
 from safe_ckpt.errors import (
     ClosedError,
     CommitOutcomeUnknown,
@@ -56,14 +57,15 @@ class Engine:
         group: the ranks; None means WORLD, or this process alone without a process group.
         hooks: called with what happens.
         owner: what this belongs to and how that is ended, for messages.
+        extensions: what stands beside the saves, see ``safe_ckpt.extensions.assemble``.
 
     Attributes:
+        extensions: these.
         group: as given.
         owner: as given.
         hold: takes a directory; see ``Workspaces``.
         take_stock: has rank 0 look at what lies in one; the same.
         let_go: gives one back; the same.
-        mirror: uploads what is committed, on rank 0; None without one.
 
     Raises:
         RendezvousTimeout: some ranks did not come.
@@ -78,6 +80,7 @@ class Engine:
         group: ProcessGroup | None = None,
         hooks: Iterable[events.Hook] = (),
         owner: str = "",
+        extensions: Sequence[Extension] = (),
     ) -> None:
         self.config = config
         self.owner = owner
@@ -90,11 +93,10 @@ class Engine:
         self._workspaces = Workspaces(self.coordinator, config, self.emit, owner)
         self.hold, self.let_go = self._workspaces.hold, self._workspaces.let_go
         self.take_stock = self._workspaces.take_stock
-        self._stager = Stager(config, self.rank)
-        self._save_queue = SaveQueue(self.coordinator, config, self.emit, self._stager.give_back)
-        self.known, self.unchanged = self._save_queue.known, self._stager.unchanged
+        self.extensions = Extensions(extensions)
+        self._stager = Stager(config, self.rank, self.extensions)
+        self._save_queue = SaveQueue(self.coordinator, config, self.emit, self._stager.give_back, self.extensions)
         self.trained = Trained(self.rank)
-        self.mirror: Mirror | None = None
         self._handles: list[SaveHandle] = []
         self._closed = False
         self._preemption: Preemption | None = None
@@ -111,12 +113,12 @@ class Engine:
         self._at_exit = multiprocessing.util.Finalize(None, _close_at_exit, (weakref.ref(self),), exitpriority=100)
 
     def _equip(self) -> None:
-        """On rank 0: what ``telemetry`` and ``mirror`` ask for."""
+        """What the extensions and, on rank 0, ``telemetry`` ask for."""
+        run = Run(config=self.config, rank=self.rank, emit=self.emit, owner=self.owner, coordinator=self.coordinator)
+        for extension in self.extensions:
+            extension.opened(run)
         if self.rank != 0:
             return
-        if self.config.mirror.url is not None:
-            self.mirror = self._save_queue.after_commit.mirror = Mirror(self.config, self.emit, self.owner)
-            self.coordinator.movers.append(self.mirror.progress)
         try:
             for hook in asked_for(self.config.telemetry):
                 self.emit.add(hook)
@@ -143,6 +145,11 @@ class Engine:
     def together(self, call: str = "") -> contextlib.AbstractContextManager[None]:
         """All agreements within are one call: see ``Coordinator.together``."""
         return self.coordinator.together(call)
+
+    def know(self, models: Models) -> None:
+        """Before each save: these are the models that it saves. On any rank."""
+        self.extensions.ask("before a save", lambda one: one.models(models))
+        self.trained.note(models)
 
     def save(self, request: SaveRequest) -> SaveHandle:
         """Save. Returns when the copy is taken; every rank calls this.
@@ -230,8 +237,8 @@ class Engine:
         stop = self._preemption.stop
         if stop is not None and was is None:
             self._save_queue.stop_by = stop.until
-            if self.mirror is not None:
-                self.mirror.stop_by = stop.until
+            until = stop.until
+            self.extensions.ask("a signal", lambda one: one.stopping(until))
             left_s = stop.until - time.monotonic()
             self.emit(
                 events.StopRequested(
@@ -302,9 +309,11 @@ class Engine:
         try:
             self._save_queue.close(within_s=within_s)
         finally:
-            self._drain_mirror(within_s)
+            self.extensions.ask("the end of the job", lambda one: one.closing(within_s))
+            if self.rank == 0:
+                self._save_queue.after_commit.delete_deferred()
             self._end()
-            self._close_mirror()
+            self.extensions.ask("the end of the job", lambda one: one.closed())
         try:
             self.raise_unreported()
         except SafeCheckpointError as error:
@@ -330,7 +339,7 @@ class Engine:
             decision: dict[str, Any] = self.agree(
                 "save",
                 must_match={"step": request.facts.step, "path": request.destination.path, **request.must_match},
-                local=lambda: answer(request, earlier, self.rank, self.unchanged),
+                local=lambda: answer(request, earlier, self.rank, self._spared_bytes(request)),
                 decide=lambda answers: decide(request, answers, busy=busy, frozen=self.trained.take()),
                 phase="planning the save",
             )
@@ -349,6 +358,9 @@ class Engine:
                     handle.mark_reported()
             raise from_wire(decision["earlier"]["error"])
         return decision
+
+    def _spared_bytes(self, request: SaveRequest) -> int:
+        return sum(self.extensions.ask("before a save", lambda one: one.planning(request)).values())
 
     def _unreported(self) -> tuple[str, SafeCheckpointError] | None:
         """The ``op_id`` and the error of the first save that failed and was not reported yet."""
@@ -378,23 +390,6 @@ class Engine:
             if not reported:
                 self._handles.append(job.handle)
                 self._save_queue.put(job)
-
-    def _drain_mirror(self, within_s: float | None) -> None:
-        if self.mirror is None:
-            return
-        try:
-            self.mirror.drain(within_s)
-            self._save_queue.after_commit.delete_deferred()
-        except Exception:  # the directories are given back all the same
-            logger.exception("the mirror could not be brought up to date")
-        self.coordinator.movers.remove(self.mirror.progress)
-
-    def _close_mirror(self) -> None:
-        try:
-            if self.mirror is not None:
-                self.mirror.close()
-        except Exception:
-            logger.exception("the mirror could not be closed")
 
     def _end(self) -> None:
         self.trained.forget()

@@ -10,8 +10,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
@@ -19,19 +18,16 @@ from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.rounds import TwoPhaseCommit
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.health import examine
-from safe_ckpt.core.health.verdict import Known
-from safe_ckpt.core.home.candidates import WEIGHTS
 from safe_ckpt.core.saving.after_commit import AfterCommit
 from safe_ckpt.core.saving.commit_protocol import CommitProtocol
-from safe_ckpt.core.saving.save import SaveJob, SaveRequest
+from safe_ckpt.core.saving.extension import Extensions, Outcome
+from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
-    PeerLostError,
-    RendezvousTimeout,
     SafeCheckpointError,
     SaveError,
     UnhealthyStateError,
@@ -51,12 +47,12 @@ class SaveQueue:
         config: settings.
         emit: receives what happens.
         give_back: takes the buffer of a save that is over.
+        extensions: what stands beside the saves.
 
     Attributes:
         writer: writes this rank's files.
         stop_by: when the job must be over, on the monotonic clock; a save that is not done by then is given up.
         last_save_s: how long the last committed save took, from the call to its commit; 0 when there was none.
-        known: what this rank knows of the health of its files.
         after_commit: deletes what is not kept, on rank 0.
     """
 
@@ -66,12 +62,14 @@ class SaveQueue:
         config: CheckpointConfig,
         emit: Emitter,
         give_back: Callable[[SharedBuffer], None],
+        extensions: Extensions,
     ) -> None:
         self._coordinator = coordinator
         self._store_client = coordinator.store_client("phases")
         self._config = config
         self._emit = emit
         self._give_back = give_back
+        self._extensions = extensions
         # An upload gives up before the others stop waiting for it, so that they learn why.
         storage = StorageOptions.of(config.storage, _SHARE_OF_WAIT * config.timeouts.lengthy_s)
         ahead = (examine.AHEAD,) if config.health.action != "off" else ()
@@ -81,10 +79,9 @@ class SaveQueue:
         self._open: list[SaveJob] = []
         self._beginning = threading.RLock()
         self._failures = 0
-        self.after_commit = AfterCommit(coordinator.rank, emit)
+        self.after_commit = AfterCommit(coordinator.rank, emit, extensions)
         self.stop_by: float | None = None
         self.last_save_s = 0.0
-        self.known = Known()
         self._giving_up = threading.Event()
 
     def start(self) -> None:
@@ -155,7 +152,7 @@ class SaveQueue:
         for number, job in enumerate(list(self._open)):
             kind = SaveError if number else CommitOutcomeUnknown  # the first one may be committed or not
             error = kind(name=job.name, cause=cause, rank=self._coordinator.rank, phase="shutdown")
-            self._emit(failed(job.request, error, self._coordinator.rank, time.monotonic() - job.started))
+            self._ended(job, Outcome(error=error))
             job.handle.finish(None, error)
 
     def _work(self, job: SaveJob) -> None:
@@ -167,7 +164,9 @@ class SaveQueue:
             self._process(job)
         except BaseException as error:  # a bug of ours must not leave the caller waiting
             logger.exception("the background thread failed")
-            job.handle.finish(None, SaveError(name=job.name, cause=repr(error), rank=self._coordinator.rank))
+            failure = SaveError(name=job.name, cause=repr(error), rank=self._coordinator.rank)
+            self._ended(job, Outcome(error=failure))
+            job.handle.finish(None, failure)
             self._open.remove(job)
             if not isinstance(error, Exception) and not self._background.is_current:
                 raise  # Ctrl-C is the caller's
@@ -176,8 +175,9 @@ class SaveQueue:
         give_up = functools.partial(self._check_giving_up, job.name)
         reporting = [rank for rank in job.writers if rank != 0]
         two_phase = TwoPhaseCommit(self._coordinator, self._store_client, job.op_id, reporting, give_up, job.call)
-        phases = CommitProtocol(job, two_phase, self.writer, self._config, self._coordinator.rank, give_up, self.known)
-        self._emit(_agreed(job, self._coordinator.rank))
+        rank = self._coordinator.rank
+        phases = CommitProtocol(job, two_phase, self.writer, self._config, rank, give_up, self._extensions)
+        self._extensions.ask("the turn of a save", lambda one: one.started(job))
         info, failure = None, None
         try:
             info = phases.run()
@@ -187,26 +187,18 @@ class SaveQueue:
             self._free(job)
         if info is not None:
             self.last_save_s = time.monotonic() - job.started
+        facts = {name: getattr(phases.writing, name) for name in ("write_s", "written_at", "written_bytes")}
         # Here and not on the caller's thread: hooks write to files.
-        self._emit.emit(_outcome(job, phases, info, failure, self._coordinator.rank))
-        if info is not None and phases.health:
-            failure = self._unhealthy(info, phases.health)
-        if info is not None and self._coordinator.rank == 0:
-            if self.after_commit.mirror is not None and job.workspace.is_mounted:
-                self.after_commit.mirror.put(info, job.workspace)
-            self.after_commit.retain(job, info, marked=self.known.marked)
-        if info is not None and info.marked:
-            self.known.marked = [info]
-        self._conclude(job, info, failure)
+        raised = self._ended(job, Outcome(info=info, error=failure, told=phases.told, **facts))
+        if info is not None and rank == 0:
+            self.after_commit.retain(job, info)
+        self._conclude(job, info, failure or raised)
 
-    def _unhealthy(self, info: CheckpointInfo, what: str) -> SafeCheckpointError | None:
-        """Say it, and what all ranks raise."""
-        action, rank = self._config.health.action, self._coordinator.rank
-        facts: dict[str, Any] = {"name": info.name, "step": info.step, "path": str(info.path), "what": what}
-        self._emit(events.Unhealthy(rank=rank, marked=info.marked, **facts))
-        if action == "stop":
-            return UnhealthyStateError(path=str(info.path), step=info.step, what=what)
-        return None
+    def _ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
+        if job.is_over:
+            return None
+        job.is_over = True
+        return self._extensions.ended(job, outcome)
 
     def _free(self, job: SaveJob) -> None:
         if job.copy is not None:
@@ -242,69 +234,3 @@ class SaveQueue:
         if self.stop_by is not None and time.monotonic() > self.stop_by:
             cause = f"the {self._config.signal_grace_s:.0f} s after the signal (signal_grace_s) are over"
             raise SaveError(name=name, cause=cause, rank=self._coordinator.rank, phase="shutdown")
-
-
-def _agreed(job: SaveJob, rank: int) -> events.Agreed:
-    at = _since_epoch(job.started + job.agreed_s)
-    return events.Agreed(rank=rank, at=at, name=job.name, step=job.request.facts.step, seconds=job.agreed_s)
-
-
-def _outcome(
-    job: SaveJob, phases: CommitProtocol, info: CheckpointInfo | None, failure: SafeCheckpointError | None, rank: int
-) -> Iterator[events.Event]:
-    """The events of ``job`` once its outcome is known."""
-    now = time.monotonic()
-    facts: dict[str, Any] = {"rank": rank, "name": job.name, "step": job.request.facts.step}
-    size = sum(task.length for task in job.tasks)
-    copied = job.copy is not None and job.copy.error is None
-    if copied or (job.streamed and phases.write_s):
-        stall_s = job.stall_s or now - job.started
-        at = _since_epoch(job.started + stall_s)
-        mode: Literal["eager", "overlapped"] = "eager" if job.overlap is None else "overlapped"
-        yield events.Snapshotted(
-            **facts, at=at, size_bytes=size, stall_s=stall_s, mode="streamed" if job.streamed else mode
-        )
-    if phases.written_bytes:
-        at = _since_epoch(phases.written_at)
-        yield events.Written(**facts, at=at, size_bytes=phases.written_bytes, seconds=phases.write_s)
-    if failure is not None:
-        yield failed(job.request, failure, rank, now - job.started)
-    elif info is not None:
-        notes = job.request.facts.notes
-        yield events.Committed(
-            **facts,
-            path=str(info.path),
-            sequence=info.sequence,
-            size_bytes=info.size_bytes,
-            seconds=now - job.started,
-            weights_only=notes.get("adapter") == WEIGHTS or bool(notes.get("weights_only")),
-        )
-
-
-def failed(request: SaveRequest, error: SafeCheckpointError, rank: int, seconds: float) -> events.Failed:
-    """The event of a save that failed ``seconds`` after the call."""
-    return events.Failed(
-        rank=rank,
-        name=request.name,
-        step=request.facts.step,
-        error=str(error),
-        phase=str(getattr(error, "phase", "")),
-        seconds=seconds,
-        missing=_missing(error),
-        outcome_unknown=isinstance(error, CommitOutcomeUnknown),
-    )
-
-
-def _missing(error: BaseException) -> tuple[int, ...]:
-    """The ranks that did not come or were lost, also where that is only what the error comes from."""
-    for cause in (error, error.__cause__):
-        if isinstance(cause, RendezvousTimeout):
-            return tuple(cause.missing)
-        if isinstance(cause, PeerLostError):
-            return tuple(cause.ranks)
-    return ()
-
-
-def _since_epoch(moment: float) -> float:
-    """A moment of the monotonic clock in seconds since the epoch."""
-    return time.time() - (time.monotonic() - moment)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from safe_ckpt import events
 from safe_ckpt.core.coordination.rounds import to_wire
 from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
@@ -17,14 +18,22 @@ from safe_ckpt.core.home.home import Home, NewCheckpoint, Pointer, Publication
 from safe_ckpt.core.home.retention import RetentionPolicy
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.state.held import refuse_differences
+from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.objects.place import Place
-from safe_ckpt.core.transfer.unchanged import Sharing, UnchangedFiles
-from safe_ckpt.errors import ForkedError, RendezvousTimeout, SafeCheckpointError, SaveSkippedError, StateError
+from safe_ckpt.core.writer.existing import Existing
+from safe_ckpt.errors import (
+    CommitOutcomeUnknown,
+    ForkedError,
+    PeerLostError,
+    RendezvousTimeout,
+    SafeCheckpointError,
+    SaveSkippedError,
+    StateError,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +228,7 @@ class SaveRequest:
 
 
 def answer(
-    request: SaveRequest, earlier: tuple[str, SafeCheckpointError] | None, rank: int, unchanged: UnchangedFiles
+    request: SaveRequest, earlier: tuple[str, SafeCheckpointError] | None, rank: int, spared_bytes: int
 ) -> dict[str, Any]:
     """What a rank answers: how much it will write, and which earlier failure it knows of.
 
@@ -227,7 +236,7 @@ def answer(
         request: this rank's own.
         earlier: the ``op_id`` and the error of a save that failed and was not reported yet; None for none.
         rank: this rank.
-        unchanged: knows what probably need not be written.
+        spared_bytes: how much of it probably need not be written.
 
     Raises:
         Exception: why it cannot plan its content.
@@ -237,11 +246,9 @@ def answer(
     failure = None
     if earlier is not None:
         failure = {"op_id": earlier[0], "error": to_wire(earlier[1], rank=rank, phase="save")}
-    root = request.destination.workspace
-    spared = unchanged.spared_bytes(request.content.files, root.path, request.facts.unexamined)
     held = {name: list(texts) for name, texts in request.held.items()}
     return {
-        "bytes": request.content.new_bytes - spared,
+        "bytes": request.content.new_bytes - spared_bytes,
         "writes": request.content.writes,
         "earlier": failure,
         "held": held,
@@ -443,7 +450,8 @@ class SaveJob:
         call: the number of the call that began it.
         begun: whether its background phases have begun.
         files: what of its content this rank writes from memory.
-        sharing: what it does not write, because a checkpoint before has it; None where nobody has looked.
+        existing: what it does not write, by path: a checkpoint before has it.
+        is_over: its end was told.
     """
 
     request: SaveRequest
@@ -463,7 +471,8 @@ class SaveJob:
     call: int = 0
     begun: bool = False
     files: Sequence[FilePlan] = ()
-    sharing: Sharing | None = None
+    existing: Mapping[str, Existing] = field(default_factory=dict)
+    is_over: bool = False
 
     @property
     def name(self) -> str:
@@ -495,3 +504,32 @@ class SaveJob:
     def folder(self) -> Place:
         """The directory into which files are written."""
         return self.publication.folder
+
+
+def failed(request: SaveRequest, error: SafeCheckpointError, rank: int, seconds: float) -> events.Failed:
+    """The event of a save that failed ``seconds`` after the call."""
+    return events.Failed(
+        rank=rank,
+        name=request.name,
+        step=request.facts.step,
+        error=str(error),
+        phase=str(getattr(error, "phase", "")),
+        seconds=seconds,
+        missing=_missing(error),
+        outcome_unknown=isinstance(error, CommitOutcomeUnknown),
+    )
+
+
+def _missing(error: BaseException) -> tuple[int, ...]:
+    """The ranks that did not come or were lost, also where that is only what the error comes from."""
+    for cause in (error, error.__cause__):
+        if isinstance(cause, RendezvousTimeout):
+            return tuple(cause.missing)
+        if isinstance(cause, PeerLostError):
+            return tuple(cause.ranks)
+    return ()
+
+
+def since_epoch(moment: float) -> float:
+    """A moment of the monotonic clock in seconds since the epoch."""
+    return time.time() - (time.monotonic() - moment)

@@ -12,14 +12,15 @@ from collections.abc import Callable
 
 from safe_ckpt import machine as host_memory
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.cuda import Cuda
+from safe_ckpt.core.saving.extension import Extensions
 from safe_ckpt.core.saving.save import SaveJob, Streamed
-from safe_ckpt.core.staging import optimizer_gate, snapshot
+from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer, rounded
 from safe_ckpt.core.staging.copy_plan import KnownCopies
+from safe_ckpt.core.staging.cuda import Cuda
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.staging.worker_thread import Background, Refused
-from safe_ckpt.core.transfer.unchanged import UnchangedFiles
+from safe_ckpt.core.state import overlap
 from safe_ckpt.errors import NotEnoughSpaceError, RendezvousTimeout, SaveError
 
 logger = logging.getLogger(__name__)
@@ -35,22 +36,22 @@ class Stager:
     Args:
         config: settings.
         rank: this rank, for messages.
+        extensions: tell which files need not be copied.
         cuda: the devices; None for those of this machine.
-
-    Attributes:
-        unchanged: knows which files need not be copied.
     """
 
-    def __init__(self, config: CheckpointConfig, rank: int, cuda: Cuda | None = None) -> None:
+    def __init__(
+        self, config: CheckpointConfig, rank: int, extensions: Extensions | None = None, cuda: Cuda | None = None
+    ) -> None:
         self._config = config
         self._cuda = cuda or Cuda()
         self._rank = rank
+        self._extensions = extensions or Extensions()
         self._free = [SharedBuffer() for _ in range(config.max_in_flight)]
         self._preparing: threading.Thread | None = None
         self._aside = Background("safe_ckpt-copy", _call)
         self._helper = Background("safe_ckpt-help", _call)
         self._known = KnownCopies()
-        self.unchanged = UnchangedFiles(config.unchanged, config.health, rank)
         self._last: weakref.ref[StagingCopy] | None = None  # the one that was put in last
         self._giving_back = threading.RLock()
         self._closed = False
@@ -89,11 +90,8 @@ class Stager:
         """Plan the copy of ``job``. An error goes into ``job.error``; every rank gets it through the save's verdict."""
         content = job.request.content
         place = str(job.folder), job.manifest.to_json()
-        try:
-            self._share(job)
-        except Exception as error:  # as the docstring says
-            job.error = error
-            return
+        job.existing = self._extensions.existing("before the copy", lambda one: one.begun(job))
+        job.files = [plan for plan in content.files if plan.path not in job.existing]
         size = snapshot.buffer_bytes(job.files)
         if isinstance(content, Streamed) or self._is_too_large(size):
             job.tasks = snapshot.list_tasks(job.files, *place)
@@ -114,16 +112,11 @@ class Stager:
         except Exception as error:  # as the docstring says
             job.error = error
 
-    def _share(self, job: SaveJob) -> None:
-        files, unexamined = job.request.content.files, job.request.facts.unexamined
-        job.sharing = self.unchanged.find(files, job.workspace.path, unexamined)
-        job.files = job.sharing.left
-
     def copy(self, job: SaveJob) -> None:
         """Copy now what may change; the rest on a thread, behind the gate. Without a buffer wait until all is written."""
         copy, content = job.copy, job.request.content
         if copy is not None and job.overlap is not None:
-            optimizer_gate.close(copy, self._config.timeouts.barrier_s)
+            overlap.close_gate(copy, self._config.timeouts.barrier_s)
         if isinstance(content, Streamed) and content.feed is not None:
             content.feed(job)
         elif job.streamed:

@@ -1,31 +1,433 @@
-"""Reads tensors of DCP's files straight to where they go: with one copy, from the page cache, where verifying has left them.
+"""Reading sharded items into any world size and mesh: each rank reads the parts that it needs, planned by DCP's own planner.
 
-That works for entries that lie as we lay them out (``formats.dcp``), and for parts of them that are one run of bytes. DCP's own
-reader takes everything else: it unpickles each entry to memory of its own first.
+The bytes are verified before, by all ranks together (``verify``). Nothing here is a collective. No pickle is run that could do
+more than build DCP's own records.
+
+Tensors are read straight to where they go: with one copy, from the page cache, where verifying has left them. That works for
+entries that lie as we lay them out (``formats.dcp``), and for parts of them that are one run of bytes. DCP's own reader takes
+everything else: it unpickles each entry to memory of its own first.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import ctypes
 import dataclasses
+import enum
+import hashlib
+import io
 import math
 import os
+import pickle
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from safe_ckpt.core.formats import dcp
+from safe_ckpt.core.formats import dcp, torch_reading
+from safe_ckpt.core.names import matched, plain_names
+from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dcp_plan import METADATA
+from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state
 from safe_ckpt.core.storage.inside import checked_name, inside
 from safe_ckpt.core.storage.presence import ShortReadError, opened
+from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, RestoreError, StateError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
     from torch.futures import Future
+
+_HOMES_OF_RECORDS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_RECORDS = {
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict", "defaultdict"},
+    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
+}
+_NAMES = "names"
+"""Where an optimizer's state says which parameters its groups had, beside the groups of rank 0."""
+
+
+class _Unpickler(pickle.Unpickler):  # unpickles: DCP's records alone
+    """Builds DCP's records and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
+        known = name in _RECORDS.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        )
+        if known:
+            return super().find_class(module, name)
+        if module in _HOMES_OF_RECORDS and _is_record(found := super().find_class(module, name), module):
+            return found
+        raise HostileCheckpointError(path="", message=f"{module}.{name} has no place in a checkpoint's metadata")
+
+
+def _is_record(found: object, module: str) -> bool:
+    """Whether it is a dataclass or an enumeration of that module: to build one runs nothing but the module's own code."""
+    if not isinstance(found, type) or found.__module__ != module:
+        return False
+    return dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        torch_reading.load_plain(value)  # raises where the next line would run code
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What DCP wrote down about a directory of its own.
+
+    Raises:
+        CorruptCheckpointError: it cannot be read as that.
+        HostileCheckpointError: it would run code, or names a file elsewhere.
+        OSError: it could not be read.
+    """
+    try:
+        with (folder / METADATA).open("rb") as stream:
+            metadata = _Unpickler(stream).load()
+    except OSError:
+        raise
+    except HostileCheckpointError as error:
+        raise HostileCheckpointError(path=str(folder), file=METADATA, message=error.message) from None
+    except Exception as error:  # whatever a pickle machine makes of bytes that are none
+        raise CorruptCheckpointError(path=str(folder), file=METADATA, message=str(error)) from error
+    if not isinstance(metadata, Metadata):
+        raise CorruptCheckpointError(path=str(folder), file=METADATA, message="is no metadata of DCP")
+    refuse_outside(folder, metadata)
+    return metadata
+
+
+def refuse_code(folder: Path) -> None:
+    """Read what is no tensor, before anything is restored. Raises as ``read_metadata`` does."""
+    with torch_reading.refusing(folder, METADATA), contextlib.suppress(RestoreError):  # that comes once it is restored
+        _Stored(folder)
+
+
+class _Stored:
+    """A sharded item of a checkpoint, verified.
+
+    Attributes:
+        tensors: what is known of its tensors, by name.
+        paths: where every entry belongs in the nested state.
+        objects: what is no tensor, read.
+
+    Args:
+        folder: with ``.metadata`` and ``*.distcp``.
+
+    Raises:
+        RestoreError: an object cannot be read. See also ``read_metadata``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._metadata = read_metadata(folder)
+        entries, paths = self._metadata.state_dict_metadata, self._metadata.planner_data or {}
+        self.paths = {name: tuple(paths.get(name, (name,))) for name in entries}
+        self.tensors = {name: known for name, known in entries.items() if isinstance(known, TensorStorageMetadata)}
+        self.objects: dict[str, Any] = self._read({name: None for name in entries if name not in self.tensors})
+
+    def read(self, rooms: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
+        """Read into tensors, and return the nested state of these names.
+
+        Args:
+            rooms: where each name goes; None for a new tensor, and for an object.
+
+        Raises:
+            OSError: the files could not be read.
+        """
+        tensors = {
+            name: self.room(name) if room is None else room for name, room in rooms.items() if name in self.tensors
+        }
+        return self.nested({**{n: self.objects[n] for n in rooms if n in self.objects}, **self._read(tensors)})
+
+    def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The nested state, as far as ``values`` has it, in the order in which it was saved."""
+        state: dict[str, Any] = {}
+        for name, path in self.paths.items():
+            if name in values:
+                set_element(state, path, values[name])
+        return state
+
+    def room(self, name: str, like: object = None) -> torch.Tensor:
+        """A new tensor to read into: spread as ``like`` where that is a tensor of this shape."""
+        known = self.tensors[name]
+        shape, dtype = tuple(known.size), known.properties.dtype
+        if isinstance(like, torch.Tensor) and tuple(like.shape) == shape:
+            return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+        return torch.zeros(shape, dtype=dtype)
+
+    def refuse(self, message: str) -> NoReturn:
+        """Raise ``RestoreError``."""
+        raise RestoreError(path=str(self._folder), message=message)
+
+    def fits(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is read into as it is.
+
+        Raises:
+            RestoreError: it cannot be.
+        """
+        if dtensor.is_partial(tensor):
+            self.refuse(f"{name} is a DTensor whose parts are still to be reduced: redistribute it first")
+        known = self.tensors.get(name)
+        return known is not None and (tuple(known.size), known.properties.dtype) == (tuple(tensor.shape), tensor.dtype)
+
+    def refuse_other(self, name: str, tensor: torch.Tensor) -> NoReturn:
+        """Raise ``RestoreError`` for a tensor of another shape or type."""
+        known = self.tensors.get(name)
+        saved = f"{tuple(known.size)} {known.properties.dtype}" if known is not None else "no tensor"
+        self.refuse(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, the checkpoint has {saved}")
+
+    def _read(self, state: dict[str, Any]) -> dict[str, Any]:
+        if not state:
+            return state
+        reader, planner = StraightReader(self._folder), _Planner()
+        try:
+            planner.set_up_planner(state, self._metadata, is_coordinator=True)
+            reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+            plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+        except (RuntimeError, ValueError, KeyError, AssertionError) as error:
+            raise RestoreError(path=str(self._folder), message=str(error)) from error
+        reader.read_data(plan, planner).wait()
+        return state
+
+
+_NOTHING = object()
+
+
+def fit_value(
+    folder: Path, own: Any, check: Callable[[dict[str, Any]], None], take: Callable[[dict[str, Any]], Any]
+) -> Fitted:
+    """Compare a sharded item with a nested state. What is no DTensor comes back as it was saved, whatever the state has there.
+
+    Args:
+        folder: of the item, verified.
+        own: the nested state; what of its tensors has the shape and type of the saved one is read into, in place.
+        check: gets the saved state with tensors that have no data. It may raise.
+        take: gets the saved state, to apply it.
+
+    Raises:
+        RestoreError: a DTensor has another shape or type, or the checkpoint has nothing for it.
+    """
+    stored = _Stored(folder)
+    rooms: dict[str, Any] = {}
+    besides = []
+    for name, path in stored.paths.items():
+        like = _at(own, path)
+        if like is _NOTHING and (name in stored.tensors or any(is_extra_state(str(key)) for key in path)):
+            besides.append(name)
+        fits = isinstance(like, torch.Tensor) and stored.fits(name, like)
+        if dtensor.is_dtensor(like) and not fits:
+            stored.refuse_other(name, like)
+        rooms[name] = like if fits else None
+    paths = set(stored.paths.values())
+    if lost := [
+        ".".join(map(str, path)) for path, leaf in _leaves(own) if dtensor.is_dtensor(leaf) and path not in paths
+    ]:
+        stored.refuse(f"the checkpoint has nothing for {lost}")
+    shapes = {n: torch.empty(tuple(t.size), dtype=t.properties.dtype, device="meta") for n, t in stored.tensors.items()}
+    others = frozenset(besides)
+    check(stored.nested({name: shapes.get(name, stored.objects.get(name)) for name in rooms if name not in others}))
+
+    def apply(added: Collection[str]) -> Any:
+        wanted = [name for name in rooms if name not in others or name in added]
+        return take(stored.read({name: rooms[name] for name in wanted}))
+
+    return Fitted(apply=apply, besides=besides)
+
+
+def with_types_of(own: Any, saved: Any) -> Any:
+    """What was saved, in mappings of the types that the state has today."""
+    if isinstance(saved, dict):
+        known = own if isinstance(own, Mapping) else {}
+        inner = {key: with_types_of(known[key], part) if key in known else part for key, part in saved.items()}
+        if type(own) is dict or not isinstance(own, MutableMapping):
+            return inner
+        state = copy.copy(own)
+        state.clear()
+        state.update(inner)
+        return state
+    if isinstance(saved, list) and isinstance(own, list):
+        return [with_types_of(own[i], part) if i < len(own) else part for i, part in enumerate(saved)]
+    return saved
+
+
+def _at(state: Any, path: Sequence[Any]) -> Any:
+    """What lies at a path, or what is no container on the way there; ``_NOTHING`` where a container ends before."""
+    for key in path:
+        if isinstance(state, Mapping):
+            if key not in state:  # asking a Counter or a defaultdict for it would find something
+                return _NOTHING
+        elif not isinstance(state, list):
+            return state
+        elif not isinstance(key, int) or key >= len(state):
+            return _NOTHING
+        state = state[key]
+    return state
+
+
+def _leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(state, Mapping | list):
+        for key, inner in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from _leaves(inner, (*path, key))
+    else:
+        yield path, state
+
+
+def owner_of(optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
+    """The module whose parameters an optimizer steps: its names make the optimizer's state independent of the mesh.
+
+    Between a forward without backward and its next use FSDP2 shows other parameters: ask for its state dict first.
+
+    Raises:
+        StateError: none of them has all of its parameters.
+    """
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for module in modules.values():
+        if stepped <= {id(parameter) for parameter in module.parameters()}:
+            return module
+    message = (
+        "an optimizer of sharded parameters is saved by their names: give the module that has all of them in the same "
+        "state, or a state dict from torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
+    )
+    raise StateError(key=type(optimizer).__name__, message=message)
+
+
+def optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state by the names of its module's parameters, as ``get_optimizer_state_dict`` has it.
+
+    That function takes a step of an optimizer that has no state yet, with a learning rate of 0; this changes nothing.
+    """
+    names = _names(module)
+    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    state = {
+        names[id(parameter)]: dict(optimizer.state[parameter])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if optimizer.state.get(parameter)
+    }
+    stepped = [group["params"] for group in groups]
+    # Other ranks may step others, such as their experts: each kind of rank says it under a name of its own.
+    key = hashlib.blake2b(repr(stepped).encode(), digest_size=8).hexdigest()
+    return {"state": state, "param_groups": groups, _NAMES: {key: stepped}}
+
+
+def fit_module(folder: Path, module: torch.nn.Module) -> Fitted:
+    """Compare a sharded item with a module, sharded or not.
+
+    Raises:
+        RestoreError: the checkpoint has nothing for a name, or a tensor of another shape or type.
+    """
+    stored, own = _Stored(folder), module.state_dict()
+    saved = {path[0] for path in stored.paths.values()}
+    names = matched(own, saved, module)
+    today = {then: now for now, then in names.items()}
+    missing, besides = sorted(own.keys() - names.keys()), sorted(map(str, saved - today.keys()))
+    if missing:
+        stored.refuse(f"the checkpoint has nothing for {missing}, and the module has no place for {besides}")
+    rooms: dict[str, Any] = {}
+    for name, path in stored.paths.items():
+        if path[0] in today:
+            like = own[today[path[0]]]
+            fixed = isinstance(like, torch.Tensor) and not is_extra_state(path[0])
+            if fixed and not stored.fits(name, like):
+                stored.refuse_other(name, like)
+            rooms[name] = like if fixed else None
+
+    def apply(_: Collection[str]) -> torch.nn.Module:
+        values = stored.read(rooms)
+        own.update((name, with_types_of(own[name], values[names[name]])) for name in own)
+        module.load_state_dict(own)
+        return module
+
+    return Fitted(apply=apply, besides=besides, refusal="the module has no place for")
+
+
+def fit_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Fitted:
+    """Compare a sharded item with an optimizer, of sharded parameters or not. It gets state for what had some.
+
+    Raises:
+        RestoreError: the checkpoint is of other parameters, or of other groups of them.
+    """
+    stored, names = _Stored(folder), _names(module)
+    owned = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    order = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    objects = stored.nested(stored.objects)
+    groups = objects.get("param_groups", [])
+    grouped = [{*group["params"]} for group in groups]
+    for lists in objects.get(_NAMES, {}).values():  # of the ranks that had others
+        for known, more in zip(grouped, lists, strict=False):
+            known.update(more)
+    with_state = {path[1] for path in stored.paths.values() if path[0] == "state" and len(path) > 1}
+    saved = with_state.union(*grouped)
+    today = {then: now for now, then in matched(owned, saved).items()}
+    places = [{today[name] for name in known if name in today} for known in grouped]
+    if len(groups) != len(order) or any(not known.issuperset(own) for known, own in zip(places, order, strict=True)):
+        stored.refuse("its groups hold other parameters than those in the checkpoint")
+    rooms: dict[str, Any] = {}
+    for name, path in stored.paths.items():
+        if path[0] == "state" and len(path) > 1:
+            if path[1] in today:
+                rooms[name] = stored.room(name, owned[today[path[1]]]) if name in stored.tensors else None
+        elif path[0] != _NAMES:
+            rooms[name] = None
+
+    def apply(_: Collection[str]) -> torch.optim.Optimizer:
+        state = stored.read(rooms)
+        numbers = {name: number for number, name in enumerate(name for own in order for name in own)}
+        again = [
+            {**group, "params": [numbers[name] for name in own]}
+            for group, own in zip(state["param_groups"], order, strict=True)
+        ]
+        by_number = {numbers[today[name]]: kept for name, kept in state.get("state", {}).items()}
+        optimizer.load_state_dict({"state": by_number, "param_groups": again})
+        return optimizer
+
+    return Fitted(apply=apply, besides=sorted(saved - today.keys()), refusal="this optimizer does not step")
+
+
+def spread_optimizer(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:
+    """Give this rank of a sharded optimizer its parts of a whole state, as ``Optimizer.state_dict`` has it.
+
+    Raises:
+        ValueError: it is of another number of parameters.
+    """
+    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in whole["param_groups"] for number in group["params"]]
+    if len(owned) != len(numbers):
+        raise ValueError(f"it is the state of {len(numbers)} parameters, this optimizer steps {len(owned)}")
+    parameters = dict(zip(numbers, owned, strict=True))
+    state = {
+        number: {key: _spread(value, parameters[number]) for key, value in kept.items()}
+        for number, kept in whole["state"].items()
+    }
+    optimizer.load_state_dict({**whole, "state": state})
+
+
+def _spread(value: Any, like: torch.Tensor) -> Any:
+    if not isinstance(value, torch.Tensor) or value.shape != like.shape or not dtensor.is_dtensor(like):
+        return value
+    tensor = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
+    dtensor.copy_part(tensor, value)
+    return tensor
+
+
+def _names(module: torch.nn.Module) -> dict[int, str]:
+    """The plain names of parameters, as DCP has them."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    names: dict[int, str] = {}
+    for name, plain in plain_names(parameters, module).items():
+        names.setdefault(id(parameters[name]), plain)
+    return names
 
 
 def refuse_outside(folder: Path, metadata: Metadata) -> None:
@@ -39,7 +441,7 @@ def refuse_outside(folder: Path, metadata: Metadata) -> None:
 
 
 class StraightReader(FileSystemReader):
-    """See above. Not a collective; used on the thread that trains."""
+    """Reads what it can straight to where it goes. Not a collective; used on the thread that trains."""
 
     def set_up_storage_reader(self, metadata: Metadata, *args: Any, **options: Any) -> None:
         """Take what ``.metadata`` says."""

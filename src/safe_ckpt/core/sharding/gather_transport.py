@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ import torch.distributed as dist
 
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
-from safe_ckpt.core.cuda import Cuda
 from safe_ckpt.errors import PeerLostError, RendezvousTimeout
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,11 @@ def watched(
         RendezvousTimeout: it took longer.
     """
     result: Future[torch.Tensor] = Future()
-    here = Cuda().here()  # the thread is to work where the caller does, behind what it has queued
+    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    # The thread is to work where the caller does, behind what it has queued; it would stand on device 0 else.
+    here: AbstractContextManager[Any] = (
+        torch.cuda.stream(torch.cuda.current_stream()) if in_use else contextlib.nullcontext()
+    )
 
     def run() -> None:
         try:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from safe_ckpt import machine as host_memory
-from safe_ckpt.core.cuda import Cuda
+from safe_ckpt.core.staging.cuda import Cuda
 from safe_ckpt.core.staging.progress import write_mark
 from safe_ckpt.errors import NotEnoughSpaceError
 

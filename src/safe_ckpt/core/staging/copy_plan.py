@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from safe_ckpt.core.cuda import TensorCopy
+from safe_ckpt.core.staging.cuda import TensorCopy
 
 PIECE_BYTES = 16 << 20  # the writer may begin after so many
 _THREADS_FROM = 1 << 20  # below this torch's own copy costs more in dispatch than it gains by its threads

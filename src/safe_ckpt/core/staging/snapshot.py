@@ -12,17 +12,16 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from safe_ckpt.core.cuda import Cuda, DeviceCopies, TensorCopy
 from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
 from safe_ckpt.core.formats.manifest import RECORD_NAME
 from safe_ckpt.core.staging import copy_plan
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.copy_plan import CopyPlan, KnownCopies, Piece
-from safe_ckpt.core.staging.overlap import MutationDetector, OverlapPlan
+from safe_ckpt.core.staging.cuda import Cuda, DeviceCopies, TensorCopy
 from safe_ckpt.core.staging.progress import FIRST_BYTE
 from safe_ckpt.core.storage.direct_io import PAGE
 from safe_ckpt.errors import SaveError
@@ -38,6 +37,19 @@ _memmove_locked.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove_locked.restype = ctypes.c_void_p
 
 
+class Deferral(Protocol):
+    """Which tensors stay as they are until an optimizer steps."""
+
+    token: object
+    """The same for two of which one is the other with other objects in the same memory."""
+
+    def covers(self, tensor: torch.Tensor, /) -> bool:
+        """Whether ``tensor`` lies in memory that may be copied later."""
+
+    def detector(self) -> Callable[[], str]:
+        """Remember the tensors as they are now. Returns what names one that has changed; no text for none."""
+
+
 def buffer_bytes(images: Sequence[FilePlan]) -> int:
     """How much of a shared buffer the images take."""
     return FIRST_BYTE + sum(_rounded(image.length) for image in images)
@@ -50,7 +62,7 @@ def lay_out(
     manifest: Mapping[str, Any],
     *,
     name: str = "",
-    overlap_plan: OverlapPlan | None = None,
+    overlap_plan: Deferral | None = None,
     known: KnownCopies | None = None,
 ) -> tuple[list[WriteTask], StagingCopy]:
     """Make room for everything and fill in all but the tensors.
@@ -83,7 +95,7 @@ def lay_out(
 
 
 def _copies(
-    image: FilePlan, task: WriteTask, overlap_plan: OverlapPlan | None, known: KnownCopies
+    image: FilePlan, task: WriteTask, overlap_plan: Deferral | None, known: KnownCopies
 ) -> tuple[CopyPlan, CopyPlan]:
     """What of one file is copied now and what later."""
     # Equal where all tensors have the same addresses and places.
@@ -177,7 +189,7 @@ class StagingCopy:
         buffer: SharedBuffer,
         moves: Sequence[TensorCopy] | tuple[CopyPlan, CopyPlan],
         end: int,
-        detector: MutationDetector | None = None,
+        detector: Callable[[], str] | None = None,
         cuda: Cuda | None = None,
     ) -> None:
         self.error: Exception | None = None

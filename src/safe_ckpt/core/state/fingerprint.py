@@ -24,7 +24,7 @@ import torch
 
 from safe_ckpt.core.formats.safetensors import SAFETENSORS_DTYPES
 from safe_ckpt.core.sharding import dtensor
-from safe_ckpt.core.staging.overlap import KNOWN
+from safe_ckpt.core.state.overlap import KNOWN
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _SCALARS = frozenset({int, str, bool, type(None)})

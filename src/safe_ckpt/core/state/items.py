@@ -20,10 +20,9 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.names import as_named, plain_name, plain_names
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state
-from safe_ckpt.core.staging import overlap
-from safe_ckpt.core.staging.overlap import KNOWN
-from safe_ckpt.core.state import fingerprint
+from safe_ckpt.core.state import fingerprint, overlap
 from safe_ckpt.core.state.fingerprint import Fingerprint
+from safe_ckpt.core.state.overlap import KNOWN
 from safe_ckpt.core.tensors import is_short, refuse_short
 from safe_ckpt.errors import RestoreError, StateError
 
@@ -159,10 +158,10 @@ class SavedItem:
         return self._fit_parts(folder, self.value)
 
     def _fit_parts(self, folder: Path, own: dict[str, Any]) -> Fitted:
-        from safe_ckpt.core.sharding import dcp_load  # DCP takes a while to import
+        from safe_ckpt.core.sharding import dcp_read  # DCP takes a while to import
 
         take = self._giving(lambda saved: restore_into(own, saved))
-        return dcp_load.fit_value(folder, own, lambda saved: check_into(own, saved), take)
+        return dcp_read.fit_value(folder, own, lambda saved: check_into(own, saved), take)
 
     def _giving(self, action: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A function that does the action and returns the object."""
@@ -205,11 +204,11 @@ class _Stateful(SavedItem):
         return Fitted(apply=self._giving(lambda _: self.value.load_state_dict(loaded)))
 
     def fit_shards(self, folder: Path) -> Fitted:
-        from safe_ckpt.core.sharding import dcp_load
+        from safe_ckpt.core.sharding import dcp_read
 
         own = self.value.state_dict()
-        take = self._giving(lambda saved: self.value.load_state_dict(dcp_load.with_types_of(own, saved)))
-        return dcp_load.fit_value(folder, own, lambda _: None, take)
+        take = self._giving(lambda saved: self.value.load_state_dict(dcp_read.with_types_of(own, saved)))
+        return dcp_read.fit_value(folder, own, lambda _: None, take)
 
 
 class _Module(_Stateful):
@@ -252,9 +251,9 @@ class _Module(_Stateful):
         return super().fit(loaded)
 
     def fit_shards(self, folder: Path) -> Fitted:
-        from safe_ckpt.core.sharding import dcp_load
+        from safe_ckpt.core.sharding import dcp_read
 
-        return dcp_load.fit_module(folder, self.module)
+        return dcp_read.fit_module(folder, self.module)
 
 
 class _Optimizer(_Stateful):
@@ -275,9 +274,9 @@ class _Optimizer(_Stateful):
     def state(self) -> Any:
         if not self.sharded:
             return super().state()
-        from safe_ckpt.core.sharding import dcp_load
+        from safe_ckpt.core.sharding import dcp_read
 
-        return dcp_load.optimizer_state(dcp_load.owner_of(self.optimizer, self.modules), self.optimizer)
+        return dcp_read.optimizer_state(dcp_read.owner_of(self.optimizer, self.modules), self.optimizer)
 
     def at(self, path: Iterable[Any]) -> Any:
         return SavedItem(self.name, {"param_groups": self.optimizer.param_groups}).at(path)
@@ -290,14 +289,14 @@ class _Optimizer(_Stateful):
         _check_optimizer(self.optimizer, loaded)
         if not self.sharded:
             return super().fit(loaded)
-        from safe_ckpt.core.sharding import dcp_load
+        from safe_ckpt.core.sharding import dcp_read
 
-        return Fitted(apply=self._giving(lambda _: dcp_load.spread_optimizer(self.optimizer, loaded)))
+        return Fitted(apply=self._giving(lambda _: dcp_read.spread_optimizer(self.optimizer, loaded)))
 
     def fit_shards(self, folder: Path) -> Fitted:
-        from safe_ckpt.core.sharding import dcp_load
+        from safe_ckpt.core.sharding import dcp_read
 
-        return dcp_load.fit_optimizer(folder, dcp_load.owner_of(self.optimizer, self.modules), self.optimizer)
+        return dcp_read.fit_optimizer(folder, dcp_read.owner_of(self.optimizer, self.modules), self.optimizer)
 
 
 _KINDS: Sequence[tuple[type, type[SavedItem]]] = (

@@ -23,11 +23,11 @@ from safe_ckpt.core.formats.file_template import FileTemplate, numbers_of
 from safe_ckpt.core.formats.torch_archive import with_floats
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dtensor import ShardedItem
-from safe_ckpt.core.staging.overlap import OverlapPlan
 from safe_ckpt.core.state.fingerprint import Fingerprint, Remembered
 from safe_ckpt.core.state.held import held
 from safe_ckpt.core.state.items import SavedItem, check_folders, frozen_names, modules_of
 from safe_ckpt.core.state.models import Models
+from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.errors import StateError
 
 if TYPE_CHECKING:

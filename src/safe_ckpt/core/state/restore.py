@@ -113,7 +113,7 @@ class Shards:
 
     def refuse_code(self) -> Self:
         """Before anything is restored: raise ``HostileCheckpointError`` where it would run code. Returns itself."""
-        from safe_ckpt.core.sharding import dcp_load as resharding
+        from safe_ckpt.core.sharding import dcp_read
 
-        resharding.refuse_code(self.folder)
+        dcp_read.refuse_code(self.folder)
         return self

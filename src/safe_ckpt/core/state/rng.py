@@ -1,31 +1,79 @@
-"""The state of every random generator that a training step may use, as tensors and numbers.
+"""The random generators of this process: what they are now, as plain data or as short text, and set to that again.
 
 Plain data, because a raw numpy state would keep ``torch.load(weights_only=True)`` from opening the checkpoint.
 """
 
 from __future__ import annotations
 
+import array
+import base64
+import contextlib
+import ctypes
+import io
 import random
 import sys
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+TORCH, PYTHON, NUMPY = "torch", "python", "numpy"
+"""The generators of a process, by name."""
+
+
+def snapshot(names: Iterable[str] = (TORCH, PYTHON, NUMPY)) -> dict[str, Any]:
+    """Some generators of this process, as values that can be compared and sent. Without numpy's, where it is not in use."""
+    taken: dict[str, Any] = {}
+    for name in names:
+        if name == TORCH:
+            taken[name] = _bytes(torch.default_generator.get_state())
+        elif name == PYTHON:
+            taken[name] = random.getstate()
+        elif (numpy := sys.modules.get("numpy")) is not None:
+            kind, keys, *rest = numpy.random.get_state()
+            taken[name] = (str(kind), keys.tobytes(), *rest)
+    return taken
+
+
+def set_to(taken: Mapping[str, Any]) -> None:
+    """Set them to what ``snapshot`` returned."""
+    for name, state in taken.items():
+        if name == TORCH:
+            torch.set_rng_state(_tensor(state))
+        elif name == PYTHON:
+            random.setstate(state)
+        else:
+            import numpy
+
+            kind, keys, *rest = state
+            words = numpy.frombuffer(keys, dtype=numpy.uint32)
+            numpy.random.set_state((kind, words, *rest))  # noqa: NPY002 (it is the global one that data sets use)
+
+
+@contextlib.contextmanager
+def borrowed() -> Iterator[None]:
+    """Within this block the generators of this process may be used; after it they are as before. Not those of devices."""
+    before = snapshot()
+    try:
+        yield
+    finally:
+        set_to(before)
+
 
 def get_rng_state() -> dict[str, Any]:
     """The global generators of this process: Python, numpy (if it is in use), torch, and torch on every CUDA device."""
-    version, words, gauss = random.getstate()
+    taken = snapshot()
+    version, words, gauss = taken[PYTHON]
     state: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-        "torch": torch.get_rng_state(),
+        "torch": _tensor(taken[TORCH]),
     }
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, position, has_gauss, cached = numpy.random.get_state()
+    if NUMPY in taken:
+        kind, keys, position, has_gauss, cached = taken[NUMPY]
         state["numpy"] = {
-            "kind": str(kind),
-            "keys": torch.tensor([int(key) for key in keys], dtype=torch.int64),
+            "kind": kind,
+            "keys": torch.tensor(list(array.array("I", keys)), dtype=torch.int64),
             "position": int(position),
             "has_gauss": int(has_gauss),
             "cached": float(cached),
@@ -37,14 +85,15 @@ def get_rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Put the generators of this process into the state that ``get_rng_state`` returned."""
-    python = state["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    torch.set_rng_state(state["torch"].to(device="cpu", dtype=torch.uint8))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in state:
-        saved = state["numpy"]
-        keys = numpy.array(saved["keys"].tolist(), dtype=numpy.uint32)
-        numpy.random.set_state((saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"]))
+    python, saved = state["python"], state.get("numpy")
+    taken = {
+        PYTHON: (python["version"], tuple(python["words"].tolist()), python["gauss"]),
+        TORCH: _bytes(state["torch"].to(device="cpu", dtype=torch.uint8).contiguous()),
+    }
+    if saved is not None and "numpy" in sys.modules:
+        keys = array.array("I", saved["keys"].tolist()).tobytes()
+        taken[NUMPY] = (saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"])
+    set_to(taken)
     if "cuda" in state and torch.cuda.is_available():
         for device, value in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(value.to(device="cpu", dtype=torch.uint8), device)
@@ -60,3 +109,71 @@ class RngState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put them back."""
         set_rng_state(state_dict)
+
+
+def to_text(state: torch.Tensor) -> str:
+    """The state of one of torch's generators as text."""
+    return _packed(_bytes(state))
+
+
+def put_back(generator: torch.Generator, text: str) -> None:
+    """Set a generator of torch's to what ``to_text`` gave."""
+    generator.set_state(_tensor(_unpacked(text)))
+
+
+def all_to_text() -> str:
+    """The generators of this process: Python's, numpy's and torch's."""
+    buffer = io.BytesIO()
+    torch.save({name: value for name, value in get_rng_state().items() if name != "cuda"}, buffer)
+    return _packed(buffer.getvalue())
+
+
+def put_all_back(text: str) -> None:
+    """Set them to what ``all_to_text`` gave."""
+    set_rng_state(torch.load(io.BytesIO(_unpacked(text)), weights_only=True))
+
+
+def snapshot_to_text(taken: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``snapshot`` gave, as plain data."""
+    text: dict[str, Any] = {}
+    for name, state in taken.items():
+        if isinstance(state, str | list):
+            text[name] = state  # it is
+        elif name == TORCH:
+            text[name] = _packed(state)
+        elif name == PYTHON:
+            version, words, gauss = state
+            text[name] = [version, _packed(array.array("I", words).tobytes()), gauss]
+        else:
+            kind, keys, position, has_gauss, cached = state
+            text[name] = [kind, _packed(keys), int(position), int(has_gauss), float(cached)]
+    return text
+
+
+def put_snapshot_back(text: Mapping[str, Any]) -> None:
+    """Set the generators of this process to what ``snapshot_to_text`` gave."""
+    taken: dict[str, Any] = {}
+    for name, state in text.items():
+        if name == TORCH:
+            taken[name] = _unpacked(state)
+        else:
+            first, packed, *rest = state
+            data = _unpacked(packed)
+            taken[name] = (first, tuple(array.array("I", data)) if name == PYTHON else data, *rest)
+    set_to(taken)
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _packed(data: bytes) -> str:
+    return base64.b85encode(zlib.compress(data)).decode()
+
+
+def _unpacked(text: str) -> bytes:
+    return zlib.decompress(base64.b85decode(text))

@@ -105,7 +105,7 @@ class Trained:
             return
         self._modules, self._waiting, self._stepped = modules, still, set()
         if not _hooked:
-            register_optimizer_step_pre_hook(_before_step)  # for good: see ``optimizer_gate``
+            register_optimizer_step_pre_hook(_before_step)  # for good: see ``overlap``
             _hooked = True
         _expecting = (*_expecting, self)
 

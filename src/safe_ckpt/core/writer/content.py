@@ -375,22 +375,21 @@ class TensorContent:
         self._parts = deque(sorted(parts, key=lambda part: part[0]))
         observers = _Observers(self._task, KnownBytes(plan.length, plan.pieces))
         one = _Pass(self._task, self.length, self, observers)
-        with mmap.mmap(-1, size) as memory, memoryview(memory) as buffer:
-            filled = 0
-            for piece in one.pieces():
-                done = 0
-                while done < len(piece):
-                    count = min(len(piece) - done, size - filled)
-                    buffer[filled : filled + count] = piece[done : done + count]
-                    done, filled = done + count, filled + count
-                    if filled == size:
-                        yield buffer
-                        filled = 0
-            body = filled // PAGE * PAGE
-            if body:
-                with buffer[:body] as pages:
-                    yield pages
-            self._closing = one.closing(bytes(buffer[body:filled]))
+        buffer = memoryview(mmap.mmap(-1, size))  # not closed here: an error on its way may still hold a piece
+        filled = 0
+        for piece in one.pieces():
+            done = 0
+            while done < len(piece):
+                count = min(len(piece) - done, size - filled)
+                buffer[filled : filled + count] = piece[done : done + count]
+                done, filled = done + count, filled + count
+                if filled == size:
+                    yield buffer
+                    filled = 0
+        body = filled // PAGE * PAGE
+        if body:
+            yield buffer[:body]
+        self._closing = one.closing(bytes(buffer[body:filled]))
 
     def closing(self) -> Closing:
         """See ``Content``."""

@@ -91,11 +91,13 @@ class Existing:
     Attributes:
         path: as given.
         before: as given.
+        how: it got to the new checkpoint: see ``link``, or ``"sent"``, where a store made no copy; "" for not yet.
     """
 
     def __init__(self, path: str, before: Before, fd: int | None, *, examined: bool = True) -> None:
         self.path = path
         self.before = before
+        self.how = ""
         self._fd = fd
         self._examined = examined
 

@@ -26,6 +26,7 @@ from safe_ckpt.core.saving.save import Streamed
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.errors import ConfigError, DirectoryError
+from safe_ckpt.extensions.assemble import assemble
 from safe_ckpt.tools.inspection.files import walk
 from safe_ckpt.tools.inspection.tensors import Entry
 from safe_ckpt.tools.inspection.values import Mapped
@@ -112,7 +113,7 @@ def _lazy(name: str, entry: Entry, maps: Mapped, dtype: torch.dtype | None) -> L
 
 
 def _saved(path: Path, images: list[FilePlan], *, kind: Literal["directory", "file"]) -> CheckpointInfo:
-    engine = Engine(_CONFIG)
+    engine = Engine(_CONFIG, extensions=assemble(_CONFIG))
     try:
         root = HeldDirectories(engine).hold(path)
         return engine.save(export.request_of(root, path, Streamed(files=images), kind=kind)).result()

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from fuzz import hostile
 from kit.thorough import THOROUGH
 from safe_ckpt import Checkpointer
-from safe_ckpt.core.sharding.dcp_load import read_metadata
+from safe_ckpt.core.sharding.dcp_read import read_metadata
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError, RestoreError
 from safe_ckpt.tools.cli.app import app
 

@@ -9,8 +9,8 @@ import pytest
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.home import candidates as catalog
+from safe_ckpt.core.saving import commit_order
 from safe_ckpt.core.saving.one_shot import save_archive
-from safe_ckpt.core.writer import commit_order
 
 
 @pytest.fixture

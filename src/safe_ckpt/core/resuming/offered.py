@@ -1,4 +1,4 @@
-"""Resuming with a mirror: what is newer there is fetched first, and what is older when nothing here can be used."""
+"""Resuming where extensions offer checkpoints: what is newer there comes first, what is older when nothing here can be used."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.home.candidates import WEIGHTS, newest_first, newest_sequence
 from safe_ckpt.core.home.home import Candidate, Home
 from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.saving.extension import Extension
 from safe_ckpt.errors import CorruptCheckpointError, NotEnoughSpaceError, SafeCheckpointError
 
 logger = logging.getLogger(__name__)
 
 
-class Mirrored:
-    """One resume. Every method is called on every rank; without a mirror they do nothing.
+class Offered:
+    """One resume. Every method is called on every rank; where nobody offers anything they do nothing.
 
     Args:
-        engine: where the ranks meet; its mirror.
+        engine: where the ranks meet; its extensions.
         root: the directory that is held.
         list_candidates: lists what there is in it; called on rank 0.
         accepts: which candidates are fetched; None for all but weights alone. Called on rank 0.
@@ -35,7 +36,8 @@ class Mirrored:
         self._engine = engine
         self._list = list_candidates
         self._accepts = accepts or _to_resume_from
-        self._workspace = root if root.is_mounted and engine.config.mirror.url is not None else None
+        offering = any(type(one).offers is not Extension.offers for one in engine.extensions)
+        self._workspace = root if root.is_mounted and offering else None
         self._tried: set[str] = set()
 
     def fetch_newer(self) -> None:
@@ -60,12 +62,6 @@ class Mirrored:
         while (found := self._agree("fetch what is older", self._fetch_next)) is not None:
             yield found["name"], found["info"]
 
-    def upload(self, info: CheckpointInfo) -> None:
-        """The ranks resume from this: it goes to the mirror, if an earlier job did not come to that."""
-        mirror, workspace = self._engine.mirror, self._workspace
-        if mirror is not None and workspace is not None and info.verified:
-            mirror.put(info, workspace, saved=False)
-
     def _agree(self, kind: str, action: Callable[[], Any]) -> Any:
         if self._workspace is None:
             return None
@@ -81,11 +77,11 @@ class Mirrored:
         newest = newest_sequence(usable)
         here = {one.manifest.op_id for one in usable if one.manifest is not None}
         try:
-            for candidate in self._there():
+            for extension, candidate in self._there():
                 manifest = candidate.manifest
                 if manifest is None or manifest.op_id in here or manifest.sequence <= newest:
                     return  # the others are older
-                if self._fetch(candidate) is not None:
+                if self._fetch(extension, candidate) is not None:
                     return
         except (OSError, SafeCheckpointError) as error:
             if not usable:
@@ -94,31 +90,29 @@ class Mirrored:
 
     def _fetch_next(self) -> dict[str, Any] | None:
         """Nothing that is here can be used. What is damaged here may be sound there."""
-        for candidate in self._there():
-            info = self._fetch(candidate)
+        for extension, candidate in self._there():
+            info = self._fetch(extension, candidate)
             if info is not None and self._workspace is not None:
                 name = self._workspace.name_of(info.path)
                 return {"name": name, "info": info.to_json()}
         return None
 
-    def _there(self) -> list[Candidate]:
-        mirror, workspace = self._engine.mirror, self._workspace
-        if mirror is None or workspace is None:
-            return []
-        found = [one for one in mirror.candidates(workspace) if one.manifest is not None and self._accepts(one)]
-        return [one for one in found if str(one.path) not in self._tried]
+    def _there(self) -> list[tuple[Extension, Candidate]]:
+        home = self._workspace
+        offers = [(one, found) for one in self._engine.extensions for found in one.offers(home)] if home else []
+        found = [(one, it) for one, it in offers if it.manifest is not None and self._accepts(it)]
+        return [(one, it) for one, it in found if str(it.path) not in self._tried]
 
-    def _fetch(self, candidate: Candidate) -> CheckpointInfo | None:
-        mirror, workspace = self._engine.mirror, self._workspace
+    def _fetch(self, extension: Extension, candidate: Candidate) -> CheckpointInfo | None:
         self._tried.add(str(candidate.path))
-        if mirror is None or workspace is None:
+        if self._workspace is None:
             return None
         try:
-            return mirror.fetch(candidate, workspace)
+            return extension.fetch(candidate, self._workspace)
         except NotEnoughSpaceError:
             raise
         except CorruptCheckpointError as error:
-            logger.warning("%s in the mirror cannot be used: %s", candidate.path, error)
+            logger.warning("%s, fetched by %s, cannot be used: %s", candidate.path, extension.name, error)
             return None
 
 

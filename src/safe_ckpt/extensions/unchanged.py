@@ -14,22 +14,26 @@ does not delete. So while another save is under way, these bytes are copied, too
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import xxhash
 
 from safe_ckpt.config import Health, Unchanged
 from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES
-from safe_ckpt.core.formats.manifest import Manifest, read_manifest
+from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
 from safe_ckpt.core.health.examine import NAME as HEALTH
-from safe_ckpt.core.health.verdict import ITSELF, digest_of_patterns, is_sick
+from safe_ckpt.core.health.verdict import digest_of_patterns, is_sick
+from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.recent import Recent
+from safe_ckpt.core.saving.extension import Extension, Outcome, Run
+from safe_ckpt.core.saving.save import SaveJob, SaveRequest
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.held import can_be_held, hold, stamp_at
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.source import is_directory
 from safe_ckpt.core.writer.existing import MOST_BYTES, UNCHANGED, Before, Existing, Tries
 from safe_ckpt.errors import CommitOutcomeUnknown, SafeCheckpointError
 
@@ -79,6 +83,66 @@ class _Directory:
     tries: Tries = field(default_factory=Tries)
     known: dict[str, Before] = field(default_factory=dict)
     under_way: set[int] = field(default_factory=set)
+
+
+class UnchangedExtension(Extension):
+    """See the module."""
+
+    name: ClassVar[str] = UNCHANGED
+
+    def __init__(self) -> None:
+        self._sharing: dict[str, Sharing] = {}  # of saves that are not over, by ``op_id``
+
+    def opened(self, run: Run) -> None:
+        """See ``Extension``."""
+        self._known = UnchangedFiles(run.config.unchanged, run.config.health, run.rank)
+
+    def planning(self, request: SaveRequest) -> int:
+        """See ``Extension``."""
+        content, facts = request.content, request.facts
+        return self._known.spared_bytes(content.files, request.destination.workspace.path, facts.unexamined)
+
+    def begun(self, job: SaveJob) -> Mapping[str, Existing]:
+        """See ``Extension``."""
+        facts = job.request.facts
+        sharing = self._known.find(job.request.content.files, job.workspace.path, facts.unexamined)
+        self._sharing[job.op_id] = sharing
+        return {one.path: one for one in sharing.shared}
+
+    def writing(self, job: SaveJob, path: str, plan: FilePlan) -> Any:
+        """See ``Extension``."""
+        sharing = self._sharing.get(job.op_id)
+        return None if sharing is None else sharing.told(path)
+
+    def recognised(self, job: SaveJob, results: Mapping[str, WrittenFile]) -> Mapping[str, Existing]:
+        """See ``Extension``."""
+        sharing = self._sharing.get(job.op_id)
+        found = [path for path, one in results.items() if "left_out" in one.observed.get(self.name, {})]
+        return {path: sharing.found[path] for path in found} if sharing is not None else {}
+
+    def written(self, job: SaveJob, results: Mapping[str, WrittenFile]) -> Any:
+        """See ``Extension``."""
+        if (sharing := self._sharing.get(job.op_id)) is not None:
+            sharing.tell(results)
+
+    def entry(self, result: WrittenFile) -> Mapping[str, Any]:
+        """See ``Extension``."""
+        return {"age": result.observed.get(self.name, {}).get("age", 0)}
+
+    def ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
+        """See ``Extension``."""
+        sharing = self._sharing.pop(job.op_id, None)
+        if sharing is not None:
+            try:
+                sharing.end(outcome)
+            finally:
+                sharing.close()
+        return None
+
+    def resumed(self, home: Home, info: CheckpointInfo, remembered: Any, verified: Manifest | None) -> None:
+        """See ``Extension``."""
+        if info.verified and is_directory(info.path):
+            self._known.recall(home.path, info.path, verified)
 
 
 class UnchangedFiles:
@@ -186,13 +250,12 @@ class UnchangedFiles:
             return ()
         return str(known.sources[0]), known.stamp.ctime_ns
 
-    def learn(self, root: Place, checkpoint: Place, written: Sequence[WrittenFile], folder: str) -> None:
-        """See ``Sharing.learn``."""
+    def learn(self, root: Place, checkpoint: Place, written: Mapping[str, WrittenFile]) -> None:
+        """These were committed at ``checkpoint``, in ``root``: this rank's files, by their paths in it."""
         found, directory = {}, self._directory(root)
-        for file in written:
+        for path, file in written.items():
             if file.size_bytes < LEAST_SHARED_BYTES:
                 continue
-            path = file.path.removeprefix(f"{folder}/") if folder else ITSELF
             place, before = checkpoint / path, directory.known.get(path)
             same = before is not None and (before.size_bytes, before.xxh3_128) == (file.size_bytes, file.xxh3_128)
             sources = (place, *(before.sources if same and before is not None else ()))
@@ -244,9 +307,9 @@ class UnchangedFiles:
             return False
         return bool(known.get("ignored", "") == digest_of_patterns((*self._health.ignore, *unexamined)))
 
-    def held(self, path: str, before: Before, root: Place) -> Existing | None:
-        """The file before, to be relied upon; None if it was touched or is gone."""
-        examined = self._health.action != "off"
+    def held(self, path: str, before: Before, root: Place, *, again: bool = True) -> Existing | None:
+        """The file before, to be relied upon; None if it was touched or is gone. ``again``: say what its numbers were."""
+        examined = again and self._health.action != "off"
         fd = hold(before.sources, before.stamp, before.size_bytes)
         return Existing(path, before, fd, examined=examined) if fd is not None or not can_be_held(root) else None
 
@@ -277,7 +340,8 @@ class Sharing:
         self.shared: list[Existing] = []
         self.perhaps: dict[str, Wanted] = {}
         self.found: dict[str, Existing] = {}
-        self._fell_back = False
+        self._written: Mapping[str, WrittenFile] = {}
+        self._works = False
 
     def told(self, path: str) -> dict[str, Any]:
         """What the writer is told of a file: see ``UNCHANGED``. On the background thread, after all saves before it."""
@@ -286,39 +350,34 @@ class Sharing:
     def _same_as(self, path: str) -> str:
         wanted = self.perhaps.get(path)
         before = self._known.candidate(wanted, self.root) if wanted is not None else None
-        one = self._known.held(path, before, self.root) if before is not None else None
+        one = self._known.held(path, before, self.root, again=False) if before is not None else None
         if one is None:
             return ""
         self.found[path] = one
         return one.before.xxh3_128
 
-    def learn(self, checkpoint: Place, written: Sequence[WrittenFile], folder: str) -> None:
-        """Take over what was committed. On the background thread.
+    def tell(self, written: Mapping[str, WrittenFile]) -> None:
+        """This rank has written these, by their paths in the checkpoint. On the background thread."""
+        self._written = written
+        how = {one.how for one in (*self.shared, *self.found.values())}
+        if "never" in how:  # the file system has no further names for files: for some saves everything is written
+            self._tries.refused()
+        if "sent" in how:  # the next save does not ask a store for a copy, and later ones less often
+            self._tries.failed()
+        elif any(file.shared_bytes for file in written.values()):
+            self._works = True
 
-        Args:
-            checkpoint: its name now.
-            written: its files of this rank.
-            folder: where they were written, under which their paths are; "" for a checkpoint that is one file.
-        """
-        if not self._fell_back and any(file.shared_bytes for file in written):
-            self._tries.worked()
-        self._known.learn(self.root, checkpoint, written, folder)
-
-    def refused(self) -> None:
-        """The file system has no further names for files: for some saves everything is written."""
-        self._tries.refused()
-
-    def not_copied(self) -> None:
-        """A store has not copied an object: the next save does not ask for that, and later ones less often."""
-        self._fell_back = True
-        self._tries.failed()
-
-    def failed(self, error: BaseException) -> None:
-        """The save has failed: if it relied on an object, the next one does not, and later ones less often."""
-        if isinstance(error, CommitOutcomeUnknown):
+    def end(self, outcome: Outcome) -> None:
+        """The save is over: take over what was committed. On the background thread."""
+        if outcome.info is not None:
+            if self._works:
+                self._tries.worked()
+            self._known.learn(self.root, outcome.info.path, self._written)
+            return
+        if isinstance(outcome.error, CommitOutcomeUnknown):
             self._known.forget(self.root)  # it may be committed, and what was the newest before may be deleted
         if not all(one.is_held for one in (*self.shared, *self.found.values())):
-            self._tries.failed()
+            self._tries.failed()  # it relied on an object: the next one does not, and later ones less often
 
     def close(self) -> None:
         """The save is over, and what came of it was learnt: give back what it holds."""

@@ -51,11 +51,6 @@ class Cuda:
         working: AbstractContextManager[None] = torch.cuda.stream(stream)
         return working
 
-    def here(self) -> AbstractContextManager[Any]:
-        """Where the calling thread puts its work, to be entered by another one, which would else stand on device 0."""
-        device = self.device()
-        return self.on(self.current(device)) if device is not None else contextlib.nullcontext()
-
     def settle(self, tensors: Iterable[torch.Tensor]) -> None:
         """Wait until what the calling thread has queued on their devices is done: another thread is about to read them."""
         for device in {tensor.device for tensor in tensors if self.has(tensor)}:

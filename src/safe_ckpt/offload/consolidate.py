@@ -28,6 +28,7 @@ from safe_ckpt.core.saving.save import Destination, Facts, OnCommit, SaveRequest
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.objects.options import refuse_url
 from safe_ckpt.errors import ConfigError, SourceChangedError, StateError, naming
+from safe_ckpt.extensions.assemble import assemble
 from safe_ckpt.machine import machine_id
 
 ADAPTER = "offloaded"
@@ -79,7 +80,7 @@ def consolidate_offloaded(
         mirror=usual.mirror,
         storage=usual.storage,
     )
-    engine = Engine(config, group=group)
+    engine = Engine(config, group=group, extensions=assemble(config))
     try:
         must_match = {"destination": path}
         asked = functools.partial(refuse_url, destination, "destination")  # here, where all ranks learn of it

@@ -21,7 +21,6 @@ from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.core.home.lease import read_lock
-from safe_ckpt.core.offload.consolidate import ADAPTER, own_part
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.copier import FileCopy, Stamp, copy_files
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
@@ -35,6 +34,7 @@ from safe_ckpt.errors import (
     RestoreError,
     naming,
 )
+from safe_ckpt.offload.consolidate import ADAPTER, own_part
 
 logger = logging.getLogger(__name__)
 _STAGED = f"{HIDDEN}-restore-"

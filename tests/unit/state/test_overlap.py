@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from safe_ckpt import CheckpointConfig, Checkpointer
-from safe_ckpt.core.staging import optimizer_gate
-from safe_ckpt.core.staging.overlap import OverlapPlan, expected_state_bytes
 from safe_ckpt.core.staging.snapshot import StagingCopy
+from safe_ckpt.core.state import overlap
+from safe_ckpt.core.state.overlap import OverlapPlan, expected_state_bytes
 from safe_ckpt.errors import SaveError
 
 OVERLAPPED = CheckpointConfig(snapshot="overlapped", record_events=False)
@@ -550,7 +550,7 @@ def test_no_tensor_is_kept_alive_by_a_finished_save(tmp_path):
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
         ckpt.save(1, {"model": net, "optimizer": optimizer}).result(timeout_s=60)
         train(net, optimizer)
-        assert optimizer_gate._pending == ()
+        assert overlap._pending == ()
         gone = []
         torch.utils.weak.weakref.finalize(net, lambda: gone.append(1))
         del net, optimizer

@@ -1,0 +1,239 @@
+"""What stands beside saves and resumes, and the moments at which it is asked. The core does not know who that is.
+
+A new feature listens here; it adds no field to a save. One that raises costs its own knowledge, never a save: that is logged,
+once a moment, and the save goes on as if it had said nothing. Through to all ranks go what ``ended`` returns, what ``opened``
+raises and an error of ``offers`` where nothing usable is here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.coordination.coordinator import Coordinator
+from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
+from safe_ckpt.core.home.home import Candidate, Home
+from safe_ckpt.core.state.models import Models
+from safe_ckpt.core.storage.durable import WrittenFile
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.writer.existing import Existing
+from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.hooks.emitter import Emitter
+
+if TYPE_CHECKING:
+    from safe_ckpt.core.saving.save import SaveJob, SaveRequest
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The job that saves, on one rank.
+
+    Attributes:
+        config: settings.
+        rank: this rank.
+        emit: receives what happens.
+        owner: what holds the directories within this process and how that is ended, for messages.
+        coordinator: where the ranks meet.
+    """
+
+    config: CheckpointConfig
+    rank: int
+    emit: Emitter
+    owner: str
+    coordinator: Coordinator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a save ended on this rank.
+
+    Attributes:
+        info: what was committed; None where it failed.
+        error: why it failed.
+        told: what rank 0 concluded for all ranks, by extension.
+        write_s: how long this rank's writing took; 0 while it had not come to its end.
+        written_at: when that was, on the monotonic clock.
+        written_bytes: how much it was.
+    """
+
+    info: CheckpointInfo | None = None
+    error: SafeCheckpointError | None = None
+    told: Mapping[str, Any] = field(default_factory=dict)
+    write_s: float = 0.0
+    written_at: float = 0.0
+    written_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conclusion:
+    """What rank 0 makes of what the ranks found, before the commit.
+
+    Attributes:
+        fields: of the manifest.
+        told: what all ranks learn with the verdict, JSON-able.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    told: Any = None
+
+
+class Extension:
+    """Every method does nothing by default. ``name`` is its key in reports, in verdicts and in what the writer observes."""
+
+    name: ClassVar[str]
+
+    def opened(self, run: Run) -> None:
+        """The job begins. On every rank, on the caller's thread; what it raises ends the opening on every rank."""
+
+    def models(self, models: Models) -> None:
+        """A save of these models is about to be asked for. On every rank, on the caller's thread."""
+
+    def planning(self, request: SaveRequest) -> int:
+        """How many bytes will probably not be written. On every rank, on the caller's thread."""
+        del request
+        return 0
+
+    def begun(self, job: SaveJob) -> Mapping[str, Existing]:
+        """Files of the plan, by path, that an earlier checkpoint has: they are not copied. On the caller's thread."""
+        del job
+        return {}
+
+    def started(self, job: SaveJob) -> None:
+        """Its turn in the background has come. On every rank, as all that follows but for a resume."""
+
+    def writing(self, job: SaveJob, path: str, plan: FilePlan) -> Any:
+        """What the writer's observer of this name is told of a file, by its path in the checkpoint; None for nothing."""
+        del job, path, plan
+
+    def recognised(self, job: SaveJob, results: Mapping[str, WrittenFile]) -> Mapping[str, Existing]:
+        """Files that the writer has found to be there already, by path: they are still to be given their names."""
+        del job, results
+        return {}
+
+    def written(self, job: SaveJob, results: Mapping[str, WrittenFile]) -> Any:
+        """What this rank reports, JSON-able: all of its files are there. On the ranks that write."""
+        del job, results
+
+    def entry(self, result: WrittenFile) -> Mapping[str, Any]:
+        """What the manifest says of one file besides."""
+        del result
+        return {}
+
+    def concluding(self, job: SaveJob, reports: Mapping[int, Any]) -> Conclusion:
+        """What follows from the reports of this name, by rank. On rank 0, before the commit."""
+        del job, reports
+        return Conclusion()
+
+    def ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
+        """Called once for each save, whatever came of it. What it returns is raised on every rank, so all return the like."""
+        del job, outcome
+        return None
+
+    def keeps(self, home: Home, places: Sequence[Place]) -> Collection[Place]:
+        """Those of ``places`` that must not be deleted now. On rank 0."""
+        del home, places
+        return ()
+
+    def deleted(self, home: Home, places: Sequence[Place]) -> None:
+        """These were deleted, as they are not kept any more. On rank 0."""
+
+    def offers(self, home: Home) -> list[Candidate]:
+        """Candidates that are not here, newest first. On rank 0, on the caller's thread, as all of a resume.
+
+        Raises:
+            OSError: whether there are any is not known.
+        """
+        del home
+        return []
+
+    def fetch(self, candidate: Candidate, home: Home) -> CheckpointInfo:
+        """Bring one of ``offers`` here. On rank 0.
+
+        Raises:
+            SafeCheckpointError: that cannot be done.
+        """
+        raise NotImplementedError
+
+    def remembers(self, manifest: Manifest | None) -> Any:
+        """What all ranks must know of the checkpoint to resume from, JSON-able. On rank 0; None: its manifest is not known."""
+        del manifest
+
+    def resumed(self, home: Home, info: CheckpointInfo, remembered: Any, verified: Manifest | None) -> None:
+        """All ranks go on from this. ``verified``: its manifest with the files that were verified; None for all of them."""
+
+    def stopping(self, until: float) -> None:
+        """The job must be over by then, on the monotonic clock."""
+
+    def closing(self, within_s: float | None) -> None:
+        """The last save is over. ``within_s``: wait this long at most, progress or not."""
+
+    def closed(self) -> None:
+        """The directories were given back."""
+
+
+class Extensions:
+    """All of them, asked at every moment in their order.
+
+    Args:
+        each: the extensions.
+    """
+
+    def __init__(self, each: Sequence[Extension] = ()) -> None:
+        self._each = tuple(each)
+        self._told: set[tuple[str, str]] = set()  # what was logged
+
+    def __iter__(self) -> Iterator[Extension]:
+        return iter(self._each)
+
+    def ask(self, moment: str, question: Callable[[Extension], _T]) -> dict[str, _T]:
+        """What each one says, by name; what one raises is logged, and it has said nothing then."""
+        answers = {}
+        for one in self._each:
+            try:
+                answers[one.name] = question(one)
+            except Exception as error:
+                first = (one.name, moment) not in self._told
+                self._told.add((one.name, moment))
+                level = logging.ERROR if first else logging.DEBUG
+                logger.log(
+                    level, "%s: %s failed, and this goes on without it: %r", moment, one.name, error, exc_info=first
+                )
+        return answers
+
+    def existing(self, moment: str, question: Callable[[Extension], Mapping[str, Existing]]) -> dict[str, Existing]:
+        """Files that are there already, by path."""
+        return {path: file for files in self.ask(moment, question).values() for path, file in files.items()}
+
+    def observed(self, job: SaveJob, path: str, plan: FilePlan) -> dict[str, Any]:
+        """What the writer's observers are told of one file."""
+        told = self.ask("writing", lambda one: one.writing(job, path, plan))
+        return {name: value for name, value in told.items() if value is not None}
+
+    def concluding(
+        self, job: SaveJob, reports: Mapping[int, Mapping[str, Any]]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Fields of the manifest, and what all ranks learn, by extension."""
+
+        def of(one: Extension) -> Conclusion:
+            return one.concluding(job, {rank: reports[rank][one.name] for rank in reports if one.name in reports[rank]})
+
+        concluded = self.ask("concluding", of)
+        fields = {key: value for one in concluded.values() for key, value in one.fields.items()}
+        return fields, {name: one.told for name, one in concluded.items()}
+
+    def ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
+        """The first error that one of them has all ranks raise."""
+        errors = self.ask("the end of a save", lambda one: one.ended(job, outcome))
+        return next((error for error in errors.values() if error is not None), None)
+
+    def kept(self, home: Home, places: Sequence[Place]) -> set[Place]:
+        """Those of ``places`` that must not be deleted now. Of one that cannot say, all."""
+        answers = self.ask("before a deletion", lambda one: one.keeps(home, places))
+        return set(places) if len(answers) < len(self._each) else {place for one in answers.values() for place in one}

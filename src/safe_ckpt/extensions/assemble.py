@@ -1,0 +1,16 @@
+"""Which extensions a job has. Their order is fixed: at every moment they are asked in it."""
+
+from __future__ import annotations
+
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.saving.extension import Extension
+from safe_ckpt.extensions.health import Health
+from safe_ckpt.extensions.mirroring import Mirroring
+from safe_ckpt.extensions.record import Record
+from safe_ckpt.extensions.unchanged import UnchangedExtension
+
+
+def assemble(config: CheckpointConfig) -> list[Extension]:
+    """Those of these settings."""
+    mirrors = [Mirroring()] if config.mirror.url is not None else []
+    return [Record(), UnchangedExtension(), Health(), *mirrors]
