@@ -7,7 +7,6 @@ Each source is a layer of plain data; later layers lie over earlier ones, and ea
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from safe_ckpt.errors import ConfigError
 from safe_ckpt.settings.fields import Key, build, joined, keys, removed, value_at
 
 _T = TypeVar("_T")
-logger = logging.getLogger(__name__)
 OWN_KEY = "safe_ckpt"
 """Where our settings are in a file that holds others too."""
 _DEEPEST = 3
@@ -28,11 +26,7 @@ _Entry = tuple[yaml.Node, yaml.Node]
 _MERGE = "tag:yaml.org,2002:merge"
 CONFIG_VARIABLE = "SAFE_CKPT_CONFIG"
 PREFIX = "SAFE_CKPT__"
-_OURS = PREFIX.removesuffix("_")
-_OTHERS = (CONFIG_VARIABLE, "SAFE_CKPT_SHIM", "SAFE_CKPT_THOROUGH", "SAFE_CKPT_KILLS", "SAFE_CKPT_KILL_SEED")
-"""Names that begin like ours, belong to no key, and are read: the file, and what the test kit and the tests take."""
 _HELP = "`safe-ckpt config reference` lists the keys; between the parts of a key go two underscores"
-_reported: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,10 +238,6 @@ def load_effective(kind: type[_T], environ: Mapping[str, str], *, file: str | No
     """
     named = environ.get(CONFIG_VARIABLE) if file is None else file
     layers = [read_yaml(named)] if named else []
-    for name, meant in slips(kind, environ).items():
-        if name not in _reported:
-            _reported.add(name)
-            logger.warning("the environment variable %s changes nothing: %s", name, meant)
     return load(kind, [*layers, read_environment(kind, environ)])
 
 
@@ -264,22 +254,6 @@ def origin_of(kind: type, environ: Mapping[str, str], section: str) -> tuple[str
         if key.path.startswith(f"{section}.") and value_at(loaded.settings, key.path) != key.default:
             return key.path, loaded.origins[key.path]
     return None
-
-
-def slips(kind: type, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that look like ours and are not, such as one with an underscore too few, each with what to do about it."""
-    known = {_squashed(name): name for name in (CONFIG_VARIABLE, *(variable(key.path) for key in keys(kind)))}
-    odd = {}
-    for name in environ:
-        if not name.upper().startswith(_OURS) or name.startswith(PREFIX) or name in _OTHERS:
-            continue
-        near = difflib.get_close_matches(_squashed(name), known, n=1, cutoff=0.85)
-        odd[name] = f"did you mean {known[near[0]]}?" if near else _HELP
-    return odd
-
-
-def _squashed(name: str) -> str:
-    return name.upper().replace("_", "")
 
 
 def variable(path: str) -> str:

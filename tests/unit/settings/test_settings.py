@@ -225,31 +225,6 @@ def test_a_wrong_variable_is_named(name, value, said):
     assert str(caught.value) == f"SAFE_CKPT__{said}"
 
 
-def test_a_name_that_is_nearly_one_of_ours_is_warned_of_once(caplog):
-    """One underscore missing, lower case, or a file's variable misspelt: the right name; what the tests read is left alone."""
-    environ = {
-        "SAFE_CKPT_RETENTION__KEEP_LAST": "3",
-        "safe_ckpt__timeouts__fsync_stall_s": "9",
-        "SAFE_CKPT_CONFIGS": "x",
-        "SAFE_CKPT_OF_MINE": "x",
-        "SAFE_CKPT_THOROUGH": "1",
-        "SAFE_CKPT_KILLS": "1",
-    }
-    for _ in range(2):
-        assert load_effective(CheckpointConfig, environ).settings == CheckpointConfig()
-    said = dict(
-        record.getMessage().removeprefix("the environment variable ").split(" ", 1) for record in caplog.records
-    )
-    assert len(caplog.records) == 4
-    for name, right in (
-        ("SAFE_CKPT_RETENTION__KEEP_LAST", "SAFE_CKPT__RETENTION__KEEP_LAST"),
-        ("safe_ckpt__timeouts__fsync_stall_s", "SAFE_CKPT__TIMEOUTS__FSYNC_STALL_S"),
-        ("SAFE_CKPT_CONFIGS", "SAFE_CKPT_CONFIG"),
-    ):
-        assert said[name] == f"changes nothing: did you mean {right}?"
-    assert "config reference" in said["SAFE_CKPT_OF_MINE"]
-
-
 def test_the_layer_that_brings_the_error_is_blamed(file):
     """A file that is wrong by itself is named although a variable sets a key of the same section."""
     file.write_text("lease_s: 5\nretention:\n  keep_best: 1\n")
