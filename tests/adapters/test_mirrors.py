@@ -19,8 +19,8 @@ from safe_ckpt.core.home.file_home import Workspace
 from safe_ckpt.core.home.object_head import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
-from safe_ckpt.core.transfer.mirror import Mirror as Uploads
 from safe_ckpt.errors import NoValidCheckpointError
+from safe_ckpt.extensions.mirror.mirror import Mirror as Uploads
 from safe_ckpt.lightning import SafeCheckpointCallback
 from safe_ckpt.tools.inspection.fetch import fetch
 from support import flip_bit

@@ -254,8 +254,8 @@ LARGE_PAGES = """
         state = {"t": torch.zeros(3_000_001, dtype=torch.int64), "n": 0}
         ckpt.resume(state)
     print(bool((state["t"] == torch.arange(3_000_001)).all()), len(seen) > 0)
-    from safe_ckpt.tools.cli.app import main
-    print(main(["verify", sys.argv[1]]))
+    from safe_ckpt.tools.cli.app import app
+    app(["verify", sys.argv[1]])
 """
 
 
@@ -265,3 +265,4 @@ def test_pages_of_64_kib(tmp_path):
     command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "exp")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout.splitlines()[0] == "True True", done.stderr
+    assert done.returncode == 0, done.stderr

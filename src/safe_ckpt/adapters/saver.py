@@ -31,9 +31,9 @@ from safe_ckpt.core.saving.homes import HeldDirectories, open_folder
 from safe_ckpt.core.saving.save import Content, Destination, Facts, OnCommit, SaveRequest
 from safe_ckpt.core.state.items import expected_bytes
 from safe_ckpt.core.storage import presence
-from safe_ckpt.core.transfer.fetching import is_copy_of
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.extensions.assemble import assemble
+from safe_ckpt.extensions.mirror.fetching import is_copy_of
 
 if TYPE_CHECKING:
     from safe_ckpt.adapters.tracking import Sinks

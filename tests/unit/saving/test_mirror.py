@@ -23,8 +23,8 @@ from safe_ckpt.core.home.file_home import Workspace
 from safe_ckpt.core.home.object_head import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
-from safe_ckpt.core.transfer.mirror import Mirror as Uploads
 from safe_ckpt.errors import DirectoryError, NoValidCheckpointError
+from safe_ckpt.extensions.mirror.mirror import Mirror as Uploads
 from support import flip_bit
 
 TIMES = Timeouts(lengthy_s=60, barrier_s=6, shutdown_s=10, peer_stall_s=5)

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import identity_of
 from safe_ckpt.core.home.visibility import Patience, await_visible
+from safe_ckpt.core.resuming.host_cache import Host, HostCache, host_of, hosts_of
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.presence import ShortReadError
 from safe_ckpt.core.storage.reader import drop_cache
 from safe_ckpt.core.storage.source import in_files, in_store
-from safe_ckpt.core.transfer.host_cache import Host, HostCache, host_of, hosts_of
 from safe_ckpt.errors import (
     CorruptCheckpointError,
     DirectoryNotSharedError,

@@ -14,6 +14,7 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest, 
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Reader
+from safe_ckpt.core.resuming.host_cache import Host
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.state import restore
 from safe_ckpt.core.state.items import PerRank
@@ -22,7 +23,6 @@ from safe_ckpt.core.storage.inside import checked_name
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.reader import read_whole
 from safe_ckpt.core.storage.source import file_in, size_of, sizes_in
-from safe_ckpt.core.transfer.host_cache import Host
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, IncompleteCheckpointError, RestoreError
 
 

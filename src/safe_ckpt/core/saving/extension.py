@@ -138,7 +138,7 @@ class Extension:
         return Conclusion()
 
     def ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
-        """Called once for each save, whatever came of it. What it returns is raised on every rank, so all return the like."""
+        """Called once for each save whose turn came, whatever came of it. What it returns is raised on every rank: all agree."""
         del job, outcome
         return None
 

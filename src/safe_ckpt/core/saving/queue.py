@@ -20,7 +20,7 @@ from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.saving.after_commit import AfterCommit
 from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.core.saving.extension import Extensions, Outcome
-from safe_ckpt.core.saving.save import SaveJob
+from safe_ckpt.core.saving.save import SaveJob, failed
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.core.storage.objects.options import StorageOptions
@@ -151,7 +151,8 @@ class SaveQueue:
         for number, job in enumerate(list(self._open)):
             kind = SaveError if number else CommitOutcomeUnknown  # the first one may be committed or not
             error = kind(name=job.name, cause=cause, rank=self._coordinator.rank, phase="shutdown")
-            self._ended(job, Outcome(error=error))
+            # Told here: what stands beside the save may still be in use by that thread.
+            self._emit(failed(job.request, error, self._coordinator.rank, time.monotonic() - job.started))
             job.handle.finish(None, error)
 
     def _work(self, job: SaveJob) -> None:
@@ -163,9 +164,7 @@ class SaveQueue:
             self._process(job)
         except BaseException as error:  # a bug of ours must not leave the caller waiting
             logger.exception("the background thread failed")
-            failure = SaveError(name=job.name, cause=repr(error), rank=self._coordinator.rank)
-            self._ended(job, Outcome(error=failure))
-            job.handle.finish(None, failure)
+            job.handle.finish(None, self._unexpected(job, error))
             self._open.remove(job)
             if not isinstance(error, Exception) and not self._background.is_current:
                 raise  # Ctrl-C is the caller's
@@ -182,22 +181,22 @@ class SaveQueue:
             info = phases.run()
         except SafeCheckpointError as error:
             failure = error
+        except BaseException as error:
+            self._extensions.ended(job, Outcome(error=self._unexpected(job, error)))
+            raise
         finally:
             self._free(job)
         if info is not None:
             self.last_save_s = time.monotonic() - job.started
         facts = {name: getattr(phases.writing, name) for name in ("write_s", "written_at", "written_bytes")}
         # Here and not on the caller's thread: hooks write to files.
-        raised = self._ended(job, Outcome(info=info, error=failure, told=phases.told, **facts))
+        raised = self._extensions.ended(job, Outcome(info=info, error=failure, told=phases.told, **facts))
         if info is not None and rank == 0:
             self.after_commit.retain(job, info)
         self._conclude(job, info, failure or raised)
 
-    def _ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
-        if job.is_over:
-            return None
-        job.is_over = True
-        return self._extensions.ended(job, outcome)
+    def _unexpected(self, job: SaveJob, error: BaseException) -> SaveError:
+        return SaveError(name=job.name, cause=repr(error), rank=self._coordinator.rank)
 
     def _free(self, job: SaveJob) -> None:
         if job.copy is not None:

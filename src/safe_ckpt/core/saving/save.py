@@ -451,7 +451,6 @@ class SaveJob:
         begun: whether its background phases have begun.
         files: what of its content this rank writes from memory.
         existing: what it does not write, by path: a checkpoint before has it.
-        is_over: its end was told.
     """
 
     request: SaveRequest
@@ -472,7 +471,6 @@ class SaveJob:
     begun: bool = False
     files: Sequence[FilePlan] = ()
     existing: Mapping[str, Existing] = field(default_factory=dict)
-    is_over: bool = False
 
     @property
     def name(self) -> str:

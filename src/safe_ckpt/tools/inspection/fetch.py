@@ -11,8 +11,8 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.home.home import is_one
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.place import ObjectPath
-from safe_ckpt.core.transfer.fetching import MIRRORED, fetch_verified, make_durable, origin, own_manifest
 from safe_ckpt.errors import ConfigError, IncompleteCheckpointError
+from safe_ckpt.extensions.mirror.fetching import MIRRORED, fetch_verified, make_durable, origin, own_manifest
 from safe_ckpt.tools.inspection.check import read_committed
 from safe_ckpt.tools.inspection.files import inside
 

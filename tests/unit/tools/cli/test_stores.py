@@ -17,8 +17,8 @@ from safe_ckpt.core.formats import manifest
 from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.home.object_head import GRAVESTONE, Head
 from safe_ckpt.core.home.object_home import ObjectRoot
+from safe_ckpt.core.resuming import host_cache
 from safe_ckpt.core.storage.objects.bucket import Bucket
-from safe_ckpt.core.transfer import host_cache
 from safe_ckpt.errors import DirectoryInUseError, SafeCheckpointError
 from safe_ckpt.tools.cli.app import app
 from safe_ckpt.tools.inspection.files import place_at

@@ -10,8 +10,8 @@ from safe_ckpt.core.home.home import Candidate, Home
 from safe_ckpt.core.saving.extension import Extension, Outcome, Run
 from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.storage.objects.place import Place
-from safe_ckpt.core.transfer.mirror import Mirror
 from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.extensions.mirror.mirror import Mirror
 
 
 class Mirroring(Extension):

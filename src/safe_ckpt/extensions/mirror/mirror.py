@@ -27,10 +27,10 @@ from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place, open_place
 from safe_ckpt.core.storage.source import in_files, in_store
-from safe_ckpt.core.transfer.fetching import directory_of, fetch_into, identity_of
-from safe_ckpt.core.transfer.mirror_tier import Tier, Waiting
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import CorruptCheckpointError, SafeCheckpointError, SaveError, named
+from safe_ckpt.extensions.mirror.fetching import directory_of, fetch_into, identity_of
+from safe_ckpt.extensions.mirror.tier import Tier, Waiting
 
 logger = logging.getLogger(__name__)
 NAMED = "named"

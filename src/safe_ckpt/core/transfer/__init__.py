@@ -1,1 +1,0 @@
-"""Between an object store and a host: fetching and mirroring whole checkpoints."""
