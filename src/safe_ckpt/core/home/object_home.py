@@ -305,13 +305,6 @@ class ObjectRoot:
             message = "%s: no job says that these are its own, so they stay: %s. safe-ckpt gc --quarantine deletes them"
             logger.warning(message, self.path, what)
 
-    def _is_ours(self, folder: ObjectPath) -> bool:
-        try:
-            manifest_in(folder)
-        except (OSError, SafeCheckpointError):
-            return False
-        return True
-
     def _delete_unless_committed(self, folder: ObjectPath, bucket: Bucket) -> bool:
         """Delete what a save left that failed, unless its manifest came to be there all the same. Returns whether it did."""
         tried = folder.name in self._tried
