@@ -138,7 +138,7 @@ class Extension:
         return Conclusion()
 
     def ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
-        """Called once for each save whose turn came, whatever came of it. What it returns is raised on every rank: all agree."""
+        """Called once for each save whose turn came, whatever came of it. All ranks return the like: it is raised on each."""
         del job, outcome
         return None
 
