@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, RngState
+from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.state import planner as planning
@@ -428,6 +429,29 @@ def test_parameters_that_another_optimizer_steps_now_are_not_copied_late(tmp_pat
     now = planner.plan(items_of(state)).overlap
     assert not now.covers(first.weight)
     assert now.covers(second.weight)
+
+
+def test_a_model_that_is_as_it_was_is_not_walked_again(tmp_path, monkeypatch):
+    """Neither for what may be infinite in it nor for what of it is trained; but where that has changed it is."""
+    walked, original = [], torch.nn.Module.named_parameters
+
+    def note(self, *args, **options):
+        walked.append(self)
+        return original(self, *args, **options)
+
+    state = fresh()
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state).result(60)
+        monkeypatch.setattr(torch.nn.Module, "named_parameters", note)
+        values_only(state)
+        walked.clear()
+        ckpt.save(2, state).result(60)
+        assert walked == []
+        state["net"].first.weight.requires_grad_(False)
+        ckpt.save(3, state).result(60)
+        assert state["net"] in walked
+    assert read_manifest(tmp_path / catalog.step_name(2)).frozen == []
+    assert read_manifest(tmp_path / catalog.step_name(3)).frozen == ["net.first.weight"]
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Module, torch.optim.Optimizer, torch.nn.Linear, torch.optim.AdamW])

@@ -275,8 +275,11 @@ class TwoPhaseCommit(Round):
 
     def prepared(self) -> None:
         """Rank 0: the pending directory exists."""
-        if self._peers.size > 1:
-            self.put("/prepared", {})
+        if self._peers.size == 1:
+            return
+        self.put("/prepared", {})
+        with contextlib.suppress(CoordinationError):  # those of earlier saves; while the others write
+            self._peers.receipts.tidy(self._store_client, self._peers.have_left)
 
     def await_prepared(self, timeout_s: float) -> None:
         """Another writing rank: wait until the pending directory exists, or the save has failed.
@@ -321,15 +324,12 @@ class TwoPhaseCommit(Round):
         """Rank 0: publish the outcome. ``prepared`` is set too, so that the ranks that wait there wake up."""
         if self._peers.size == 1:
             return
-        receipts = self._peers.receipts
         keys = [f"{self.name}/prepared", f"{self.name}/verdict", *self.message_keys()]
-        receipts.expect(self.read, self._peers.size - 1, self._call, then_drop=keys)
+        self._peers.receipts.expect(self.read, self._peers.size - 1, self._call, then_drop=keys)
         self.put("/verdict", verdict)
         self.put("/prepared", {})
         if "error" in verdict and self._writers:
             self.wake({})  # what still waits for reports, on a connection that was left, ends
-        with contextlib.suppress(CoordinationError):  # those of earlier saves can wait
-            receipts.tidy(self._store_client, self._peers.have_left)
 
     def verdict(self, timeout_s: float) -> Any:
         """The other ranks: wait for the outcome, and acknowledge that it was read.
