@@ -37,6 +37,7 @@ from control_report import PLANNING, ROUNDS, Row
 from control_rounds import CountedStore, LocalStoreClient, save
 
 from safe_ckpt.core.coordination.coordinator import Coordinator
+from safe_ckpt.core.coordination.heartbeat import Heartbeat
 from safe_ckpt.core.coordination.rounds import Receipts
 from safe_ckpt.core.coordination.store import StoreClient
 
@@ -51,8 +52,11 @@ class ThreadSession(Coordinator):
         self.call, self._part, self._depth, self._goes_on, self.unsure = -1, 0, 0, False, False
         self._named, self.over = "", []
         self._shutdown_s, self._answer_s = 5.0, 5.0
-        self._name, self._meeting, self._closed, self._heartbeat = "threads", None, False, None
+        self._name, self._meeting, self._closed = "threads", None, False
         self._calls = LocalStoreClient(store)
+        self._heartbeat = Heartbeat(
+            self._calls, rank=rank, peers={}, stall_s=5.0, interval_s=1.0, progress=self._own_progress
+        )
 
     def store_client(self, name: str, store: Any = None) -> StoreClient:
         return self._calls

@@ -210,7 +210,7 @@ class Store:
             return set()
 
     def leftovers(self):
-        """Whatever is neither the head, nor of a committed checkpoint, nor a gravestone; and unfinished uploads."""
+        """Whatever is neither the head, nor of a committed checkpoint, nor a gravestone."""
         keys = self.keys()
         manifests = self.manifests(keys)
         found = []
@@ -219,8 +219,6 @@ class Store:
             own = [entry["path"] for entry in manifests.get(folder, {}).get("files", [])]
             if key != ".safe_ckpt/head" and name not in [*own, *(["manifest.json"] if folder in manifests else [])]:
                 found.append(key)
-        if not self.server.is_azure:  # there they go by themselves after a week
-            found += [f"upload of {key}" for key in self.server.uploads() if key.startswith(f"{self.prefix}/")]
         return found
 
     def wipe(self):

@@ -124,8 +124,8 @@ def test_a_fault_at_a_copy_within_the_store(kind, server, tmp_path):
 
 @s3
 @pytest.mark.parametrize("fault", ["500", "duplicate"])
-def test_an_upload_that_was_begun_twice_is_aborted(kind, fault, server):
-    """The answer to its beginning was lost, or the request came twice: what it holds in a committed folder is charged for."""
+def test_an_upload_that_was_begun_twice_does_no_harm(kind, fault, server):
+    """The answer to its beginning was lost, or the request came twice: what is committed is whole."""
 
     def begins(record):
         return record.method == "POST" and "uploads" in record.path

@@ -75,7 +75,6 @@ def test_four_ranks_save_and_die_and_any_number_goes_on(bucket):
         values(spawn_ranks(_resume, world, world, bucket.url(), world == 4, timeout_s=60))
     steps = {key.split("/")[1].split(".")[0] for key in bucket.keys("run/") if "/step-" in key}
     assert steps == {"step-00000002", "step-00000003"}
-    assert not bucket.uploads()
 
 
 def test_a_host_reads_each_byte_once(bucket, monkeypatch):
@@ -129,7 +128,6 @@ def test_one_rank_that_cannot_upload_fails_the_save_on_all(bucket):
     for message in told:
         assert "(rank 1)" in message, told
     values(spawn_ranks(_goes_on, 2, 2, bucket.url(), timeout_s=60))
-    assert not bucket.uploads()
     left = [key for key in bucket.keys("run/") if "step-00000002" in key]
     assert all(key.endswith("/manifest.json") for key in left)  # where it would be committed, a gravestone
 

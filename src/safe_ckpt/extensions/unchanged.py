@@ -341,7 +341,6 @@ class Sharing:
         self.perhaps: dict[str, Wanted] = {}
         self.found: dict[str, Existing] = {}
         self._written: Mapping[str, WrittenFile] = {}
-        self._works = False
 
     def told(self, path: str) -> dict[str, Any]:
         """What the writer is told of a file: see ``UNCHANGED``. On the background thread, after all saves before it."""
@@ -359,18 +358,16 @@ class Sharing:
     def tell(self, written: Mapping[str, WrittenFile]) -> None:
         """This rank has written these, by their paths in the checkpoint. On the background thread."""
         self._written = written
+
+    def end(self, outcome: Outcome) -> None:
+        """The save is over: take over what was committed. On the background thread."""
         how = {one.how for one in (*self.shared, *self.found.values())}
         if "never" in how:  # the file system has no further names for files: for some saves everything is written
             self._tries.refused()
         if "sent" in how:  # the next save does not ask a store for a copy, and later ones less often
             self._tries.failed()
-        elif any(file.shared_bytes for file in written.values()):
-            self._works = True
-
-    def end(self, outcome: Outcome) -> None:
-        """The save is over: take over what was committed. On the background thread."""
         if outcome.info is not None:
-            if self._works:
+            if "sent" not in how and any(file.shared_bytes for file in self._written.values()):
                 self._tries.worked()
             self._known.learn(self.root, outcome.info.path, self._written)
             return

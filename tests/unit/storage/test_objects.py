@@ -8,7 +8,6 @@ import pytest
 
 from kit.fault_proxy import FaultProxy
 from safe_ckpt import CheckpointConfig, StorageConfig
-from safe_ckpt.core.storage.objects import unfinished
 from safe_ckpt.core.storage.objects.clients import ChangedError, ExistsError, cleaned, named
 from safe_ckpt.core.storage.objects.options import StorageOptions, is_url
 from safe_ckpt.core.storage.objects.place import ObjectPath, open_place
@@ -90,19 +89,6 @@ def test_what_the_pieces_raise_is_raised(place):
     with pytest.raises(KeyError, match="mine"):
         place.bucket.upload((place / "bad").key, 20 << 20, pieces)
     assert place.bucket.entries(place.key) == []
-
-
-def test_unfinished_uploads_are_aborted_where_they_lie(bucket, place):
-    """Those below a folder, and no others; the requests are signed as S3 wants it."""
-    import boto3
-
-    s3 = boto3.client("s3", endpoint_url=bucket.endpoint, region_name="us-east-1")
-    for name in ("mine ü/a b", "mine ü/c=d", "other/x"):
-        key = (place / name).key
-        upload = s3.create_multipart_upload(Bucket=bucket.bucket, Key=key)
-        s3.upload_part(Bucket=bucket.bucket, Key=key, UploadId=upload["UploadId"], PartNumber=1, Body=b"x")
-    assert unfinished.abort(place / "mine ü") == 2
-    assert bucket.uploads() == [(place / "other/x").key]
 
 
 def test_errors_show_no_secret(monkeypatch, bucket):

@@ -141,19 +141,15 @@ class Coordinator:
         self._depth, self._goes_on, self._named = 0, False, ""
         self.unsure = False
         self._closed = False
-        self._heartbeat: Heartbeat | None = None
         # On rank 0 this is the store itself; it goes with this reference.
         self._store: KeyValues | None = met.store if met is not None else None
         self._connect = met.connect if met is not None else no_store
         self._answer_s = timeouts.peer_stall_s
         self._calls = self.store_client("calls", self._store)
-        if met is None:
-            return
-        beats = StoreClient(met.connect, name="heartbeat", answer_s=self._answer_s, hosts=self._hosts)
         self._heartbeat = Heartbeat(
-            beats,
+            StoreClient(self._connect, name="heartbeat", answer_s=self._answer_s, hosts=self._hosts),
             rank=group.rank,
-            peers=met.peers,
+            peers=met.peers if met is not None else {},
             stall_s=self._answer_s,
             interval_s=_beat_interval_s(timeouts),
             progress=self._own_progress,
@@ -197,7 +193,7 @@ class Coordinator:
         if self.size == 1:
             return _agree_alone(kind, local, decide)
         failure: Exception | None = None
-        if self._heartbeat is not None and not self._goes_on:
+        if not self._goes_on:
             self._heartbeat.at = self.call + 1  # it has come, and ``local`` may take a while
         try:
             own: dict[str, object] = {"answer": local() if local is not None else None}
@@ -221,8 +217,7 @@ class Coordinator:
             self.call, self._part = self.call + 1, 0
         self._goes_on = self._depth > 0
         self.unsure = False
-        if self._heartbeat is not None:
-            self._heartbeat.at = self.call
+        self._heartbeat.at = self.call
         number, needed = self.call, [0] if self.rank else range(1, self.size)
 
         def check() -> None:
@@ -239,7 +234,7 @@ class Coordinator:
             timeout_s,
             check,
             call=self._named,
-            elsewhere=lambda: self._are_before(number),
+            elsewhere=lambda: self._heartbeat.are_before(number),
             say_s=self._answer_s / 2,
         )
 
@@ -265,18 +260,15 @@ class Coordinator:
 
     def leave(self, call: int) -> None:
         """Give up a call that this rank cannot answer now. Rank 0 learns of it from a later heartbeat."""
-        if self._heartbeat is not None and self.rank != 0:
+        if self.rank != 0:
             self._heartbeat.leave(call)
 
     def have_left(self, call: int) -> tuple[int, ...]:
         """On rank 0: the ranks that have given up that call, and what it began."""
-        return self._heartbeat.have_left(call) if self._heartbeat is not None and self.rank == 0 else ()
+        return self._heartbeat.have_left(call) if self.rank == 0 else ()
 
     def _are_past(self, call: int) -> tuple[int, ...]:
-        return self._heartbeat.are_past(call) if self._heartbeat is not None and self.rank == 0 else ()
-
-    def _are_before(self, call: int) -> tuple[int, ...]:
-        return self._heartbeat.are_before(call) if self._heartbeat is not None else ()
+        return self._heartbeat.are_past(call) if self.rank == 0 else ()
 
     def refuse_fork(self, what: str) -> None:
         """Raise ``ForkedError`` in a forked child: nothing that answers is there."""
@@ -290,23 +282,21 @@ class Coordinator:
 
     def check(self, needed: Sequence[int]) -> None:
         """Raise ``PeerLostError`` if one of the ``needed`` ranks is known to be dead or stopped."""
-        if self._heartbeat is not None:
-            self._heartbeat.check(needed)
+        self._heartbeat.check(needed)
 
     def _rank_0_is_alive(self) -> bool:
-        return self._heartbeat is not None and self._heartbeat.host_is_alive()
+        return self._heartbeat.host_is_alive()
 
     def observe(self, timeouts: Timeouts) -> None:
         """Use these timeouts from now on. Every rank calls this, or none."""
         self._shutdown_s = timeouts.shutdown_s
         self._answer_s = timeouts.peer_stall_s
         self._calls.answer_s = timeouts.peer_stall_s
-        if self._heartbeat is not None:
-            self._heartbeat.observe(timeouts.peer_stall_s, _beat_interval_s(timeouts))
+        self._heartbeat.observe(timeouts.peer_stall_s, _beat_interval_s(timeouts))
 
     def progress(self) -> int:
         """A number that changes as long as bytes move, here or on a rank that this one waits for."""
-        return self._own_progress() + (self._heartbeat.progress() if self._heartbeat is not None else 0)
+        return self._own_progress() + self._heartbeat.progress()
 
     def _own_progress(self) -> int:
         return sum(mover() for mover in list(self.movers))
@@ -345,7 +335,7 @@ class Coordinator:
         if self in _open:
             _open.remove(self)
         try:
-            if self.rank == 0 and self._heartbeat is not None:
+            if self.rank == 0 and self.size > 1:
                 lost, over = self._heartbeat.lost, self._heartbeat.all_gone
                 self.receipts.await_all(
                     self._calls, within_s=self._shutdown_s, have_left=self.have_left, lost=lost, over=over
@@ -353,8 +343,7 @@ class Coordinator:
         except (CoordinationError, KeyTimeout) as error:
             logger.debug("left without waiting for the others: %s", error)
         finally:
-            if self._heartbeat is not None:
-                self._heartbeat.close()
+            self._heartbeat.close()
             self._calls.close()
             self._store = None
 

@@ -53,7 +53,7 @@ class Heartbeat:
     Args:
         store_client: a connection of its own.
         rank: this rank.
-        peers: the ranks to watch and where they run.
+        peers: the ranks to watch and where they run; a rank alone has none, and beats for nobody.
         stall_s: how long a count may stand still.
         interval_s: the time between two beats.
         progress: a number that changes as long as this rank's bytes move; sent along.
@@ -87,7 +87,8 @@ class Heartbeat:
         self._stop = threading.Event()
         self.observe(stall_s, interval_s)
         self._thread = threading.Thread(target=self._run, name="safe_ckpt-beat", daemon=True)
-        self._thread.start()
+        if peers:
+            self._thread.start()
 
     def check(self, needed: Iterable[int]) -> None:
         """Raise if one of ``needed`` is lost now.
@@ -145,7 +146,8 @@ class Heartbeat:
     def close(self) -> None:
         """Stop beating; the others will see that this rank has left."""
         self._stop.set()
-        self._thread.join(timeout=2.0)
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
         self._store_client.close()
 
     def _run(self) -> None:

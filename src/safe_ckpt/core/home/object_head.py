@@ -197,12 +197,7 @@ def folders_of(path: ObjectPath) -> list[ObjectPath]:
     Raises:
         OSError: the store gave no answer.
     """
-    return [path / name for name in sorted(path.bucket.list_folders(path.key)) if is_folder(name)]
-
-
-def is_folder(name: str) -> bool:
-    """Whether this is the name of a save's folder."""
-    return _FOLDER.match(name) is not None
+    return [path / name for name in sorted(path.bucket.list_folders(path.key)) if _FOLDER.match(name)]
 
 
 def look_at_head(path: ObjectPath, bucket: Bucket | None = None) -> tuple[Head | None, Version]:

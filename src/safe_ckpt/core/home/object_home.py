@@ -34,14 +34,12 @@ from safe_ckpt.core.home.object_head import (
     folders_of,
     has_manifest,
     in_parallel,
-    is_folder,
     is_gravestone,
     list_objects,
     manifest_in,
     missing_condition,
 )
 from safe_ckpt.core.home.object_lock import Found, ObjectOwner
-from safe_ckpt.core.storage.objects import unfinished
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.clients import ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
@@ -294,9 +292,6 @@ class ObjectRoot:
             self._delete_folder(self.path / name, spare=MANIFEST_NAME)
         if there:
             in_parallel(self._remove_if_old, [self.path / name for name in sorted(there)])
-        # Also of what is committed: where the answer to the beginning of an upload was lost, another one was begun.
-        mine = {*head.pending, *head.trash}
-        unfinished.abort(self.path, lambda name: name in mine or (is_folder(name) and self._is_ours(self.path / name)))
         if head.pending:
             self._owner.update(lambda now: now.settled(head.pending, kept))
 
@@ -309,13 +304,6 @@ class ObjectRoot:
             what = listed([folder.name for folder in bare])
             message = "%s: no job says that these are its own, so they stay: %s. safe-ckpt gc --quarantine deletes them"
             logger.warning(message, self.path, what)
-
-    def _is_ours(self, folder: ObjectPath) -> bool:
-        try:
-            manifest_in(folder)
-        except (OSError, SafeCheckpointError):
-            return False
-        return True
 
     def _delete_unless_committed(self, folder: ObjectPath, bucket: Bucket) -> bool:
         """Delete what a save left that failed, unless its manifest came to be there all the same. Returns whether it did."""
@@ -359,7 +347,6 @@ class ObjectRoot:
     def _delete_folder(self, folder: ObjectPath, *, spare: str = "") -> None:
         entries = self.path.bucket.entries(folder.key)
         self.path.bucket.delete([entry.key for entry in entries if entry.key != f"{folder.key}/{spare}"])
-        unfinished.abort(folder)
 
     def _check_conditions(self) -> None:
         folder = self.place(_PROBE, uuid.uuid4().hex)

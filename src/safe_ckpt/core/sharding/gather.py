@@ -1,7 +1,7 @@
 """Full tensors of a sharded state, one at a time, on the rank that writes.
 
 The collectives run on the calling thread, under the lengthy-operation timeout, and only when every rank is there and the
-writing rank has room: storage is waited for in the store (``gather_rounds``), never in a collective. Each round is one uneven
+writing rank has room: storage is waited for in the store (``RoundBarrier``), never in a collective. Each round is one uneven
 all-to-all towards rank 0 of at most ``staging_bytes``, awaited by polling, so that a rank that dies or stops within it is
 named by the others instead of waited for.
 """
@@ -12,7 +12,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,12 +27,10 @@ from safe_ckpt.core.sharding.gather_plan import Chunk, GatherPlan
 from safe_ckpt.core.tensors import refuse_short
 from safe_ckpt.errors import ConfigError, PeerLostError, RendezvousTimeout, StateError
 
-if TYPE_CHECKING:
-    from safe_ckpt.core.coordination.coordinator import Coordinator
-
 STAGING_BYTES = 32 << 20
 _TIMEOUTS = Timeouts(peer_stall_s=20)
 _LATE_S = 10.0
+_LOOK_S = 0.25
 
 
 def iter_full_tensors(
@@ -328,18 +326,12 @@ def _filled(value: Any, whole: Iterator[Any]) -> Any:
     return getattr(type(value), "_make", type(value))(parts)  # a named tuple takes its fields one by one
 
 
-# The signals of one streamed gather: when the next round begins, and why there will be none.
-#
-# A round begins when every rank has reported that it is ready; the writing rank is ready when it has room. So the ranks
-# wait here, in the store, for a rank that left or whose storage is slow. No rank enters a collective that another does not.
-# Used on the thread that gathers; issues no collectives.
-
-
-_LOOK_S = 0.25
-
-
 class RoundBarrier:
-    """One rank's side of it.
+    """The signals of one streamed gather, on one rank: when the next round begins, and why there will be none.
+
+    A round begins when every rank has reported that it is ready; the writing rank is ready when it has room. So the ranks
+    wait here, in the store, for a rank that left or whose storage is slow. No rank enters a collective that another does not.
+    Used on the thread that gathers; issues no collectives.
 
     Args:
         coordinator: where the ranks meet.

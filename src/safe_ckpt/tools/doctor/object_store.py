@@ -11,13 +11,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from xml.etree.ElementTree import ParseError
 
 import xxhash
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.home.object_head import in_parallel, missing_condition
-from safe_ckpt.core.storage.objects import unfinished
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.clients import ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath
@@ -235,21 +233,11 @@ def speed(probe: Probe) -> list[Finding]:
 
 
 def uploads(probe: Probe) -> list[Finding]:
-    """Whether uploads that a killed job leaves unfinished can be found, which are charged for."""
-    name, bucket = "unfinished uploads", probe.directory.bucket
-    if bucket.scheme == "az":
-        return [ok(name, "the store drops them by itself after a week")]
-    if bucket.scheme != "s3":
-        return [warn(name, "they cannot be listed there", _RULE)]
-    access = unfinished.access_to(bucket)
-    if access is None:
-        return [warn(name, "they cannot be listed: no access key is known here that could sign it", _RULE)]
-    try:
-        left = unfinished.unfinished(access, f"{probe.directory.key}/".lstrip("/"), bucket.options.request_timeout_s)
-    except (OSError, ValueError, ParseError) as error:
-        return [warn(name, f"they cannot be listed: {type(error).__name__}", _RULE)]
+    """What becomes of uploads that a killed job leaves unfinished, which are charged for."""
+    if probe.directory.bucket.scheme == "az":
+        return [ok("unfinished uploads", "the store drops them by itself after a week")]
     return [
-        ok(name, f"{len(left)} of this directory; the next job aborts those that a killed one left", count=len(left))
+        ok("unfinished uploads", "what a killed job leaves of one stays until a rule of the bucket aborts it", _RULE)
     ]
 
 
@@ -298,11 +286,7 @@ class _Load:
 
 
 def _remove(folder: ObjectPath, limit_s: float) -> None:
-    def remove() -> None:
-        folder.bucket.delete([entry.key for entry in folder.bucket.entries(folder.key)])
-        unfinished.abort(folder)
-
     try:
-        bounded(remove, limit_s)
+        bounded(lambda: folder.bucket.delete([entry.key for entry in folder.bucket.entries(folder.key)]), limit_s)
     except OSError as error:
         logger.warning("%s may not be gone, delete it by hand: %s", folder, error.strerror or error)
