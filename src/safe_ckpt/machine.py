@@ -1,4 +1,8 @@
-"""Processes and the kernel they run on: which, since when, and in what state."""
+"""What the kernel says: of processes, which, since when and in what state; and how much memory and processor time is left.
+
+A control group that runs out of memory kills instead of refusing, so a caller that wants much memory asks here first. Versions 1
+and 2 of control groups are read; what cannot be read is no limit.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +67,6 @@ def machine_id() -> str:
     if not boot:
         return f"{socket.gethostname()}/{os.getpid()}"
     return f"{socket.gethostname()}/{boot}/{spaces}"
-
-
-# How much memory and processor time this process may still take: the kernel's figures and the limits of its control groups.
-#
-# A control group that runs out of memory kills instead of refusing, so a caller that wants much memory asks here first.
-# Versions 1 and 2 of control groups are read; what cannot be read is no limit.
 
 
 _MEMINFO = Path("/proc/meminfo")

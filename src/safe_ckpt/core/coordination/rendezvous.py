@@ -339,8 +339,6 @@ class _Connector:
         raise PeerLostError(phase=_PHASE, ranks=(0,), reason=reason)
 
 
-# Where rank 0 listens, under which addresses the others may reach it, and which of these answers first. Sockets only.
-
 PORTS = 16
 """With a port given, the first free one of so many is taken: each session of a job listens on one of its own."""
 CONNECT_S = 10.0

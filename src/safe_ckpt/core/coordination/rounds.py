@@ -571,9 +571,6 @@ class LogEntry(Round):
         return [self.name, f"{self.name}/verdict", self.read, *(self.message_keys() if answers else ())]
 
 
-# Errors on their way from one rank or process to another, as JSON-able data.
-
-
 def to_wire(error: BaseException, *, rank: int, phase: str) -> dict[str, Any]:
     """Turn an error into JSON-able data for other ranks and processes, with all its fields.
 

@@ -403,8 +403,6 @@ def _digest(data: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-# JSON from a file that anybody may have written: bounded in length and number of values.
-
 MOST_BYTES = 64 << 20
 _MOST_VALUES = 3_000_000  # each takes some 60 to 100 bytes in memory
 

@@ -1,4 +1,4 @@
-"""One save as it is asked for, and whether it may start: what every rank answers, and what rank 0 makes of the answers."""
+"""One save: as it is asked for, whether it may start, and once it is under way on a rank; and the handle on its outcome."""
 
 from __future__ import annotations
 
@@ -319,9 +319,6 @@ def decide(
         "writers": [rank for rank in ranks if answers[rank]["writes"]],
         "needed_bytes": sum(answers[rank]["bytes"] for rank in ranks),
     }
-
-
-# A save under way on one rank, and the handle on its outcome that ``save`` returns.
 
 
 class SaveHandle:

@@ -2,6 +2,10 @@
 
 Only what is known to change in a known optimizer's step alone: parameters of the modules at hand, and that optimizer's
 state. Everything else, such as buffers, frozen parameters, teachers, counters and learning rates, is copied at once.
+
+The gate in front of every optimizer's step opens when the copies that are under way are complete. It is one hook on all
+optimizers of the process (``torch.optim.optimizer.register_optimizer_step_pre_hook``): a hook on the optimizer at hand would
+miss one that is wrapped, and those that step within backward.
 """
 
 from __future__ import annotations
@@ -250,9 +254,6 @@ class Gated(Protocol):
         """Wait until it is complete; give it up after ``timeout_s``."""
 
 
-# The gate in front of every optimizer's step: it opens when the copies that are under way are complete. One hook on all
-# optimizers of the process (``torch.optim.optimizer.register_optimizer_step_pre_hook``): a hook on the optimizer at hand would
-# miss one that is wrapped, and those that step within backward.
 _lock = threading.RLock()
 _pending: tuple[tuple[Gated, float], ...] = ()
 _hooked = False

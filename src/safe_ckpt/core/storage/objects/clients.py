@@ -91,8 +91,6 @@ def _check_endpoints(scheme: str, given: Mapping[str, str]) -> None:
             raise ConfigError(key=name, message="this environment variable needs http:// or https:// in front")
 
 
-# What an error of obstore means to us, and its text without secrets.
-
 _STATUS = re.compile(r"status code: (\d{3})")
 _REFUSED = ("400", "405", "411", "413", "414", "416", "501")
 _NO_ACCESS = ("401", "403")
