@@ -1,7 +1,7 @@
 """What the kernel says: of processes, which, since when and in what state; and how much memory and processor time is left.
 
-A control group that runs out of memory kills instead of refusing, so a caller that wants much memory asks here first. Versions 1
-and 2 of control groups are read; what cannot be read is no limit.
+A control group that runs out of memory kills instead of refusing, so a caller that wants much memory asks here first. Versions
+1 and 2 of control groups are read; what cannot be read is no limit.
 """
 
 from __future__ import annotations

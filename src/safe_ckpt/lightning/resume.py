@@ -17,15 +17,16 @@ from safe_ckpt.adapters.extras import (
     Candidate,
     FileReader,
     Link,
+    NewCheckpoint,
     Workspace,
     catalog,
-    durable,
     read_manifest,
     really_inside,
     resume,
 )
 from safe_ckpt.adapters.pickles import refusing
 from safe_ckpt.adapters.saver import Saver
+from safe_ckpt.config import Timeouts
 from safe_ckpt.errors import (
     ConfigError,
     HostileCheckpointError,
@@ -148,7 +149,9 @@ def choose(saver: Saver, workspace: Workspace, suffix: str) -> Path | None:
     if chosen is None:
         return None
     info = chosen.info
-    engine.agree("finish", must_match={"path": info.path}, decide=lambda _: _finish(workspace, info))
+    engine.agree(
+        "finish", must_match={"path": info.path}, decide=lambda _: _finish(workspace, info, engine.config.timeouts)
+    )
     if not info.verified:
         logger.warning("%s was written by another tool and carries no checksums: resuming unverified", info.path)
     return info.file_path
@@ -215,18 +218,18 @@ def _due(workspace: Workspace, path: Path) -> tuple[dict[Path, str | None], list
         raise HostileCheckpointError(path=str(path), file="its notes", message=error.message) from error
 
 
-def _finish(workspace: Workspace, info: CheckpointInfo) -> None:
+def _finish(workspace: Workspace, info: CheckpointInfo, timeouts: Timeouts) -> None:
     # Killed between its commit and its links and removals: they are due now, since what replaces them is good.
     if not info.verified:
         return
     links, to_delete = _due(workspace, info.file_path)
     for path, target in links.items():
-        _link_again(workspace, info, path, target)
+        _link_again(workspace, info, path, target, timeouts)
     for path in workspace.discard([path for path in to_delete if _is_ours_and_older(path, info)]):
         logger.info("removed %s, as was due when %s was saved", path, info.name)
 
 
-def _link_again(workspace: Workspace, info: CheckpointInfo, path: Path, target: str | None) -> None:
+def _link_again(workspace: Workspace, info: CheckpointInfo, path: Path, target: str | None, timeouts: Timeouts) -> None:
     if target is None:
         # A name of a newer file than this one is not taken from it.
         done = path.exists() and (path.samefile(info.file_path) or not _is_ours_and_older(path, info))
@@ -234,10 +237,17 @@ def _link_again(workspace: Workspace, info: CheckpointInfo, path: Path, target: 
         done = (path.is_symlink() and os.readlink(path) == target) or not (path.parent / target).exists()
     if done:
         return
-    staged = workspace.make_pending(f"link-{uuid.uuid4().hex}")
-    link = Link(path=path, target=target)
-    durable.publish_link(info.file_path, staged / path.name, link, lambda: workspace.aside(staged.name, path))
-    workspace.drop_pending(staged.name)
+    new = NewCheckpoint(
+        path=info.path,
+        manifest=read_manifest(info.path),
+        op_id=f"link-{uuid.uuid4().hex}",
+        kind="file",
+        links=[Link(path=path, target=target)],
+    )
+    publication = workspace.begin(new, timeouts)
+    publication.prepare()
+    publication.commit((), {}, lambda: None)  # without a file: a further name for what is there
+    publication.clean_up()
     logger.info("made %s again, as was due when %s was saved", path, info.name)
 
 
