@@ -41,7 +41,6 @@ def test_the_targets_have_one_switch():
     ]
     assert sorted(others) == [
         "tests/kit/thorough.py",
-        "tests/unit/settings/test_settings.py",
         "tests/unit/test_thorough.py",
     ]
 

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from kit.manifests import rewrite
-from safe_ckpt import CheckpointConfig, Checkpointer, Retention
+from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts
 from safe_ckpt.core.home.home import home_at
 from safe_ckpt.core.home.standing import standing_of
 from safe_ckpt.errors import NoValidCheckpointError
@@ -17,10 +17,11 @@ from safe_ckpt.tools.doctor.check import Options, known_size
 from safe_ckpt.tools.inspection.listing import list_existing
 
 STEPS = (1, 2, 3)
+QUICK = Timeouts(barrier_s=2)  # half of it is waited for a manifest that is missing
 
 
 def made(folder, *tampering):
-    with Checkpointer(folder, CheckpointConfig()) as ckpt:
+    with Checkpointer(folder, CheckpointConfig(timeouts=QUICK)) as ckpt:
         for step in STEPS:
             ckpt.save(step, state(step)).result(timeout_s=30)
     for tamper in tampering:
@@ -91,7 +92,7 @@ def standing(folder):
 
 def resumed(folder):
     into = state(0)
-    with Checkpointer(folder, CheckpointConfig()) as ckpt:
+    with Checkpointer(folder, CheckpointConfig(timeouts=QUICK)) as ckpt:
         try:
             return ckpt.resume(into).step
         except NoValidCheckpointError:
@@ -117,7 +118,7 @@ def kept_by_gc(folder):
 def kept_by_retention(folder):
     """Of the rules that keep one: what a resume took before is there until the next one is committed, and that one then."""
     before = standing(folder)
-    with Checkpointer(folder, CheckpointConfig(retention=Retention(keep_last=1))) as ckpt:
+    with Checkpointer(folder, CheckpointConfig(timeouts=QUICK, retention=Retention(keep_last=1))) as ckpt:
         ckpt.save(9, {"w": {"t": torch.full((10,), float("nan"))}}).result(timeout_s=30)  # marked: nothing goes for it
     assert standing(folder) == before
     return before
