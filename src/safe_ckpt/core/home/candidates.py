@@ -16,11 +16,7 @@ from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.reader import drop_cache
-from safe_ckpt.errors import (
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-    UnsupportedFormatError,
-)
+from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 
 logger = logging.getLogger(__name__)
 WEIGHTS = "weights"

@@ -18,6 +18,7 @@ from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.errors import SafeCheckpointError
 
 HIDDEN = ".safe_ckpt"
@@ -63,9 +64,7 @@ class Candidate:
         Raises:
             TypeError: it is in an object store.
         """
-        if not isinstance(self.path, Path):
-            raise TypeError(f"{self.path} is in an object store")
-        return self.path
+        return in_files(self.path)
 
     @property
     def info(self) -> CheckpointInfo | None:

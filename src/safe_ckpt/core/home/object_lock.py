@@ -2,7 +2,7 @@
 
 The owner replaces the head six times per ``lease_s``. Another job takes over at once from a process that it can see to be
 gone, and from any other after the head has not changed for the owner's own ``lease_s``. The owner learns of it at the next
-replacement. Until then nothing it does can commit: see ``object_root``.
+replacement. Until then nothing it does can commit: see ``object_home``.
 
 While the store gives no answer, the owner cannot show a sign of life either. So that time does not count, and afterwards the
 owner gets the time of some beats more. No owner is replaced, and none gives up, because of one read.

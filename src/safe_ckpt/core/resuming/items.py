@@ -134,10 +134,10 @@ class StoredItems:
         return files_in(folders, manifest)
 
     def _needed(self, manifest: Manifest, place: Place | str) -> Mapping[str, str]:
-        return files_for(manifest, self._state, rank=self._rank, path=Path(str(place)))
+        return files_for(manifest, self._state, rank=self._rank, path=place)
 
 
-def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: Path) -> dict[str, str]:
+def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: Place | str) -> dict[str, str]:
     """Which file of the checkpoint this rank needs for each name of ``state``.
 
     Raises:

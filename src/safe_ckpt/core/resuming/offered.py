@@ -36,7 +36,7 @@ class Offered:
         self._engine = engine
         self._list = list_candidates
         self._accepts = accepts or _to_resume_from
-        offering = any(type(one).offers is not Extension.offers for one in engine.extensions)
+        offering = any(one.is_offering for one in engine.extensions)
         self._workspace = root if root.is_mounted and offering else None
         self._tried: set[str] = set()
 

@@ -24,10 +24,7 @@ from safe_ckpt.core.resuming.candidate import KINDS, FileReader, Reader
 from safe_ckpt.core.resuming.offered import Offered
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.storage.objects.place import Place
-from safe_ckpt.errors import (
-    NoValidCheckpointError,
-    SafeCheckpointError,
-)
+from safe_ckpt.errors import NoValidCheckpointError, SafeCheckpointError
 
 logger = logging.getLogger(__name__)
 BY_NAME = "safe-ckpt list shows their names"

@@ -17,7 +17,6 @@ from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import frees_bytes
-from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.hooks.emitter import Emitter
 
 logger = logging.getLogger(__name__)
@@ -39,6 +38,7 @@ class AfterCommit:
         self._extensions = extensions
         self._marked: list[CheckpointInfo] = []  # the newest that this job committed
         self._deferred: list[tuple[Home, Place, Stamp | None]] = []  # to be deleted, and not gone yet
+        self._has_kept = False  # an extension needed one for longer
 
     def retain(self, job: SaveJob, info: CheckpointInfo) -> None:
         """``info`` was committed: delete what the rules do not keep. What fails is logged, for the save is committed.
@@ -86,11 +86,12 @@ class AfterCommit:
         return gone
 
     def _due(self, root: Home, paths: Sequence[Place]) -> list[Place]:
-        """What of ``paths`` may be deleted now, and earlier ones: what the mirror needed, and what could not go then."""
+        """What of ``paths`` may be deleted now, and earlier ones: what an extension needed, and what could not go then."""
         asked = {path: stamp for other, path, stamp in self._deferred if other is root and is_still(path, stamp)}
         for path in paths:
             asked.setdefault(path, stamp_of(path))
         held = self._extensions.kept(root, list(asked))
+        self._has_kept |= bool(held)
         others = [one for one in self._deferred if one[0] is not root]
         self._deferred = [*others, *((root, path, stamp) for path, stamp in asked.items())]
         return [path for path in asked if path not in held]
@@ -104,10 +105,10 @@ class AfterCommit:
 
     def delete_deferred(self) -> None:
         """Delete what an extension needed, when it has ended. On rank 0, after ``close``. What fails is logged."""
-        for root in {id(one): one for one, *_ in self._deferred}.values():
+        for root in {id(one): one for one, *_ in self._deferred}.values() if self._has_kept else ():
             try:
                 due = self._due(root, [])
                 root.confirm()
                 self._discard(root, due)
-            except (OSError, SafeCheckpointError):
+            except Exception:  # the directories are given back all the same
                 logger.warning("could not remove old checkpoints in %s", root.path, exc_info=True)

@@ -90,10 +90,12 @@ class Extension:
     Attributes:
         name: its key in reports, in verdicts and in what the writer observes.
         imports: modules that its observer needs: the writer process imports them ahead.
+        is_offering: whether it has ``offers``; the same on all ranks.
     """
 
     name: ClassVar[str]
     imports: ClassVar[Sequence[str]] = ()
+    is_offering: ClassVar[bool] = False
 
     def opened(self, run: Run) -> None:
         """The job begins. On every rank, on the caller's thread; what it raises ends the opening on every rank."""

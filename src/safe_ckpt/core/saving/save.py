@@ -146,7 +146,7 @@ class OnCommit:
     """What is done at the commit besides, by rank 0.
 
     Attributes:
-        prefilled: a folder from ``extra_files.open_folder`` that already holds files of the checkpoint; None for none.
+        prefilled: a folder from ``homes.open_folder`` that already holds files of the checkpoint; None for none.
         carry: predicate: files in the directory that is replaced, of those that no save of ours wrote, for which it is true
             are kept in the new one; None for none.
         links: further names of a single file.

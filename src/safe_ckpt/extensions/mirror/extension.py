@@ -22,6 +22,7 @@ class Mirroring(Extension):
     """
 
     name: ClassVar[str] = "mirror"
+    is_offering: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.mirror: Mirror | None = None
@@ -35,33 +36,38 @@ class Mirroring(Extension):
 
     def ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
         """See ``Extension``."""
-        if self.mirror is not None and outcome.info is not None and job.workspace.is_mounted:
-            self.mirror.put(outcome.info, job.workspace)
+        if outcome.info is not None and (mirror := self._of(job.workspace)) is not None:
+            mirror.put(outcome.info, job.workspace)
         return None
 
     def keeps(self, home: Home, places: Sequence[Place]) -> Collection[Place]:
         """See ``Extension``."""
-        return self.mirror.holding(places) if self.mirror is not None and home.is_mounted else ()
+        mirror = self._of(home)
+        return mirror.holding(places) if mirror is not None else ()
 
     def deleted(self, home: Home, places: Sequence[Place]) -> None:
         """See ``Extension``."""
-        if self.mirror is not None and home.is_mounted:
-            self.mirror.deleted(places, home)
+        if (mirror := self._of(home)) is not None:
+            mirror.deleted(places, home)
 
     def offers(self, home: Home) -> list[Candidate]:
         """See ``Extension``."""
-        return self.mirror.candidates(home) if self.mirror is not None and home.is_mounted else []
+        mirror = self._of(home)
+        return mirror.candidates(home) if mirror is not None else []
 
     def fetch(self, candidate: Candidate, home: Home) -> CheckpointInfo:
         """See ``Extension``."""
-        if self.mirror is None:
-            return super().fetch(candidate, home)
-        return self.mirror.fetch(candidate, home)
+        mirror = self._of(home)
+        return mirror.fetch(candidate, home) if mirror is not None else super().fetch(candidate, home)
 
     def resumed(self, home: Home, info: CheckpointInfo, remembered: Any, verified: Manifest | None) -> None:
         """See ``Extension``. It goes to the mirror, if an earlier job did not come to that."""
-        if self.mirror is not None and home.is_mounted and info.verified:
-            self.mirror.put(info, home, saved=False)
+        if info.verified and (mirror := self._of(home)) is not None:
+            mirror.put(info, home, saved=False)
+
+    def _of(self, home: Home) -> Mirror | None:
+        """What uploads the checkpoints of this directory; None on other ranks, and for one that is in a store itself."""
+        return self.mirror if home.is_mounted else None
 
     def stopping(self, until: float) -> None:
         """See ``Extension``."""
