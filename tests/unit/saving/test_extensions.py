@@ -84,3 +84,34 @@ def test_what_an_extension_refuses_at_the_opening_is_raised(tmp_path, monkeypatc
         Checkpointer(tmp_path)
     monkeypatch.undo()
     Checkpointer(tmp_path).close()
+
+
+class Keeping(Extension):
+    """Needs every checkpoint until the job ends."""
+
+    name = "keeping"
+
+    def __init__(self):
+        self.over = False
+
+    def keeps(self, home, places):
+        return () if self.over else places
+
+    def closing(self, within_s):
+        self.over = True
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_an_extension_needed_goes_at_the_end(tmp_path, monkeypatch, fails):
+    """And whatever goes wrong with that, the directory is given back."""
+    keeping = Keeping()
+    monkeypatch.setattr(checkpointer, "assemble", lambda _: [keeping])
+    config = CheckpointConfig(retention=Retention(keep_last=1))
+    with Checkpointer(tmp_path, config) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"n": step}).result(timeout_s=30)
+        assert (tmp_path / "step-00000001").exists()
+        if fails:
+            monkeypatch.setattr(ckpt._workspace, "discard", lambda _: 1 / 0)
+    assert (tmp_path / "step-00000001").exists() == fails
+    Checkpointer(tmp_path).close()
