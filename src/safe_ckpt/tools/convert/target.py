@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,18 +16,15 @@ import torch
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, single
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest
+from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.formats.torch_archive import torch_image
-from safe_ckpt.core.home.candidates import WEIGHTS
 from safe_ckpt.core.saving import export
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.homes import HeldDirectories
+from safe_ckpt.core.saving.homes import HeldDirectories, open_folder
 from safe_ckpt.core.saving.save import Streamed
 from safe_ckpt.core.storage import durable
-from safe_ckpt.core.storage.reader import digest_of
-from safe_ckpt.errors import ConfigError, DirectoryError
+from safe_ckpt.errors import ConfigError, DirectoryError, naming
 from safe_ckpt.extensions.assemble import assemble
-from safe_ckpt.tools.inspection.files import walk
 from safe_ckpt.tools.inspection.tensors import Entry
 from safe_ckpt.tools.inspection.values import Mapped
 
@@ -64,44 +61,23 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> CheckpointInfo:
     """A directory that ``torch.distributed.checkpoint.load`` reads, written by torch's own code, with a manifest of ours.
 
     Raises:
-        DirectoryError: the file system refused.
+        SafeCheckpointError: it could not be written; nothing is there then.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: TID251 - writes DCP in this process alone
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: TID251 - writes DCP in this process alone
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: TID251 - likewise
     from torch.distributed.checkpoint.state_dict_saver import save  # noqa: TID251 - likewise
 
-    staging = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        durable.make_directory(path.parent)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that there is no process group, which is meant
-            save(dict(state), storage_writer=FileSystemWriter(staging, sync_files=True), no_dist=True)
-        manifest = _manifest_of(staging, path.name)
-        durable.write_durably(staging / MANIFEST_NAME, manifest.to_bytes())
-        durable.publish(staging, path, lambda: staging.with_suffix(".old"))
-    except RuntimeError as error:  # torch raises it for an error of the disk
-        raise DirectoryError(path=str(path), message=f"could not be written: {str(error).splitlines()[0]}") from error
-    except OSError as error:
-        raise DirectoryError.of(error, path=error.filename or path, rank=0, phase=f"writing {path.name}") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return CheckpointInfo.of(manifest, path, sum(entry.size_bytes for entry in manifest.files))
+    def fill(folder: Path) -> None:
+        try:
+            with naming(rank=0, phase=f"writing {path.name}", path=path), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that there is no process group, which is meant
+                save(dict(state), storage_writer=FileSystemWriter(folder, sync_files=False), no_dist=True)
+        except CheckpointException as error:  # a BaseException of torch: what went wrong is in it
+            cause = next(iter(error.failures.values()))[0]
+            first = (str(cause).splitlines() or [repr(cause)])[0]
+            raise DirectoryError(path=str(path), message=f"could not be written: {first}") from cause
 
-
-def _manifest_of(folder: Path, name: str) -> Manifest:
-    digests = {file: digest_of(file.path, file.size_bytes, cached=None) for file in walk(folder)}
-    entries = [
-        FileEntry(path=f.name, size_bytes=f.size_bytes, xxh3_128=digest, rank=0) for f, digest in digests.items()
-    ]
-    return Manifest(
-        name=name,
-        sequence=1,
-        step=0,
-        op_id=uuid.uuid4().hex,
-        world_size=1,
-        metrics={},
-        files=tuple(entries),
-        notes={"adapter": WEIGHTS},  # no resume takes it, and no retention deletes it, wherever it is put
-    )
+    return _saved(path, [], kind="directory", fill=fill)
 
 
 def _lazy(name: str, entry: Entry, maps: Mapped, dtype: torch.dtype | None) -> LazyTensor:
@@ -112,11 +88,27 @@ def _lazy(name: str, entry: Entry, maps: Mapped, dtype: torch.dtype | None) -> L
     return LazyTensor(dtype=final, shape=entry.shape, fetch=fetch)
 
 
-def _saved(path: Path, images: list[FilePlan], *, kind: Literal["directory", "file"]) -> CheckpointInfo:
+def _saved(
+    path: Path,
+    images: list[FilePlan],
+    *,
+    kind: Literal["directory", "file"],
+    fill: Callable[[Path], None] | None = None,
+) -> CheckpointInfo:
+    """Save in one step. ``fill`` writes further files into a folder that it is given."""
     engine = Engine(_CONFIG, extensions=assemble(_CONFIG))
     try:
-        root = HeldDirectories(engine).hold(path)
-        return engine.save(export.request_of(root, path, Streamed(files=images), kind=kind)).result()
+        home = HeldDirectories(engine).hold(path)
+        request = export.request_of(home, path, Streamed(files=images), kind=kind)
+        if fill is not None:
+            folder = open_folder(engine.coordinator, home, uuid.uuid4().hex, _CONFIG.timeouts.barrier_s)
+            try:
+                fill(folder)
+            except BaseException:
+                home.abandon(folder)
+                raise
+            request = replace(request, on_commit=replace(request.on_commit, prefilled=folder))
+        return engine.save(request).result()
     finally:
         engine.close()
 

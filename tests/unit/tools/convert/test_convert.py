@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from safe_ckpt import Checkpointer
 from safe_ckpt.tools.cli.app import app
-from support import flip_bit
+from support import flip_bit, needs_root, small_disk
 
 RUNNER = CliRunner()
 FORMS = ("safetensors", "torch", "dcp")
@@ -190,6 +190,19 @@ def test_nothing_is_replaced_and_nothing_damaged_is_passed_on(tmp_path, sources)
     assert done.exit_code == 1
     assert "nothing was converted" in done.output
     assert sorted(os.listdir(tmp_path)) == ["bad.ckpt", "there"]
+
+
+@needs_root
+@pytest.mark.parametrize("form", FORMS)
+def test_a_full_disk_is_named_and_nothing_stays(tmp_path, form):
+    """Whatever writes, the error is one line that names the target; not a file of it is left, hidden ones included."""
+    torch.save({"state_dict": {"w": torch.ones(1 << 19)}}, tmp_path / "a.ckpt")
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        done = convert(tmp_path / "a.ckpt", disk / "out", "--to", form)
+        assert done.exit_code == 1
+        assert str(disk) in done.output
+        assert "Traceback" not in done.output
+        assert list(disk.iterdir()) == []
 
 
 MEASURE = """
