@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.storage.copier import FileCopy, copy_files
@@ -18,12 +17,9 @@ from safe_ckpt.core.storage.reflink import SharedPieces
 from safe_ckpt.core.writer.content import Content
 from safe_ckpt.core.writer.existing import UNCHANGED, Adoption
 
-Put = Callable[[int, memoryview, int, ProgressReporter, bool], bool]
-"""Brings a piece to its place in an open file. See ``write_all``."""
-
 
 class FileSink:
-    """See ``Sink``. The directories exist.
+    """See ``Sink``. The directories exist. A file shares blocks of the disk with the file before it, where that can be.
 
     Args:
         options: how to write.
@@ -32,17 +28,16 @@ class FileSink:
     def __init__(self, options: WriteOptions) -> None:
         self._options = options
 
-    def write(
-        self, task: WriteTask, content: Content, progress: ProgressReporter, put: Put | None = None
-    ) -> WrittenFile:
-        """See ``Sink``. ``put``: brings pieces to their places in another way than by writing them."""
-        progress.entered("write")
-
-        def fill(fd: int, direct: bool) -> int:
-            return self._fill(fd, content, progress, put or _written, direct=direct)
-
-        fill_new_file(task.path, self._options, progress, fill)
-        return content.closing().written(task.path)
+    def write(self, task: WriteTask, content: Content, progress: ProgressReporter) -> WrittenFile:
+        """See ``Sink``."""
+        earlier = task.observed.get(UNCHANGED, {}).get("earlier")
+        if earlier is None:
+            self._write(task, content, progress, write_all)
+            return content.closing().written(task.path)
+        with contextlib.closing(SharedPieces(task.path, content.length, earlier, self._options)) as pieces:
+            self._write(task, content, progress, pieces.put)
+            pieces.remember()
+        return content.closing().written(task.path, shared_bytes=pieces.shared_bytes)
 
     def copy(self, copies: Sequence[FileCopy], progress: ProgressReporter) -> list[WrittenFile]:
         """See ``Sink``."""
@@ -58,35 +53,21 @@ class FileSink:
             progress.entered("fsync")
             sync_directory(folder)
 
-    def _fill(self, fd: int, content: Content, progress: ProgressReporter, put: Put, *, direct: bool) -> int:
-        at = unflushed = 0
-        with contextlib.closing(content.pieces(self._options.chunk_bytes)) as pieces:
-            for piece in pieces:
-                direct = put(fd, piece, at, progress, direct)
-                at, unflushed = at + len(piece), unflushed + len(piece)
-                if not direct and unflushed >= self._options.flush_every_bytes:
-                    os.fdatasync(fd)
-                    unflushed = 0
-        tail = content.closing().tail
-        write_rest(fd, tail, at, progress, direct=direct)
-        return at + len(tail)
+    def _write(self, task: WriteTask, content: Content, progress: ProgressReporter, put: Callable[..., bool]) -> None:
+        """``put`` brings a piece to its place in an open file, as ``write_all`` does."""
 
+        def fill(fd: int, direct: bool) -> int:
+            at = unflushed = 0
+            with contextlib.closing(content.pieces(self._options.chunk_bytes)) as pieces:
+                for piece in pieces:
+                    direct = put(fd, piece, at, progress, direct=direct)
+                    at, unflushed = at + len(piece), unflushed + len(piece)
+                    if not direct and unflushed >= self._options.flush_every_bytes:
+                        os.fdatasync(fd)
+                        unflushed = 0
+            tail = content.closing().tail
+            write_rest(fd, tail, at, progress, direct=direct)
+            return at + len(tail)
 
-def _written(fd: int, piece: memoryview, at: int, progress: ProgressReporter, direct: bool) -> bool:
-    return write_all(fd, piece, at, progress, direct=direct)
-
-
-class SharingSink(FileSink):
-    """A file shares blocks of the disk with the file before it, where the file system can. Nothing else knows of that."""
-
-    def write(
-        self, task: WriteTask, content: Content, progress: ProgressReporter, put: Put | None = None
-    ) -> WrittenFile:
-        """See ``Sink``."""
-        earlier = task.observed.get(UNCHANGED, {}).get("earlier")
-        if earlier is None:
-            return super().write(task, content, progress, put)
-        with contextlib.closing(SharedPieces(task.path, content.length, earlier, self._options)) as pieces:
-            written = super().write(task, content, progress, pieces.put)
-            pieces.remember()
-        return replace(written, shared_bytes=pieces.shared_bytes)
+        progress.entered("write")
+        fill_new_file(task.path, self._options, progress, fill)

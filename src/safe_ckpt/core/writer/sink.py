@@ -16,7 +16,7 @@ from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.writer.content import Content, MemoryContent
 from safe_ckpt.core.writer.existing import UNCHANGED, Adoption
-from safe_ckpt.core.writer.file_sink import SharingSink
+from safe_ckpt.core.writer.file_sink import FileSink
 from safe_ckpt.core.writer.object_sink import ObjectSink
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def open_sink(folder: str, options: WriteOptions) -> Sink:
         OSError: no storage is set up for it.
     """
     if not is_url(folder):
-        return SharingSink(options)
+        return FileSink(options)
     if options.storage is None:
         raise OSError(None, "is in an object store, and nothing says how to reach it", folder)
     return ObjectSink(options.storage)
