@@ -326,7 +326,7 @@ class Planner:
         remembered = now.remember() if now is not None else None
         if now is None or remembered is None:
             return images
-        templates = [found for image in images if (found := FileTemplate.of(image, now.tensors)) is not None]
+        templates, laid_out = FileTemplate.of_all(images, now.tensors)
         if len(templates) < len(images):
             return images
         self._known[item.name] = _Known(
@@ -336,8 +336,7 @@ class Planner:
             templates=templates,
             float_bytes=now.float_bytes,
         )
-        pairs = zip(templates, images, strict=True)
-        return [dataclasses.replace(template.image, tensors=image.tensors) for template, image in pairs]
+        return laid_out
 
 
 def _again(known: _Known, now: Fingerprint) -> list[FilePlan] | None:
