@@ -19,7 +19,7 @@ from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.names import plain_name, plain_names
 from safe_ckpt.core.saving.extension import Conclusion, Extension, Outcome, Run
 from safe_ckpt.core.saving.save import SaveJob
-from safe_ckpt.core.state.models import Models
+from safe_ckpt.core.state.planner import Models
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.errors import SafeCheckpointError, UnhealthyStateError
 

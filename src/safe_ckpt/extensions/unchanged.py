@@ -34,8 +34,9 @@ from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.held import can_be_held, hold, stamp_at
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import is_directory
-from safe_ckpt.core.writer.existing import MOST_BYTES, UNCHANGED, Before, Existing, Tries
+from safe_ckpt.core.writer.existing import MOST_BYTES, UNCHANGED, Before, Existing
 from safe_ckpt.errors import CommitOutcomeUnknown, SafeCheckpointError
+from safe_ckpt.extensions.tries import Tries
 
 if TYPE_CHECKING:
     from safe_ckpt.core.formats.file_plan import FilePlan

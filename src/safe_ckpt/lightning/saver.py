@@ -304,7 +304,8 @@ class TrainerSaver(FileSaver):
             self.training = True
             self._noted.watch(self._trainer, self.undo)
             if self.resumed_from is None and self._trainer.ckpt_path:
-                self.engine.trained.recall_from(Path(os.path.abspath(self._trainer.ckpt_path)))
+                path = Path(os.path.abspath(self._trainer.ckpt_path))
+                self.engine.extensions.ask("a resume", lambda one: one.named(path))
             go_on(self.engine, lambda: [self._trainer.lightning_module])
             self.prepare([self._trainer.lightning_module, *self._trainer.optimizers])
             asked = self._requeue_wished.set

@@ -24,10 +24,11 @@ from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
-from safe_ckpt.core.writer.existing import MOST_BYTES, Adoption, Tries
+from safe_ckpt.core.writer.existing import MOST_BYTES, Adoption
 from safe_ckpt.core.writer.sink import WriteJob
 from safe_ckpt.errors import CorruptCheckpointError, DirectoryInUseError, SafeCheckpointError
 from safe_ckpt.extensions.mirror.fetching import identity_of, mirrored
+from safe_ckpt.extensions.tries import Tries
 
 _LAST_WORDS_S = 5.0
 Send = Callable[[WriteJob], Sequence[WrittenFile]]
