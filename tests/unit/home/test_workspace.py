@@ -237,7 +237,9 @@ def test_a_record_that_cannot_be_written_gives_the_lock_back(tmp_path, monkeypat
     """A full disk at the moment of taking the lock: a typed error, and the same process can try again."""
     workspace = Workspace(tmp_path, lease_s=60)
     with monkeypatch.context() as patch:
-        patch.setattr(JobLock, "_own_lease", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr(
+            JobLock, "_with_kernel_lock", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        )
         with pytest.raises(DirectoryError, match="No space"):
             workspace.open()
     workspace.open()

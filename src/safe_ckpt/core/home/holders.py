@@ -12,14 +12,14 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.home import object_lock
 from safe_ckpt.core.home.file_home import Workspace
-from safe_ckpt.core.home.file_lock import LEASE_S
+from safe_ckpt.core.home.file_lock import LEASE_S, fate_of, read_lock, take_away
 from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES
-from safe_ckpt.core.home.lease import Lease, fate_of, fate_of_process, read_lock, take_away
+from safe_ckpt.core.home.lease import Fate, Lease, fate_of_process
 from safe_ckpt.core.home.standing import still_has_its_name
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import in_store
@@ -67,7 +67,7 @@ def holder_of(hidden: Path | None) -> Holder | None:
     return _holder(lease, fate_of(lease, hidden))
 
 
-def _holder(lease: Lease, fate: Literal["alive", "dead", "unknown"]) -> Holder:
+def _holder(lease: Lease, fate: Fate) -> Holder:
     alive = {"alive": True, "dead": False, "unknown": None}[fate]
     return Holder(host=lease.host, pid=lease.pid, started_at=lease.started_at, alive=alive, lease_s=lease.lease_s)
 

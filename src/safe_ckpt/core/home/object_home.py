@@ -39,7 +39,7 @@ from safe_ckpt.core.home.object_head import (
     manifest_in,
     missing_condition,
 )
-from safe_ckpt.core.home.object_lock import Found, ObjectOwner
+from safe_ckpt.core.home.object_lock import ObjectOwner
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.clients import ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
@@ -120,13 +120,13 @@ class ObjectRoot:
             DirectoryInUseError: a live job owns it.
         """
         with naming(rank=0, phase="taking the directory", path=str(self.path)):
-            found = self._owner.take(patience_s)
+            self._owner.acquire(patience_s)
         try:
             with naming(rank=0, phase="cleaning up after an earlier job", path=str(self.path)):
                 if not self._owner.head.checked and not self._unfenced:
                     self._check_conditions()
                     self._owner.update(Head.seen_to_be_conditional)
-                self._sweep(found)
+                self._sweep()
         except BaseException:
             self.close()
             raise
@@ -276,11 +276,11 @@ class ObjectRoot:
         """What is in quarantine."""
         return [self.path / name for name in self._owner.head.quarantined]
 
-    def _sweep(self, found: Found) -> None:
+    def _sweep(self) -> None:
         """Take away what earlier owners left, as their head says."""
         head = self._owner.head
-        if found != "read":
-            self._spare_unknown(stop=found == "damaged")
+        if self._owner.found != "read":
+            self._spare_unknown(stop=self._owner.found == "damaged")
         kept = [name for name in head.pending if self._bury(self.path / name, self.path.bucket)]
         buried = [name for name in head.pending if name not in kept]
         there = {folder.name for folder in folders_of(self.path)} if buried or head.trash else set()

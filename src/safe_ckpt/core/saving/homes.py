@@ -17,8 +17,8 @@ from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_lock import read_lock
 from safe_ckpt.core.home.home import EVENTS, HIDDEN, NAMES, Home, home_at
-from safe_ckpt.core.home.lease import read_lock
 from safe_ckpt.core.recent import Recent
 from safe_ckpt.core.saving import set_up as shared
 from safe_ckpt.core.storage.objects.place import Place
