@@ -14,7 +14,7 @@ import pytest
 from safe_ckpt import set_up_directory
 from safe_ckpt.core.home import file_lock as locks
 from safe_ckpt.core.home import lease as leases
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.lease import Lease
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
@@ -82,7 +82,7 @@ def test_waiting_is_counted_across_restarts(tmp_path):
 
 def test_a_stopped_holder_is_taken_over_and_told_by_name(tmp_path):
     """Stopped beyond its lease and then continued: it is told who has the directory, and what it moves then goes nowhere."""
-    first, second = Workspace(tmp_path, lease_s=6), Workspace(tmp_path, lease_s=6)
+    first, second = FileHome(tmp_path, lease_s=6), FileHome(tmp_path, lease_s=6)
     first.open()
     staged = first.make_pending("op") / "step-1"
     staged.mkdir()

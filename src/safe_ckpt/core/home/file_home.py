@@ -48,7 +48,7 @@ _MOVING = ".moving-"
 _ATTEMPTS = 10
 
 
-class Workspace:
+class FileHome:
     """See ``Home``. One directory of checkpoints, held by this job from ``open`` to ``close``.
 
     Args:
@@ -368,7 +368,7 @@ class FilePublication:
         timeouts: how long to wait.
     """
 
-    def __init__(self, new: NewCheckpoint, home: Workspace, path: Path, timeouts: Timeouts) -> None:
+    def __init__(self, new: NewCheckpoint, home: FileHome, path: Path, timeouts: Timeouts) -> None:
         self._new = new
         self._home = home
         self._final = path

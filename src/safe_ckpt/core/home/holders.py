@@ -16,7 +16,7 @@ from typing import Protocol
 
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.home import object_lock
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.file_lock import LEASE_S, fate_of, read_lock, take_away
 from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES
 from safe_ckpt.core.home.lease import Fate, Lease, fate_of_process
@@ -169,9 +169,9 @@ def whole_at(place: Place, *, lease_s: float, unfenced: bool = False) -> Whole:
     """The whole of a directory. See ``home_at`` for the arguments."""
     if isinstance(place, Path):
         return WholeDirectory(place, lease_s=lease_s)
-    from safe_ckpt.core.home.object_home import ObjectRoot  # an HTTP client: a delay that no other storage needs
+    from safe_ckpt.core.home.object_home import ObjectHome  # an HTTP client: a delay that no other storage needs
 
-    return ObjectRoot(place, lease_s=lease_s, unfenced=unfenced)
+    return ObjectHome(place, lease_s=lease_s, unfenced=unfenced)
 
 
 def _names_in(hidden: Path) -> list[Path]:
@@ -192,7 +192,7 @@ class WholeDirectory:
     def __init__(self, path: Path, *, lease_s: float) -> None:
         self._path = path
         self._lease_s = lease_s
-        self._held: list[Workspace] = []
+        self._held: list[FileHome] = []
 
     def open(self) -> None:
         """Take every lock, and sweep what killed jobs left.
@@ -239,10 +239,10 @@ class WholeDirectory:
         """See ``Whole``."""
         return self._held[0].discard(places)
 
-    def _taken(self, hidden: Path, patience_s: float | None = None) -> Workspace:
+    def _taken(self, hidden: Path, patience_s: float | None = None) -> FileHome:
         beside = self._path.resolve().parent / HIDDEN / NAMES
         path = self._path.parent if hidden.parent == beside else self._path
-        workspace = Workspace(path, lease_s=self._lease_s, hidden=hidden)
+        workspace = FileHome(path, lease_s=self._lease_s, hidden=hidden)
         workspace.open(patience_s)
         return workspace
 

@@ -317,14 +317,14 @@ def home_at(
         unfenced: see ``StorageConfig``.
         answer_s: how long a request to a store is tried again, see ``Home.persist``; None for as the place says.
     """
-    from safe_ckpt.core.home.file_home import Workspace
-    from safe_ckpt.core.home.object_home import ObjectRoot
+    from safe_ckpt.core.home.file_home import FileHome
+    from safe_ckpt.core.home.object_home import ObjectHome
 
     if isinstance(place, Path):
-        return Workspace(place, lease_s=lease_s, hidden=hidden, owner=owner)
+        return FileHome(place, lease_s=lease_s, hidden=hidden, owner=owner)
     if answer_s is not None:
         place = ObjectPath(place.bucket.within(answer_s), place.key)
-    return ObjectRoot(place, lease_s=lease_s, owner=owner, unfenced=unfenced)
+    return ObjectHome(place, lease_s=lease_s, owner=owner, unfenced=unfenced)
 
 
 def is_one(place: Place) -> bool:

@@ -33,7 +33,7 @@ from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 from safe_ckpt.machine import kernel_id, pid_namespace, process_start
 
 logger = logging.getLogger(__name__)
-_BEATS = 10**9
+_HEARTBEATS = 10**9
 _LONGEST_S = 3600.0  # as the settings have it: of a record that says more, somebody has written nonsense
 _PER_LEASE = 6  # signs of life
 _LOOKS_PER_LEASE = 12
@@ -66,7 +66,7 @@ class Lease:
         namespace: the PID namespace; 0 where that is not known.
         process_start: when the process began, in clock ticks since the kernel did.
         device: the file system as that kernel numbers it; 0 where the holder has no lock of the kernel beside this one.
-        beat: counts up as long as the holder lives.
+        beat: heartbeats: counts up as long as the holder lives. A key of lock files and heads, and stays.
     """
 
     token: str
@@ -81,8 +81,8 @@ class Lease:
     beat: int = 0
 
     def to_bytes(self) -> bytes:
-        """As the lock file has it: one line, as long for one beat as for another, so that it is replaced in one write."""
-        return (json.dumps({**asdict(self), "beat": f"{self.beat % _BEATS:09d}"}) + "\n").encode()
+        """As the lock file has it: one line, as long for one heartbeat as for another, so that it is replaced in one write."""
+        return (json.dumps({**asdict(self), "beat": f"{self.beat % _HEARTBEATS:09d}"}) + "\n").encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Lease | None:
@@ -99,7 +99,7 @@ class Lease:
         return lease if right and lease.lease_s > 0 else None
 
     def next(self) -> Lease:
-        """The next sign of life."""
+        """The next heartbeat."""
         return replace(self, beat=self.beat + 1)
 
 

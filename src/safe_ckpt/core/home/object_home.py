@@ -4,7 +4,7 @@ Below the address lie one folder for each save, named ``<name>.<the save's id>``
 checkpoint once it has a manifest, which is created last, by one request that fails if there is an object already. No key is
 written twice, so a replaced step is another folder, and the old one is deleted after the commit.
 
-A job that takes over creates a gravestone in place of each manifest that the earlier owner announced and has not created.
+A job that takes over creates a tombstone in place of each manifest that the earlier owner announced and has not created.
 Whichever of the two requests comes first decides: the earlier owner has committed, or it never will.
 
 Only what the head names is ever deleted: another program's folders may have such names, too.
@@ -28,13 +28,13 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
 from safe_ckpt.core.home.home import HIDDEN, Candidate, NewCheckpoint, OnError, sequence_after
 from safe_ckpt.core.home.object_head import (
-    GRAVESTONE,
     ID_LETTERS,
+    TOMBSTONE,
     Head,
     folders_of,
     has_manifest,
     in_parallel,
-    is_gravestone,
+    is_tombstone,
     list_objects,
     manifest_in,
     missing_condition,
@@ -59,14 +59,15 @@ logger = logging.getLogger(__name__)
 _PROBE = "probe"
 _LAST_WORD_S = 5.0
 _AT_ONCE = 50  # half of what a head remembers as deleted
-_GRAVESTONE_S = 7 * 24 * 3600.0
+_SET_AT = "buried_at"  # as it stands in stores: the value stays
+_TOMBSTONE_S = 7 * 24 * 3600.0
 
 
 class UndecidedError(OSError):
     """Whether a checkpoint is committed is not known: the store gives no answer. The next owner finds out."""
 
 
-class ObjectRoot:
+class ObjectHome:
     """See ``Home``. One directory of checkpoints in an object store, held by this job from ``open`` to ``close``.
 
     Used on rank 0 only, but for ``path`` and ``place``.
@@ -186,7 +187,7 @@ class ObjectRoot:
         kept = [name for name in again if self._delete_unless_committed(self.path / name, self.path.bucket)]
         # A copy that the store makes late may still come: the next start looks there once more.
         gone = [name for name in again if name not in self._tried]
-        self._owner.update(lambda head: head.settled(again, kept).doomed(gone).announced(folder.name, sequence))
+        self._owner.update(lambda head: head.settled(again, kept).deleting(gone).announced(folder.name, sequence))
         self._dropped.difference_update(again)
 
     def commit(self, folder: ObjectPath, manifest: bytes) -> None:
@@ -207,7 +208,7 @@ class ObjectRoot:
             raise
         except OSError as error:
             try:
-                committed = self._bury(folder, self.path.bucket.within(self._lease_s))
+                committed = self._set_tombstone(folder, self.path.bucket.within(self._lease_s))
             except OSError:
                 raise UndecidedError(error.errno, error.strerror, error.filename) from error
             if not committed:
@@ -239,7 +240,7 @@ class ObjectRoot:
         return list(self.discard([info.path for info in infos]))
 
     def _discard(self, chosen: Sequence[ObjectPath]) -> list[ObjectPath]:
-        self._owner.update(lambda head: head.doomed([folder.name for folder in chosen]))
+        self._owner.update(lambda head: head.deleting([folder.name for folder in chosen]))
         gone = []
         for folder in chosen:
             try:
@@ -281,13 +282,13 @@ class ObjectRoot:
         head = self._owner.head
         if self._owner.found != "read":
             self._spare_unknown(stop=self._owner.found == "damaged")
-        kept = [name for name in head.pending if self._bury(self.path / name, self.path.bucket)]
-        buried = [name for name in head.pending if name not in kept]
-        there = {folder.name for folder in folders_of(self.path)} if buried or head.trash else set()
+        kept = [name for name in head.pending if self._set_tombstone(self.path / name, self.path.bucket)]
+        over = [name for name in head.pending if name not in kept]
+        there = {folder.name for folder in folders_of(self.path)} if over or head.trash else set()
         for name in head.trash:
             if name in there:
                 self._delete_folder(self.path / name)
-        for name in buried:
+        for name in over:
             logger.info("removing what an earlier job left: %s", self.path / name)
             self._delete_folder(self.path / name, spare=MANIFEST_NAME)
         if there:
@@ -299,7 +300,7 @@ class ObjectRoot:
         """Without a head nobody says whose these are: they stay, and are named. ``stop``: no late request commits one."""
         bare = [folder for folder in folders_of(self.path) if not has_manifest(folder)]
         for folder in bare if stop else ():
-            self._bury(folder, self.path.bucket, spares=True)
+            self._set_tombstone(folder, self.path.bucket, spares=True)
         if bare:
             what = listed([folder.name for folder in bare])
             message = "%s: no job says that these are its own, so they stay: %s. safe-ckpt gc --quarantine deletes them"
@@ -308,25 +309,25 @@ class ObjectRoot:
     def _delete_unless_committed(self, folder: ObjectPath, bucket: Bucket) -> bool:
         """Delete what a save left that failed, unless its manifest came to be there all the same. Returns whether it did."""
         tried = folder.name in self._tried
-        if tried and self._bury(folder, bucket):
+        if tried and self._set_tombstone(folder, bucket):
             self._dropped.discard(folder.name)
             return True
         self._delete_folder(folder, spare=MANIFEST_NAME if tried else "")
         return False
 
     def _remove_if_old(self, folder: ObjectPath) -> None:
-        """Remove a gravestone that has stood for so long that no request can still be on its way."""
+        """Remove a tombstone that has stood for so long that no request can still be on its way."""
         place = folder / MANIFEST_NAME
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             data, _ = place.bucket.read(place.key)
-            if not _is_old_gravestone(data) or place.bucket.afresh().read(place.key)[0] != data:
+            if not _is_old_tombstone(data) or place.bucket.afresh().read(place.key)[0] != data:
                 return  # it carries no digest: two reads have to agree
             if json.loads(data).get("spares"):
                 self.path.bucket.delete([place.key])
             else:
                 self._delete_folder(folder)
 
-    def _bury(self, folder: ObjectPath, bucket: Bucket, *, spares: bool = False) -> bool:
+    def _set_tombstone(self, folder: ObjectPath, bucket: Bucket, *, spares: bool = False) -> bool:
         """Decide the fate of a save that may or may not be committed. Returns whether it is.
 
         Args:
@@ -334,14 +335,14 @@ class ObjectRoot:
             bucket: with the deadline.
             spares: what lies there stays, because nobody knows whose it is.
         """
-        stone = {"format": GRAVESTONE, "fence": self._owner.head.fence, "buried_at": time.time(), "spares": spares}
+        stone = {"format": TOMBSTONE, "fence": self._owner.head.fence, _SET_AT: time.time(), "spares": spares}
         try:
             self._create(folder / MANIFEST_NAME, json.dumps(stone).encode(), bucket)
         except ExistsError:
             try:
                 return manifest_in(ObjectPath(bucket, folder.key)) is not None
             except SafeCheckpointError:
-                return True  # whatever it is, it is no gravestone
+                return True  # whatever it is, it is no tombstone
         return False
 
     def _delete_folder(self, folder: ObjectPath, *, spare: str = "") -> None:
@@ -351,7 +352,7 @@ class ObjectRoot:
     def _check_conditions(self) -> None:
         folder = self.place(_PROBE, uuid.uuid4().hex)
         # If this job dies, or a request comes late, a later start deletes it.
-        self._owner.update(lambda head: head.doomed([folder.name]))
+        self._owner.update(lambda head: head.deleting([folder.name]))
         if problem := missing_condition(folder):
             message = f"this store {problem}: two jobs could both commit. Use another one, or set storage.unfenced"
             raise DirectoryError(path=str(self.path), message=message, rank=0)
@@ -375,7 +376,7 @@ class ObjectPublication:
 
     folders: Sequence[str] = ()  # an object is durable when its upload is over
 
-    def __init__(self, new: NewCheckpoint, home: ObjectRoot) -> None:
+    def __init__(self, new: NewCheckpoint, home: ObjectHome) -> None:
         self._new = new
         self._home = home
         self.folder = home.place(new.path.name, new.attempt)
@@ -432,5 +433,5 @@ class ObjectPublication:
         raise SaveError(name=self._new.path.name, cause=cause, rank=entry.rank, phase="commit")
 
 
-def _is_old_gravestone(data: bytes) -> bool:
-    return is_gravestone(data) and time.time() - float(json.loads(data)["buried_at"]) > _GRAVESTONE_S
+def _is_old_tombstone(data: bytes) -> bool:
+    return is_tombstone(data) and time.time() - float(json.loads(data)[_SET_AT]) > _TOMBSTONE_S

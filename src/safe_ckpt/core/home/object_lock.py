@@ -172,7 +172,7 @@ class ObjectOwner(LeaseLock):
 
     def _renew(self, lease: Lease) -> None:
         del lease  # the head has it
-        self.update(Head.beaten, within_s=self._period_s)
+        self.update(Head.heartbeat, within_s=self._period_s)
 
     def _give_back(self, lease: Lease) -> None:
         del lease

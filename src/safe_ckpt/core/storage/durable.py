@@ -1,7 +1,7 @@
 """Make files durable and give them their final name, in an order in which any crash leaves the old or the new one.
 
 A new name is one rename. The same rename replaces an existing file. An existing directory cannot be replaced so: it is
-exchanged in one step where the kernel can, else moved aside and replaced. ``file_home.Workspace`` repairs what a crash between
+exchanged in one step where the kernel can, else moved aside and replaced. ``file_home.FileHome`` repairs what a crash between
 the two steps leaves behind.
 """
 

@@ -19,7 +19,7 @@ from safe_ckpt.core.home import retention
 from safe_ckpt.core.home.candidates import WEIGHTS, newest_sequence
 from safe_ckpt.core.home.home import Home, NewCheckpoint
 from safe_ckpt.core.home.object_head import list_objects
-from safe_ckpt.core.home.object_home import ObjectRoot
+from safe_ckpt.core.home.object_home import ObjectHome
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.durable import WrittenFile
@@ -75,7 +75,7 @@ class Tier:
         keeps_all: bool,
         verified: tuple[ObjectPath, Manifest] | None,
     ) -> None:
-        self._root = ObjectRoot(place, lease_s=config.lease_s, owner=owner, unfenced=config.storage.unfenced)
+        self._root = ObjectHome(place, lease_s=config.lease_s, owner=owner, unfenced=config.storage.unfenced)
         self._root.open(config.timeouts.barrier_s + config.lease_s)
         try:
             candidates = list_objects(place)

@@ -15,7 +15,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.home import standing
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.holders import WholeDirectory
 from safe_ckpt.core.home.retention import DeleteListed
 from safe_ckpt.core.saving.engine import Engine
@@ -143,7 +143,7 @@ def test_a_name_that_is_held_keeps_gc_out_and_is_not_free(tmp_path):
         tmp_path / ".safe_ckpt",
         tmp_path / ".safe_ckpt/names/checkpoints",
     ):
-        held = Workspace(folder, lease_s=60.0, hidden=hidden)
+        held = FileHome(folder, lease_s=60.0, hidden=hidden)
         held.open()
         try:
             said, collected = run("unlock", folder), run("gc", folder, "--keep-last", 1)
@@ -180,7 +180,7 @@ def test_only_what_is_still_that_save_is_deleted(tmp_path):
     whole.open()
     try:
         assert not whole.delete([first])
-        late = Workspace(tmp_path, lease_s=60.0, hidden=tmp_path / ".safe_ckpt/names/step-00000002")
+        late = FileHome(tmp_path, lease_s=60.0, hidden=tmp_path / ".safe_ckpt/names/step-00000002")
         late.open()
         assert not whole.delete([second])
         late.close()
