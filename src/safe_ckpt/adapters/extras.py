@@ -13,7 +13,7 @@ from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.candidates import WEIGHTS
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES, Candidate, NewCheckpoint, Pointer
-from safe_ckpt.core.home.retention import DeleteListed, KeepNewest, policy_of
+from safe_ckpt.core.home.retention import delete_listed, keep_newest, policy_of
 from safe_ckpt.core.home.standing import Catalog, is_of, named_by, standing_of
 from safe_ckpt.core.names import wrapped
 from safe_ckpt.core.resuming import resume

@@ -106,9 +106,11 @@ def test_the_same_process_is_told_that_it_has_it(storage):
     """And has it again as soon as it has given it back."""
     first, second = storage.lock(), storage.lock()
     first.acquire()
-    with pytest.raises(DirectoryInUseError, match="this process has it open already"):
-        second.acquire()
+    for other in (second, first):
+        with pytest.raises(DirectoryInUseError, match="this process has it open already"):
+            other.acquire()
     first.confirm()
+    assert first.is_held
     first.release()
     second.acquire()
     second.release()

@@ -123,7 +123,9 @@ def list_files(
                     ours.append(path)
         whole += ours
         besides = {HIDDEN, *(path.name for path in ours)}
-        below[:] = sorted(name for name in below if name not in besides and not _is_there(Path(folder, name, HIDDEN)))
+        below[:] = sorted(
+            name for name in below if name not in besides and not presence.is_seen(Path(folder, name, HIDDEN))
+        )
         files += [Path(folder, name) for name in sorted(names) if name.endswith(suffix)]
     candidates = []
     for path, look in [*((path, _look) for path in files), *((path, _look_at) for path in whole)]:
@@ -131,13 +133,6 @@ def list_files(
             if not path.is_symlink() and (look is _look_at or not _is_other(path)):
                 candidates.append(look(path))
     return [candidate for candidate in candidates if not _is_weights(candidate)]
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return presence.is_there(path)
-    except OSError:  # raised when the folder is listed
-        return False
 
 
 def _is_other(path: Path) -> bool:

@@ -122,20 +122,17 @@ def fate_of_process(lease: Lease) -> Fate:
     # A namespace of our number is ours, or it is gone and the kernel has given its number to ours.
     if not lease.kernel or lease.kernel != kernel_id() or not lease.namespace or lease.namespace != pid_namespace():
         return "unknown"
-    return _fate_of_process(lease.pid, lease.process_start)
-
-
-def _fate_of_process(pid: int, start: int) -> Fate:
-    """What became of process ``pid`` of this namespace, which began at ``start`` (0: whenever)."""
     try:
-        began = process_start(pid)
+        began = process_start(lease.pid)
     except (FileNotFoundError, ProcessLookupError):
         began = None
-        if _is_hidden(pid):  # processes of other users may be (hidepid): only the existence of the pid is known then
+        if _is_hidden(
+            lease.pid
+        ):  # processes of other users may be (hidepid): only the existence of the pid is known then
             return "unknown"
     except OSError:  # no descriptors left, say: no sign of a death
         return "unknown"
-    return "alive" if began is not None and (not start or began == start) else "dead"
+    return "alive" if began is not None and lease.process_start in (0, began) else "dead"  # 0: it is not known
 
 
 def _is_hidden(pid: int) -> bool:
@@ -242,14 +239,17 @@ class LeaseLock(ABC):
         _held[lease.token] = (
             self._owner
         )  # before it is recorded: another thread would take it for one that was left behind
-        self._pid, self._stop = os.getpid(), threading.Event()
         try:
-            self._lease = lease = self._contend(lease, patience_s)
-            arguments = lease, self._stop
-            self._keeper = threading.Thread(target=self._keep, args=arguments, name="safe_ckpt-lease", daemon=True)
-            self._keeper.start()
+            self._lease = self._contend(lease, patience_s)
         except BaseException:
             _held.pop(lease.token, None)
+            raise
+        self._pid, self._stop = os.getpid(), threading.Event()
+        arguments = self._lease, self._stop
+        self._keeper = threading.Thread(target=self._keep, args=arguments, name="safe_ckpt-lease", daemon=True)
+        try:
+            self._keeper.start()
+        except BaseException:
             self.release()
             raise
 

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
-from safe_ckpt.core.home.home import HIDDEN, Candidate, NewCheckpoint, OnError, sequence_after
+from safe_ckpt.core.home.home import HIDDEN, Candidate, HeldHome, NewCheckpoint, OnError
 from safe_ckpt.core.home.object_head import (
     ID_LETTERS,
     TOMBSTONE,
@@ -67,7 +67,7 @@ class UndecidedError(OSError):
     """Whether a checkpoint is committed is not known: the store gives no answer. The next owner finds out."""
 
 
-class ObjectHome:
+class ObjectHome(HeldHome[ObjectPath]):
     """See ``Home``. One directory of checkpoints in an object store, held by this job from ``open`` to ``close``.
 
     Used on rank 0 only, but for ``path`` and ``place``.
@@ -87,14 +87,13 @@ class ObjectHome:
     lacks: ClassVar[frozenset[str]] = frozenset({"file", "prefilled", "carry", "pointers", "links"})
 
     def __init__(self, path: ObjectPath, *, lease_s: float, owner: str = "", unfenced: bool = False) -> None:
+        super().__init__()
         self.path = path
-        self.last_sequence = 0
         self._lease_s = lease_s
         self._unfenced = unfenced
         self._owner = ObjectOwner(path, lease_s=lease_s, owner=owner, unfenced=unfenced)
         self._closed = threading.Event()
         self._tried: set[str] = set()  # folders whose manifest was sent
-        self._told: set[ObjectPath] = set()
         self._dropped: set[str] = set()  # of saves that failed: another rank may still have sent something
 
     def abandon(self, prefilled: Path | None) -> None:
@@ -146,14 +145,10 @@ class ObjectHome:
         if self._closed.is_set():
             raise OSError(errno.ECANCELED, "the store gave no answer, and the job has ended", str(self.path))
 
-    def start_after(self, sequence: int) -> None:
-        """Everything saved from now on is newer than ``sequence``."""
-        self.last_sequence = max(self.last_sequence, sequence)
-
     def next_sequence(self) -> int:
-        """The next place in the order of commits; a failed save leaves a gap."""
-        self.last_sequence = sequence_after(max(self.last_sequence, self._owner.head.sequence))
-        return self.last_sequence
+        """See ``Home``."""
+        self.start_after(self._owner.head.sequence)
+        return super().next_sequence()
 
     def place(self, name: str, op_id: str) -> ObjectPath:
         """The folder of one save. On any rank."""
@@ -241,19 +236,11 @@ class ObjectHome:
 
     def _discard(self, chosen: Sequence[ObjectPath]) -> list[ObjectPath]:
         self._owner.update(lambda head: head.deleting([folder.name for folder in chosen]))
-        gone = []
-        for folder in chosen:
-            try:
-                self.path.bucket.delete([(folder / MANIFEST_NAME).key])
-                self._delete_folder(folder)
-            except OSError as error:
-                if folder not in self._told:
-                    logger.warning("%s could not be removed and stays: %s. The next commit tries again", folder, error)
-                self._told.add(folder)
-                continue
-            self._told.discard(folder)
-            gone.append(folder)
-        return gone
+        return self._discard_each(chosen, self._delete_checkpoint)
+
+    def _delete_checkpoint(self, folder: ObjectPath) -> None:
+        self.path.bucket.delete([(folder / MANIFEST_NAME).key])
+        self._delete_folder(folder)
 
     def look(self, on_error: OnError | None = None) -> list[Candidate]:
         """See ``Home``."""

@@ -17,7 +17,7 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.home import standing
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.holders import WholeDirectory
-from safe_ckpt.core.home.retention import DeleteListed
+from safe_ckpt.core.home.retention import delete_listed
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.save import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.tools.cli import verify
@@ -247,7 +247,7 @@ def test_what_could_not_be_deleted_is_tried_again_at_the_next_commit(tmp_path, m
                     destination=Destination(workspace=workspace, path=tmp_path / name, kind="file"),
                     content=Snapshot(files=[file_plan.single(image, name)]),
                     facts=Facts(step=1),
-                    on_commit=OnCommit(retention=DeleteListed(paths=list(paths)) if paths else None),
+                    on_commit=OnCommit(retention=delete_listed(list(paths)) if paths else None),
                 )
             ).result(timeout_s=30)
             engine.settle()
