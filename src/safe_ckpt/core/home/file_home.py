@@ -177,9 +177,7 @@ class FileHome(HeldHome[Path]):
         """
         aside = self.trash / op_id
         try:
-            unreplaced = [name for name in os.listdir(aside) if not os.path.lexists(self._home_of(name))]
-        except FileNotFoundError:
-            unreplaced = []
+            unreplaced = [left for left in entries_in(aside) if not os.path.lexists(self._home_of(left.name))]
         except OSError as error:
             logger.warning("%s cannot be looked at and stays: %s", aside, error)
             return

@@ -22,7 +22,7 @@ from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES
 from safe_ckpt.core.home.lease import Fate, Lease, fate_of_process
 from safe_ckpt.core.home.standing import still_has_its_name
 from safe_ckpt.core.storage.objects.place import Place
-from safe_ckpt.core.storage.presence import entries_in
+from safe_ckpt.core.storage.presence import entries_in, is_directory
 from safe_ckpt.core.storage.source import in_store
 from safe_ckpt.errors import DirectoryInUseError, SafeCheckpointError
 
@@ -176,7 +176,8 @@ def whole_at(place: Place, *, lease_s: float, unfenced: bool = False) -> Whole:
 
 
 def _names_in(hidden: Path) -> list[Path]:
-    return sorted(path for path in entries_in(hidden / NAMES) if path.is_dir() and not path.is_symlink())
+    names = entries_in(hidden / NAMES) if is_directory(hidden / NAMES) else []
+    return sorted(path for path in names if path.is_dir() and not path.is_symlink())
 
 
 class WholeDirectory:

@@ -139,7 +139,7 @@ def _files(path: Path, patience: Patience, *, ours: bool) -> dict[str, Any]:
             break
         except IncompleteCheckpointError as error:
             # Without a manifest it is another tool's, unless it had one, or its directory names one.
-            if not ours and path / MANIFEST_NAME not in presence.entries_in(path):
+            if not ours and not (presence.is_directory(path) and path / MANIFEST_NAME in presence.entries_in(path)):
                 return {"op_id": "", "files": [], "missing": []}
             if over or not patience.until_there(path / error.file):
                 return {"op_id": "", "files": [], "missing": [error.file or path.name]}

@@ -86,14 +86,14 @@ def is_gone(path: Path) -> bool:
 
 
 def entries_in(folder: Path) -> list[Path]:
-    """What lies in a folder; nothing where it is missing, or is none.
+    """What lies in a folder; nothing where it is missing.
 
     Raises:
-        OSError: it cannot be listed.
+        OSError: it cannot be listed, or is none.
     """
     try:
         return [folder / name for name in os.listdir(folder)]
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return []
 
 
