@@ -32,7 +32,7 @@ from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.home import candidates as catalog
-from safe_ckpt.core.home.retention import DeleteListed
+from safe_ckpt.core.home.retention import delete_listed
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.save import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.core.staging import snapshot
@@ -236,7 +236,7 @@ class Files(Numbered):
                 facts=Facts(step=number),
                 on_commit=OnCommit(
                     links=[Link(path=folder / "last.ckpt")],
-                    retention=DeleteListed(paths=to_delete) if to_delete else None,
+                    retention=delete_listed(to_delete) if to_delete else None,
                 ),
             )
             engine.save(request).result()

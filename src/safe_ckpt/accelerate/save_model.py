@@ -26,8 +26,8 @@ from safe_ckpt.adapters.extras import (
     MANIFEST_NAME,
     NAMES,
     Exporter,
+    FileHome,
     LazyTensor,
-    Workspace,
     dtensor,
     durable,
     export,
@@ -206,7 +206,7 @@ def _replace_each(saver: AcceleratorSaver, path: Path, planned: Planned) -> None
         engine.let_go(workspace)
 
 
-def _put_in_place(workspace: Workspace, ready: Path, names: Sequence[str]) -> None:
+def _put_in_place(workspace: FileHome, ready: Path, names: Sequence[str]) -> None:
     """At every moment the directory has weights that are complete: those of before, or those in ``ready``."""
     path = workspace.path
     try:
@@ -225,7 +225,7 @@ def _put_in_place(workspace: Workspace, ready: Path, names: Sequence[str]) -> No
     workspace.discard([*(path / name for name in stale if not (path / name).is_dir()), ready.parent])
 
 
-def _publish(workspace: Workspace, final: Path, ready: Path, make: Callable[[Path], None]) -> None:
+def _publish(workspace: FileHome, final: Path, ready: Path, make: Callable[[Path], None]) -> None:
     staged = ready / "staged"
     make(staged)
     workspace.confirm()

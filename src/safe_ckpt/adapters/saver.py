@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from safe_ckpt.adapters.tracking import Sinks
     from safe_ckpt.config import CheckpointConfig
     from safe_ckpt.core.formats.manifest import CheckpointInfo
-    from safe_ckpt.core.home.file_home import Workspace
+    from safe_ckpt.core.home.file_home import FileHome
     from safe_ckpt.core.home.home import Candidate
     from safe_ckpt.core.saving.save import SaveHandle
     from safe_ckpt.events import Hook
@@ -57,7 +57,7 @@ class OpenHome:
         catalog: what is committed in it; known on rank 0 only.
     """
 
-    workspace: Workspace
+    workspace: FileHome
     catalog: Catalog = field(default_factory=Catalog)
 
 

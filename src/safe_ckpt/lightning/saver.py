@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import CheckpointInfo, OnCommit, Patch, Planned, SaveHandle
-from safe_ckpt.adapters.extras import DeleteListed, Destination, Exporter, Facts, Link, SaveRequest
+from safe_ckpt.adapters.extras import Destination, Exporter, Facts, Link, SaveRequest, delete_listed
 from safe_ckpt.adapters.planning import go_on, know_models
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.adapters.strategy import Sharded
@@ -379,5 +379,5 @@ class TrainerSaver(FileSaver):
                 unexamined=contents.UNEXAMINED,
             ),
             must_match={"names": ", ".join([*pending.saves, *pending.links])},
-            on_commit=OnCommit(links=links, retention=DeleteListed(paths=to_delete) if to_delete else None),
+            on_commit=OnCommit(links=links, retention=delete_listed(to_delete) if to_delete else None),
         )

@@ -12,7 +12,7 @@ from typing import Any
 from transformers.trainer_callback import ExportableState
 
 from safe_ckpt.adapters import Attempt, OnCommit, Planned, SaveHandle
-from safe_ckpt.adapters.extras import HIDDEN_TOO, Candidate, KeepNewest, presence, refuse_short
+from safe_ckpt.adapters.extras import HIDDEN_TOO, Candidate, keep_newest, presence, refuse_short
 from safe_ckpt.adapters.planning import know_models
 from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
 from safe_ckpt.config import CheckpointConfig
@@ -130,7 +130,7 @@ class TrainerSaver(Saver):
             _write(trainer, str(folder))  # the Trainer or a callback may raise anything
         shared = self._sharing.plan(trainer, noted, caught, attempt.error)
         planned = Planned.joined([Planned(files=caught.files), shared])
-        retention = KeepNewest(limit=limit, best=Path(best) if best else None) if limit else None
+        retention = keep_newest(limit, Path(best) if best else None) if limit else None
         step = int(trainer.state.global_step)
         handle = self.save(
             home,

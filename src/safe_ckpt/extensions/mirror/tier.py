@@ -19,7 +19,7 @@ from safe_ckpt.core.home import retention
 from safe_ckpt.core.home.candidates import WEIGHTS, newest_sequence
 from safe_ckpt.core.home.home import Home, NewCheckpoint
 from safe_ckpt.core.home.object_head import list_objects
-from safe_ckpt.core.home.object_home import ObjectRoot
+from safe_ckpt.core.home.object_home import ObjectHome
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.durable import WrittenFile
@@ -76,7 +76,7 @@ class Tier:
         keeps_all: bool,
         verified: tuple[ObjectPath, Manifest] | None,
     ) -> None:
-        self._root = ObjectRoot(place, lease_s=config.lease_s, owner=owner, unfenced=config.storage.unfenced)
+        self._root = ObjectHome(place, lease_s=config.lease_s, owner=owner, unfenced=config.storage.unfenced)
         self._root.open(config.timeouts.barrier_s + config.lease_s)
         try:
             candidates = list_objects(place)
@@ -199,24 +199,16 @@ class Tier:
         return manifest
 
     def _retain(self, info: CheckpointInfo) -> None:
-        policy = _KeepBesides(rules=self._rules, ignored=self._weights, new=info.path) if self._rules else None
-        decision = retention.after_commit(info, self._catalog, policy)
+        rules = self._rules
+
+        def due(committed: Sequence[CheckpointInfo]) -> list[Place]:
+            """Weights alone neither count nor go, and what was just committed stays."""
+            counted = [one for one in committed if one.path not in self._weights]
+            return [one.path for one in retention.to_delete(counted, rules) if one.path != info.path] if rules else []
+
+        decision = retention.after_commit(info, self._catalog, due if rules else None)
         if decision is not None:
             self._catalog.settle(self._root.discard(decision.to_delete))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _KeepBesides:
-    """As ``KeepByRules``. Weights alone neither count nor go, and what was just committed stays."""
-
-    rules: Retention
-    ignored: Collection[Place]
-    new: Place
-
-    def to_delete(self, committed: Sequence[CheckpointInfo]) -> list[Place]:
-        """See ``RetentionPolicy``."""
-        counted = [info for info in committed if info.path not in self.ignored]
-        return [info.path for info in retention.to_delete(counted, self.rules) if info.path != self.new]
 
 
 def _rules_of(config: CheckpointConfig) -> Retention | None:

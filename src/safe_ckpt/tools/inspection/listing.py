@@ -162,7 +162,7 @@ def _(place: ObjectPath, *, tags_below: bool = True) -> Listing:
     aside = [place / name for name in sorted(facts.quarantined)]
     hidden = {*facts.trash, *facts.quarantined}
     left = [path for path in there if path not in seen and path.name not in hidden]
-    # With a manifest it is what a later job has buried, committed since it was listed, or deleted meanwhile.
+    # With a manifest it is what has a tombstone of a later job, was committed since it was listed, or deleted meanwhile.
     bare = [path for path, whole in zip(left, in_parallel(is_one, left), strict=True) if not whole]
     unknown = tuple(path for path in bare if path.name not in facts.pending)
     return Listing(

@@ -15,9 +15,9 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.home import standing
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.holders import WholeDirectory
-from safe_ckpt.core.home.retention import DeleteListed
+from safe_ckpt.core.home.retention import delete_listed
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.save import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.tools.cli import verify
@@ -143,7 +143,7 @@ def test_a_name_that_is_held_keeps_gc_out_and_is_not_free(tmp_path):
         tmp_path / ".safe_ckpt",
         tmp_path / ".safe_ckpt/names/checkpoints",
     ):
-        held = Workspace(folder, lease_s=60.0, hidden=hidden)
+        held = FileHome(folder, lease_s=60.0, hidden=hidden)
         held.open()
         try:
             said, collected = run("unlock", folder), run("gc", folder, "--keep-last", 1)
@@ -180,7 +180,7 @@ def test_only_what_is_still_that_save_is_deleted(tmp_path):
     whole.open()
     try:
         assert not whole.delete([first])
-        late = Workspace(tmp_path, lease_s=60.0, hidden=tmp_path / ".safe_ckpt/names/step-00000002")
+        late = FileHome(tmp_path, lease_s=60.0, hidden=tmp_path / ".safe_ckpt/names/step-00000002")
         late.open()
         assert not whole.delete([second])
         late.close()
@@ -247,7 +247,7 @@ def test_what_could_not_be_deleted_is_tried_again_at_the_next_commit(tmp_path, m
                     destination=Destination(workspace=workspace, path=tmp_path / name, kind="file"),
                     content=Snapshot(files=[file_plan.single(image, name)]),
                     facts=Facts(step=1),
-                    on_commit=OnCommit(retention=DeleteListed(paths=list(paths)) if paths else None),
+                    on_commit=OnCommit(retention=delete_listed(list(paths)) if paths else None),
                 )
             ).result(timeout_s=30)
             engine.settle()

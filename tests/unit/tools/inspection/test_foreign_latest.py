@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from safe_ckpt import Checkpointer
 from safe_ckpt.adapters.patch import Patch
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.errors import RestoreError
 from safe_ckpt.layouts.top_level import read_layout
 from safe_ckpt.tools.cli.app import app
@@ -97,7 +97,7 @@ def test_what_earlier_versions_left_is_swept(tmp_path):
     for name in ("staging/op1", "kept/op0/dest"):
         (tmp_path / ".safe_ckpt" / name).mkdir(parents=True)
         (tmp_path / ".safe_ckpt" / name / "f.bin").write_bytes(b"x")
-    workspace = Workspace(tmp_path, lease_s=60)
+    workspace = FileHome(tmp_path, lease_s=60)
     workspace.open()
     workspace.close()
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from safe_ckpt import CheckpointConfig
 from safe_ckpt.adapters import Saver
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest
 from safe_ckpt.core.formats.verify import verify_share
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.resuming import resume
 from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.saving.one_shot import save_archive
@@ -164,7 +164,7 @@ def _first(engine, workspace, candidates):
 
 def _chosen(folder, choose):
     saver = Saver(CheckpointConfig(record_events=False))
-    workspace = Workspace(folder, lease_s=60.0, hidden=folder.parent / ".held")
+    workspace = FileHome(folder, lease_s=60.0, hidden=folder.parent / ".held")
     workspace.open()
     try:
         return choose(saver, workspace)
