@@ -24,8 +24,6 @@ import xxhash
 from safe_ckpt.config import Health, Unchanged
 from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
-from safe_ckpt.core.health.examine import NAME as HEALTH
-from safe_ckpt.core.health.verdict import digest_of_patterns, is_sick
 from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.recent import Recent
 from safe_ckpt.core.saving.extension import Extension, Outcome, Run
@@ -36,6 +34,8 @@ from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import is_directory
 from safe_ckpt.core.writer.existing import MOST_BYTES, UNCHANGED, Before, Existing, Tries
 from safe_ckpt.errors import CommitOutcomeUnknown, SafeCheckpointError
+from safe_ckpt.extensions.health.examine import NAME as HEALTH
+from safe_ckpt.extensions.health.verdict import digest_of_patterns, is_sick
 
 if TYPE_CHECKING:
     from safe_ckpt.core.formats.file_plan import FilePlan

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from safe_ckpt.core.formats.health_section import described
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
-from safe_ckpt.core.health.verdict import described
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.holders import Held, hidden_folders, holders
 from safe_ckpt.core.home.home import HIDDEN, NAMES, Candidate, OnError, is_one, name_below

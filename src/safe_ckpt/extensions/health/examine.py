@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core.formats.file_plan import ITSELF, FilePlan, KnownBytes, WriteTask
-from safe_ckpt.core.health import regions
-from safe_ckpt.core.health.regions import Region
-from safe_ckpt.core.health.verdict import Expectation, of_checkpoint
+from safe_ckpt.extensions.health import regions
+from safe_ckpt.extensions.health.regions import Region
+from safe_ckpt.extensions.health.verdict import Expectation, of_checkpoint
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.health.scan import Scan
+    from safe_ckpt.extensions.health.scan import Scan
 
 NAME = "health"
 """Of the section of a manifest, and of what the writer is told and says."""
-AHEAD = "safe_ckpt.core.health.scan"
+AHEAD = "safe_ckpt.extensions.health.scan"
 """What the writer process imports ahead: it takes a tenth of a second, and needs numpy."""
 
 
@@ -46,7 +46,7 @@ class Examination:
         self._found: dict[str, Any] | None = None
         if found is not None:
             # Here and not at the top: it takes a tenth of a second, and needs numpy.
-            from safe_ckpt.core.health.scan import Scan
+            from safe_ckpt.extensions.health.scan import Scan
 
             self._scan = Scan(self._looked_at)
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from safe_ckpt.core.health.regions import FLOATS, Region
+from safe_ckpt.extensions.health.regions import FLOATS, Region
 
 _MOST = float(np.finfo(np.float64).max)
 _TINY = 1e-25  # below it squares of float32 may have become zero

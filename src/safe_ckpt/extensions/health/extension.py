@@ -1,6 +1,6 @@
 """Saves with NaN or infinite numbers: what is known of each file, what the writer is told, and what follows from what it finds.
 
-Pure decisions are in ``safe_ckpt.core.health``; the writer's observer is ``safe_ckpt.core.health.examine``.
+Pure decisions are in ``verdict``; the writer's observer is in ``examine``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from safe_ckpt import events
 from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.core.formats.health_section import described
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
-from safe_ckpt.core.health import examine
-from safe_ckpt.core.health.verdict import Expectation, described, of_checkpoint
 from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.names import plain_name, plain_names
 from safe_ckpt.core.saving.extension import Conclusion, Extension, Outcome, Run
@@ -22,6 +21,8 @@ from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.state.models import Models
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.errors import SafeCheckpointError, UnhealthyStateError
+from safe_ckpt.extensions.health import examine
+from safe_ckpt.extensions.health.verdict import Expectation, of_checkpoint
 
 if TYPE_CHECKING:
     import torch

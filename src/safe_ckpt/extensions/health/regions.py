@@ -11,8 +11,8 @@ import json
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safe_ckpt.core.formats.file_plan import KnownBytes
 from safe_ckpt.core.formats.zip_archive import Record
@@ -217,31 +217,6 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
     if kind in (list, tuple):
         return list(enumerate(value))
     return [(0, value)]
-
-
-class StandIns(pickle.Unpickler):  # unpickles: stand-ins alone
-    """Reads a pickle with what stands for the classes, functions and storages that it names.
-
-    Args:
-        stream: with the pickle.
-        find: gives what stands for a class or function, by module and name.
-        storage: makes what stands for a storage.
-    """
-
-    def __init__(self, stream: IO[bytes], find: Callable[[str, str], Any], storage: Callable[[], Any]) -> None:
-        super().__init__(stream, encoding="latin-1")
-        self._find = find
-        self._storage = storage
-
-    def find_class(self, module: str, name: str) -> Any:
-        """What stands for it."""
-        return self._find(module, name)
-
-    def persistent_load(self, pid: Any) -> Any:
-        """What stands for a storage; before torch 1.6 also a class of a module, with its source."""
-        if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module":
-            return pid[1]
-        return self._storage()
 
 
 class _Structure(pickle.Unpickler):  # unpickles: stand-ins alone

@@ -2,9 +2,10 @@
 
 import pytest
 
-from safe_ckpt.core.health.regions import Region
-from safe_ckpt.core.health.verdict import Expectation, described, is_sick, of_checkpoint
-from safe_ckpt.extensions.health import Known
+from safe_ckpt.core.formats.health_section import described
+from safe_ckpt.extensions.health.extension import Known
+from safe_ckpt.extensions.health.regions import Region
+from safe_ckpt.extensions.health.verdict import Expectation, is_sick, of_checkpoint
 
 FACTS = {"tensors": 2, "numbers": 10, "norm": 2.0, "most": 1.0, "least": -1.0, "largest": "w", "layout": "L"}
 LATER = {"first": False, "layout": "L"}
