@@ -289,7 +289,7 @@ KNOWN_DTYPES = {
 
 
 def test_the_types_of_tensors_are_known():
-    """What is new is saved, but not looked at: health/regions, formats/safetensors_names, tools/inspection/tensors."""
+    """What is new is saved, but not looked at: health/regions, formats/dtypes and safetensors_names."""
     found = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
     assert not found - KNOWN_DTYPES, f"torch {torch.__version__} has new types of tensors: {found - KNOWN_DTYPES}"
 

@@ -32,6 +32,7 @@ from safe_ckpt.tools.doctor.check import (
     StuckError,
     bounded,
     fail,
+    held_by,
     ok,
     run_checks,
     skipped,
@@ -110,20 +111,10 @@ def diagnose_store(url: str, options: Options) -> Report:
 
 def held(probe: Probe) -> list[Finding]:
     """Which job owns the directory, and what is in it."""
-    holders = holders_of(probe.directory)
-    infos = [candidate.info for candidate in read_listing(probe.directory).usable]
-    figures: dict[str, Figure] = {
-        "checkpoints": len(infos),
-        "newest_bytes": infos[0].size_bytes if infos and infos[0] else None,
-    }
-    if not holders:
-        return [ok("held by", "no job", **figures)]
-    holder = holders[0].holder
-    who = f"process {holder.pid} on host {holder.host}"
-    figures |= {"pid": holder.pid, "host": holder.host, "alive": holder.alive}
-    if holder.alive is False:
-        return [ok("held by", f"no job: {who} is gone, and the next job takes over at once", **figures)]
-    return [ok("held by", f"{who}, since {holder.started_at}", "that job is not disturbed", **figures)]
+    infos = [candidate.info for candidate in read_listing(probe.directory).standing.usable]
+    newest_bytes = infos[0].size_bytes if infos and infos[0] else None
+    figures: dict[str, Figure] = {"checkpoints": len(infos), "newest_bytes": newest_bytes}
+    return held_by(holders_of(probe.directory), "that job is not disturbed", **figures)
 
 
 def conditions(probe: Probe) -> list[Finding]:

@@ -186,7 +186,7 @@ def test_all_commands_have_one_idea_of_a_directory(tmp_path, layout):
     assert shelf.places[0] == hidden
     assert unlocked["holder"]["pid"] == found.figures["pid"] == os.getpid()
     rows, problem = list_existing(asked)
-    (found_one,) = shelf.usable
+    (found_one,) = shelf.standing.usable
     assert found_one.path == tmp_path / below / name
     assert asked / rows[0].name == found_one.path
     assert rows[1].name.endswith(f"/quarantine/{name}-bad")
