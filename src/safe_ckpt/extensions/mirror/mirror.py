@@ -171,17 +171,9 @@ class Mirror:
         if earlier not in ("", workspace.path.name):
             message = "%s was mirrored from a directory %r: this run, in %s, continues that one. Was that meant?"
             logger.warning(message, candidate.path, earlier, workspace.path)
-        storage, begun = self._config.storage, time.monotonic()
-        there = in_store(candidate.path)
-        near = there.bucket.within(self._config.timeouts.lengthy_s)
-        info = fetch_into(
-            workspace,
-            ObjectPath(near, there.key),
-            candidate.manifest,
-            at_a_time=2 * storage.parts_in_flight,
-            part_bytes=storage.part_bytes,
-            timeouts=self._config.timeouts,
-        )
+        there, timeouts, begun = in_store(candidate.path), self._config.timeouts, time.monotonic()
+        near = ObjectPath(there.bucket.within(timeouts.lengthy_s), there.key)
+        info = fetch_into(workspace, near, candidate.manifest, timeouts=timeouts)
         seconds = time.monotonic() - begun
         self._emit(
             events.Fetched(

@@ -199,7 +199,7 @@ def speed(probe: Probe) -> list[Finding]:
     """Upload an object in parts, and read it back by ranges."""
     if probe.probe_bytes <= 0:
         return [skipped("speed", "not measured: --mebibytes 0")]
-    place, load = probe.scratch / "parts", _Load(probe.probe_bytes, _PASS_S)
+    place, load = probe.scratch / "parts", _Load(probe.probe_bytes)
     since = time.monotonic()
     place.bucket.upload(place.key, probe.probe_bytes, load.pieces)
     put_s = time.monotonic() - since
@@ -257,18 +257,17 @@ def _of_store(name: str, error: OSError) -> tuple[Finding, str]:
 
 
 class _Load:
-    """What is uploaded to measure the speed: at most so many bytes, for at most so long."""
+    """What is uploaded to measure the speed: at most so many bytes, for at most ``_PASS_S``."""
 
-    def __init__(self, most_bytes: int, most_s: float) -> None:
+    def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._most_s = most_s
         self._block = os.urandom(_BLOCK_BYTES)
         self.moved, self.digest = 0, xxhash.xxh3_128()
 
     def pieces(self) -> Iterator[bytes]:
         """From the first on, each time this is called."""
         self.moved, self.digest = 0, xxhash.xxh3_128()
-        until = time.monotonic() + self._most_s
+        until = time.monotonic() + _PASS_S
         while self.moved < self._most_bytes and (not self.moved or time.monotonic() < until):
             piece = self.moved.to_bytes(8, "little") + self._block[8:]  # no two are alike
             self.digest.update(piece)

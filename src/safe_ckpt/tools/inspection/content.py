@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -207,23 +206,12 @@ def _put(root: dict[str, Any], path: tuple[str | int, ...], leaf: Any) -> None:
     at[path[-1]] = leaf
 
 
-@dataclass(frozen=True, kw_only=True)
-class ObjectContent:
-    """What is known of a checkpoint without reading it whole.
-
-    Attributes:
-        manifest: its manifest.
-        content: tensors and values, each with the name of its item and a colon before it.
-        unread: files that would have to be read whole.
-    """
-
-    manifest: Manifest
-    content: Content
-    unread: tuple[str, ...]
-
-
-def read_object_content(path: ObjectPath) -> ObjectContent:
+def read_object_content(path: ObjectPath) -> tuple[Manifest, Content, list[str]]:
     """The headers of safetensors and small JSON; of other files nothing is read.
+
+    Returns:
+        The manifest; tensors and values, each with the name of its item and a colon before it; and the files that would have
+        to be read whole.
 
     Raises:
         CorruptCheckpointError: an object contradicts itself, or the manifest.
@@ -232,11 +220,8 @@ def read_object_content(path: ObjectPath) -> ObjectContent:
     """
     manifest, _ = read_committed(path)
     parts = in_parallel(lambda entry: look_twice(path, lambda place: _content_of_object(place, entry)), manifest.files)
-    return ObjectContent(
-        manifest=manifest,
-        content=Content.of([part for part in parts if part is not None]),
-        unread=tuple(entry.path for entry, part in zip(manifest.files, parts, strict=True) if part is None),
-    )
+    unread = [entry.path for entry, part in zip(manifest.files, parts, strict=True) if part is None]
+    return manifest, Content.of([part for part in parts if part is not None]), unread
 
 
 def _content_of_object(folder: ObjectPath, entry: FileEntry) -> Content | None:
