@@ -1,5 +1,7 @@
 """What follows from the numbers of a file, and what is learnt for the next save."""
 
+import json
+
 import pytest
 
 from safe_ckpt.core.formats.health_section import described
@@ -105,7 +107,8 @@ def test_what_is_known_is_of_the_last_healthy_save():
     known.recall({"files": {"b": {"norm": 5.0}}})
     assert known.expectation("a", Expectation()).first
     assert known.expectation("b", Expectation()).norm == 5.0
-    assert Expectation.from_json(second.to_json()) == second
+    told = Expectation(**json.loads(json.dumps(vars(second))))  # as the writer process gets it
+    assert (told.norm, told.fixed, list(told.learnt["mask"])) == (2.0, ["mask"], ["p", 1])
 
 
 def test_names_that_are_ignored():

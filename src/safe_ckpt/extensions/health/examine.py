@@ -25,7 +25,7 @@ def told(plan: FilePlan, expected: Expectation) -> dict[str, Any]:
     if plan.names is not None:
         placed = zip(plan.names, plan.tensors, strict=True)
         rows = [row for name, (at, tensor) in placed for row in regions.rows_of(name, tensor, at)]
-    return {"observer": f"{__name__}:{Examination.__name__}", "expected": expected.to_json(), "regions": rows}
+    return {"observer": f"{__name__}:{Examination.__name__}", "expected": dict(vars(expected)), "regions": rows}
 
 
 class Examination:
@@ -38,7 +38,7 @@ class Examination:
     """
 
     def __init__(self, task: WriteTask, image: memoryview | KnownBytes, about: Mapping[str, Any]) -> None:
-        self._expected = Expectation.from_json(about["expected"])
+        self._expected = Expectation(**about["expected"])
         self._is_checkpoint = bool(task.manifest) and "name" in (task.manifest or {})
         found = _regions(task, image, about["regions"])
         self._looked_at = self._expected.regions(found or ())

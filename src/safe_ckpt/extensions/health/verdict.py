@@ -28,7 +28,7 @@ _LARGEST = 1e300  # JSON has no infinity
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What is known of a file before it is written.
+    """What is known of a file before it is written. Its ``vars`` are JSON-able.
 
     Attributes:
         first: whether no save of this file is known.
@@ -51,15 +51,6 @@ class Expectation:
     norm: float | None = None
     norm_jump: float | None = None
     action: str = "mark"
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON-able data."""
-        return dict(vars(self))
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Expectation:
-        """From what ``to_json`` returned."""
-        return cls(**data)
 
     def regions(self, regions: Iterable[Region]) -> list[Region]:
         """Those that are looked at."""

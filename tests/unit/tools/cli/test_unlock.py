@@ -13,8 +13,8 @@ from safe_ckpt import Checkpointer
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.holders import holder_of
 from safe_ckpt.tools.cli.app import app
-from safe_ckpt.tools.doctor import Options, durability
-from safe_ckpt.tools.doctor.check import Examined, known_size
+from safe_ckpt.tools.doctor import durability
+from safe_ckpt.tools.doctor.check import Examined, Options, known_size
 from safe_ckpt.tools.inspection.listing import list_existing, read_listing
 from safe_ckpt.tools.report import event_log
 from support import holding_lock
