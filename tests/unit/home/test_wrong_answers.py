@@ -136,7 +136,7 @@ def test_an_old_list_is_no_answer(bucket, proxy, place, briefly, lacking):
         assert (resumed(bucket), liar.told) == (3, times)
     for _ in range(2):
         proxy.rewrite = Liar(is_list, without(*lacking), 1)
-        assert [one.manifest.step for one in read_listing(place).usable] == [3, 2, 1]
+        assert [one.manifest.step for one in read_listing(place).standing.usable] == [3, 2, 1]
     before = place.bucket.entries(place.key)
     proxy.rewrite = Liar(is_list, without(*lacking), 1000)
     for look in (resumed, lambda _: list_objects(place), lambda _: read_listing(place)):
@@ -156,7 +156,7 @@ def test_what_was_committed_by_a_killed_job_is_missed_too(bucket, proxy, place, 
     root.commit(folder, manifest.to_bytes())
     assert read_head(place).pending == (folder.name,)
     proxy.rewrite = Liar(is_list, without(2), 1)
-    assert [one.manifest.step for one in read_listing(place).usable] == [2, 1]
+    assert [one.manifest.step for one in read_listing(place).standing.usable] == [2, 1]
     monkeypatch.setattr(object_lock, "fate_of_process", lambda _: "dead")
     again = opened(place)
     assert read_head(place).committed[-1] == folder.name
@@ -261,7 +261,7 @@ def test_one_wrong_read_condemns_no_checkpoint(bucket, place, proxy, tmp_path, w
         return proxy.rewrite
 
     looks = {
-        "list": lambda: [one.manifest.step for one in read_listing(place).usable] == [2, 1],
+        "list": lambda: [one.manifest.step for one in read_listing(place).standing.usable] == [2, 1],
         "verify": lambda: judge([plan(newest)])[0].state == "valid",
         "fetch": lambda: fetch(newest, tmp_path).is_dir(),
         "resume": lambda: resumed(bucket) == 2,
@@ -281,7 +281,7 @@ def test_one_wrong_no_is_not_believed(bucket, place, proxy, monkeypatch):
     place.bucket.delete([(place / HEAD).key])
     proxy.rewrite = Liar(of(f"{folder.name}/manifest.json"), WRONG["absent"])
     listing = read_listing(place)
-    assert (listing.unknown, len(listing.usable)) == ((), 1)
+    assert (listing.unknown, len(listing.standing.usable)) == ((), 1)
 
 
 def test_what_was_uploaded_is_looked_for_twice(bucket, proxy):

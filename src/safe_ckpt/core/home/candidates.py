@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
 from safe_ckpt.core.home.home import HIDDEN, Candidate, OnError
@@ -76,6 +77,11 @@ def _directory(path: Path, number: int | None, problem_of_stock: Callable[[Path]
         candidate = replace(candidate, problem="its manifest was not written by safe_ckpt")
     counts = candidate.manifest is not None or number is not None
     return candidate if counts and not _is_weights(candidate) else None
+
+
+def holds_weights_alone(notes: Mapping[str, Any]) -> bool:
+    """Whether a manifest with these notes is of a model's weights alone, in a directory or in a file of Lightning's."""
+    return notes.get("adapter") == WEIGHTS or bool(notes.get("weights_only"))
 
 
 def _is_weights(candidate: Candidate) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.home.candidates import WEIGHTS, newest_first, newest_sequence
+from safe_ckpt.core.home.candidates import holds_weights_alone, newest_first, newest_sequence
 from safe_ckpt.core.home.home import Candidate, Home
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.extension import Extension
@@ -113,7 +113,5 @@ class Offered:
 
 
 def _to_resume_from(candidate: Candidate) -> bool:
-    notes = candidate.manifest.notes if candidate.manifest is not None else {}
-    if candidate.manifest is not None and candidate.manifest.marked:
-        return False
-    return notes.get("adapter") != WEIGHTS and not notes.get("weights_only")
+    manifest = candidate.manifest
+    return manifest is None or not (manifest.marked or holds_weights_alone(manifest.notes))

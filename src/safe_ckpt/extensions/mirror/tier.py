@@ -16,7 +16,7 @@ from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_archive
 from safe_ckpt.core.home import retention
-from safe_ckpt.core.home.candidates import WEIGHTS, newest_sequence
+from safe_ckpt.core.home.candidates import holds_weights_alone, newest_sequence
 from safe_ckpt.core.home.home import Home, NewCheckpoint
 from safe_ckpt.core.home.object_head import list_objects
 from safe_ckpt.core.home.object_home import ObjectHome
@@ -93,7 +93,9 @@ class Tier:
         self._newest = verified
         self._there = {manifest.op_id for manifest in manifests.values()}
         self._names: dict[Place, str] = {path: manifest.name for path, manifest in manifests.items()}
-        self._weights: set[Place] = {path for path, manifest in manifests.items() if _is_weights(manifest)}
+        self._weights: set[Place] = {
+            path for path, manifest in manifests.items() if holds_weights_alone(manifest.notes)
+        }
         self._newest_before = newest_sequence(candidates)
         self._root.start_after(self._newest_before)
 
@@ -137,7 +139,7 @@ class Tier:
         self._newest = folder, remote
         self._copied = {name: self._copied.get(name, 0) + 1 for name in earlier}
         self._names[folder] = name
-        if _is_weights(manifest):
+        if holds_weights_alone(manifest.notes):
             self._weights.add(folder)
         self._retain(info)
         return str(folder)
@@ -217,10 +219,6 @@ def _rules_of(config: CheckpointConfig) -> Retention | None:
     if mirror.keep_last is None and mirror.keep_every_steps is None:
         return None
     return replace(local, keep_last=mirror.keep_last, keep_every_steps=mirror.keep_every_steps)
-
-
-def _is_weights(manifest: Manifest) -> bool:
-    return manifest.notes.get("adapter") == WEIGHTS or bool(manifest.notes.get("weights_only"))
 
 
 def _sent(

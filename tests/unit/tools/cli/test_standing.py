@@ -174,7 +174,7 @@ def test_a_job_above_keeps_gc_out(tmp_path):
 def test_only_what_is_still_that_save_is_deleted(tmp_path):
     """A path is not a checkpoint: another job may have saved under the name since; and one whose name is held stays."""
     save(tmp_path, 1, 2)
-    first, second = sorted((c.info for c in read_listing(tmp_path).usable), key=lambda info: info.step)
+    first, second = sorted((c.info for c in read_listing(tmp_path).standing.usable), key=lambda info: info.step)
     rewrite(first.path, lambda data: data.update(op_id="another"))
     whole = WholeDirectory(tmp_path, lease_s=60.0)
     whole.open()
