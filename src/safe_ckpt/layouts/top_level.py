@@ -6,16 +6,16 @@ a large replay buffer in it is one, too.
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from typing_extensions import Self
 
+from safe_ckpt.core.health.regions import StandIns
 from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.storage.presence import ends_as_archive
 from safe_ckpt.layouts.table import Layout, facts_file, lightning_layout_of
@@ -56,11 +56,11 @@ def top_level(path: Path) -> object:
             with zipfile.ZipFile(path) as archive:
                 name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
                 with archive.open(name) as stream:
-                    return _Blind(stream).load()
+                    return StandIns(stream, _stand_in, _Anything).load()
         with path.open("rb") as file:
             for _ in range(3):  # torch's format before 1.6: a magic number, a version, facts of the system, the object
-                _Blind(file).load()
-            return _Blind(file).load()
+                StandIns(file, _stand_in, _Anything).load()
+            return StandIns(file, _stand_in, _Anything).load()
     except OSError:
         raise
     except Exception:  # the bytes are no pickle: any error may come of them
@@ -88,15 +88,6 @@ class _Anything(dict):  # type: ignore[type-arg]
     __setstate__ = __setitem__ = append = extend = add = _ignore
 
 
-class _Blind(pickle.Unpickler):  # unpickles: stand-ins alone
-    """Rebuilds plain containers and numbers; no class is imported and no function is called."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        super().__init__(stream, encoding="latin-1")
-
-    def find_class(self, module: str, name: str) -> Any:
-        return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Anything
-
-    def persistent_load(self, pid: Any) -> Any:
-        del pid
-        return _Anything()
+def _stand_in(module: str, name: str) -> type[Any]:
+    """What takes the place of a class or function: no class is imported and no function is called."""
+    return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Anything

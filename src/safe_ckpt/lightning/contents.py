@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safe_ckpt.adapters import Attempt, Engine, FilePlan, Planned, torch_file
-from safe_ckpt.adapters.extras import OverlapPlan, file_plan, one_shot, open_coordinator
+from safe_ckpt.adapters.extras import OverlapPlan, file_plan, open_coordinator
 from safe_ckpt.adapters.strategy import Sharded, Whole
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.layouts.table import META
 from safe_ckpt.lightning import loop_state, strategies
-from safe_ckpt.lightning.checkpoint_io import Box, SafeCheckpointIO
-from safe_ckpt.lightning.resume import WEIGHTS_NOTE
+from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 
 UNEXAMINED = tuple(f"{part}.*" for part in ("callbacks", "loops", "lr_schedulers", "hyper_parameters", loop_state.KEY))
 """Of a checkpoint: a score that is infinite before the first validation is no sign that training went bad."""
@@ -126,12 +125,12 @@ def dump(trainer: Any, io: SafeCheckpointIO, path: Path, weights_only: bool | No
     if form is not None:
         checkpoint = strategies.dump(trainer, form, weights_only)
         return checkpoint if form.sharded or form.gathers or trainer.is_global_zero else None
-    box = Box()
-    with io.saving_to(box):
+    caught: list[dict[str, Any]] = []
+    with io.saving_to(caught):
         # What Trainer.save_checkpoint does, without its barrier: that has no way to learn of a failed rank.
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
         trainer.strategy.save_checkpoint(checkpoint, str(path))
-    return box.checkpoint
+    return caught[-1] if caught else None
 
 
 def numbers(trainer: Any) -> dict[str, float]:
@@ -162,7 +161,6 @@ def save_after_fit(
     io: SafeCheckpointIO,
     config: CheckpointConfig,
     path: Path,
-    next_sequence: Callable[[], int],
     *,
     weights_only: bool | None,
 ) -> None:
@@ -179,8 +177,7 @@ def save_after_fit(
 
     def write(_: object) -> None:
         if checkpoint is not None:
-            step, notes = int(trainer.global_step), {WEIGHTS_NOTE: bool(weights_only)}
-            one_shot.save_archive(checkpoint, path, sequence=next_sequence(), step=step, notes=notes)
+            io.save_checkpoint(checkpoint, path)
 
     coordinator = open_coordinator(None, config.timeouts)
     try:

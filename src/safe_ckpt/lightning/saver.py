@@ -110,10 +110,6 @@ class TrainerSaver(FileSaver):
         """Whether this directory is taken already."""
         return directory in self.homes and not self.closed
 
-    def note_batch(self) -> None:
-        """A batch was trained on. Does not wait."""
-        self.tracking.report(committed_only=True)
-
     def land_on_exception(self) -> None:
         """As ``land``, but all waits after an exception together take ``shutdown_s`` at most.
 
@@ -176,8 +172,7 @@ class TrainerSaver(FileSaver):
         elif self.closed and strategies.form_of(self._trainer.strategy) is not None:
             self._save_with_another(target, weights_only)
         elif self.closed:
-            sequence = functools.partial(self.next_sequence, target)
-            contents.save_after_fit(self._trainer, self._io, self.config, target, sequence, weights_only=weights_only)
+            contents.save_after_fit(self._trainer, self._io, self.config, target, weights_only=weights_only)
         else:
             if self._interrupted and not self.all_ranks_met_an_exception(path):
                 return
@@ -262,11 +257,11 @@ class TrainerSaver(FileSaver):
             suffix: of its files.
             rival: a file that Lightning would resume from; taken when it is the newer one.
         """
-        workspace = self.homes[directory].workspace
+        home = self.homes[directory]
         if rival is None:
-            self.resumed_from = resuming.choose(self, workspace, suffix)
+            self.resumed_from = resuming.choose(self, home, suffix)
         else:
-            self.resumed_from = resuming.choose_beside(self, workspace, suffix, rival)
+            self.resumed_from = resuming.choose_beside(self, home, suffix, rival)
         self._io.trusted = self.resumed_from
         return self.resumed_from or rival
 
@@ -309,10 +304,6 @@ class TrainerSaver(FileSaver):
             self.prepare([self._trainer.lightning_module, *self._trainer.optimizers])
             asked = self._requeue_wished.set
             self.engine.watch_signals(functools.partial(signals.without_lightnings, at_requeue_signal=asked))
-
-    def end_fit(self) -> None:
-        """Let ``fit`` return after this batch."""
-        signals.end_fit(self._trainer, self.undo)
 
     def all_ranks_met_an_exception(self, wanted: Any) -> bool:
         """Whether all ranks save ``wanted`` at an exception; known within ``peer_stall_s``. Each rank that does calls this.
