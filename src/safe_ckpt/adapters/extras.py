@@ -17,7 +17,6 @@ from safe_ckpt.core.home.retention import delete_listed, keep_newest, policy_of
 from safe_ckpt.core.home.standing import Catalog, is_of, named_by, standing_of
 from safe_ckpt.core.names import wrapped
 from safe_ckpt.core.resuming import resume
-from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.saving import commit_order, export, one_shot
 from safe_ckpt.core.saving.export import Exporter
 from safe_ckpt.core.saving.homes import refuse

@@ -19,7 +19,7 @@ import sys
 import tarfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,6 +29,7 @@ from typing_extensions import Self
 from safe_ckpt.core.formats.torch_reading import load_data, refusing
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, StateError, TamperedError
+from safe_ckpt.layouts.top_level import StandIns
 
 __all__ = ["from_text", "load_data", "refuse_code", "refusing", "to_text", "warn_if_refused"]
 
@@ -295,31 +296,6 @@ class _Made(dict):  # type: ignore[type-arg]
         return f"{kind.module}.{kind.name}"
 
 
-class _StandIns(pickle.Unpickler):  # unpickles: stand-ins alone
-    """Reads a pickle with what stands for the classes, functions and storages that it names.
-
-    Args:
-        stream: with the pickle.
-        find: gives what stands for a class or function, by module and name.
-        storage: makes what stands for a storage.
-    """
-
-    def __init__(self, stream: IO[bytes], find: Callable[[str, str], Any], storage: Callable[[], Any]) -> None:
-        super().__init__(stream, encoding="latin-1")
-        self._find = find
-        self._storage = storage
-
-    def find_class(self, module: str, name: str) -> Any:
-        """What stands for it."""
-        return self._find(module, name)
-
-    def persistent_load(self, pid: Any) -> Any:
-        """What stands for a storage; before torch 1.6 also a class of a module, with its source."""
-        if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module":
-            return pid[1]
-        return self._storage()
-
-
 class _Names:
     """What a pickle names and what it would call.
 
@@ -336,7 +312,7 @@ class _Names:
         """Look through one pickle. Whether there is an end of it, and so perhaps another one."""
         nothing = self.find("collections", "OrderedDict")
         try:
-            _StandIns(stream, self.find, nothing).load()
+            StandIns(stream, self.find, nothing).load()
         except _Odd as error:
             self._odd.append(str(error))
         except EOFError:

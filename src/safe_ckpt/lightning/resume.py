@@ -16,7 +16,6 @@ from safe_ckpt.adapters.extras import (
     HIDDEN,
     Candidate,
     FileHome,
-    FileReader,
     Link,
     NewCheckpoint,
     catalog,
@@ -25,7 +24,7 @@ from safe_ckpt.adapters.extras import (
     resume,
 )
 from safe_ckpt.adapters.pickles import refusing
-from safe_ckpt.adapters.saver import Saver
+from safe_ckpt.adapters.saver import OpenHome, Saver
 from safe_ckpt.config import Timeouts
 from safe_ckpt.errors import (
     ConfigError,
@@ -127,15 +126,15 @@ def keep_from_tuner(trainer: Any, saver: TrainerSaver) -> None:
     saver.undo.put_methods(connector, {"restore": restore})
 
 
-def choose(saver: Saver, workspace: FileHome, suffix: str) -> Path | None:
+def choose(saver: Saver, home: OpenHome, suffix: str) -> Path | None:
     """The newest valid checkpoint in a held directory, verified on all ranks; None on a fresh run. Every rank calls this.
 
     Raises:
         NoValidCheckpointError: there are checkpoints and none is usable.
     """
-    engine = saver.engine
+    engine, workspace = saver.engine, home.workspace
 
-    def verified(path: Path) -> None:
+    def verify(path: Path) -> None:
         saver.verify_share(path)
         if engine.rank == 0:
             with contextlib.suppress(UnsupportedFormatError, IncompleteCheckpointError):  # of another tool
@@ -145,22 +144,19 @@ def choose(saver: Saver, workspace: FileHome, suffix: str) -> Path | None:
         listed = catalog.list_files(workspace.path, suffix, is_lightning_directory)
         return [_judged(candidate) for candidate in listed]
 
-    chosen = resume.choose(engine, workspace, judged, FileReader(engine, verified))
-    if chosen is None:
+    info = saver.newest(home, judged, verify)
+    if info is None:
         return None
-    info = chosen.info
     engine.agree(
         "finish", must_match={"path": info.path}, decide=lambda _: _finish(workspace, info, engine.config.timeouts)
     )
-    if not info.verified:
-        logger.warning("%s was written by another tool and carries no checksums: resuming unverified", info.path)
     return info.file_path
 
 
-def choose_beside(saver: Saver, workspace: FileHome, suffix: str, rival: Path) -> Path | None:
+def choose_beside(saver: Saver, home: OpenHome, suffix: str, rival: Path) -> Path | None:
     """As ``choose``; None also when ``rival``, from which Lightning would go on, is of a later step, or is all there is."""
     try:
-        chosen = choose(saver, workspace, suffix)
+        chosen = choose(saver, home, suffix)
     except NoValidCheckpointError as error:
         logger.warning("resuming from %s, which Lightning saved: %s", rival, error)
         return None

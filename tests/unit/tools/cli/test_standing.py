@@ -119,7 +119,7 @@ def test_each_framework_keeps_the_one_it_resumes_from(tmp_path):
 def test_files_of_another_tool_are_listed_as_a_resume_tries_them(tmp_path):
     """By the step in them, whatever their names and times say; weights alone are not tried."""
     for name, step in (("last", 5), ("a-step=7", 1), ("model-v1", 9)):
-        torch.save({"global_step": step, "loops": {}, "state_dict": {}}, tmp_path / f"{name}.ckpt")
+        torch.save({"global_step": step, "loops": {}, "lr_schedulers": [], "state_dict": {}}, tmp_path / f"{name}.ckpt")
     torch.save({"global_step": 99, "state_dict": {}}, tmp_path / "weights.ckpt")
     rows = listed(tmp_path)
     assert list(rows) == ["model-v1.ckpt", "last.ckpt", "a-step=7.ckpt", "weights.ckpt"]

@@ -72,7 +72,7 @@ def test_a_pipe_of_that_name_keeps_nobody_waiting(tmp_path):
 @pytest.mark.parametrize("old", [False, True])
 def test_a_large_pickle_is_looked_into(tmp_path, old):
     """A replay buffer of millions of numbers within a stock checkpoint hides neither its step nor that it is complete."""
-    state = {"global_step": 9, "loops": {}, "state_dict": {}, "buffer": [True] * 4_500_000}
+    state = {"global_step": 9, "loops": {}, "lr_schedulers": [], "state_dict": {}, "buffer": [True] * 4_500_000}
     torch.save(state, tmp_path / "a.ckpt", _use_new_zipfile_serialization=not old)
     seen = read_layout(tmp_path / "a.ckpt")
     assert (seen.step, seen.problem) == (9, "")

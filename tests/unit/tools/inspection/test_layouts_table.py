@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.adapters import Saver
+from safe_ckpt.adapters.saver import OpenHome
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest
 from safe_ckpt.core.formats.verify import verify_share
 from safe_ckpt.core.home.file_home import FileHome
@@ -32,7 +33,7 @@ def run(*args):
 
 
 def loops(step):
-    return {"state_dict": WEIGHTS, "loops": {}, "global_step": step}
+    return {"state_dict": WEIGHTS, "loops": {}, "lr_schedulers": [], "global_step": step}
 
 
 def commit(path, number, adapter, **notes):
@@ -129,7 +130,7 @@ def dcp(home, number, *, ours, complete):
 def by_lightning(home):
     from safe_ckpt.lightning.resume import choose
 
-    return _chosen(home, lambda saver, workspace: choose(saver, workspace, ".ckpt"))
+    return _chosen(home, lambda saver, workspace: choose(saver, OpenHome(workspace=workspace), ".ckpt"))
 
 
 def by_accelerate(home):
