@@ -309,7 +309,11 @@ class LeaseLock(ABC):
                 raise self.in_use(
                     "it is alive, it gave a sign of life: stop it, or choose another directory", again.lease
                 )
-            silence.heard(seen, self._waited_s, outage=overslept or seen.was_out)
+            if self._is_dead(seen.lease):
+                break
+            silence.heard(
+                seen, self._waited_s, outage=overslept or seen.was_out
+            )  # here: a wait is noted for who comes next
             last = math.inf if self._outage_s is None else began + seen.lease_s + self._outage_s
             if self._is_free(seen, silence, last if deadline is None else deadline):
                 break
@@ -318,13 +322,28 @@ class LeaseLock(ABC):
             overslept = time.monotonic() - before > pause_s + SLOW_S
         return seen
 
-    def _is_free(self, seen: Seen, silence: _Silence, deadline: float) -> bool:
-        lease = seen.lease
+    def _is_dead(self, lease: Lease | None) -> bool:
+        """Whether the holder is known to be dead.
+
+        Raises:
+            DirectoryInUseError: it is known to be alive.
+        """
         fate = "unknown" if lease is None else self._fate_here(lease)
         if fate == "alive":
             raise self.in_use("it is alive: stop it, or choose another directory", lease)
+        if fate == "dead" and lease is not None:
+            logger.info("%s is taken over from host %s: its process is dead", self._subject, lease.host)
+        return fate == "dead"
+
+    def _is_free(self, seen: Seen, silence: _Silence, deadline: float) -> bool:
+        """Whether a holder that cannot be asked was silent for long enough.
+
+        Raises:
+            DirectoryInUseError: there is no time left to wait.
+        """
+        lease = seen.lease
         host, left_s = "unknown" if lease is None else lease.host, silence.needed_s - silence.seconds
-        if fate == "dead" or left_s <= 0:
+        if left_s <= 0:
             logger.info(
                 "%s is taken over from host %s: no sign of life for %.0f s", self._subject, host, silence.seconds
             )
