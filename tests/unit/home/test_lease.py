@@ -170,14 +170,14 @@ def test_only_a_process_known_to_be_gone_is_taken_over_at_once(storage, monkeypa
 def test_this_process_refuses_itself_whatever_is_known_of_processes(storage, monkeypatch):
     """Where nothing tells which boot this is, and the holder's signs of life do not come through, it is refused at once."""
     monkeypatch.setattr("safe_ckpt.core.home.lease.kernel_id", lambda: "")
-    first, second = storage.lock(lease_s=3.0), storage.lock(lease_s=3.0)
+    first, second = storage.lock(), storage.lock()
     first.acquire()
     try:
         first._stop.set()
         begun = time.monotonic()
         with pytest.raises(DirectoryInUseError, match="this process has it open already"):
             second.acquire()
-        assert time.monotonic() - begun < 2.5
+        assert time.monotonic() - begun < 15
         first.confirm()
     finally:
         first.release()
