@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from safe_ckpt.errors import SafeCheckpointError
     from safe_ckpt.offload.consolidate import consolidate_offloaded
     from safe_ckpt.offload.restore import restore_offloaded
+    from safe_ckpt.reading import load, newest
 
 _HOMES = {
     "CheckpointConfig": "safe_ckpt.config",
@@ -57,6 +58,8 @@ _HOMES = {
     "consolidate_offloaded": "safe_ckpt.offload.consolidate",
     "iter_full_tensors": "safe_ckpt.core.sharding.gather",
     "lengthy_timeouts": "safe_ckpt.core.sharding.timeouts",
+    "load": "safe_ckpt.reading",
+    "newest": "safe_ckpt.reading",
     "restore_offloaded": "safe_ckpt.offload.restore",
     "set_up_directory": "safe_ckpt.core.saving.set_up",
 }
@@ -82,6 +85,8 @@ __all__ = [
     "consolidate_offloaded",
     "iter_full_tensors",
     "lengthy_timeouts",
+    "load",
+    "newest",
     "restore_offloaded",
     "set_up_directory",
 ]

@@ -340,6 +340,31 @@ def is_one(place: Place) -> bool:
     return has_manifest(place)
 
 
+def is_there(place: Place) -> bool:
+    """Whether there is anything at a place. In a store there are no folders: anything may be.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    return not isinstance(place, Path) or presence.is_there(place)
+
+
+def candidate_at(place: Place) -> Candidate | None:
+    """One checkpoint, see ``is_one``; None where it is not there any more, or another tool's folder in a store.
+
+    Raises:
+        OSError: it cannot be looked at, or the store gave no answer.
+        UnsupportedFormatError: it is of a newer format version.
+    """
+    if isinstance(place, Path):
+        from safe_ckpt.core.home.candidates import look_at
+
+        return look_at(place)
+    from safe_ckpt.core.home.object_head import object_candidate
+
+    return object_candidate(place)
+
+
 def is_gone(place: Place) -> bool:
     """Whether a checkpoint that was there is not any more.
 
