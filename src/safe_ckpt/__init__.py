@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from safe_ckpt.errors import SafeCheckpointError
     from safe_ckpt.offload.consolidate import consolidate_offloaded
     from safe_ckpt.offload.restore import restore_offloaded
+    from safe_ckpt.publishing import publishing
     from safe_ckpt.reading import load, newest
 
 _HOMES = {
@@ -60,6 +61,7 @@ _HOMES = {
     "lengthy_timeouts": "safe_ckpt.core.sharding.timeouts",
     "load": "safe_ckpt.reading",
     "newest": "safe_ckpt.reading",
+    "publishing": "safe_ckpt.publishing",
     "restore_offloaded": "safe_ckpt.offload.restore",
     "set_up_directory": "safe_ckpt.core.saving.set_up",
 }
@@ -87,6 +89,7 @@ __all__ = [
     "lengthy_timeouts",
     "load",
     "newest",
+    "publishing",
     "restore_offloaded",
     "set_up_directory",
 ]

@@ -116,6 +116,8 @@ class NewCheckpoint:
         needed_bytes: what all ranks together will write; 0 where that is not known.
         folders: below the checkpoint's directory, for files that go into one.
         prefilled: a folder from ``open_folder`` that already holds files of the checkpoint; None for none.
+        stamps: of the files in ``prefilled``, by path: it holds these and no others, and none changes before the commit; None
+            where nobody reports them: they are hashed at the commit.
         carry: predicate: files in the directory that is replaced, of those that no save of ours wrote, for which it is true
             are kept in the new one; None for none.
         links: further names of a single file.
@@ -129,6 +131,7 @@ class NewCheckpoint:
     needed_bytes: int = 0
     folders: Sequence[str] = ()
     prefilled: Path | None = None
+    stamps: Mapping[str, Stamp] | None = None
     carry: Callable[[str], bool] | None = None
     links: Sequence[Link] = ()
     pointers: Sequence[Pointer] = ()
