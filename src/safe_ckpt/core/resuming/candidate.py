@@ -36,6 +36,9 @@ from safe_ckpt.errors import (
 
 logger = logging.getLogger(__name__)
 _VISIBLE_S = 60.0
+_LONGEST_S = 30.0
+_UNHELD_S = 2.0
+"""Where another job may delete what is read, waiting for what is missing would mostly be in vain: the next one is tried."""
 _PAUSE_S = 0.1
 
 KINDS: dict[str, type[CorruptCheckpointError]] = {
@@ -107,6 +110,7 @@ class FileReader:
         self._ranks = ranks
         self._load = load
         self._held = held
+        self._longest_s = _LONGEST_S if held else _UNHELD_S
         self._damage = KnownDamage()
 
     def verified(self) -> Manifest | None:
@@ -120,11 +124,11 @@ class FileReader:
         """See ``Reader``."""
         ranks, load, damage, path = self._ranks, self._load, self._damage, in_files(place)
         loaded: Any = None
-        patience = Patience(ranks.config.timeouts)
+        patience = Patience(ranks.config.timeouts, self._longest_s)
         seen = ranks.agree(
             "candidate files",
             must_match={"path": path},
-            decide=lambda _: _files(path, patience, ours=ours, held=self._held),
+            decide=lambda _: _files(path, patience, ours=ours),
         )
         if seen["missing"]:
             why = f"rank 0: {path} ({', '.join(seen['missing'])}): is missing"
@@ -135,9 +139,9 @@ class FileReader:
             try:
                 with naming(rank=ranks.rank, phase=f"reading {path}"):
                     if ranks.rank != 0:
-                        _await_files(ranks, path, seen)
+                        self._await_files(path, seen)
                     damage.refuse(path)
-                    loaded = _read(path, load, Patience(ranks.config.timeouts))
+                    loaded = _read(path, load, Patience(ranks.config.timeouts, self._longest_s))
             except CorruptCheckpointError as error:
                 kind = kind_of(error)
                 if kind == "bad":
@@ -154,12 +158,32 @@ class FileReader:
         )
         return loaded, verdict
 
+    def _await_files(self, path: Path, seen: Mapping[str, Any]) -> None:
+        # Caches of network file systems lag behind. So this rank waits for files that rank 0 sees, and for the replacement of
+        # an old manifest.
+        timeouts = self._ranks.config.timeouts
+        deadline = time.monotonic() + min(_VISIBLE_S if self._held else _UNHELD_S, timeouts.barrier_s / 2)
+        for file in [path, *(path / name for name in seen["files"])]:
+            if not await_visible(file, max(0.0, deadline - time.monotonic())):
+                raise self._unseen(path, file)
+        while seen["op_id"] and _op_id(path) != seen["op_id"]:
+            if time.monotonic() >= deadline:
+                raise self._unseen(path, path)
+            time.sleep(0.05)
 
-def _files(path: Path, patience: Patience, *, ours: bool, held: bool) -> dict[str, Any]:
+    def _unseen(self, path: Path, file: Path) -> SafeCheckpointError:
+        rank = self._ranks.rank
+        if self._held:
+            return DirectoryNotSharedError(path=str(file), rank=rank, ranks=(rank,))
+        message = (
+            "is not what rank 0 saw: it was deleted or replaced meanwhile, or the ranks do not share the directory"
+        )
+        return IncompleteCheckpointError(path=str(path), file="" if file == path else file.name, message=message)
+
+
+def _files(path: Path, patience: Patience, *, ours: bool) -> dict[str, Any]:
     """Rank 0: which save this is and its files, as far as its manifest can be read, and those that stay missing."""
     while True:
-        if not held and presence.is_gone(path):  # a moment ago it was listed: it is not waited for
-            return {"op_id": "", "files": [], "missing": [path.name]}
         over = not patience.left_s
         try:
             manifest = read_manifest(path)
@@ -182,20 +206,6 @@ def _names_in(path: Path) -> list[str]:
         return os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _await_files(ranks: Ranks, path: Path, seen: Mapping[str, Any]) -> None:
-    # Caches of network file systems lag behind. So this rank waits for files that rank 0 sees, and for the replacement of an
-    # old manifest.
-    rank = ranks.rank
-    deadline = time.monotonic() + min(_VISIBLE_S, ranks.config.timeouts.barrier_s / 2)
-    for file in [path, *(path / name for name in seen["files"])]:
-        if not await_visible(file, max(0.0, deadline - time.monotonic())):
-            raise DirectoryNotSharedError(path=str(file), rank=rank, ranks=(rank,))
-    while seen["op_id"] and _op_id(path) != seen["op_id"]:
-        if time.monotonic() >= deadline:
-            raise DirectoryNotSharedError(path=str(path), rank=rank, ranks=(rank,))
-        time.sleep(0.05)
 
 
 def _op_id(path: Path) -> str:
