@@ -20,7 +20,7 @@ from types import FrameType
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "safe_ckpt"
 MOST = {"save": 36, "resume": 22}
-BESIDE = ("extensions/", "hooks/", "core/health/", "events.py")
+BESIDE = ("extensions/", "hooks/", "events.py")
 """What stands beside the path: extensions with what they decide by, and hooks. A save needs none of it: it is not counted."""
 _BOOT = "sys.path.insert(0, {folder!r}); import trace_save; trace_save.watch_writer({target!r}); "
 

@@ -162,9 +162,9 @@ def share_copies(monkeypatch, *, piece_bytes: int, locked_below_bytes: int) -> N
     """Every copy is cut into many pieces and shared by two threads, as those of a large state are on several cores."""
     import torch
 
-    from safe_ckpt.core.staging import copy_plan, snapshot
+    from safe_ckpt.core.staging import snapshot
 
-    monkeypatch.setattr(copy_plan, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(snapshot, "PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(snapshot, "_LOCKED_BELOW", locked_below_bytes)
     monkeypatch.setattr(snapshot, "_HELP_FROM", 1)
     monkeypatch.setattr(snapshot.os, "sched_getaffinity", lambda pid: {0, 1})

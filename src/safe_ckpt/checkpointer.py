@@ -39,8 +39,7 @@ from safe_ckpt.core.saving.save import (
     check_step,
     checked_metrics,
 )
-from safe_ckpt.core.state import restore
-from safe_ckpt.core.state.items import expected_bytes, items_of, modules_of
+from safe_ckpt.core.state.items import Restoring, expected_bytes, items_of, modules_of
 from safe_ckpt.core.state.planner import Plan, Planner
 from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.storage.objects.place import Place, place_of
@@ -261,12 +260,12 @@ class Checkpointer:
         if chosen is None:
             self.prepare(state)
             return None
-        restoring = restore.Restoring(state, chosen.loaded, chosen.info.path)
+        restoring = Restoring(state, chosen.loaded, chosen.info.path)
         with resume.naming_older(chosen.info.path, _BY_NAME):
             nowhere = self._engine.agree("fits", local=restoring.compare, decide=restoring.agree, phase="restore")
             resume.apply(self._engine, lambda: restoring.apply(nowhere))
         modules = modules_of(items_of(state))
-        self._engine.trained.expect(lambda: modules)
+        self._engine.extensions.ask("a resume", lambda one: one.training(lambda: modules))
         self._engine.agree(
             "list", must_match={"directory": self.directory}, decide=lambda _: self._take_stock(self._workspace.look())
         )

@@ -22,13 +22,20 @@ _LONGEST_S = 365 * 24 * 3600  # longer is a slip, and some waits take no more
 _SIGNAL = r"^SIG(?!KILL$|STOP$)[A-Z0-9]+$"
 
 
+class _Checked:
+    """Settings that are checked when they are built."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
 def _require(condition: bool, key: str, message: str) -> None:
     if not condition:
         raise ConfigError(key=key, message=message)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeouts:
+class Timeouts(_Checked):
     """How long anything may take. All in seconds, all above zero and at most a year.
 
     Attributes:
@@ -48,12 +55,9 @@ class Timeouts:
     peer_stall_s: float = field(default=30.0, metadata=limits(above=0, at_most=_LONGEST_S))
     shutdown_s: float = field(default=120.0, metadata=limits(above=0, at_most=_LONGEST_S))
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Retention:
+class Retention(_Checked):
     """Which committed checkpoints to keep. What no rule keeps is deleted; with no rule at all everything is kept.
 
     Attributes:
@@ -71,12 +75,12 @@ class Retention:
     keep_every_steps: int | None = field(default=None, metadata=limits(at_least=1))
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         _require(self.keep_best is None or bool(self.metric), "metric", "keep_best needs the name of a metric")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WriterConfig:
+class WriterConfig(_Checked):
     """How bytes reach the disk.
 
     Attributes:
@@ -97,12 +101,12 @@ class WriterConfig:
     inline_bytes: int = field(default=2 << 20, metadata=limits(at_least=0))
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         _require(self.flush_every_bytes >= self.chunk_bytes, "flush_every_bytes", "must not be below chunk_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class Network(_Checked):
     """Where the ranks reach rank 0, for what they agree on while they save. Training's own traffic does not go here.
 
     Attributes:
@@ -114,12 +118,9 @@ class Network:
     interface: str | None = None
     port: int = field(default=0, metadata=limits(at_least=0, at_most=65520))
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class StorageConfig:
+class StorageConfig(_Checked):
     """How object stores are reached: for directories that are given as ``s3://``, ``gs://`` or ``az://``, and for ``mirror``.
 
     Credentials, endpoint and region come from the environment as obstore reads it: ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
@@ -149,12 +150,9 @@ class StorageConfig:
     cache_dir: str | None = field(default=None, metadata=limits(pattern=r"^/", words="an absolute path"))
     unfenced: bool = False
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Mirror:
+class Mirror(_Checked):
     """A second place for committed checkpoints, in an object store. They are uploaded in the background.
 
     Attributes:
@@ -178,14 +176,14 @@ class Mirror:
     follow: bool = False
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         for name in ("keep_last", "keep_every_steps", "required", "follow"):
             given = self.url is None and getattr(self, name) not in (None, False)
             _require(not given, name, "does nothing without mirror.url: set that, too")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Health:
+class Health(_Checked):
     """What is done about a checkpoint with numbers that are NaN or infinite.
 
     Attributes:
@@ -200,12 +198,9 @@ class Health:
     norm_jump: float | None = field(default=None, metadata=limits(above=1))
     ignore: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Unchanged:
+class Unchanged(_Checked):
     """What is done about files that have the bytes of the checkpoint before.
 
     Attributes:
@@ -217,12 +212,9 @@ class Unchanged:
     share: bool = True
     full_every: int | None = field(default=None, metadata=limits(at_least=1))
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Telemetry:
+class Telemetry(_Checked):
     """Where events are recorded and exported. Observing never fails a save, and none of it needs more than rank 0.
 
     Attributes:
@@ -243,12 +235,9 @@ class Telemetry:
     )
     opentelemetry: bool = False
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(_Checked):
     """Everything that can be set.
 
     Attributes:
@@ -308,7 +297,7 @@ class CheckpointConfig:
     record_events: bool = True
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         for name in self.save_on_signals:
             _require(name in signal.Signals.__members__, "save_on_signals", f"there is no signal {name!r} here")
 

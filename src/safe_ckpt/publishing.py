@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from safe_ckpt.core.coordination.agreed_config import config_and_more
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.home import candidates, extra_files, retention
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.home.visibility import listed
@@ -198,7 +198,7 @@ class publishing:  # noqa: N801 - it is used as a function
     def _open(self, engine: Engine) -> None:
         """Hold the directory, and make the folder."""
         home = engine.hold(self._directory)
-        self._home: Workspace = home
+        self._home: FileHome = home
         self._path = self._directory / candidates.step_name(self._step)
         self._catalog = Catalog()
 

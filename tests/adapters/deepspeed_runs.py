@@ -242,7 +242,7 @@ def trains_others_after_a_load(rank, folder, stage):
     again = engine(stage)
     install(again)
     said = []
-    log = logging.getLogger("safe_ckpt.core.state.trained")
+    log = logging.getLogger("safe_ckpt.extensions.trained")
     log.addFilter(lambda record: said.append(record.getMessage()) or True)
     again.load_checkpoint(folder)
     counts = [len(said)]

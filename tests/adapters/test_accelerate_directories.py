@@ -17,7 +17,7 @@ from safe_ckpt import CheckpointConfig, Retention, WriterConfig
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import (
@@ -255,7 +255,7 @@ def test_a_sweep_keeps_no_other_job_from_its_name(tmp_path, monkeypatch):
         assert not any(held)
         assert not left.exists()
         assert names(tmp_path / ".safe_ckpt/names/mine/trash") == []
-        sweep = Workspace(tmp_path, lease_s=60.0, hidden=left)
+        sweep = FileHome(tmp_path, lease_s=60.0, hidden=left)
         sweep.open()
         ends = threading.Timer(0.1, sweep.close)
         ends.start()

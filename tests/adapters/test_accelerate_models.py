@@ -17,7 +17,7 @@ from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import LazyTensor
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import ConfigError, DirectoryError, StateError
 from support import run_script
@@ -358,7 +358,7 @@ def test_beside_checkpoints_the_old_weights_stay_until_the_new_ones_are_durable(
 def test_beside_checkpoints_a_reader_finds_the_old_weights_or_the_new_ones(tmp_path, handle, monkeypatch):
     """Wherever the job is killed between two renames: in shards of equal names, of other ones, or as one file."""
     (tmp_path / "checkpoint-1").mkdir()
-    publish_file, discard, seen = durable.publish_file, Workspace.discard, []
+    publish_file, discard, seen = durable.publish_file, FileHome.discard, []
 
     def found():
         model = Broken()
@@ -375,7 +375,7 @@ def test_beside_checkpoints_a_reader_finds_the_old_weights_or_the_new_ones(tmp_p
         return discard(self, paths)
 
     monkeypatch.setattr(durable, "publish_file", publish)
-    monkeypatch.setattr(Workspace, "discard", deleting)
+    monkeypatch.setattr(FileHome, "discard", deleting)
     for number, limit in enumerate((64, 64, 4096, 64, 40)):
         model = Broken()
         for parameter in model.parameters():

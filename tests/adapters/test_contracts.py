@@ -60,9 +60,9 @@ TORCH = [
     Part(torch, "_utils", "core/formats/torch_archive.py", "the module of the functions that rebuild a tensor"),
     Part(torch._utils, "_rebuild_tensor_v2", "core/formats/dcp.py", "rebuilds a tensor of a plain type", STORAGE),
     Part(torch._utils, "_rebuild_tensor_v3", "core/formats/dcp.py", "rebuilds a tensor of a newer type", (*STORAGE, "dtype")),
-    Part(torch._utils, "_rebuild_parameter", "core/health/regions.py", "a parameter in a pickle"),
-    Part(torch._utils, "_rebuild_parameter_with_state", "core/health/regions.py", "one with attributes of its own"),
-    Part(torch._tensor, "_rebuild_from_type_v2", "core/health/regions.py", "a tensor with attributes of its own",
+    Part(torch._utils, "_rebuild_parameter", "extensions/health/regions.py", "a parameter in a pickle"),
+    Part(torch._utils, "_rebuild_parameter_with_state", "extensions/health/regions.py", "one with attributes of its own"),
+    Part(torch._tensor, "_rebuild_from_type_v2", "extensions/health/regions.py", "a tensor with attributes of its own",
          ("func", "new_type", "args", "state")),
     Part(TypedStorage, "_pickle_storage_type", "core/formats/torch_archive.py", "the name of a storage's type", SELF),
     Part(TypedStorage, "_size", "core/formats/torch_archive.py", "the number of its elements", SELF),
@@ -289,7 +289,7 @@ KNOWN_DTYPES = {
 
 
 def test_the_types_of_tensors_are_known():
-    """What is new is saved, but not looked at: core/health/regions, formats/safetensors_names, tools/inspection/tensors."""
+    """What is new is saved, but not looked at: health/regions, formats/dtypes and safetensors_names."""
     found = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
     assert not found - KNOWN_DTYPES, f"torch {torch.__version__} has new types of tensors: {found - KNOWN_DTYPES}"
 

@@ -74,10 +74,11 @@ def test_only_its_content_tells_of_a_lightning_file_what_is_in_it(tmp_path):
     path = make(tmp_path, "Lightning file")
     layout = layout_of(path)
     assert layouts.facts_file(path) == path
-    whole = layout.with_content({"global_step": 9, "state_dict": {}, "loops": {}})
+    whole = layout.with_content({"global_step": 9, "state_dict": {}, "loops": {}, "lr_schedulers": []})
     assert (whole.step, whole.problem) == (9, "")
-    weights = layout.with_content({"global_step": 9, "state_dict": {}})
-    assert (weights.step, weights.problem) == (9, layouts.WEIGHTS_ONLY)
+    for alone in ({}, {"loops": {}}):  # Lightning adds its loops to weights alone, too
+        weights = layout.with_content({"global_step": 9, "state_dict": {}, **alone})
+        assert (weights.step, weights.problem) == (9, layouts.WEIGHTS_ONLY)
     assert layout.with_content([1]) == dataclasses.replace(layout, problem="is no checkpoint")
 
 

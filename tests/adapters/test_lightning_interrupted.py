@@ -121,15 +121,15 @@ def test_killed_between_commit_and_removal(tmp_path):
         sys.path[:0] = {sys.path!r}
         from pathlib import Path
         import lightning_runs as t
-        from safe_ckpt.core.home.file_home import Workspace
-        real = Workspace.discard
+        from safe_ckpt.core.home.file_home import FileHome
+        real = FileHome.discard
         def discard(self, paths):
             paths = list(paths)
             if paths and "step=6" in str(paths):
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(self, paths)
         if sys.argv[1] == "kill":
-            Workspace.discard = discard
+            FileHome.discard = discard
         t.fit(Path({str(tmp_path / "exp")!r}), resume="auto", filename="{{step}}", settings={{"max_epochs": 4}})
     """)
     )

@@ -380,10 +380,15 @@ def test_looking_inside_runs_nothing(tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "executed"),)
 
-    torch.save({"global_step": 7, "loops": {}, "state_dict": {}, "evil": Evil()}, tmp_path / "a.ckpt")
+    torch.save(
+        {"global_step": 7, "loops": {}, "lr_schedulers": [], "state_dict": {}, "evil": Evil()}, tmp_path / "a.ckpt"
+    )
     seen = read_layout(tmp_path / "a.ckpt")
     assert (seen.step, seen.problem) == (7, "")
-    torch.save({"global_step": 7, "loops": {}, "state_dict": {}, "path": pathlib.Path("x")}, tmp_path / "b.ckpt")
+    torch.save(
+        {"global_step": 7, "loops": {}, "lr_schedulers": [], "state_dict": {}, "path": pathlib.Path("x")},
+        tmp_path / "b.ckpt",
+    )
     seen = read_layout(tmp_path / "b.ckpt")
     assert (seen.step, seen.problem) == (7, "")
     assert not (tmp_path / "executed").exists()

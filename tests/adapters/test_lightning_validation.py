@@ -96,12 +96,15 @@ def save_everywhere(pl, folder):
     ],
 )
 def test_a_validation_after_a_resume_is_whole_or_none(tmp_path, case, of_stock):
-    """Whenever a checkpoint was saved, all that follows is as without the restart; of stock's a validation may be missing."""
+    """Whenever a checkpoint was saved, all that follows is as without the restart.
+
+    Of stock's a validation may be missing, but none within a step of which it was saved.
+    """
     pl = package("lightning.pytorch")
     more = {"max_epochs": 2, **CASES[case]}
     loaders = more.pop("loaders")
     saves = save_everywhere(pl, tmp_path)
-    saves.saved = []
+    saves.saved, within = [], set()
 
     def fit(kind, module, seed, *callbacks, path=None):
         pl.seed_everything(seed, verbose=False)
@@ -113,6 +116,7 @@ def test_a_validation_after_a_resume_is_whole_or_none(tmp_path, case, of_stock):
     def at_validation(module):
         if module.trainer.callbacks[1] is saves:
             saves.save(module.trainer, module)
+            within.add(saves.saved[-1][0])
 
     first = pl.callbacks.ModelCheckpoint if of_stock else SafeCheckpointCallback
     straight = fit(first, module_of(pl, loaders, at_validation=at_validation), 1, saves)
@@ -120,14 +124,14 @@ def test_a_validation_after_a_resume_is_whole_or_none(tmp_path, case, of_stock):
     for path, already in saves.saved:
         module = fit(SafeCheckpointCallback, module_of(pl, loaders), 77, path=path)
         expected = straight.seen[already:]
+        ended = module.trainer.max_steps in (event[0] for event in expected[:1] if len(event) == 3)
         if of_stock:  # it does not say what the generators were: the order of later epochs is another one
             of_run = [event for event in straight.seen if len(event) == 3]
             assert {str(event[1]) for event in module.seen if len(event) == 3} <= {str(event[1]) for event in of_run}
             left_out = [event[0] for event in expected if len(event) == 3]
             found = [event[0] for event in module.seen if len(event) == 3]
-            assert found in (left_out, left_out[1:]), path
+            assert found == left_out or (found == left_out[1:] and (ended or path not in within)), path
             continue
-        ended = module.trainer.max_steps in (event[0] for event in expected[:1] if len(event) == 3)
         assert module.seen == ([] if ended else expected), path
         assert fingerprint(module) == fingerprint(straight)
 

@@ -15,7 +15,7 @@ from transformers_runs import trainer as hugging_face
 from accelerate_runs import CONFIG, Training, fresh, registered, stateful
 from safe_ckpt import Mirror, StorageConfig, events
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.object_head import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
@@ -159,7 +159,7 @@ def test_a_damaged_single_file_is_not_mirrored(tmp_path, bucket):
     lightning(tmp_path / "run", QUICK, seed=1, stop=7)
     sound, damaged = sorted((tmp_path / "run").glob("*.ckpt"), key=lambda path: read_manifest(path).sequence)[:2]
     flip_bit(damaged, damaged.stat().st_size // 2)
-    seen, workspace = [], Workspace(tmp_path / "run", lease_s=60)
+    seen, workspace = [], FileHome(tmp_path / "run", lease_s=60)
     mirror = Uploads(mirroring(QUICK, bucket, keep_last=1), seen.append, "a test")
     for path in (sound, damaged):
         mirror.put(CheckpointInfo.of(read_manifest(path), path, path.stat().st_size), workspace)

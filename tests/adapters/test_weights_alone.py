@@ -36,9 +36,21 @@ def test_transformers_says_nothing_of_a_whole_one(tmp_path, caplog):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_lightning_refuses(tmp_path):
-    """Weights of ``save_weights_only`` are no checkpoint for ``resume="auto"``, and an error as ``ckpt_path``."""
-    fit(tmp_path, save_weights_only=True, filename="weights", settings={"max_epochs": 1})
+@pytest.mark.parametrize("how", ["ours", "stock", "at once"])
+def test_lightning_refuses(tmp_path, how):
+    """Weights alone are no checkpoint for ``resume="auto"``, and an error as ``ckpt_path``.
+
+    Saved by ``save_weights_only``, by a stock callback, or in this process, without an engine.
+    """
+    if how == "ours":
+        fit(tmp_path, save_weights_only=True, filename="weights", settings={"max_epochs": 1})
+    else:
+        made, *_ = fit(tmp_path / "other", settings={"max_epochs": 1})
+        dumped = made._checkpoint_connector.dump_checkpoint(weights_only=True)
+        if how == "stock":
+            torch.save(dumped, tmp_path / "weights.ckpt")
+        else:
+            made.strategy.checkpoint_io.save_checkpoint(dumped, tmp_path / "weights.ckpt")
     with pytest.raises(NoValidCheckpointError, match="weights"):
         fit(tmp_path, resume="auto")
     with pytest.raises(KeyError, match="contains only the model"):

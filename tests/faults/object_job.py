@@ -15,7 +15,7 @@ import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention, SafeCheckpointError, Timeouts, WriterConfig
 from safe_ckpt.config import StorageConfig
-from safe_ckpt.core.home.object_head import GRAVESTONE
+from safe_ckpt.core.home.object_head import TOMBSTONE
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import CommitOutcomeUnknown
@@ -178,7 +178,7 @@ class Store:
         return {key.removeprefix(f"{self.prefix}/"): size for key, size in self.server.keys(f"{self.prefix}/").items()}
 
     def manifests(self, keys):
-        """Folders to what their manifests say, gravestones among them. Read once: they do not change."""
+        """Folders to what their manifests say, tombstones among them. Read once: they do not change."""
         found = {}
         for key in keys:
             folder, _, name = key.rpartition("/")
@@ -193,7 +193,7 @@ class Store:
         """The committed checkpoints: their numbers to their folders, and what is wrong with them."""
         numbers, wrong = {}, []
         for folder, facts in self.manifests(keys).items():
-            if facts["format"] == GRAVESTONE:
+            if facts["format"] == TOMBSTONE:
                 continue
             for entry in facts["files"]:
                 size = keys.get(f"{folder}/{entry['path']}")
@@ -210,7 +210,7 @@ class Store:
             return set()
 
     def leftovers(self):
-        """Whatever is neither the head, nor of a committed checkpoint, nor a gravestone."""
+        """Whatever is neither the head, nor of a committed checkpoint, nor a tombstone."""
         keys = self.keys()
         manifests = self.manifests(keys)
         found = []
@@ -282,7 +282,7 @@ def check(store, said, *, problems=()):
     kept = sorted(numbers)
     assert len(kept) <= KEPT, f"kept {numbers}: {told.said}"
     assert {CHECK, number} - {0} <= set(kept), f"kept {numbers}: {told.said}"
-    found_folders = [facts for facts in store.manifests(keys).values() if facts["format"] != GRAVESTONE]
+    found_folders = [facts for facts in store.manifests(keys).values() if facts["format"] != TOMBSTONE]
     assert len(found_folders) == len(kept), f"a step is there twice: {sorted(store.manifests(keys))}; {told.said}"
     assert not set(numbers.values()) & store.hidden(), numbers
     return number

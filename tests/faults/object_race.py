@@ -5,8 +5,8 @@ import os
 from collections import Counter
 
 from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.home import object_lock as object_owner
-from safe_ckpt.core.home.object_home import ObjectRoot
+from safe_ckpt.core.home import object_lock
+from safe_ckpt.core.home.object_home import ObjectHome
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import DirectoryInUseError
@@ -18,10 +18,10 @@ LEASE_S = 6.0  # on a busy machine a process may not come to a sign of life for 
 def _want(url, options, elsewhere, meet, outcomes, rounds):
     """Ask for the directory at the same moment as the others, again and again. Who has it commits one checkpoint."""
     if elsewhere:  # as if the others were on other hosts: nobody can see whether a process is alive
-        object_owner.fate_of_process = lambda _: "unknown"
+        object_lock.fate_of_process = lambda _: "unknown"
     place = open_place(url, StorageOptions(options=options))
     for left in reversed(range(rounds)):
-        root = ObjectRoot(place, lease_s=LEASE_S if elsewhere else 30.0)
+        root = ObjectHome(place, lease_s=LEASE_S if elsewhere else 30.0)
         meet.wait(120)
         outcomes.put(_try(root, elsewhere))
         meet.wait(120)  # who has it lives until all have asked

@@ -32,16 +32,16 @@ from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.home import candidates as catalog
-from safe_ckpt.core.home.retention import DeleteListed
+from safe_ckpt.core.home.retention import delete_listed
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.save import Destination, Facts, OnCommit, SaveRequest, Snapshot
-from safe_ckpt.core.staging import copy_plan, snapshot
+from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.writer import existing
 
 # Every copy is shared by two threads, as those of a large state are.
-copy_plan.PIECE_BYTES, snapshot._HELP_FROM = 4096, 1
+snapshot.PIECE_BYTES, snapshot._HELP_FROM = 4096, 1
 torch.set_num_threads(1)
 TIMES = Timeouts(lengthy_s=20, barrier_s=10, writer_stall_s=2, fsync_stall_s=2, peer_stall_s=2, shutdown_s=3)
 CONFIG = CheckpointConfig(
@@ -236,7 +236,7 @@ class Files(Numbered):
                 facts=Facts(step=number),
                 on_commit=OnCommit(
                     links=[Link(path=folder / "last.ckpt")],
-                    retention=DeleteListed(paths=to_delete) if to_delete else None,
+                    retention=delete_listed(to_delete) if to_delete else None,
                 ),
             )
             engine.save(request).result()

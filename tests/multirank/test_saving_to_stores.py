@@ -129,7 +129,7 @@ def test_one_rank_that_cannot_upload_fails_the_save_on_all(bucket):
         assert "(rank 1)" in message, told
     values(spawn_ranks(_goes_on, 2, 2, bucket.url(), timeout_s=60))
     left = [key for key in bucket.keys("run/") if "step-00000002" in key]
-    assert all(key.endswith("/manifest.json") for key in left)  # where it would be committed, a gravestone
+    assert all(key.endswith("/manifest.json") for key in left)  # where it would be committed, a tombstone
 
 
 def _goes_on(rank, world, url):

@@ -14,7 +14,7 @@ from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.core.staging.buffer import GRANULE, SharedBuffer
 from safe_ckpt.core.staging.cuda import Cuda, DeviceCopies, TensorCopy
 from safe_ckpt.core.staging.progress import read_mark
-from safe_ckpt.core.staging.snapshot import StagingCopy
+from safe_ckpt.core.staging.snapshot import CopyPlan, StagingCopy
 
 BASE = 4096
 
@@ -113,6 +113,13 @@ def moves_of(count=2, *, deferred=True):
     ]
 
 
+def staged(buffer, moves, cuda):
+    """The copy of these, of which ``cuda`` says where they are."""
+    devices = DeviceCopies(buffer, cuda)
+    turns = [[move for move in moves if move.deferred is deferred] for deferred in (False, True)]
+    return StagingCopy("c", buffer, tuple(CopyPlan.of(turn, devices.takes) for turn in turns), BASE + 800, cuda=cuda)
+
+
 def held(buffer, move):
     return buffer.bytes[move.offset : move.offset + move.size].view(torch.float32)
 
@@ -120,7 +127,7 @@ def held(buffer, move):
 def test_an_abandoned_copy_is_over_when_nothing_is_under_way(buffer):
     """Given up in the middle: what the device still has queued is done before the arena may be used again, not after."""
     cuda, moves = Remembering(), moves_of()
-    copy = StagingCopy("c", buffer, moves, BASE + 800, cuda=cuda)
+    copy = staged(buffer, moves, cuda)
     assert copy.run()
     (side,) = cuda.made
     assert len(side.queue) == 3  # the trainer's work, and two copies
@@ -143,7 +150,7 @@ def test_a_copy_that_fails_halfway_leaves_nothing_under_way(buffer, pins):
                 raise RuntimeError("CUDA out of memory")
 
     cuda = Failing(pins=pins)
-    copy = StagingCopy("c", buffer, moves_of(), BASE + 800, cuda=cuda)
+    copy = staged(buffer, moves_of(), cuda)
     copy.run()
     copy.run_deferred()
     assert copy.wait(0)
@@ -160,7 +167,7 @@ def test_a_device_that_is_lost_fails_the_copy_and_ends_it(buffer):
 
     cuda = Remembering()
     cuda.stream = lambda device: Lost("side")
-    copy = StagingCopy("c", buffer, moves_of(), BASE + 800, cuda=cuda)
+    copy = staged(buffer, moves_of(), cuda)
     copy.run()
     copy.abandon()
     assert copy.wait(0)
@@ -171,7 +178,7 @@ def test_started_copies_come_after_the_trainers_work(buffer):
     """A side stream begins behind what the trainer has queued, and the bytes are marked only when they are there."""
     cuda, moves = Remembering(), moves_of()
     cuda.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
-    copy = StagingCopy("c", buffer, moves, BASE + 800, cuda=cuda)
+    copy = staged(buffer, moves, cuda)
     assert copy.run()
     assert read_mark(memoryview(buffer.memory)) < moves[0].offset + moves[0].size
     copy.run_deferred()
@@ -184,7 +191,7 @@ def test_without_pinning_the_copying_thread_waits_for_the_trainers_stream(buffer
     """Another thread's stream knows nothing of the trainer's: it waits for what was queued there when the copy began."""
     cuda, moves = Remembering(pins=False), moves_of()
     cuda.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
-    copy = StagingCopy("c", buffer, moves, BASE + 800, cuda=cuda)
+    copy = staged(buffer, moves, cuda)
     assert copy.run()
     assert cuda.made == []
     thread = threading.Thread(target=copy.run_deferred, name="copying")
@@ -199,7 +206,7 @@ def test_what_cannot_wait_is_copied_on_the_trainers_stream(buffer):
     """In order with its work, and in place when the call returns."""
     cuda, moves = Remembering(), moves_of(deferred=False)
     cuda.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
-    copy = StagingCopy("c", buffer, moves, BASE + 800, cuda=cuda)
+    copy = staged(buffer, moves, cuda)
     assert not copy.run()
     assert copy.wait(0)
     assert [held(buffer, move)[0].item() for move in moves] == [11.0, 12.0]

@@ -34,7 +34,7 @@ def test_the_writer_process_imports_no_torch():
         import safe_ckpt.core.writer.process
         from safe_ckpt.core import storage
         from safe_ckpt.core.formats import file_plan, zip_archive
-        from safe_ckpt.core.health import examine
+        from safe_ckpt.extensions.health import examine
         for module in pkgutil.walk_packages(storage.__path__, storage.__name__ + "."):
             importlib.import_module(module.name)
         print([name for name in ("torch", "numpy", "yaml", "safetensors") if name in sys.modules])

@@ -17,8 +17,6 @@ PLACES = {
     "PurePath",
     "ObjectPath",
     "Place",
-    "Workspace",
-    "ObjectRoot",
     "FileHome",
     "ObjectHome",
 }

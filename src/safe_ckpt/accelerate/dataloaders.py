@@ -49,11 +49,12 @@ class Loaders:
         Raises:
             RestoreError: a place within an epoch was loaded for it, and it cannot go there.
         """
-        prepare(loader, given)
-        if self._of(loader) is None and is_placed_loader(loader):
-            self._watched[id(loader.base_dataloader)] = Placed(loader)
-        elif self._of(loader) is None and getattr(loader, "use_stateful_dataloader", False):
-            self._watched[id(loader.base_dataloader)] = _Watched.on(loader)
+        stateful = getattr(loader, "use_stateful_dataloader", False)
+        if isinstance(given, Resumable) and not stateful:
+            count(loader, type(given).skip)
+        inner = getattr(loader, "base_dataloader", None)
+        if self._of(loader) is None and (stateful or isinstance(inner, ForAccelerate)):
+            self._watched[id(inner)] = Placed(loader) if isinstance(inner, ForAccelerate) else _Watched.on(loader)
         if given is not None and self._late:
             self._go_to(loader, self._late.pop(0) or {})
 
@@ -301,17 +302,6 @@ class ForAccelerate(Resumable):
         raise AttributeError("state_dict")
 
 
-def prepare(loader: Any, given: Any) -> None:
-    """Have the inner loader of a prepared one count, as the loader that the user gave was to.
-
-    Args:
-        loader: what Accelerate made of it.
-        given: what the user gave.
-    """
-    if isinstance(given, Resumable) and not getattr(loader, "use_stateful_dataloader", False):
-        count(loader, type(given).skip)
-
-
 def count(loader: Any, skip: Skip) -> bool:
     """Have the inner loader of a prepared one count. Returns whether it does.
 
@@ -331,11 +321,6 @@ def count(loader: Any, skip: Skip) -> bool:
     counted.__dict__["looks_ahead"] = 2 * _ahead(loader) - 1  # an exception may come in the middle of the next turn
     loader.base_dataloader = counted
     return True
-
-
-def is_placed_loader(loader: Any) -> bool:
-    """Whether ``prepare`` did that."""
-    return isinstance(getattr(loader, "base_dataloader", None), ForAccelerate)
 
 
 def is_within(loader: Any) -> bool:

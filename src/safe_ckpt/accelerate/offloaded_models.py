@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from accelerate.utils import OffloadedWeightsLoader
 
-from safe_ckpt.adapters.extras import LazyTensor, dtensor, hugging_face, refuse_short
+from safe_ckpt.adapters.extras import refuse_short
 from safe_ckpt.errors import StateError
-
-Fetch = Callable[[], torch.Tensor]
 
 
 def is_offloaded(model: torch.nn.Module) -> bool:
@@ -23,37 +21,51 @@ def is_offloaded(model: torch.nn.Module) -> bool:
     return any(tensor.is_meta for _, tensor in _named(model))
 
 
-def tensors(model: torch.nn.Module, *, once: bool = True) -> dict[str, LazyTensor]:
+@dataclass(frozen=True)
+class Value:
+    """A tensor of a model.
+
+    Attributes:
+        tensor: as the model has it; on the meta device if it is offloaded.
+        held: the one in memory with its values; None if they are on disk.
+        fetch: returns that, or reads it.
+    """
+
+    tensor: torch.Tensor
+    held: torch.Tensor | None
+    fetch: Callable[[], torch.Tensor]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Value:
+        """One that is not offloaded."""
+        return cls(tensor, tensor, tensor.detach)
+
+    @property
+    def identity(self) -> set[object]:
+        """What two names of one tensor have in common. Equal values are not enough: zeros are equal to zeros.
+
+        Ties between two files of weights that were offloaded to disk are unknown: each name gets its values.
+        """
+        identity: set[object] = {id(self.tensor)}
+        if (held := self.held) is not None and held.numel():
+            view = (held.storage_offset(), held.dtype, tuple(held.shape), held.stride())
+            identity.add((str(held.device), held.untyped_storage().data_ptr(), view))
+        return identity
+
+
+def values(model: torch.nn.Module) -> dict[str, Value]:
     """Every parameter and persistent buffer under its name, module by module.
 
-    Ties between two files of weights that were offloaded to disk are unknown: each name gets its values.
-
-    Args:
-        model: whose.
-        once: tied ones under the first name alone, and nothing that does not fit safetensors.
-
     Raises:
-        StateError: one is on the meta device and no hook knows where it was offloaded to, or it does not fit safetensors.
+        StateError: one is on the meta device and no hook knows where it was offloaded to, or it has lost its memory.
     """
-    dtensor.refuse_partitioned(model)
-    lazies: dict[str, LazyTensor] = {}
-    seen: set[object] = set()
+    found: dict[str, Value] = {}
     homes = _homes(model)
     for name, tensor in _named(model):
-        held, fetch = (tensor, tensor.detach) if not tensor.is_meta else _offloaded(homes, name)
-        if fetch is None:
-            message = "is on the meta device, and no hook of Accelerate has its values: load the model first"
-            raise StateError(key=name, message=message)
-        identity = identity_of(tensor, held)
-        if once and seen & identity:
-            continue
-        seen |= identity
-        if held is not None:
+        found[name] = _offloaded(homes, name, tensor) if tensor.is_meta else Value.of(tensor)
+        if (held := found[name].held) is not None:
             refuse_short(name, held)
-        if once:
-            hugging_face.admit(name, tensor, tensor.dtype)
-        lazies[name] = LazyTensor(dtype=tensor.dtype, shape=tuple(tensor.shape), fetch=fetch)
-    return lazies
+    return found
 
 
 def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -102,12 +114,13 @@ def _hooks(module: torch.nn.Module) -> list[Any]:
     return list(getattr(hook, "hooks", [hook])) if hook is not None else []
 
 
-def _offloaded(homes: Mapping[str, _Home], name: str) -> tuple[torch.Tensor | None, Fetch | None]:
+def _offloaded(homes: Mapping[str, _Home], name: str, tensor: torch.Tensor) -> Value:
     for prefix in sorted(homes, key=len, reverse=True):  # a hook may stand for all modules below it
         home, local = homes[prefix], name[len(prefix) :]
         if name.startswith(prefix) and home.prefix + local in home.names:
-            return home.held(local), functools.partial(_look_up, home.values, home.prefix + local)
-    return None, None
+            return Value(tensor, home.held(local), functools.partial(_look_up, home.values, home.prefix + local))
+    message = "is on the meta device, and no hook of Accelerate has its values: load the model first"
+    raise StateError(key=name, message=message)
 
 
 def _look_up(values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -126,12 +139,3 @@ def _mapped(values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | Non
         return None
     file = np.memmap(f"{values.save_folder}/{name}.dat", dtype=np.uint8, mode="c")  # private: never written to the file
     return torch.from_numpy(file).view(kind).view(shape)
-
-
-def identity_of(tensor: torch.Tensor, held: torch.Tensor | None) -> set[object]:
-    """The keys that two names of one tensor have in common. Equal values are not enough: zeros are equal to zeros."""
-    identity: set[object] = {id(tensor)}
-    if held is not None and held.numel():
-        view = (held.storage_offset(), held.dtype, tuple(held.shape), held.stride())
-        identity.add((str(held.device), held.untyped_storage().data_ptr(), view))
-    return identity

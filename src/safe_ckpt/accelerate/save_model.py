@@ -20,14 +20,15 @@ from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 
 from safe_ckpt.accelerate import offloaded_models, strategies
 from safe_ckpt.accelerate.directories import AcceleratorSaver
+from safe_ckpt.accelerate.offloaded_models import Value
 from safe_ckpt.adapters import Attempt, FilePlan, Planned, torch_file
 from safe_ckpt.adapters.extras import (
     HIDDEN,
     MANIFEST_NAME,
     NAMES,
     Exporter,
+    FileHome,
     LazyTensor,
-    Workspace,
     dtensor,
     durable,
     export,
@@ -81,9 +82,9 @@ def save(saver: AcceleratorSaver, model: torch.nn.Module, directory: str | os.Pa
     files: list[FilePlan] = []
     attempt = Attempt()
     with attempt:
-        state = _state_of(accelerator, model, options)
+        state = _state_of(accelerator, model)
         if engine.rank == 0:
-            files = _files(state, options)
+            files = _files(_values_of(state), options)
     planned = Planned(files=files, error=attempt.error)
     if whole:
         engine.save(export.request_of(named.hold(path), path, planned.content(streamed=True))).result()
@@ -92,8 +93,8 @@ def save(saver: AcceleratorSaver, model: torch.nn.Module, directory: str | os.Pa
     return path
 
 
-def _state_of(accelerator: Any, model: torch.nn.Module, options: Options) -> Mapping[str, LazyTensor | torch.Tensor]:
-    """Names to tensors, on rank 0. Sharded tensors are gathered by Accelerate. Every rank calls this."""
+def _state_of(accelerator: Any, model: torch.nn.Module) -> Mapping[str, Any]:
+    """Names to tensors, or to ``Value``, on rank 0. Sharded tensors are gathered by Accelerate. Every rank calls this."""
     plain = hugging_face.unwrapped(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         plain = getattr(model, "module", model)
@@ -107,14 +108,12 @@ def _state_of(accelerator: Any, model: torch.nn.Module, options: Options) -> Map
     elif dtensor.has_parts(plain):
         return accelerator.get_state_dict(model) or {}
     dtensor.refuse_partitioned(plain)
-    if offloaded_models.is_offloaded(plain):
-        return offloaded_models.tensors(plain, once=options.safe_serialization)
-    return plain.state_dict()
+    return offloaded_models.values(plain) if offloaded_models.is_offloaded(plain) else plain.state_dict()
 
 
-def _files(state: Mapping[str, LazyTensor | torch.Tensor], options: Options) -> list[FilePlan]:
+def _files(values: Mapping[str, Value], options: Options) -> list[FilePlan]:
     if options.safe_serialization:
-        lazies = _once(state, options.dtype)
+        lazies = _once(values, options.dtype)
         split = split_state_dict_into_shards_factory(
             lazies,
             get_storage_size=lambda lazy: lazy.size_bytes,
@@ -122,7 +121,7 @@ def _files(state: Mapping[str, LazyTensor | torch.Tensor], options: Options) -> 
             max_shard_size=options.most_bytes(),
         )
         return _shards(lazies, split, safetensors.named_safetensors_image, utils.SAFE_WEIGHTS_NAME)
-    fetched = _fetched(state)
+    fetched = _fetched(values)
     split = split_torch_state_dict_into_shards(
         fetched, filename_pattern=utils.WEIGHTS_PATTERN_NAME, max_shard_size=options.most_bytes()
     )
@@ -141,46 +140,46 @@ def _shards(
     return [*planned, file_plan.bytes_image(f"{single}.index.json", body.encode())]
 
 
-def _once(state: Mapping[str, LazyTensor | torch.Tensor], dtype: torch.dtype | None) -> dict[str, LazyTensor]:
+def _once(values: Mapping[str, Value], dtype: torch.dtype | None) -> dict[str, LazyTensor]:
     """The tensors for safetensors: each under the first of its names, fetched and converted when it is written."""
     lazies: dict[str, LazyTensor] = {}
     seen: set[object] = set()
-    for name, value in _tensors(state).items():
-        identity = set() if isinstance(value, LazyTensor) else offloaded_models.identity_of(value, value)
-        if seen & identity:
+    for name, value in values.items():
+        if seen & value.identity:
             continue
-        seen |= identity
-        final = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
-        if isinstance(value, torch.Tensor):
-            hugging_face.admit(name, value, final)
-        elif final != value.dtype:
-            raise StateError(key=name, message="an offloaded model is saved in its own dtype: leave dtype out")
-        fetch = value.fetch if isinstance(value, LazyTensor) else functools.partial(value.detach().to, final)
-        lazies[name] = LazyTensor(dtype=final, shape=tuple(value.shape), fetch=fetch)
+        seen |= value.identity
+        tensor, fetch = value.tensor, value.fetch
+        final = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        hugging_face.admit(name, tensor, final)
+        if final != tensor.dtype:
+            if value.held is not tensor:
+                raise StateError(key=name, message="an offloaded model is saved in its own dtype: leave dtype out")
+            fetch = functools.partial(tensor.detach().to, final)
+        lazies[name] = LazyTensor(dtype=final, shape=tuple(tensor.shape), fetch=fetch)
     return lazies
 
 
-def _fetched(state: Mapping[str, LazyTensor | torch.Tensor]) -> dict[str, torch.Tensor]:
+def _fetched(values: Mapping[str, Value]) -> dict[str, torch.Tensor]:
     """The tensors themselves, all offloaded ones in host memory at once: a torch archive keeps ties."""
     by_home: dict[int, torch.Tensor] = {}
     fetched: dict[str, torch.Tensor] = {}
-    for name, value in _tensors(state).items():
-        tensor = value.fetch() if isinstance(value, LazyTensor) else value.detach()
+    for name, value in values.items():
+        tensor = value.fetch()
         home = tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
-        fetched[name] = by_home.setdefault(home, tensor) if isinstance(value, LazyTensor) else tensor
+        fetched[name] = tensor if value.held is value.tensor else by_home.setdefault(home, tensor)
     return fetched
 
 
-def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    tensors = {}
+def _values_of(state: Mapping[str, Any]) -> dict[str, Value]:
+    values = {}
     for name, value in state.items():
         if isinstance(value, str):
             logger.warning("%s is text and left out of the weights, as Accelerate leaves it out", name)
-        elif isinstance(value, LazyTensor | torch.Tensor):
-            tensors[name] = value
+        elif isinstance(value, Value | torch.Tensor):
+            values[name] = value if isinstance(value, Value) else Value.of(value)
         else:
             raise StateError(key=name, message=f"expected a tensor, got {type(value).__name__}")
-    return tensors
+    return values
 
 
 def _replace_each(saver: AcceleratorSaver, path: Path, planned: Planned) -> None:
@@ -206,7 +205,7 @@ def _replace_each(saver: AcceleratorSaver, path: Path, planned: Planned) -> None
         engine.let_go(workspace)
 
 
-def _put_in_place(workspace: Workspace, ready: Path, names: Sequence[str]) -> None:
+def _put_in_place(workspace: FileHome, ready: Path, names: Sequence[str]) -> None:
     """At every moment the directory has weights that are complete: those of before, or those in ``ready``."""
     path = workspace.path
     try:
@@ -225,7 +224,7 @@ def _put_in_place(workspace: Workspace, ready: Path, names: Sequence[str]) -> No
     workspace.discard([*(path / name for name in stale if not (path / name).is_dir()), ready.parent])
 
 
-def _publish(workspace: Workspace, final: Path, ready: Path, make: Callable[[Path], None]) -> None:
+def _publish(workspace: FileHome, final: Path, ready: Path, make: Callable[[Path], None]) -> None:
     staged = ready / "staged"
     make(staged)
     workspace.confirm()

@@ -11,13 +11,12 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.formats.verify import is_marked, verify_if_ours
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.candidates import WEIGHTS
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES, Candidate, NewCheckpoint, Pointer
-from safe_ckpt.core.home.retention import DeleteListed, KeepNewest, policy_of
+from safe_ckpt.core.home.retention import delete_listed, keep_newest, policy_of
 from safe_ckpt.core.home.standing import Catalog, is_of, named_by, standing_of
 from safe_ckpt.core.names import wrapped
 from safe_ckpt.core.resuming import resume
-from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.saving import commit_order, export, one_shot
 from safe_ckpt.core.saving.export import Exporter
 from safe_ckpt.core.saving.homes import refuse

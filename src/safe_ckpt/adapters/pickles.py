@@ -27,9 +27,9 @@ import torch
 from typing_extensions import Self
 
 from safe_ckpt.core.formats.torch_reading import load_data, refusing
-from safe_ckpt.core.health.regions import StandIns
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, StateError, TamperedError
+from safe_ckpt.layouts.top_level import StandIns
 
 __all__ = ["from_text", "load_data", "refuse_code", "refusing", "to_text", "warn_if_refused"]
 

@@ -14,8 +14,8 @@ from safe_ckpt.core.changing import changed_meanwhile
 from safe_ckpt.core.formats import torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.saving.save import Content, Snapshot, Streamed, Unplanned
-from safe_ckpt.core.state.models import Models
 from safe_ckpt.core.state.overlap import OverlapPlan
+from safe_ckpt.core.state.planner import Models
 from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.errors import CoordinationError
 
@@ -133,7 +133,7 @@ def know_models(engine: Engine, modules: Callable[[], Iterable[torch.nn.Module]]
 
 def go_on(engine: Engine, modules: Callable[[], Iterable[Any]]) -> None:
     """After a resume, as soon as training begins: have it warn if other parameters of these models are trained."""
-    engine.trained.expect(lambda: _by_name(modules()))
+    engine.extensions.ask("a resume", lambda one: one.training(lambda: _by_name(modules())))
 
 
 def _by_name(modules: Iterable[Any]) -> dict[str, torch.nn.Module]:

@@ -39,13 +39,14 @@ if TYPE_CHECKING:
     from safe_ckpt.adapters.tracking import Sinks
     from safe_ckpt.config import CheckpointConfig
     from safe_ckpt.core.formats.manifest import CheckpointInfo
-    from safe_ckpt.core.home.file_home import Workspace
+    from safe_ckpt.core.home.file_home import FileHome
     from safe_ckpt.core.home.home import Candidate
     from safe_ckpt.core.saving.save import SaveHandle
     from safe_ckpt.events import Hook
     from safe_ckpt.layouts.table import Kind
 
 logger = logging.getLogger(__name__)
+_FOREIGN = "%s was not written by safe_ckpt: it is loaded without verification"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -57,7 +58,7 @@ class OpenHome:
         catalog: what is committed in it; known on rank 0 only.
     """
 
-    workspace: Workspace
+    workspace: FileHome
     catalog: Catalog = field(default_factory=Catalog)
 
 
@@ -149,7 +150,12 @@ class Saver:
         """What may be resumed from in a directory, in no order. On rank 0."""
         return self._find(folder) if self._find is not None else candidates_in(folder, self._adapter)
 
-    def newest(self, home: OpenHome, find: Callable[[], Sequence[Candidate]] | None = None) -> CheckpointInfo | None:
+    def newest(
+        self,
+        home: OpenHome,
+        find: Callable[[], Sequence[Candidate]] | None = None,
+        verify: Callable[[Path], None] | None = None,
+    ) -> CheckpointInfo | None:
         """The newest checkpoint that every rank has verified a share of.
 
         A corrupt one is passed over, and moved into quarantine once an older one was found good.
@@ -157,6 +163,7 @@ class Saver:
         Args:
             home: the directory.
             find: lists the candidates on rank 0; None for ``candidates``.
+            verify: verifies this rank's share of one; None for ``verify_share``.
 
         Returns:
             None when there never was one.
@@ -165,12 +172,11 @@ class Saver:
             NoValidCheckpointError: there are checkpoints and none is usable.
             SafeCheckpointError: one could not be read; on every rank.
         """
-        reader = FileReader(self.engine, self.verify_share)
+        reader = FileReader(self.engine, verify or self.verify_share)
         chosen = resume.choose(self.engine, home.workspace, find or self._candidates_of(home), reader)
-        if chosen is None:
-            return None
-        self._warn_if_foreign(chosen.info.file_path)
-        return chosen.info
+        if chosen is not None and self.engine.rank == 0 and not chosen.info.verified:
+            logger.warning(_FOREIGN, chosen.info.file_path)
+        return chosen.info if chosen is not None else None
 
     def fetch(self, home: OpenHome, name: str | None) -> None:
         """With a mirror, bring what is newer there into a directory, or one by its name.
@@ -206,7 +212,8 @@ class Saver:
             SafeCheckpointError: it could not be read; on every rank.
         """
         resume.check(self.engine, path, self.verify_share)
-        self._warn_if_foreign(path)
+        if self.engine.rank == 0 and not presence.is_there(path / MANIFEST_NAME):
+            logger.warning(_FOREIGN, path)
 
     def verify_share(self, path: Path) -> None:
         """Verify this rank's share of one checkpoint, and refuse what would run code when a framework reads it.
@@ -335,10 +342,6 @@ class Saver:
 
     def _candidates_of(self, home: OpenHome) -> Callable[[], list[Candidate]]:
         return lambda: self.candidates(home.workspace.path)
-
-    def _warn_if_foreign(self, path: Path) -> None:
-        if self.engine.rank == 0 and not presence.is_there(path / MANIFEST_NAME):
-            logger.warning("%s was not written by safe_ckpt: it is loaded without verification", path)
 
 
 def candidates_in(folder: Path, adapter: str, kind: Kind | None = None) -> list[Candidate]:

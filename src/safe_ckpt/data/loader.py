@@ -144,7 +144,9 @@ class Resumable:
             place,
             batches=place.batches + given.count,
             now=now,
-            generators={name: _as_text(state) for name, state in self._drawn.items()},
+            generators={
+                name: state if isinstance(state, str) else rng.to_text(state) for name, state in self._drawn.items()
+            },
             turn=given.turn,
             workers={worker: _plain(state) for worker, state in given.workers.items()},
             undo=[
@@ -368,12 +370,7 @@ def made_of(loader: Loader, skip: Skip, mixin: type[Resumable]) -> Loader:
     return found  # type: ignore[no-any-return]
 
 
-def make(
-    kind: type[Any],
-    state: dict[str, Any],
-    skip: Skip,
-    mixin: type[Resumable] = Resumable,
-) -> Any:
+def make(kind: type[Any], state: dict[str, Any], skip: Skip, mixin: type[Resumable]) -> Any:
     """A loader of a subclass of ``kind``, with this state."""
     facts = {"__module__": __name__, "skip": skip}
     subclass: Any = type(f"Resumable{kind.__name__}", (mixin, kind), facts)
@@ -381,10 +378,6 @@ def make(
     # Past DataLoader's guard against changing attributes: these are the ones it was built with.
     made.__dict__.update(state)
     return made
-
-
-def _as_text(state: Any) -> str:
-    return state if isinstance(state, str) else rng.to_text(state)
 
 
 def _plain(state: Mapping[str, Any]) -> Mapping[str, Any]:

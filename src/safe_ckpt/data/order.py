@@ -90,18 +90,6 @@ def indices(sampler: Any, start: int, *, seed: int | None = None) -> Iterator[in
     return itertools.islice(iter(sampler), start, None)
 
 
-def count(sampler: Any, start: int) -> int:
-    """How many indices ``indices`` gives.
-
-    Raises:
-        TypeError: the sampler has no length.
-    """
-    if is_spread(sampler):
-        left, size = max(0, len(sampler.dataset) - start), sampler.num_replicas
-        return int(left // size if sampler.drop_last else -(-left // size))
-    return max(0, len(sampler) - start)
-
-
 def batches(sampler: Any, given: Iterable[int]) -> Iterator[list[int]]:
     """As ``torch.utils.data.BatchSampler`` has them.
 
@@ -140,7 +128,8 @@ def _spread(sampler: Any, start: int) -> Iterator[int]:
     order = torch.arange(size)
     if sampler.shuffle:
         order = torch.randperm(size, generator=torch.Generator().manual_seed(sampler.seed + sampler.epoch))
-    total = count(sampler, start) * ranks
+    rest = max(0, size - start)
+    total = (rest // ranks if sampler.drop_last else -(-rest // ranks)) * ranks
     left = order[start : start + total]
     missing = total - len(left)
     if missing > 0:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.saving.extension import Extension
-from safe_ckpt.extensions.health import Health
+from safe_ckpt.extensions.health.extension import Health
 from safe_ckpt.extensions.mirror.extension import Mirroring
 from safe_ckpt.extensions.record import Record
+from safe_ckpt.extensions.trained import Trained
 from safe_ckpt.extensions.unchanged import UnchangedExtension
 
 
 def assemble(config: CheckpointConfig) -> list[Extension]:
     """Those of these settings."""
     mirrors = [Mirroring()] if config.mirror.url is not None else []
-    return [Record(), UnchangedExtension(), Health(), *mirrors]
+    return [Record(), UnchangedExtension(), Health(), Trained(), *mirrors]

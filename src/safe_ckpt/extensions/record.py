@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from safe_ckpt import events
-from safe_ckpt.core.home.candidates import WEIGHTS
+from safe_ckpt.core.home.candidates import holds_weights_alone
 from safe_ckpt.core.saving.extension import Extension, Outcome, Run
 from safe_ckpt.core.saving.save import SaveJob, failed, since_epoch
 from safe_ckpt.errors import SafeCheckpointError
@@ -53,12 +53,11 @@ def _outcome(job: SaveJob, outcome: Outcome, rank: int) -> Iterator[events.Event
     if outcome.error is not None:
         yield failed(job.request, outcome.error, rank, now - job.started)
     elif (info := outcome.info) is not None:
-        notes = job.request.facts.notes
         yield events.Committed(
             **facts,
             path=str(info.path),
             sequence=info.sequence,
             size_bytes=info.size_bytes,
             seconds=now - job.started,
-            weights_only=notes.get("adapter") == WEIGHTS or bool(notes.get("weights_only")),
+            weights_only=holds_weights_alone(job.request.facts.notes),
         )

@@ -14,18 +14,15 @@ does not delete. So while another save is under way, these bytes are copied, too
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import xxhash
 
-from safe_ckpt.config import Health, Unchanged
 from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
-from safe_ckpt.core.health.examine import NAME as HEALTH
-from safe_ckpt.core.health.verdict import digest_of_patterns, is_sick
 from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.recent import Recent
 from safe_ckpt.core.saving.extension import Extension, Outcome, Run
@@ -34,8 +31,11 @@ from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.held import can_be_held, hold, stamp_at
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import is_directory
-from safe_ckpt.core.writer.existing import MOST_BYTES, UNCHANGED, Before, Existing, Tries
+from safe_ckpt.core.writer.existing import MOST_BYTES, UNCHANGED, Before, Existing
 from safe_ckpt.errors import CommitOutcomeUnknown, SafeCheckpointError
+from safe_ckpt.extensions.health.examine import NAME as HEALTH
+from safe_ckpt.extensions.health.verdict import digest_of_patterns, is_sick
+from safe_ckpt.extensions.tries import Tries
 
 if TYPE_CHECKING:
     from safe_ckpt.core.formats.file_plan import FilePlan
@@ -85,34 +85,109 @@ class _Directory:
     under_way: set[int] = field(default_factory=set)
 
 
+@dataclass(kw_only=True)
+class _Sharing:
+    """What one save shares with the checkpoints before.
+
+    Attributes:
+        root: the directory of its checkpoint.
+        directory: what is known of it.
+        number: of the save.
+        shared: the files that are not written.
+        perhaps: those, by path, that are not if the writer finds the same bytes.
+        found: what these are then.
+        written: what this rank has written, by path.
+    """
+
+    root: Place
+    directory: _Directory
+    number: int
+    shared: list[Existing] = field(default_factory=list)
+    perhaps: dict[str, Wanted] = field(default_factory=dict)
+    found: dict[str, Existing] = field(default_factory=dict)
+    written: Mapping[str, WrittenFile] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """The save is over, and what came of it was learnt: give back what it holds."""
+        for one in (*self.shared, *self.found.values()):
+            one.close()
+        self.directory.under_way.discard(self.number)
+
+
 class UnchangedExtension(Extension):
-    """See the module."""
+    """What one rank knows of the files that it wrote last. See the module."""
 
     name: ClassVar[str] = UNCHANGED
 
     def __init__(self) -> None:
-        self._sharing: dict[str, Sharing] = {}  # of saves that are not over, by ``op_id``
+        self._sharing: dict[str, _Sharing] = {}  # of saves that are not over, by ``op_id``
+        self._directories: Recent[Place, _Directory] = Recent(lambda one: bool(one.under_way))
 
     def opened(self, run: Run) -> None:
         """See ``Extension``."""
-        self._known = UnchangedFiles(run.config.unchanged, run.config.health, run.rank)
+        self._settings, self._health, self._rank = run.config.unchanged, run.config.health, run.rank
 
     def planning(self, request: SaveRequest) -> int:
         """See ``Extension``."""
-        content, facts = request.content, request.facts
-        return self._known.spared_bytes(content.files, request.destination.workspace.path, facts.unexamined)
+        root, unexamined = request.destination.workspace.path, request.facts.unexamined
+        wanted = (Wanted.of(plan, unexamined) for plan in request.content.files)
+        return sum(one.length for one in wanted if one is not None and self._candidate(one, root) is not None)
 
     def begun(self, job: SaveJob) -> Mapping[str, Existing]:
-        """See ``Extension``."""
-        facts = job.request.facts
-        sharing = self._known.find(job.request.content.files, job.workspace.path, facts.unexamined)
+        """See ``Extension``. Before training may change the tensors."""
+        root, unexamined = job.workspace.path, job.request.facts.unexamined
+        directory = self._directory(root)
+        sharing = _Sharing(root=root, directory=directory, number=directory.tries.begin())
+        later = bool(directory.under_way) and not can_be_held(root)
+        directory.under_way.add(sharing.number)
+        try:
+            for plan in job.request.content.files if self._settings.share else ():
+                if (wanted := Wanted.of(plan, unexamined)) is not None:
+                    self._look(plan, wanted, sharing, later=later)
+        except BaseException:  # a Ctrl-C among them
+            sharing.close()
+            raise
         self._sharing[job.op_id] = sharing
         return {one.path: one for one in sharing.shared}
 
+    def _look(self, plan: FilePlan, wanted: Wanted, sharing: _Sharing, *, later: bool) -> None:
+        """Tell whether a file is there already; ``later``: the writer is to look, once the save before is over."""
+        before = self._candidate(wanted, sharing.root)
+        if later or before is None or not _is_in_order(plan):
+            if before is not None or (later and plan.frozen):
+                sharing.perhaps[plan.path] = wanted
+            return
+        one = self._held(plan.path, before, sharing.root)
+        if one is not None and digest_of(plan) == before.xxh3_128:
+            sharing.shared.append(one)
+        elif one is not None:
+            one.close()
+
     def writing(self, job: SaveJob, path: str, plan: FilePlan) -> Any:
-        """See ``Extension``."""
+        """See ``Extension``, and ``UNCHANGED``. After all saves before it."""
         sharing = self._sharing.get(job.op_id)
-        return None if sharing is None else sharing.told(path)
+        if sharing is None:
+            return None
+        return {"earlier": self._earlier(sharing, path), "same_as": self._same_as(sharing, path)}
+
+    def _earlier(self, sharing: _Sharing, path: str) -> tuple[Any, ...] | None:
+        """Where nothing was shared for a while it is tried now and then only: it costs a hash."""
+        known, number = sharing.directory.known.get(path), sharing.directory.tries.count
+        fruitless = known is not None and known.fruitless >= _PATIENCE and number % _AGAIN > 1
+        if not self._settings.share or fruitless:
+            return None
+        if known is None or known.stamp is None or self._is_old(known):
+            return ()
+        return str(known.sources[0]), known.stamp.ctime_ns
+
+    def _same_as(self, sharing: _Sharing, path: str) -> str:
+        wanted = sharing.perhaps.get(path)
+        before = self._candidate(wanted, sharing.root) if wanted is not None else None
+        one = self._held(path, before, sharing.root, again=False) if before is not None else None
+        if one is None:
+            return ""
+        sharing.found[path] = one
+        return one.before.xxh3_128
 
     def recognised(self, job: SaveJob, results: Mapping[str, WrittenFile]) -> Mapping[str, Existing]:
         """See ``Extension``."""
@@ -123,7 +198,7 @@ class UnchangedExtension(Extension):
     def written(self, job: SaveJob, results: Mapping[str, WrittenFile]) -> Any:
         """See ``Extension``."""
         if (sharing := self._sharing.get(job.op_id)) is not None:
-            sharing.tell(results)
+            sharing.written = results
 
     def entry(self, result: WrittenFile) -> Mapping[str, Any]:
         """See ``Extension``."""
@@ -131,132 +206,38 @@ class UnchangedExtension(Extension):
 
     def ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
         """See ``Extension``."""
-        sharing = self._sharing.pop(job.op_id, None)
-        if sharing is not None:
+        if (sharing := self._sharing.pop(job.op_id, None)) is not None:
             try:
-                sharing.end(outcome)
+                self._learn_from(sharing, outcome)
             finally:
                 sharing.close()
         return None
 
-    def resumed(self, home: Home, info: CheckpointInfo, remembered: Any, verified: Manifest | None) -> None:
-        """See ``Extension``."""
-        if info.verified and is_directory(info.path):
-            self._known.recall(home.path, info.path, verified)
-
-
-class UnchangedFiles:
-    """What one rank knows of the files that it wrote last.
-
-    Args:
-        settings: whether files are shared.
-        health: how numbers are looked at.
-        rank: this rank.
-    """
-
-    def __init__(self, settings: Unchanged, health: Health, rank: int) -> None:
-        self._settings = settings
-        self._health = health
-        self._rank = rank
-        self._directories: Recent[Place, _Directory] = Recent(lambda one: bool(one.under_way))
-
-    def recall(self, root: Place, checkpoint: Place, verified: Manifest | None = None) -> None:
-        """Training goes on from this checkpoint of the directory ``root``.
-
-        Args:
-            root: the directory.
-            checkpoint: one in it.
-            verified: its manifest, with the files that were verified a moment ago; None where all of them were.
-        """
-        self.forget(root)
-        if not self._settings.share:
+    def _learn_from(self, sharing: _Sharing, outcome: Outcome) -> None:
+        """Take over what was committed."""
+        adopted, tries = (*sharing.shared, *sharing.found.values()), sharing.directory.tries
+        how = {one.how for one in adopted}
+        if "never" in how:  # the file system has no further names for files: for some saves everything is written
+            tries.refused()
+        if "sent" in how:  # the next save does not ask a store for a copy, and later ones less often
+            tries.failed()
+        if outcome.info is not None:
+            if "sent" not in how and any(file.shared_bytes for file in sharing.written.values()):
+                tries.worked()
+            self._learn(sharing, outcome.info.path)
             return
-        try:
-            manifest = verified or read_manifest(checkpoint)
-        except (OSError, SafeCheckpointError) as error:
-            logger.info("%s: its manifest cannot be read again, so all is written anew: %s", checkpoint, error)
-            return
-        health, known = manifest.health.get("files", {}), self._directory(root).known
-        for entry in manifest.files:
-            # Files of other ranks are not this rank's to share, and many ranks must not look at all files.
-            if entry.rank == self._rank and entry.size_bytes >= LEAST_SHARED_BYTES:
-                known[entry.path] = Before(
-                    sources=(checkpoint / entry.path,),
-                    stamp=stamp_at(checkpoint / entry.path),
-                    size_bytes=entry.size_bytes,
-                    xxh3_128=entry.xxh3_128,
-                    observed={HEALTH: health[entry.path]} if entry.path in health else {},
-                    age=entry.age,
-                )
+        if isinstance(outcome.error, CommitOutcomeUnknown):
+            sharing.directory.known = {}  # it may be committed, and what was the newest before may be deleted
+        if not all(one.is_held for one in adopted):
+            tries.failed()  # it relied on an object: the next one does not, and later ones less often
 
-    def spared_bytes(self, plans: Iterable[FilePlan], root: Place, unexamined: Sequence[str] = ()) -> int:
-        """How much of these probably need not be written. See ``find``."""
-        wanted = (Wanted.of(plan, unexamined) for plan in plans)
-        return sum(one.length for one in wanted if one is not None and self.candidate(one, root) is not None)
-
-    def find(self, plans: Sequence[FilePlan], root: Place, unexamined: Sequence[str] = ()) -> Sharing:
-        """Tell what is to be written from what is there already. On the thread that trains, before it may change the tensors.
-
-        Args:
-            plans: of the files of one save.
-            root: the directory of its checkpoint.
-            unexamined: patterns of names of tensors of which the numbers are not looked at, besides those of the settings.
-
-        Returns:
-            What is to be written, and what is not.
-        """
-        directory = self._directory(root)
-        number = directory.tries.begin()
-        later = bool(directory.under_way) and not can_be_held(root)
-        directory.under_way.add(number)
-        sharing = Sharing(self, root, number, directory.tries)
-        try:
-            for plan in plans:
-                wanted = Wanted.of(plan, unexamined) if self._settings.share else None
-                if wanted is None or not self._shared_now(plan, wanted, sharing, later=later):
-                    sharing.left.append(plan)
-        except BaseException:  # a Ctrl-C among them
-            sharing.close()
-            raise
-        return sharing
-
-    def _shared_now(self, plan: FilePlan, wanted: Wanted, sharing: Sharing, *, later: bool) -> bool:
-        before = self.candidate(wanted, sharing.root)
-        if later or before is None or not _is_in_order(plan):
-            if before is not None or (later and plan.frozen):
-                sharing.perhaps[plan.path] = wanted
-            return False
-        one = self.held(plan.path, before, sharing.root)
-        if one is not None and digest_of(plan) == before.xxh3_128:
-            sharing.shared.append(one)
-            return True
-        if one is not None:
-            one.close()
-        return False
-
-    def over(self, root: Place, number: int) -> None:
-        """See ``Sharing.close``."""
-        if (directory := self._directories.get(root)) is not None:
-            directory.under_way.discard(number)
-
-    def earlier(self, root: Place, path: str) -> tuple[Any, ...] | None:
-        """See ``existing.UNCHANGED``. Where nothing was shared for a while it is tried now and then only: it costs a hash."""
-        directory = self._directory(root)
-        known, number = directory.known.get(path), directory.tries.count
-        fruitless = known is not None and known.fruitless >= _PATIENCE and number % _AGAIN > 1
-        if not self._settings.share or fruitless:
-            return None
-        if known is None or known.stamp is None or self._is_old(known):
-            return ()
-        return str(known.sources[0]), known.stamp.ctime_ns
-
-    def learn(self, root: Place, checkpoint: Place, written: Mapping[str, WrittenFile]) -> None:
-        """These were committed at ``checkpoint``, in ``root``: this rank's files, by their paths in it."""
-        found, directory = {}, self._directory(root)
-        for path, file in written.items():
+    def _learn(self, sharing: _Sharing, checkpoint: Place) -> None:
+        """What this rank has written was committed at ``checkpoint``."""
+        found = {}
+        for path, file in sharing.written.items():
             if file.size_bytes < LEAST_SHARED_BYTES:
                 continue
-            place, before = checkpoint / path, directory.known.get(path)
+            place, before = checkpoint / path, sharing.directory.known.get(path)
             same = before is not None and (before.size_bytes, before.xxh3_128) == (file.size_bytes, file.xxh3_128)
             sources = (place, *(before.sources if same and before is not None else ()))
             found[path] = Before(
@@ -271,14 +252,35 @@ class UnchangedFiles:
                 repeated=same if before is not None and before.size_bytes == file.size_bytes else None,
                 fruitless=before.fruitless + 1 if before is not None and not file.shared_bytes else 0,
             )
-        directory.known = found
+        sharing.directory.known = found
 
-    def forget(self, root: Place) -> None:
-        """What the newest checkpoint of ``root`` is, is not known any more."""
-        if (directory := self._directories.get(root)) is not None:
+    def resumed(self, home: Home, info: CheckpointInfo, remembered: Any, verified: Manifest | None) -> None:
+        """See ``Extension``."""
+        if not (info.verified and is_directory(info.path)):
+            return
+        if (directory := self._directories.get(home.path)) is not None:
             directory.known = {}
+        if not self._settings.share:
+            return
+        try:
+            manifest = verified or read_manifest(info.path)
+        except (OSError, SafeCheckpointError) as error:
+            logger.info("%s: its manifest cannot be read again, so all is written anew: %s", info.path, error)
+            return
+        health, known = manifest.health.get("files", {}), self._directory(home.path).known
+        for entry in manifest.files:
+            # Files of other ranks are not this rank's to share, and many ranks must not look at all files.
+            if entry.rank == self._rank and entry.size_bytes >= LEAST_SHARED_BYTES:
+                known[entry.path] = Before(
+                    sources=(info.path / entry.path,),
+                    stamp=stamp_at(info.path / entry.path),
+                    size_bytes=entry.size_bytes,
+                    xxh3_128=entry.xxh3_128,
+                    observed={HEALTH: health[entry.path]} if entry.path in health else {},
+                    age=entry.age,
+                )
 
-    def candidate(self, wanted: Wanted, root: Place) -> Before | None:
+    def _candidate(self, wanted: Wanted, root: Place) -> Before | None:
         """What a file probably is."""
         directory = self._directories.get(root)
         before = directory.known.get(wanted.path) if directory is not None else None
@@ -307,80 +309,11 @@ class UnchangedFiles:
             return False
         return bool(known.get("ignored", "") == digest_of_patterns((*self._health.ignore, *unexamined)))
 
-    def held(self, path: str, before: Before, root: Place, *, again: bool = True) -> Existing | None:
+    def _held(self, path: str, before: Before, root: Place, *, again: bool = True) -> Existing | None:
         """The file before, to be relied upon; None if it was touched or is gone. ``again``: say what its numbers were."""
         examined = again and self._health.action != "off"
         fd = hold(before.sources, before.stamp, before.size_bytes)
         return Existing(path, before, fd, examined=examined) if fd is not None or not can_be_held(root) else None
-
-
-class Sharing:
-    """What one save shares with the checkpoints before. Made by ``UnchangedFiles.find``.
-
-    Args:
-        known: what this rank knows.
-        root: the directory of the checkpoint.
-        number: of the save.
-        tries: tells whether the next saves may share.
-
-    Attributes:
-        root: as given.
-        left: the files that are written.
-        shared: those that are not.
-        perhaps: those of ``left``, by path, that are not if the writer finds the same bytes.
-        found: what these are then.
-    """
-
-    def __init__(self, known: UnchangedFiles, root: Place, number: int, tries: Tries) -> None:
-        self._known = known
-        self._number = number
-        self._tries = tries
-        self.root = root
-        self.left: list[FilePlan] = []
-        self.shared: list[Existing] = []
-        self.perhaps: dict[str, Wanted] = {}
-        self.found: dict[str, Existing] = {}
-        self._written: Mapping[str, WrittenFile] = {}
-
-    def told(self, path: str) -> dict[str, Any]:
-        """What the writer is told of a file: see ``UNCHANGED``. On the background thread, after all saves before it."""
-        return {"earlier": self._known.earlier(self.root, path), "same_as": self._same_as(path)}
-
-    def _same_as(self, path: str) -> str:
-        wanted = self.perhaps.get(path)
-        before = self._known.candidate(wanted, self.root) if wanted is not None else None
-        one = self._known.held(path, before, self.root, again=False) if before is not None else None
-        if one is None:
-            return ""
-        self.found[path] = one
-        return one.before.xxh3_128
-
-    def tell(self, written: Mapping[str, WrittenFile]) -> None:
-        """This rank has written these, by their paths in the checkpoint. On the background thread."""
-        self._written = written
-
-    def end(self, outcome: Outcome) -> None:
-        """The save is over: take over what was committed. On the background thread."""
-        how = {one.how for one in (*self.shared, *self.found.values())}
-        if "never" in how:  # the file system has no further names for files: for some saves everything is written
-            self._tries.refused()
-        if "sent" in how:  # the next save does not ask a store for a copy, and later ones less often
-            self._tries.failed()
-        if outcome.info is not None:
-            if "sent" not in how and any(file.shared_bytes for file in self._written.values()):
-                self._tries.worked()
-            self._known.learn(self.root, outcome.info.path, self._written)
-            return
-        if isinstance(outcome.error, CommitOutcomeUnknown):
-            self._known.forget(self.root)  # it may be committed, and what was the newest before may be deleted
-        if not all(one.is_held for one in (*self.shared, *self.found.values())):
-            self._tries.failed()  # it relied on an object: the next one does not, and later ones less often
-
-    def close(self) -> None:
-        """The save is over, and what came of it was learnt: give back what it holds."""
-        for one in (*self.shared, *self.found.values()):
-            one.close()
-        self._known.over(self.root, self._number)
 
 
 def _is_in_order(plan: FilePlan) -> bool:

@@ -36,14 +36,16 @@ def tags(top: Path, usable: Sequence[Candidate]) -> Iterator[Note]:
     named = named_by(top / LATEST)
     wanted = named if named is not None and presence.is_directory(named) else None
     if wanted is not None and presence.is_there(wanted / MANIFEST_NAME):
-        own = next((_manifest(tag).sequence for tag in there if tag.path == wanted and tag.manifest is not None), None)
+        own = next((tag.manifest.sequence for tag in there if tag.path == wanted and tag.manifest is not None), None)
     else:
         own = None if wanted is None else -1  # one of another tool has no place in the order of commits
     beside = top if named is None else named.parent
     for tag in there:
         manifest = tag.manifest
         to_be_named = (
-            manifest is not None and manifest.notes.get("latest") and _is_from(top, tag, beside, below=named is None)
+            manifest is not None
+            and manifest.notes.get("latest")
+            and _is_from(top, tag, manifest, beside, below=named is None)
         )
         if wanted is not None and tag.path == wanted:
             yield Note(path=wanted, says="first", why=f"the file {LATEST} names it")
@@ -59,19 +61,13 @@ def is_tag(candidate: Candidate) -> bool:
     return candidate.foreign and DEEPSPEED.number_of(candidate.path.name) is not None
 
 
-def _manifest(tag: Candidate) -> Manifest:
-    if tag.manifest is None:
-        raise TypeError(f"{tag.path} has no manifest")
-    return tag.manifest
-
-
-def _is_from(top: Path, tag: Candidate, beside: Path, *, below: bool) -> bool:
+def _is_from(top: Path, tag: Candidate, manifest: Manifest, beside: Path, *, below: bool) -> bool:
     """Whether it is one that a ``latest`` in ``top`` was to name. Commits are counted by folder."""
     parent = tag.file_path.parent
     if not below or parent == top:
         return parent == beside
     # A job that saves into that folder itself has its own there.
-    return _manifest(tag).notes.get("tag") == f"{parent.name}/{tag.path.name}"
+    return manifest.notes.get("tag") == f"{parent.name}/{tag.path.name}"
 
 
 def copies(_: Path, usable: Sequence[Candidate]) -> Iterator[Note]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from safe_ckpt.core.storage import presence
 
@@ -74,7 +75,7 @@ class Layout:
         if not isinstance(content, dict):
             return replace(self, problem="is no checkpoint")
         step = content.get("global_step", -1)
-        without_state = "loops" not in content and ("state_dict" in content or self.name != LIGHTNING_FILE.name)
+        without_state = not has_training(content) and ("state_dict" in content or self.name != LIGHTNING_FILE.name)
         return replace(
             self, step=step if isinstance(step, int) else -1, problem=WEIGHTS_ONLY if without_state else self.problem
         )
@@ -105,6 +106,11 @@ def facts_file(path: Path) -> Path:
 def lightning_layout_of(path: Path) -> Layout:
     """The layout of a Lightning checkpoint, file or directory, judged by its name."""
     return (LIGHTNING_SHARDED if presence.is_directory(path) else LIGHTNING_FILE).describe(path)
+
+
+def has_training(content: Mapping[Any, Any]) -> bool:
+    """Whether a checkpoint of Lightning has more than weights. It has the loops anyway; with weights alone no schedulers."""
+    return "loops" in content and "lr_schedulers" in content
 
 
 def is_lightning_directory(path: Path) -> bool:

@@ -56,11 +56,11 @@ def top_level(path: Path) -> object:
             with zipfile.ZipFile(path) as archive:
                 name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
                 with archive.open(name) as stream:
-                    return _Blind(stream).load()
+                    return StandIns(stream, _stand_in, _Anything).load()
         with path.open("rb") as file:
             for _ in range(3):  # torch's format before 1.6: a magic number, a version, facts of the system, the object
-                _Blind(file).load()
-            return _Blind(file).load()
+                StandIns(file, _stand_in, _Anything).load()
+            return StandIns(file, _stand_in, _Anything).load()
     except OSError:
         raise
     except Exception:  # the bytes are no pickle: any error may come of them
@@ -88,15 +88,31 @@ class _Anything(dict):  # type: ignore[type-arg]
     __setstate__ = __setitem__ = append = extend = add = _ignore
 
 
-class _Blind(pickle.Unpickler):  # unpickles: stand-ins alone
-    """Rebuilds plain containers and numbers; no class is imported and no function is called."""
+class StandIns(pickle.Unpickler):  # unpickles: stand-ins alone
+    """Reads a pickle with what stands for the classes, functions and storages that it names.
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    Args:
+        stream: with the pickle.
+        find: gives what stands for a class or function, by module and name.
+        storage: makes what stands for a storage.
+    """
+
+    def __init__(self, stream: IO[bytes], find: Callable[[str, str], Any], storage: Callable[[], Any]) -> None:
         super().__init__(stream, encoding="latin-1")
+        self._find = find
+        self._storage = storage
 
     def find_class(self, module: str, name: str) -> Any:
-        return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Anything
+        """What stands for it."""
+        return self._find(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
-        del pid
-        return _Anything()
+        """What stands for a storage; before torch 1.6 also a class of a module, with its source."""
+        if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module":
+            return pid[1]
+        return self._storage()
+
+
+def _stand_in(module: str, name: str) -> type[Any]:
+    """What takes the place of a class or function: no class is imported and no function is called."""
+    return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Anything

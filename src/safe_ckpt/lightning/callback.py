@@ -198,7 +198,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         """Save if it is time to."""
         self._counts.batches += 1
         if self._saver is not None:
-            self._saver.note_batch()
+            self._saver.tracking.report(committed_only=True)  # does not wait
         # Such a module swaps in other weights during the save: the copy must be taken then.
         swaps = not pl_module.automatic_optimization and hasattr(pl_module, "saved_models")
         with self._deciding(at_once=swaps):
@@ -223,7 +223,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             )
         saver.stopping = True
         saver.wait()
-        saver.end_fit()
+        signals.end_fit(trainer, saver.undo)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Requeue the job if that is due: everything is committed and no directory is held, so SLURM may end it now."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +18,7 @@ from safe_ckpt.adapters.extras import commit_order, one_shot, presence, verify_i
 from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.errors import ConfigError
+from safe_ckpt.layouts.table import has_training
 from safe_ckpt.lightning.resume import WEIGHTS_NOTE
 
 if TYPE_CHECKING:
@@ -40,17 +40,10 @@ else:
 __all__ = ["CheckpointIO", "ModelCheckpoint"]
 
 
-@dataclass
-class Box:
-    """Catches one checkpoint that a strategy would write; stays empty on ranks that would not write."""
-
-    checkpoint: dict[str, Any] | None = None
-
-
 class SafeCheckpointIO(CheckpointIO):
     """Saves atomically, loads verified, and keeps saves and removals in one order.
 
-    Within ``saving_to`` a checkpoint is put into the box, and the caller saves it on all ranks together. Outside, as in the
+    Within ``saving_to`` a checkpoint is put into a list, and the caller saves it on all ranks together. Outside, as in the
     launcher of ``ddp_spawn`` after the end of ``fit``, it is written at once, in this process.
 
     Args:
@@ -65,20 +58,20 @@ class SafeCheckpointIO(CheckpointIO):
         super().__init__()
         self.base = base
         self.saver: TrainerSaver | None = None
-        self._box: Box | None = None
+        self._caught: list[dict[str, Any]] | None = None
         self.trusted: Path | None = None
 
     @contextlib.contextmanager
-    def saving_to(self, box: Box | None) -> Iterator[None]:
-        """While this is entered, the next save lands in ``box``.
+    def saving_to(self, caught: list[dict[str, Any]] | None) -> Iterator[None]:
+        """While this is entered, what a strategy would write lands in ``caught``, on the ranks that would write.
 
         With None it is written at once: for a save from a signal handler within another save.
         """
-        outer, self._box = self._box, box
+        outer, self._caught = self._caught, caught
         try:
             yield
         finally:
-            self._box = outer
+            self._caught = outer
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Called by the strategy, on rank 0 for unsharded ones.
@@ -90,14 +83,14 @@ class SafeCheckpointIO(CheckpointIO):
         """
         if storage_options is not None:
             raise TypeError("storage_options are not supported: safe_ckpt writes to local and mounted file systems")
-        if self._box is not None:
-            self._box.checkpoint = checkpoint
+        if self._caught is not None:
+            self._caught.append(checkpoint)
             return
         refuse_url(path, "save_checkpoint: filepath")
         target = Path(os.path.abspath(path))
         next_sequence = self.saver.next_sequence if self.saver is not None else commit_order.sequence_beside
         step = int(checkpoint.get("global_step", 0))
-        notes = {WEIGHTS_NOTE: "loops" not in checkpoint}
+        notes = {WEIGHTS_NOTE: not has_training(checkpoint)}
         one_shot.save_archive(checkpoint, target, sequence=next_sequence(target), step=step, notes=notes)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -7,57 +7,41 @@ A module or a callback may change parameters in between, unnoticed. So ``"auto"`
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from safe_ckpt.adapters import Attempt, Engine, FilePlan, Planned, torch_file
-from safe_ckpt.adapters.extras import OverlapPlan, file_plan, one_shot, open_coordinator
-from safe_ckpt.adapters.strategy import Sharded, Whole
-from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.adapters import Attempt, FilePlan, Planned, torch_file
+from safe_ckpt.adapters.extras import OverlapPlan, file_plan, open_coordinator
+from safe_ckpt.adapters.strategy import Whole
 from safe_ckpt.layouts.table import META
 from safe_ckpt.lightning import loop_state, strategies
-from safe_ckpt.lightning.checkpoint_io import Box, SafeCheckpointIO
-from safe_ckpt.lightning.resume import WEIGHTS_NOTE
+
+if TYPE_CHECKING:
+    from safe_ckpt.lightning.saver import TrainerSaver
 
 UNEXAMINED = tuple(f"{part}.*" for part in ("callbacks", "loops", "lr_schedulers", "hyper_parameters", loop_state.KEY))
 """Of a checkpoint: a score that is infinite before the first validation is no sign that training went bad."""
 _SWAPPERS = frozenset({"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"})
 
 
-def planned(
-    engine: Engine,
-    trainer: Any,
-    io: SafeCheckpointIO,
-    path: Path,
-    *,
-    weights_only: bool | None,
-    whole: bool,
-    noted: loop_state.Noted,
-    sharded: Sharded,
-) -> Planned:
+def planned(saver: TrainerSaver, path: Path, *, weights_only: bool | None, whole: bool) -> Planned:
     """The planned files of this rank, or what went wrong. Nothing is raised before all ranks know of it.
 
     Args:
-        engine: where the ranks meet; every rank calls this.
-        trainer: what to save.
-        io: the I/O in its strategy.
+        saver: of the Trainer; every rank calls this.
         path: the file's final name.
         weights_only: as in ``Trainer.save_checkpoint``.
         whole: whether the generators and loaders of all ranks belong to it.
-        noted: what the generators were where a resume has to go on.
-        sharded: plans states of which every rank has a part.
     """
-    attempt = Attempt()
-    capture = functools.partial(loop_state.capture, trainer, noted) if whole else None
-    checkpoint = _whole_checkpoint(engine, trainer, io, path, weights_only, capture, attempt)
+    attempt, engine, trainer = Attempt(), saver.engine, saver.trainer
+    checkpoint = _whole_checkpoint(saver, path, attempt, weights_only=weights_only, whole=whole)
     form = strategies.form_of(trainer.strategy)
     if form is not None and form.engine:
         arguments = strategies.for_engine(trainer.strategy, checkpoint or {})
         return strategies.engine_of(engine, trainer.strategy).plan(arguments, attempt)
     if form is not None and form.sharded:
-        return _sharded(engine, trainer, form, sharded, checkpoint, attempt)
+        return _sharded(saver, form, checkpoint, attempt)
 
     def files_of(complete: Mapping[str, Any]) -> list[FilePlan]:
         return [file_plan.single(torch_file(path.name, complete, key="checkpoint"), path.name)]
@@ -76,26 +60,20 @@ def planned(
 
 
 def _whole_checkpoint(
-    engine: Engine,
-    trainer: Any,
-    io: SafeCheckpointIO,
-    path: Path,
-    weights_only: bool | None,
-    capture: Callable[[], dict[str, Any]] | None,
-    attempt: Attempt,
+    saver: TrainerSaver, path: Path, attempt: Attempt, *, weights_only: bool | None, whole: bool
 ) -> dict[str, Any] | None:
-    """The Trainer's checkpoint, on rank 0 with what belongs to the ranks, if they ``capture`` anything."""
-    own, text, checkpoint = None, "", None
-    if capture is not None:
+    """The Trainer's checkpoint, on rank 0 with what belongs to the ranks, where the ``whole`` is wanted."""
+    own, text, checkpoint, several = None, "", None, saver.engine.coordinator.size > 1
+    if whole:
         with attempt:  # a loader of the user's may not know where it is
-            own = capture()
-            text = loop_state.to_text(own) if engine.coordinator.size > 1 else ""
+            own = loop_state.capture(saver.trainer, saver.noted)
+            text = loop_state.to_text(own) if several else ""
     with attempt:
-        checkpoint = dump(trainer, io, path, weights_only)
+        checkpoint = _dump(saver, path, weights_only)
     kept: dict[str, Any] = {"version": 1, "ranks": [own] if own is not None else []}
-    if capture is not None and engine.coordinator.size > 1:
+    if whole and several:
         texts: dict[int, str] = {}
-        engine.agree("ranks' states", local=lambda: text, decide=texts.update)
+        saver.engine.agree("ranks' states", local=lambda: text, decide=texts.update)
         with attempt:
             kept = loop_state.assemble(texts)
     if checkpoint is not None and kept["ranks"] and attempt.error is None:
@@ -104,34 +82,31 @@ def _whole_checkpoint(
 
 
 def _sharded(
-    engine: Engine,
-    trainer: Any,
-    form: strategies.Form,
-    sharded: Sharded,
-    checkpoint: dict[str, Any] | None,
-    attempt: Attempt,
+    saver: TrainerSaver, form: strategies.Form, checkpoint: dict[str, Any] | None, attempt: Attempt
 ) -> Planned:
     states: dict[str, Any] = {}
     files: list[FilePlan] = []
     with attempt:
         states, rest = strategies.split(checkpoint or {"state_dict": {}}, form)
-        if engine.rank == 0 and attempt.error is None:
+        if saver.engine.rank == 0 and attempt.error is None:
             files.append(torch_file(META, rest, key="checkpoint"))
-    return Planned.joined([Planned(files=files), sharded.plan({"": states}, attempt, {"": trainer.lightning_module})])
+    shards = saver.sharded.plan({"": states}, attempt, {"": saver.trainer.lightning_module})
+    return Planned.joined([Planned(files=files), shards])
 
 
-def dump(trainer: Any, io: SafeCheckpointIO, path: Path, weights_only: bool | None) -> dict[str, Any] | None:
+def _dump(saver: TrainerSaver, path: Path, weights_only: bool | None) -> dict[str, Any] | None:
     """What the strategy would write, on the ranks that would write it. A hook of the user's may raise anything."""
+    trainer = saver.trainer
     form = strategies.form_of(trainer.strategy)
     if form is not None:
         checkpoint = strategies.dump(trainer, form, weights_only)
         return checkpoint if form.sharded or form.gathers or trainer.is_global_zero else None
-    box = Box()
-    with io.saving_to(box):
+    caught: list[dict[str, Any]] = []
+    with saver.io.saving_to(caught):
         # What Trainer.save_checkpoint does, without its barrier: that has no way to learn of a failed rank.
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
         trainer.strategy.save_checkpoint(checkpoint, str(path))
-    return box.checkpoint
+    return caught[-1] if caught else None
 
 
 def numbers(trainer: Any) -> dict[str, float]:
@@ -157,15 +132,7 @@ def overlap_plan(trainer: Any, mode: Literal["auto", "eager", "overlapped"]) -> 
     return OverlapPlan([trainer.lightning_module], trainer.optimizers) or None
 
 
-def save_after_fit(
-    trainer: Any,
-    io: SafeCheckpointIO,
-    config: CheckpointConfig,
-    path: Path,
-    next_sequence: Callable[[], int],
-    *,
-    weights_only: bool | None,
-) -> None:
+def save_after_fit(saver: TrainerSaver, path: Path, *, weights_only: bool | None) -> None:
     """Save without an engine: rank 0 writes in this process, and the others wait for the outcome. Every rank calls this.
 
     Raises:
@@ -175,16 +142,15 @@ def save_after_fit(
 
     def take() -> None:
         nonlocal checkpoint
-        checkpoint = dump(trainer, io, path, weights_only)
+        checkpoint = _dump(saver, path, weights_only)
 
     def write(_: object) -> None:
         if checkpoint is not None:
-            step, notes = int(trainer.global_step), {WEIGHTS_NOTE: bool(weights_only)}
-            one_shot.save_archive(checkpoint, path, sequence=next_sequence(), step=step, notes=notes)
+            saver.io.save_checkpoint(checkpoint, path)
 
-    coordinator = open_coordinator(None, config.timeouts)
+    coordinator = open_coordinator(None, saver.config.timeouts)
     try:
-        limit_s, values = config.timeouts.lengthy_s, {"path": path}
+        limit_s, values = saver.config.timeouts.lengthy_s, {"path": path}
         phase = f"saving {path.name}"
         coordinator.agree("save", timeout_s=limit_s, must_match=values, local=take, decide=write, phase=phase)
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safe_ckpt.adapters.extras import Candidate, Workspace, catalog, commit_order
+from safe_ckpt.adapters.extras import Candidate, FileHome, catalog, commit_order
 from safe_ckpt.adapters.saver import Saver
 from safe_ckpt.adapters.tracking import Sinks
 from safe_ckpt.config import CheckpointConfig
@@ -37,7 +37,7 @@ class FileSaver(Saver):
         suffixes = self._suffixes.get(directory, ())
         return [one for suffix in suffixes for one in catalog.list_files(directory, suffix, is_lightning_directory)]
 
-    def of(self, path: Path) -> Workspace:
+    def of(self, path: Path) -> FileHome:
         """The directory in which ``path`` lies, else one on the same file system: unfinished files lie there."""
         if (held := self._above(path)) is not None:
             return held
@@ -56,7 +56,7 @@ class FileSaver(Saver):
         last = max((home.workspace.last_sequence for home in self.homes.values()), default=0)
         return commit_order.sequence_beside(path, after=last)
 
-    def _above(self, path: Path) -> Workspace | None:
+    def _above(self, path: Path) -> FileHome | None:
         return next((home.workspace for folder, home in self.homes.items() if folder in path.parents), None)
 
 

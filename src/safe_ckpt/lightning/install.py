@@ -128,7 +128,9 @@ def _install_io(trainer: Any) -> SafeCheckpointIO:
 def _writes_as_torch(io: Any) -> bool:
     """Whether it inherits writing and removing from Lightning's own I/O; it may read in its own way."""
     names = ("save_checkpoint", "remove_checkpoint")
-    return all(getattr(type(io), name).__qualname__ == f"TorchCheckpointIO.{name}" for name in names)
+    # One that only stands for another, such as a proxy, has them on no class.
+    methods = {name: getattr(type(io), name, None) for name in names}
+    return all(getattr(one, "__qualname__", "") == f"TorchCheckpointIO.{name}" for name, one in methods.items())
 
 
 def _is_unsharded(strategy: Any) -> bool:

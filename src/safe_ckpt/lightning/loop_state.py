@@ -106,7 +106,7 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
     state, batch = fit_loop.get("state_dict", {}), fit_loop["epoch_loop.batch_progress"]
     mid_epoch = bool(saved[0]["mid_epoch"]) if saved else not ended(batch)
     # One field, of the first rank: all ranks do the same, also those that were not there.
-    validate_again = bool(saved and saved[0].get("validate_again"))
+    validate_again = bool(saved[0].get("validate_again")) if saved else _was_validating(fit_loop)
     if saved:
         mine = saved[rank] if rank < len(saved) else None
     else:
@@ -124,6 +124,12 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
         broken_off=mid_epoch and go_on_within(fit_loop),
         validate_again=validate_again,
     )
+
+
+def _was_validating(fit_loop: Mapping[str, Any]) -> bool:
+    """Whether stock Lightning saved, such as at an exception, within a step of a validation."""
+    progress = fit_loop.get("epoch_loop.val_loop.batch_progress", {}).get("current", {})
+    return bool(progress) and progress["ready"] > progress["completed"]
 
 
 def _take_back(batch_progress: dict[str, Any]) -> None:

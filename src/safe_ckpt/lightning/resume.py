@@ -15,17 +15,16 @@ from safe_ckpt.adapters import CheckpointInfo
 from safe_ckpt.adapters.extras import (
     HIDDEN,
     Candidate,
-    FileReader,
+    FileHome,
     Link,
     NewCheckpoint,
-    Workspace,
     catalog,
     read_manifest,
     really_inside,
     resume,
 )
 from safe_ckpt.adapters.pickles import refusing
-from safe_ckpt.adapters.saver import Saver
+from safe_ckpt.adapters.saver import OpenHome, Saver
 from safe_ckpt.config import Timeouts
 from safe_ckpt.errors import (
     ConfigError,
@@ -49,7 +48,7 @@ LINKS = "links"
 WEIGHTS_NOTE = "weights_only"
 
 
-def notes(workspace: Workspace, *, links: list[Link], to_delete: list[Path], weights_only: bool) -> dict[str, Any]:
+def notes(workspace: FileHome, *, links: list[Link], to_delete: list[Path], weights_only: bool) -> dict[str, Any]:
     """Further entries of the manifest, with which the next run can finish what a killed one had begun."""
     below = workspace.path
 
@@ -127,15 +126,15 @@ def keep_from_tuner(trainer: Any, saver: TrainerSaver) -> None:
     saver.undo.put_methods(connector, {"restore": restore})
 
 
-def choose(saver: Saver, workspace: Workspace, suffix: str) -> Path | None:
+def choose(saver: Saver, home: OpenHome, suffix: str) -> Path | None:
     """The newest valid checkpoint in a held directory, verified on all ranks; None on a fresh run. Every rank calls this.
 
     Raises:
         NoValidCheckpointError: there are checkpoints and none is usable.
     """
-    engine = saver.engine
+    engine, workspace = saver.engine, home.workspace
 
-    def verified(path: Path) -> None:
+    def verify(path: Path) -> None:
         saver.verify_share(path)
         if engine.rank == 0:
             with contextlib.suppress(UnsupportedFormatError, IncompleteCheckpointError):  # of another tool
@@ -145,22 +144,19 @@ def choose(saver: Saver, workspace: Workspace, suffix: str) -> Path | None:
         listed = catalog.list_files(workspace.path, suffix, is_lightning_directory)
         return [_judged(candidate) for candidate in listed]
 
-    chosen = resume.choose(engine, workspace, judged, FileReader(engine, verified))
-    if chosen is None:
+    info = saver.newest(home, judged, verify)
+    if info is None:
         return None
-    info = chosen.info
     engine.agree(
         "finish", must_match={"path": info.path}, decide=lambda _: _finish(workspace, info, engine.config.timeouts)
     )
-    if not info.verified:
-        logger.warning("%s was written by another tool and carries no checksums: resuming unverified", info.path)
     return info.file_path
 
 
-def choose_beside(saver: Saver, workspace: Workspace, suffix: str, rival: Path) -> Path | None:
+def choose_beside(saver: Saver, home: OpenHome, suffix: str, rival: Path) -> Path | None:
     """As ``choose``; None also when ``rival``, from which Lightning would go on, is of a later step, or is all there is."""
     try:
-        chosen = choose(saver, workspace, suffix)
+        chosen = choose(saver, home, suffix)
     except NoValidCheckpointError as error:
         logger.warning("resuming from %s, which Lightning saved: %s", rival, error)
         return None
@@ -184,7 +180,7 @@ def _judged(candidate: Candidate) -> Candidate:
     return look_inside(candidate)
 
 
-def _due(workspace: Workspace, path: Path) -> tuple[dict[Path, str | None], list[Path]]:
+def _due(workspace: FileHome, path: Path) -> tuple[dict[Path, str | None], list[Path]]:
     """What was due when ``path`` was committed: the links with what they point to, and what is to be deleted.
 
     Raises:
@@ -218,7 +214,7 @@ def _due(workspace: Workspace, path: Path) -> tuple[dict[Path, str | None], list
         raise HostileCheckpointError(path=str(path), file="its notes", message=error.message) from error
 
 
-def _finish(workspace: Workspace, info: CheckpointInfo, timeouts: Timeouts) -> None:
+def _finish(workspace: FileHome, info: CheckpointInfo, timeouts: Timeouts) -> None:
     # Killed between its commit and its links and removals: they are due now, since what replaces them is good.
     if not info.verified:
         return
@@ -229,7 +225,7 @@ def _finish(workspace: Workspace, info: CheckpointInfo, timeouts: Timeouts) -> N
         logger.info("removed %s, as was due when %s was saved", path, info.name)
 
 
-def _link_again(workspace: Workspace, info: CheckpointInfo, path: Path, target: str | None, timeouts: Timeouts) -> None:
+def _link_again(workspace: FileHome, info: CheckpointInfo, path: Path, target: str | None, timeouts: Timeouts) -> None:
     if target is None:
         # A name of a newer file than this one is not taken from it.
         done = path.exists() and (path.samefile(info.file_path) or not _is_ours_and_older(path, info))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import CheckpointInfo, OnCommit, Patch, Planned, SaveHandle
-from safe_ckpt.adapters.extras import DeleteListed, Destination, Exporter, Facts, Link, SaveRequest
+from safe_ckpt.adapters.extras import Destination, Exporter, Facts, Link, SaveRequest, delete_listed
 from safe_ckpt.adapters.planning import go_on, know_models
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.adapters.strategy import Sharded
@@ -44,6 +44,10 @@ class TrainerSaver(FileSaver):
         io: the I/O that was installed.
 
     Attributes:
+        trainer: as given.
+        io: as given.
+        noted: what the generators were where a resume has to go on.
+        sharded: plans states of which every rank has a part.
         undo: what ``fit`` changed in the Trainer, until it ends.
         auto_directory: the directory of a callback with ``resume="auto"``.
         resumed_from: the checkpoint that it chose there.
@@ -58,8 +62,8 @@ class TrainerSaver(FileSaver):
     def __init__(self, trainer: Any, config: CheckpointConfig, io: SafeCheckpointIO) -> None:
         super().__init__(config, self._loggers)
         self._hooks: list[Hook] = []
-        self._trainer = trainer
-        self._io = io
+        self.trainer = trainer
+        self.io = io
         self.auto_directory: Path | None = None
         self.resumed_from: Path | None = None
         self.training = False
@@ -68,12 +72,12 @@ class TrainerSaver(FileSaver):
         self.stopper: SafeCheckpointCallback | None = None
         self.requeue_due = False
         self.continuation: Continuation | None = None
-        self._noted = Noted()
+        self.noted = Noted()
         self._requeue_wished = threading.Event()
         self._alone: SafeCheckpointError | None = None
         self.undo = Patch()
         self._last_whole: SaveHandle | None = None
-        self._sharded = Sharded(self.engine)
+        self.sharded = Sharded(self.engine)
         self._collector: tuple[Callable[[str], None], bool] | None = None
         self._busy = False
         self._out_by: float | None = None
@@ -81,8 +85,7 @@ class TrainerSaver(FileSaver):
     def _loggers(self) -> list[tuple[str, Callable[..., Any]]]:
         # log_metrics is looked up in the call, where an error is caught.
         return [
-            (type(one).__name__, lambda v, step, one=one: one.log_metrics(v, step=step))
-            for one in self._trainer.loggers
+            (type(one).__name__, lambda v, step, one=one: one.log_metrics(v, step=step)) for one in self.trainer.loggers
         ]
 
     def add_hooks(self, hooks: Iterable[Hook]) -> None:
@@ -109,10 +112,6 @@ class TrainerSaver(FileSaver):
     def holds(self, directory: Path) -> bool:
         """Whether this directory is taken already."""
         return directory in self.homes and not self.closed
-
-    def note_batch(self) -> None:
-        """A batch was trained on. Does not wait."""
-        self.tracking.report(committed_only=True)
 
     def land_on_exception(self) -> None:
         """As ``land``, but all waits after an exception together take ``shutdown_s`` at most.
@@ -149,7 +148,7 @@ class TrainerSaver(FileSaver):
 
         def at_end(info: CheckpointInfo | None) -> None:
             if owner is not None and info is not None and not info.marked:
-                report_commit(owner, self._trainer, info)
+                report_commit(owner, self.trainer, info)
             elif owner is not None and state is not None:
                 state.restore(owner)
 
@@ -173,11 +172,10 @@ class TrainerSaver(FileSaver):
             self._save_alone(target, weights_only)
         elif self._collector is not None and bool(weights_only) == self._collector[1]:
             self._collector[0](os.fspath(path))
-        elif self.closed and strategies.form_of(self._trainer.strategy) is not None:
+        elif self.closed and strategies.form_of(self.trainer.strategy) is not None:
             self._save_with_another(target, weights_only)
         elif self.closed:
-            sequence = functools.partial(self.next_sequence, target)
-            contents.save_after_fit(self._trainer, self._io, self.config, target, sequence, weights_only=weights_only)
+            contents.save_after_fit(self, target, weights_only=weights_only)
         else:
             if self._interrupted and not self.all_ranks_met_an_exception(path):
                 return
@@ -215,16 +213,16 @@ class TrainerSaver(FileSaver):
         So rank 0 writes its own state at once, in this process, and no rank waits for another. The file lacks the generators
         and loaders of the other ranks: a resume from it in mid-epoch is not exact.
         """
-        if strategies.form_of(self._trainer.strategy) is not None:
+        if strategies.form_of(self.trainer.strategy) is not None:
             cause = "a signal handler cannot wait for the other ranks, and each has only a part: save at the next step"
             raise SaveError(name=path.name, cause=cause, rank=self.engine.rank, phase="signal handler")
-        with self._io.saving_to(None):
-            checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only)
-            self._trainer.strategy.save_checkpoint(checkpoint, str(path))
+        with self.io.saving_to(None):
+            checkpoint = self.trainer._checkpoint_connector.dump_checkpoint(weights_only)
+            self.trainer.strategy.save_checkpoint(checkpoint, str(path))
 
     def _save_with_another(self, path: Path, weights_only: bool | None) -> None:
         """After ``fit``, with a strategy with which every rank writes: use another engine."""
-        again = TrainerSaver(self._trainer, self.config, self._io)
+        again = TrainerSaver(self.trainer, self.config, self.io)
         again.add_hooks(self._hooks)
         try:
             again.home(path.parent).workspace.start_after(self.next_sequence(path) - 1)
@@ -262,17 +260,17 @@ class TrainerSaver(FileSaver):
             suffix: of its files.
             rival: a file that Lightning would resume from; taken when it is the newer one.
         """
-        workspace = self.homes[directory].workspace
+        home = self.homes[directory]
         if rival is None:
-            self.resumed_from = resuming.choose(self, workspace, suffix)
+            self.resumed_from = resuming.choose(self, home, suffix)
         else:
-            self.resumed_from = resuming.choose_beside(self, workspace, suffix, rival)
-        self._io.trusted = self.resumed_from
+            self.resumed_from = resuming.choose_beside(self, home, suffix, rival)
+        self.io.trusted = self.resumed_from
         return self.resumed_from or rival
 
     def trusts(self, path: Path) -> bool:
         """Whether all ranks together have verified this one a moment ago. Once."""
-        trusted, self._io.trusted = self._io.trusted, None
+        trusted, self.io.trusted = self.io.trusted, None
         return trusted == path
 
     def end(self) -> None:
@@ -292,7 +290,7 @@ class TrainerSaver(FileSaver):
 
     @property
     def _interrupted(self) -> bool:
-        return str(getattr(self._trainer.state.status, "value", "")) == "interrupted"
+        return str(getattr(self.trainer.state.status, "value", "")) == "interrupted"
 
     def _left_s(self) -> float:
         self._out_by = self._out_by or time.monotonic() + self.config.timeouts.shutdown_s
@@ -302,17 +300,14 @@ class TrainerSaver(FileSaver):
         """The loops are about to run, and Lightning's own signal handlers are in place. Every rank calls this."""
         if not self.training:
             self.training = True
-            self._noted.watch(self._trainer, self.undo)
-            if self.resumed_from is None and self._trainer.ckpt_path:
-                self.engine.trained.recall_from(Path(os.path.abspath(self._trainer.ckpt_path)))
-            go_on(self.engine, lambda: [self._trainer.lightning_module])
-            self.prepare([self._trainer.lightning_module, *self._trainer.optimizers])
+            self.noted.watch(self.trainer, self.undo)
+            if self.resumed_from is None and self.trainer.ckpt_path:
+                path = Path(os.path.abspath(self.trainer.ckpt_path))
+                self.engine.extensions.ask("a resume", lambda one: one.named(path))
+            go_on(self.engine, lambda: [self.trainer.lightning_module])
+            self.prepare([self.trainer.lightning_module, *self.trainer.optimizers])
             asked = self._requeue_wished.set
             self.engine.watch_signals(functools.partial(signals.without_lightnings, at_requeue_signal=asked))
-
-    def end_fit(self) -> None:
-        """Let ``fit`` return after this batch."""
-        signals.end_fit(self._trainer, self.undo)
 
     def all_ranks_met_an_exception(self, wanted: Any) -> bool:
         """Whether all ranks save ``wanted`` at an exception; known within ``peer_stall_s``. Each rank that does calls this.
@@ -331,7 +326,7 @@ class TrainerSaver(FileSaver):
     def follow(self, before: TrainerSaver) -> None:
         """Continue for the ``fit`` of a saver that has ended."""
         self.training = before.training
-        self._noted = before._noted
+        self.noted = before.noted
 
     def agree_on_requeue(self) -> bool:
         """Whether the signal that ended the run was the one at which Lightning requeues the job. Every rank calls this."""
@@ -345,38 +340,27 @@ class TrainerSaver(FileSaver):
         primary = Path(os.path.abspath((pending.saves or [*pending.links, *pending.removals])[0]))
         workspace = self.of(primary)
         planned = Planned()
-        know_models(self.engine, lambda: [self._trainer.lightning_module])
+        know_models(self.engine, lambda: [self.trainer.lightning_module])
         if pending.saves:
-            fitting = self.training and str(getattr(self._trainer.state.fn, "value", "")) == "fit"
-            planned = contents.planned(
-                self.engine,
-                self._trainer,
-                self._io,
-                primary,
-                weights_only=weights_only,
-                whole=fitting and not weights_only,
-                noted=self._noted,
-                sharded=self._sharded,
-            )
+            fitting = self.training and str(getattr(self.trainer.state.fn, "value", "")) == "fit"
+            planned = contents.planned(self, primary, weights_only=weights_only, whole=fitting and not weights_only)
         links = [Link(path=Path(os.path.abspath(path))) for path in pending.saves[1:]]
         links += [Link(path=Path(os.path.abspath(path)), target=target) for path, target in pending.links.items()]
         to_delete = [Path(os.path.abspath(path)) for path in pending.to_delete]
         notes = resuming.notes(workspace, links=links, to_delete=to_delete, weights_only=bool(weights_only))
-        form = strategies.form_of(self._trainer.strategy)
+        form = strategies.form_of(self.trainer.strategy)
         is_directory = form is not None and form.sharded and bool(pending.saves)
         return SaveRequest(
             destination=Destination(workspace=workspace, path=primary, kind="directory" if is_directory else "file"),
             content=planned.content(
-                overlap=contents.overlap_plan(self._trainer, self.config.snapshot)
-                if planned.files and overlap
-                else None
+                overlap=contents.overlap_plan(self.trainer, self.config.snapshot) if planned.files and overlap else None
             ),
             facts=Facts(
-                step=int(self._trainer.global_step),
-                metrics=contents.numbers(self._trainer),
+                step=int(self.trainer.global_step),
+                metrics=contents.numbers(self.trainer),
                 notes={**planned.notes, **notes},
                 unexamined=contents.UNEXAMINED,
             ),
             must_match={"names": ", ".join([*pending.saves, *pending.links])},
-            on_commit=OnCommit(links=links, retention=DeleteListed(paths=to_delete) if to_delete else None),
+            on_commit=OnCommit(links=links, retention=delete_listed(to_delete) if to_delete else None),
         )

@@ -18,9 +18,8 @@ from safe_ckpt.config import Timeouts, WriterConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
-from safe_ckpt.core.home.file_lock import JobLock
+from safe_ckpt.core.home.file_lock import JobLock, read_lock
 from safe_ckpt.core.home.home import HIDDEN
-from safe_ckpt.core.home.lease import read_lock
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.copier import FileCopy, Stamp, copy_files
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions

@@ -24,22 +24,18 @@ from safe_ckpt.adapters.extras import safetensors as safetensors_format
 
 
 class Catch:
-    """The files that were caught, by their path within the folder; a later one replaces an earlier.
+    """What was caught; a later file replaces an earlier one.
 
     Attributes:
+        files: by their path within the folder, in the order in which they were written first.
         shards: the state dicts for ``torch.distributed.checkpoint``, by the name of the folder that they go into.
     """
 
     def __init__(self, folder: Path) -> None:
+        self.files: dict[str, FilePlan] = {}
         self.shards: dict[str, Mapping[str, Any]] = {}
         self._folder = folder
         self._thread = threading.get_ident()
-        self._caught: dict[str, FilePlan] = {}
-
-    @property
-    def files(self) -> list[FilePlan]:
-        """In the order in which they were written first."""
-        return list(self._caught.values())
 
     def name_of(self, target: Any) -> str | None:
         """The path within the folder; None for a target elsewhere, or from another thread."""
@@ -47,10 +43,6 @@ class Catch:
             return None
         path = Path(os.path.abspath(target))
         return path.relative_to(self._folder).as_posix() if path.is_relative_to(self._folder) else None
-
-    def take(self, file: FilePlan) -> None:
-        """One more file."""
-        self._caught[file.path] = file
 
 
 @contextlib.contextmanager
@@ -70,7 +62,7 @@ def catching(folder: Path, *, shards: bool = False) -> Iterator[Catch]:
         if name is None or (isinstance(obj, dict) and not obj):
             save(obj, f, *args, **kwargs)
         else:
-            catch.take(torch_file(name, obj))
+            catch.files[name] = torch_file(name, obj)
 
     def caught_save_file(
         tensors: dict[str, torch.Tensor], filename: Any, metadata: Mapping[str, str] | None = None, **kwargs: Any
@@ -82,7 +74,7 @@ def catching(folder: Path, *, shards: bool = False) -> Iterator[Catch]:
         if name is None or kwargs or not tensors or not safetensors_format.fits_safetensors(dict(tensors)):
             save_file(tensors, filename, metadata=dict(metadata) if metadata else None, **kwargs)
         else:
-            catch.take(safetensors_format.safetensors_image(name, dict(tensors), metadata))
+            catch.files[name] = safetensors_format.safetensors_image(name, dict(tensors), metadata)
 
     with Patch(torch, {"save": caught_save}) as patch:
         patch.put(safetensors.torch, {"save_file": caught_save_file})

@@ -29,20 +29,22 @@ class DataPlace:
 
     Args:
         folder: the checkpoint that training goes on from; None where it begins.
+        rank: of this process.
         skips: whether batches are left out at all: ``ignore_data_skip`` is off.
     """
 
-    def __init__(self, folder: str | None, *, skips: bool) -> None:
+    def __init__(self, folder: str | None, rank: int, *, skips: bool) -> None:
+        self._rank = rank
         self._folder = folder if skips else None
         self._placed: placed_loaders.Placed | None = None
         self._loader: Any = None
         self._is_there = False
 
-    def watch(self, loader: Any, rank: int) -> None:
+    def watch(self, loader: Any) -> None:
         """Count from now on, and go to a place between two epochs."""
         inner = getattr(loader, "base_dataloader", None)
         if type(inner) is not DataLoader or not placed_loaders.count(loader, None):
-            if self._state(rank) is not None:
+            if self._state() is not None:
                 message = (
                     "the checkpoint has the place of a loader that was counted; %s of now is not. The Trainer leaves out as "
                     "many batches as were trained on, and what it draws may differ"
@@ -50,26 +52,25 @@ class DataPlace:
                 logger.warning(message, type(inner if inner is not None else loader).__name__)
             return  # it knows its place itself, or cannot be counted
         self._loader, self._placed = loader, placed_loaders.Placed(loader, between=True)
-        state = self._state(rank)
+        state = self._state()
         if state is not None and not state["position"].get("begun"):
             self._go_to(state)
 
-    def save(self, folder: str, rank: int) -> None:
+    def save(self, folder: str) -> None:
         """Write the state of this process's loader."""
         if self._placed is not None:
-            torch.save(self._placed.state(), Path(folder) / _FILE.format(rank=rank))
+            torch.save(self._placed.state(), Path(folder) / _FILE.format(rank=self._rank))
 
-    def skip(self, loader: Any, batches: int, rank: int, stock: Callable[..., Any], rng: Callable[[], None]) -> Any:
+    def skip(self, loader: Any, batches: int, stock: Callable[..., Any], rng: Callable[[], None]) -> Any:
         """Stands in for ``skip_first_batches``: the same loader, which begins behind these batches, if that is its place.
 
         Args:
             loader: of the Trainer.
             batches: how many to leave out.
-            rank: of this process.
             stock: what to do otherwise.
             rng: sets the generators of this process to where they were at the save.
         """
-        state = self._state(rank) if loader is self._loader and self._loader is not None else None
+        state = self._state() if loader is self._loader and self._loader is not None else None
         if state is None or not self._go_to(state):
             return stock(loader, batches)
         if not has_length(loader):
@@ -89,11 +90,11 @@ class DataPlace:
         there, self._is_there = self._is_there, False
         return there
 
-    def _state(self, rank: int) -> dict[str, Any] | None:
+    def _state(self) -> dict[str, Any] | None:
         if self._folder is None:
             return None
         try:
-            return saved_state(Path(self._folder), _FILE, rank)[0]
+            return saved_state(Path(self._folder), _FILE, self._rank)[0]
         except _PICKLED as error:  # a stream whose state is not plain data
             logger.warning("cannot read the place in the data from %s: %s", self._folder, error)
             return None

@@ -88,7 +88,7 @@ class SafeCheckpointMixin(_Base):
         """
         check = functools.partial(_check, self, resume_from_checkpoint)
         config, _ = config_and_more(self.checkpoint_config, check)
-        with TrainerSaver(config, self.checkpoint_hooks) as saver, saver.loading(self):
+        with TrainerSaver(config, self.checkpoint_hooks) as saver, saver.sharing.loading(self):
             self._safe_saver = saver
             self._begun_in = os.getcwd()  # a relative output_dir means the place that it names now
             try:
@@ -101,7 +101,9 @@ class SafeCheckpointMixin(_Base):
                 if path is not None:
                     saver.warn_if_weights_only(Path(path))
                     go_on(saver.engine, lambda: [self.model])
-                place = self._data_place = DataPlace(path, skips=not self.args.ignore_data_skip)
+                place = self._data_place = DataPlace(
+                    path, self.args.process_index, skips=not self.args.ignore_data_skip
+                )
                 with Patch(upstream, {"skip_first_batches": self._skipping(place, path)}):
                     return super().train(path, *args, **kwargs)
             finally:
@@ -115,7 +117,7 @@ class SafeCheckpointMixin(_Base):
         """See ``Trainer.get_train_dataloader``. Within ``train()`` the loader counts what it gives."""
         loader = super().get_train_dataloader()
         if self._data_place is not None:
-            self._data_place.watch(loader, self.args.process_index)
+            self._data_place.watch(loader)
         return loader
 
     def _skipping(self, place: DataPlace, path: str | None) -> Callable[..., Any]:
@@ -123,9 +125,7 @@ class SafeCheckpointMixin(_Base):
 
         def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
             # The Trainer sets the generators after the next batch is there, and what is drawn for it would be another number.
-            return place.skip(
-                dataloader, num_batches, self.args.process_index, stock, lambda: self._load_rng_state(path)
-            )
+            return place.skip(dataloader, num_batches, stock, lambda: self._load_rng_state(path))
 
         return skip_first_batches
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer_callback import ExportableState
 
 from safe_ckpt.adapters import Attempt, OnCommit, Planned, SaveHandle
-from safe_ckpt.adapters.extras import HIDDEN_TOO, Candidate, KeepNewest, presence, refuse_short
+from safe_ckpt.adapters.extras import HIDDEN_TOO, Candidate, keep_newest, presence, refuse_short
 from safe_ckpt.adapters.planning import know_models
 from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
 from safe_ckpt.config import CheckpointConfig
@@ -34,12 +33,15 @@ class TrainerSaver(Saver):
     Args:
         config: settings.
         hooks: called with what happens.
+
+    Attributes:
+        sharing: plans and loads what several processes have parts of.
     """
 
     def __init__(self, config: CheckpointConfig, hooks: Iterable[Hook] = ()) -> None:
         owner = "a Transformers Trainer; it is free when train() has ended"
         super().__init__(config, ADAPTER, find=candidates, owner=owner, hooks=hooks)
-        self._sharing = Sharing(self.engine)
+        self.sharing = Sharing(self.engine)
         self._handles: dict[int, SaveHandle] = {}
         self._best: tuple[Any, Any, Any] = None, None, None
 
@@ -72,10 +74,6 @@ class TrainerSaver(Saver):
                 "optimizer, its schedule and the generators begin afresh. To resume exactly, save with save_only_model=False",
                 path,
             )
-
-    def loading(self, trainer: Any) -> AbstractContextManager[None]:
-        """While this is entered, what the Trainer loads is complete."""
-        return self._sharing.loading(trainer)
 
     def save_trainer(self, trainer: Any, path: Path) -> Path:
         """Take a snapshot of what the Trainer would write and have it written. Returns where it will be.
@@ -122,15 +120,15 @@ class TrainerSaver(Saver):
         limit = trainer.args.save_total_limit
         know_models(self.engine, lambda: [trainer.model])
         attempt = Attempt()
-        noting = self._sharing.noting(trainer, folder)
+        noting = self.sharing.noting(trainer, folder)
         with noting as noted, catching(folder, shards=trainer.is_fsdp_enabled) as caught, attempt:
             if not is_shared(trainer):  # Transformers looks for shared memory in them: its error names none
                 for name, parameter in trainer.model.named_parameters():
                     refuse_short(name, parameter)
             _write(trainer, str(folder))  # the Trainer or a callback may raise anything
-        shared = self._sharing.plan(trainer, noted, caught, attempt.error)
-        planned = Planned.joined([Planned(files=caught.files), shared])
-        retention = KeepNewest(limit=limit, best=Path(best) if best else None) if limit else None
+        shared = self.sharing.plan(trainer, noted, caught, attempt.error)
+        planned = Planned.joined([Planned(files=list(caught.files.values())), shared])
+        retention = keep_newest(limit, Path(best) if best else None) if limit else None
         step = int(trainer.state.global_step)
         handle = self.save(
             home,
@@ -164,7 +162,7 @@ def _write(trainer: Any, folder: str) -> None:
         trainer._save_scaler(folder)
         trainer._save_rng_state(folder)
         if trainer._data_place is not None:
-            trainer._data_place.save(folder, trainer.args.process_index)
+            trainer._data_place.save(folder)
     if not trainer.args.should_save:
         return
     for callback in [*trainer.callback_handler.callbacks, trainer.control]:

@@ -8,7 +8,7 @@ import torch
 from safe_ckpt import Checkpointer
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.home import HIDDEN
-from safe_ckpt.core.home.lease import Lease, _fate_of_process
+from safe_ckpt.core.home.lease import Lease, fate_of_process, own_lease
 from safe_ckpt.errors import DirectoryInUseError
 
 NAMES = ("events.jsonl", "events.jsonl.1", "lock", "lock.seen", "lock.alive", "lock.x")
@@ -66,10 +66,11 @@ def test_a_pipe_in_the_place_of_what_was_seen_is_not_waited_for(tmp_path):
 
 def test_a_holder_that_cannot_be_looked_at_is_not_dead(monkeypatch):
     """Without descriptors, say, nothing is known of it."""
-    assert _fate_of_process(os.getpid(), 0) == "alive"
+    lease = own_lease(token="x", started_at="2026-01-01", lease_s=60.0)
+    assert fate_of_process(lease) == "alive"
 
     def refuse(_):
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr("safe_ckpt.core.home.lease.process_start", refuse)
-    assert _fate_of_process(os.getpid(), 0) == "unknown"
+    assert fate_of_process(lease) == "unknown"

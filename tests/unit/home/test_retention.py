@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from safe_ckpt import CheckpointInfo, Retention
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest
-from safe_ckpt.core.home.retention import DeleteListed, KeepNewest, after_commit, best, to_delete
+from safe_ckpt.core.home.retention import after_commit, best, delete_listed, keep_newest, to_delete
 from safe_ckpt.core.home.standing import Catalog
 
 
@@ -70,7 +70,7 @@ def test_rotation_is_that_of_the_trainer(sequences, limit, best):
         for n in sequences
     ]  # fmt: skip
     chosen = committed[best].path if 0 <= best < len(committed) else None
-    paths = KeepNewest(limit=limit, best=chosen).to_delete(committed)
+    paths = keep_newest(limit, chosen)(committed)
     gone = [info for info in committed if info.path in paths]
     left = sorted((i for i in committed if i not in gone), key=lambda i: i.sequence)
     assert chosen not in [info.path for info in gone]
@@ -93,10 +93,10 @@ def test_the_catalog_decides_with_the_policy(tmp_path):
     for one in made[:4]:
         assert after_commit(one, catalog, None) is None
     _committed(tmp_path / "step-3", 3)  # saved again by another job
-    decision = after_commit(made[4], catalog, KeepNewest(limit=1))
+    decision = after_commit(made[4], catalog, keep_newest(1))
     assert (decision.to_delete, decision.kept) == ([made[0].path, made[3].path], ["step-2", "step-5"])
     assert [one.step for one in catalog.committed] == [2, 3, 5]
-    listed = after_commit(made[4], None, DeleteListed(paths=[tmp_path / "old"]))
+    listed = after_commit(made[4], None, delete_listed([tmp_path / "old"]))
     assert (listed.to_delete, listed.kept) == ([tmp_path / "old"], [])
 
 

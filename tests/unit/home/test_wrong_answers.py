@@ -12,10 +12,9 @@ from kit.fault_proxy import FaultProxy
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.config import Mirror
 from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.home import object_head
-from safe_ckpt.core.home import object_lock as object_owner
+from safe_ckpt.core.home import object_head, object_lock
 from safe_ckpt.core.home.object_head import Head, folders_of, list_objects, read_head
-from safe_ckpt.core.home.object_home import ObjectRoot
+from safe_ckpt.core.home.object_home import ObjectHome
 from safe_ckpt.core.home.object_lock import owner_of, take_away
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
@@ -92,7 +91,7 @@ def briefly(monkeypatch):
 @pytest.fixture
 def elsewhere(monkeypatch):
     """Every owner looks like one on another host: only its signs of life count."""
-    monkeypatch.setattr(object_owner, "fate_of_process", lambda _: "unknown")
+    monkeypatch.setattr(object_lock, "fate_of_process", lambda _: "unknown")
 
 
 def state(value):
@@ -114,7 +113,7 @@ def resumed(bucket):
 
 def opened(place, **more):
     patience_s = more.pop("patience_s", None)
-    root = ObjectRoot(place, lease_s=more.pop("lease_s", 60), **more)
+    root = ObjectHome(place, lease_s=more.pop("lease_s", 60), **more)
     root.open(patience_s)
     return root
 
@@ -137,7 +136,7 @@ def test_an_old_list_is_no_answer(bucket, proxy, place, briefly, lacking):
         assert (resumed(bucket), liar.told) == (3, times)
     for _ in range(2):
         proxy.rewrite = Liar(is_list, without(*lacking), 1)
-        assert [one.manifest.step for one in read_listing(place).usable] == [3, 2, 1]
+        assert [one.manifest.step for one in read_listing(place).standing.usable] == [3, 2, 1]
     before = place.bucket.entries(place.key)
     proxy.rewrite = Liar(is_list, without(*lacking), 1000)
     for look in (resumed, lambda _: list_objects(place), lambda _: read_listing(place)):
@@ -157,8 +156,8 @@ def test_what_was_committed_by_a_killed_job_is_missed_too(bucket, proxy, place, 
     root.commit(folder, manifest.to_bytes())
     assert read_head(place).pending == (folder.name,)
     proxy.rewrite = Liar(is_list, without(2), 1)
-    assert [one.manifest.step for one in read_listing(place).usable] == [2, 1]
-    monkeypatch.setattr(object_owner, "fate_of_process", lambda _: "dead")
+    assert [one.manifest.step for one in read_listing(place).standing.usable] == [2, 1]
+    monkeypatch.setattr(object_lock, "fate_of_process", lambda _: "dead")
     again = opened(place)
     assert read_head(place).committed[-1] == folder.name
     proxy.rewrite = Liar(is_list, without(1, 2), 1)
@@ -201,7 +200,7 @@ def test_one_wrong_read_of_the_head_replaces_nobody(place, proxy, elsewhere, wro
     root = opened(place, lease_s=6)
     folder, manifest = announced(root, 1)
     proxy.rewrite = liar = Liar(of(HEAD), WRONG[wrong])
-    with pytest.raises(DirectoryInUseError, match=r"6 s to show a sign of life|its owner is alive"):
+    with pytest.raises(DirectoryInUseError, match=r"lease ends in [56] s|it is alive"):
         opened(place, patience_s=0.1)
     assert liar.told == 1
     proxy.rewrite = Liar(of(HEAD), WRONG[wrong])
@@ -262,7 +261,7 @@ def test_one_wrong_read_condemns_no_checkpoint(bucket, place, proxy, tmp_path, w
         return proxy.rewrite
 
     looks = {
-        "list": lambda: [one.manifest.step for one in read_listing(place).usable] == [2, 1],
+        "list": lambda: [one.manifest.step for one in read_listing(place).standing.usable] == [2, 1],
         "verify": lambda: judge([plan(newest)])[0].state == "valid",
         "fetch": lambda: fetch(newest, tmp_path).is_dir(),
         "resume": lambda: resumed(bucket) == 2,
@@ -282,7 +281,7 @@ def test_one_wrong_no_is_not_believed(bucket, place, proxy, monkeypatch):
     place.bucket.delete([(place / HEAD).key])
     proxy.rewrite = Liar(of(f"{folder.name}/manifest.json"), WRONG["absent"])
     listing = read_listing(place)
-    assert (listing.unknown, len(listing.usable)) == ((), 1)
+    assert (listing.unknown, len(listing.standing.usable)) == ((), 1)
 
 
 def test_what_was_uploaded_is_looked_for_twice(bucket, proxy):
@@ -330,7 +329,7 @@ def test_an_outage_is_not_the_silence_of_the_owner(bucket, place, proxy, elsewhe
                 threading.Timer(1.4 * lease_s, ends).start()  # how long the outage is
 
         proxy.on_request, other.on_request, other.on_answer = of_owner, of_waiting, answered
-        with pytest.raises(DirectoryInUseError, match="its owner is alive"):
+        with pytest.raises(DirectoryInUseError, match="it is alive"):
             opened(near, lease_s=lease_s)
         assert over.is_set()
         folder, manifest = announced(root, 1)
@@ -357,7 +356,7 @@ def test_a_replaced_owner_that_wakes_up_names_the_new_one(bucket, place, proxy, 
         if "step-" in record.path and moment in record.path and not taken.is_set():
             taken.set()
             with monkeypatch.context() as dead:
-                dead.setattr(object_owner, "fate_of_process", lambda _: "dead")
+                dead.setattr(object_lock, "fate_of_process", lambda _: "dead")
                 again.append(opened(place))
 
     with Checkpointer(bucket.url(), CheckpointConfig(lease_s=60)) as ckpt:

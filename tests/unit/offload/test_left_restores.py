@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from safe_ckpt import consolidate_offloaded, restore_offloaded
-from safe_ckpt.core.home.file_lock import JobLock
-from safe_ckpt.core.home.lease import LOCK_NAME, own_lease
+from safe_ckpt.core.home.file_lock import LOCK_NAME, JobLock
+from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.machine import kernel_id, pid_namespace
 
 

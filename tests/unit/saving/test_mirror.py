@@ -19,7 +19,7 @@ from kit.patience import scaled
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention, StorageConfig, Timeouts, events
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.home.candidates import WEIGHTS
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.object_head import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
@@ -191,7 +191,7 @@ def test_directories_do_not_mix(tmp_path, bucket):
     settings = keeping_one(bucket)
     workspaces, seen = {}, []
     for folder in ("a", "b/ckpt", "c/ckpt"):
-        workspaces[folder] = Workspace(tmp_path / folder, lease_s=60)
+        workspaces[folder] = FileHome(tmp_path / folder, lease_s=60)
     mirror = Uploads(settings, seen.append, "a test")
     roots = {str(mirror.root_of(workspace)) for workspace in workspaces.values()}
     assert len(roots) == 3

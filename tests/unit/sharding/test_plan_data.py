@@ -40,10 +40,10 @@ def items(draw):
     offsets = [draw(st.integers(0, most)) for most in whole]
     sizes = [draw(st.integers(0, most - at)) for at, most in zip(offsets, whole, strict=True)]
     properties = TensorProperties(
-        dtype=draw(st.sampled_from(list(plan_data._DTYPES.values()))),
-        layout=draw(st.sampled_from(list(plan_data._LAYOUTS.values()))),
+        dtype=draw(st.sampled_from(list(plan_data._NAMED["dtype"][1].values()))),
+        layout=draw(st.sampled_from(list(plan_data._NAMED["layout"][1].values()))),
         requires_grad=draw(st.booleans()),
-        memory_format=draw(st.sampled_from(list(plan_data._FORMATS.values()))),
+        memory_format=draw(st.sampled_from(list(plan_data._NAMED["memory_format"][1].values()))),
         pin_memory=draw(st.booleans()),
     )
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
@@ -83,8 +83,8 @@ def test_what_the_planner_makes_comes_back_as_it_was():
 def test_every_type_of_tensor_has_a_name():
     """What torch can save has an entry in the table, under the name that it prints."""
     found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    assert found - set(plan_data._DTYPES.values()) == set()
-    assert all(str(value) in (f"torch.{name}", str(value)) for name, value in plan_data._DTYPES.items())
+    assert found - set(plan_data._NAMED["dtype"][1].values()) == set()
+    assert all(str(value) in (f"torch.{name}", str(value)) for name, value in plan_data._NAMED["dtype"][1].items())
 
 
 JSON = st.recursive(
@@ -99,62 +99,73 @@ JSON = st.recursive(
 def test_what_is_no_plan_is_refused_by_name(data):
     """Any JSON instead of a plan, or somewhere in one: a StateError of the rank that told it, nothing else."""
     good = plan_data.plan_to_json(planned({"w": torch.ones(2, 3), "n": 1}))
-    for hostile in (data, {**good, "items": data}, {**good, "paths": data}, {**good, "items": [data]}):
+    hostile = [data, [data, *good[1:]], [good[0], data, good[2]], [[data], *good[1:]]]
+    hostile += [[[put(good[0][0], path, data)], *good[1:]] for path in places(good[0][0])]
+    for one in hostile:
         with contextlib.suppress(StateError):
-            plan_data.plan_from_json(hostile, rank=3)
-    for at in range(6):
-        row = list(good["items"][0])
-        row[at] = data
-        with contextlib.suppress(StateError):
-            plan_data.plan_from_json({**good, "items": [row]}, rank=3)
+            plan_data.plan_from_json(one, rank=3)
 
 
-def one_entry(**changes):
-    row = [
-        "SHARD",
-        "w",
-        [0, 0],
-        None,
-        None,
-        ["float32", "strided", False, "contiguous_format", False, [4, 4], [0, 0], [2, 4]],
-    ]
-    for at, value in changes.items():
-        where, _, inner = at[1:].partition("_")
-        if inner:
-            row[int(where)][int(inner)] = value
-        else:
-            row[int(where)] = value
-    return {"items": [row], "paths": None, "usable": True}
+def places(row, path=()):
+    """The path of each fact in a row, and of each row in it."""
+    for at, fact in enumerate(row):
+        yield (*path, at)
+        if isinstance(fact, list):
+            yield from places(fact, (*path, at))
+
+
+def put(row, path, value):
+    """A row with another fact at a path; a number beyond its end appends it."""
+    if not path:
+        return value
+    inner = row[path[0]] if path[0] < len(row) else None
+    return [*row[: path[0]], put(inner, path[1:], value), *row[path[0] + 1 :]]
+
+
+OFFSET, HINT, KIND, LENGTH, TENSOR = (0, 1), (0, 2), (1,), (2,), (3,)
+AT, SIZES_OF, WHOLE, PROPERTIES = (3, 0, 0), (3, 0, 1), (3, 2), (3, 1)
+DTYPE, LAYOUT, TRAINED, FORMAT = ((*PROPERTIES, at) for at in range(4))
+
+
+def one_entry(path=(), value=None):
+    properties = ["float32", "strided", False, "contiguous_format", False]
+    row = [["w", [0, 0], None], "SHARD", None, [[[0, 0], [2, 4]], properties, [4, 4]]]
+    return [[put(row, path, value) if path else row], None, True]
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        one_entry(_0="EXECUTE"),
-        one_entry(_0="BYTE_IO"),
-        one_entry(_5=None),
-        one_entry(_1=7),
-        one_entry(_1="n" * (1 << 17)),
-        one_entry(_2=[-1, 0]),
-        one_entry(_2=[True, 0]),
-        one_entry(_2=[0.0, 0]),
-        one_entry(_3=-1),
-        one_entry(_4="1"),
-        one_entry(_5_0="__class__"),
-        one_entry(_5_0="load"),
-        one_entry(_5_1="float32"),
-        one_entry(_5_2=1),
-        one_entry(_5_3="strided"),
-        one_entry(_5_5=[1] * 65),
-        one_entry(_5_5=[1 << 63, 4]),
-        one_entry(_5_5=[1 << 40, 1 << 40]),
-        one_entry(_5_6=[3, 0]),
-        one_entry(_5_7=[2]),
-        {**one_entry(), "planner": "x"},
-        {"items": [], "paths": None},
-        {"items": [], "paths": {"a": ["x", -1]}, "usable": True},
-        {"items": [], "paths": {"a": "xyz"}, "usable": True},
-        {"items": [["BYTE_IO", "a"]], "paths": None, "usable": True},
+        one_entry(KIND, "EXECUTE"),
+        one_entry(KIND, "BYTE_IO"),
+        one_entry(TENSOR, None),
+        one_entry((0, 0), 7),
+        one_entry((0, 0), "n" * (1 << 17)),
+        one_entry((0,), None),
+        one_entry(OFFSET, [-1, 0]),
+        one_entry(OFFSET, [True, 0]),
+        one_entry(OFFSET, [0.0, 0]),
+        one_entry(HINT, -1),
+        one_entry(LENGTH, "1"),
+        one_entry(LENGTH, ["1"]),
+        one_entry(DTYPE, "__class__"),
+        one_entry(DTYPE, "load"),
+        one_entry(LAYOUT, "float32"),
+        one_entry(TRAINED, 1),
+        one_entry(FORMAT, "strided"),
+        one_entry(WHOLE, [1] * 65),
+        one_entry(WHOLE, [1 << 63, 4]),
+        one_entry(WHOLE, [1 << 40, 1 << 40]),
+        one_entry(AT, [3, 0]),
+        one_entry(SIZES_OF, [2]),
+        [*one_entry(), {"planner": "x"}],
+        [*one_entry(), {}, {}],
+        [[], None],
+        [[], {"a": ["x", -1]}, True],
+        [[], {"a": "xyz"}, True],
+        [[], [], True],
+        [[["a", "BYTE_IO"]], None, True],
+        [[[["a", None, None], "BYTE_IO"]], None, True],
     ],
 )
 def test_each_bound_is_kept(data):
@@ -226,24 +237,22 @@ def test_what_cannot_be_told_has_its_default_and_is_said_once(monkeypatch, caplo
 @pytest.mark.parametrize(
     "more",
     [
-        {"Path": {"x": 1}},
-        {"TensorProperties": {"dtype": 1}},
-        {"TensorProperties": {"unheard_of": 1}},
-        {"TensorProperties": {"order": {"dtype": "load"}}},
-        {"TensorProperties": {"order": {"tuple": 3}}},
-        {"TensorProperties": {"order": {"size": ["a"]}}},
-        {"TensorProperties": {"order": {"eval": ["a"]}}},
-        {"TensorProperties": {"order": {"tuple": [], "list": []}}},
-        {"TensorProperties": {"order": 1 << 80}},
-        {"TensorProperties": [1]},
+        {"dtype": 1},
+        {"unheard_of": 1},
+        {"order": {"dtype": "load"}},
+        {"order": {"tuple": 3}},
+        {"order": {"size": ["a"]}},
+        {"order": {"eval": ["a"]}},
+        {"order": {"tuple": [], "list": []}},
+        {"order": 1 << 80},
+        {"order": [1]},
         [1],
     ],
 )
 def test_further_fields_are_checked_like_the_others(more, monkeypatch):
     """Classes, fields and values that are none of torch's plans are refused by name, on the rank that told them."""
     monkeypatch.setattr(metadata, "TensorProperties", NewerProperties)
-    data = one_entry()
-    data["items"][0].append(more)
+    data = one_entry((*PROPERTIES, 5), more)
     with pytest.raises(StateError) as caught:
         plan_data.plan_from_json(data, rank=2)
     assert caught.value.rank == 2
@@ -261,5 +270,5 @@ def test_no_source_unpickles_what_came_through_a_store():
         for file in home.rglob("*.py")
         if "pickle.load" in (text := file.read_text(encoding="utf-8")) or "Unpickler" in text
     }
-    allowed = {"core/sharding/dcp_read.py", "layouts/top_level.py"}
-    assert reading == {*allowed, "core/health/regions.py"}  # in a file of this process's own
+    allowed = {"adapters/pickles.py", "core/sharding/dcp_read.py", "layouts/top_level.py"}
+    assert reading == {*allowed, "extensions/health/regions.py"}  # in a file of this process's own

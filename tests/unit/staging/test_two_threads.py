@@ -12,7 +12,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.cuda import TensorCopy
 from safe_ckpt.core.staging.progress import FIRST_BYTE, read_mark
-from safe_ckpt.core.staging.snapshot import StagingCopy
+from safe_ckpt.core.staging.snapshot import CopyPlan, StagingCopy
 from safe_ckpt.core.staging.worker_thread import Background
 from safe_ckpt.errors import SaveError
 from support import share_copies
@@ -46,7 +46,8 @@ def begun_copy(moves, end):
     """A shared buffer with room for all of them, and the copy that is to fill it."""
     buffer = SharedBuffer()
     buffer.reserve(end)
-    return buffer, StagingCopy("c", buffer, moves, end)
+    turns = [[move for move in moves if move.deferred is deferred] for deferred in (False, True)]
+    return buffer, StagingCopy("c", buffer, tuple(map(CopyPlan.of, turns)), end)
 
 
 def watch_marks(monkeypatch, buffer, expected):

@@ -13,7 +13,8 @@ from torch import nn
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.state import overlap
-from safe_ckpt.core.state.overlap import OverlapPlan, expected_state_bytes
+from safe_ckpt.core.state.items import expected_state_bytes
+from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.errors import SaveError
 
 OVERLAPPED = CheckpointConfig(snapshot="overlapped", record_events=False)

@@ -401,7 +401,7 @@ def test_groups_that_share_their_options_are_known(tmp_path, planned):
 
 def test_known_copies_and_constant_bytes_are_used_beside_items_that_change(tmp_path, monkeypatch):
     """A step counter and a generator are planned anew each time; the tensors of the model are not laid out again."""
-    from safe_ckpt.core.staging.copy_plan import KnownCopies
+    from safe_ckpt.core.staging.snapshot import KnownCopies
 
     missed, original = [], KnownCopies.remember
 

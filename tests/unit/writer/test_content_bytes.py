@@ -13,12 +13,12 @@ from kit.states import DTYPES
 from kit.writing import stream_file, write_file
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.health import examine
-from safe_ckpt.core.health.verdict import Expectation
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.writer.content import MemoryContent, TensorContent
+from safe_ckpt.extensions.health import examine
+from safe_ckpt.extensions.health.verdict import Expectation
 
 PAGE = 4096
 

@@ -15,7 +15,7 @@ from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.home import file_home
 from safe_ckpt.core.staging.worker_thread import Refused
 from safe_ckpt.core.storage.direct_io import WriteOptions
-from safe_ckpt.core.writer import file_sink
+from safe_ckpt.core.writer import sink
 from safe_ckpt.core.writer.sink import WriteJob
 from safe_ckpt.core.writer.workers import WriterThread
 from safe_ckpt.errors import SaveError
@@ -38,7 +38,7 @@ class HungDisk:
                 self.back.wait(60)
             real(fd)
 
-        monkeypatch.setattr(file_sink.os, "fsync", fsync)
+        monkeypatch.setattr(sink.os, "fsync", fsync)
 
 
 def test_a_process_is_started_only_for_what_is_large(tmp_path):
@@ -117,7 +117,7 @@ def test_a_thread_that_comes_back_late_harms_no_file(tmp_path, monkeypatch, call
             thread.join(20)
         check(self, entries, look_around)
 
-    monkeypatch.setattr(file_sink.os, call, hang)
+    monkeypatch.setattr(sink.os, call, hang)
     monkeypatch.setattr(file_home.FilePublication, "_check_written", come_back)
     times = Timeouts(fsync_stall_s=0.5, writer_stall_s=0.5, lengthy_s=60, barrier_s=20)
     with Checkpointer(tmp_path, CheckpointConfig(timeouts=times)) as ckpt:
@@ -136,7 +136,7 @@ def test_an_input_output_error(tmp_path, monkeypatch):
             raise OSError(errno.EIO, "Input/output error")
         real(fd)
 
-    monkeypatch.setattr(file_sink.os, "fsync", fsync)
+    monkeypatch.setattr(sink.os, "fsync", fsync)
     with Checkpointer(tmp_path) as ckpt:
         assert ckpt.save(1, {"w": {"t": torch.ones(1000)}}).result(timeout_s=20).step == 1
         assert failed

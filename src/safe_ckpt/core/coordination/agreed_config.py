@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -86,15 +86,12 @@ def config_and_more(
         found.append(more(mine))
         return {"versions": _versions(), "settings": mine.deviations()}
 
-    def compare(answers: Mapping[int, Any]) -> None:
-        refuse_differences(answers)
-
     kind = "settings of the environment" if config is None else "settings"
     network = mine.network if problem is None else None
     timeouts = mine.timeouts if barrier_s is None else dataclasses.replace(mine.timeouts, barrier_s=barrier_s)
     coordinator = open_coordinator(group, timeouts, observe=False, network=network)
     try:
-        coordinator.agree(kind, timeout_s=timeouts.barrier_s, local=here, decide=compare, phase="settings")
+        coordinator.agree(kind, timeout_s=timeouts.barrier_s, local=here, decide=refuse_differences, phase="settings")
     finally:
         coordinator.release(keep=True)
     return mine, found[0]

@@ -221,7 +221,7 @@ class Coordinator:
         number, needed = self.call, [0] if self.rank else range(1, self.size)
 
         def check() -> None:
-            if gone := self._are_past(number):
+            if self.rank == 0 and (gone := self._heartbeat.are_past(number)):
                 raise RendezvousTimeout(phase=kind, seconds=timeout_s, missing=gone)
             self.check(needed)
 
@@ -266,9 +266,6 @@ class Coordinator:
     def have_left(self, call: int) -> tuple[int, ...]:
         """On rank 0: the ranks that have given up that call, and what it began."""
         return self._heartbeat.have_left(call) if self.rank == 0 else ()
-
-    def _are_past(self, call: int) -> tuple[int, ...]:
-        return self._heartbeat.are_past(call) if self.rank == 0 else ()
 
     def refuse_fork(self, what: str) -> None:
         """Raise ``ForkedError`` in a forked child: nothing that answers is there."""

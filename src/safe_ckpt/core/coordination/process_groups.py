@@ -43,11 +43,18 @@ class Group:
     name: str
 
 
+def itself(group: ProcessGroup | None) -> Any:
+    """The process group that ``group`` stands for: None means WORLD. None where there is no process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return group if group is not None else dist.group.WORLD
+
+
 def group_of(group: ProcessGroup | None) -> Group:
     """The facts of ``group``; None means WORLD, or a world of one when there is no process group."""
-    if not (dist.is_available() and dist.is_initialized()):
+    pg = itself(group)
+    if pg is None:
         return Group(rank=0, size=1, meeting_store=None, name="single")
-    pg = group if group is not None else dist.group.WORLD
     store = dist.distributed_c10d._get_default_store()
     name = str(getattr(pg, "group_name", "world"))
     return Group(rank=dist.get_rank(pg), size=dist.get_world_size(pg), meeting_store=store, name=name)
@@ -59,11 +66,9 @@ Backend = Any
 
 def backend_timeouts(group: ProcessGroup | None) -> list[tuple[Backend, float]]:
     """The backends of a group, each once, with the timeout of their collectives in seconds; none without a process group."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return []
-    pg: Any = group if group is not None else dist.group.WORLD
+    pg = itself(group)
     backends: list[tuple[Backend, float]] = []
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", "cuda") if pg is not None else ():
         # torch has no public getter; tests/multirank/test_lengthy.py pins this one.
         with contextlib.suppress(AttributeError, RuntimeError):
             backend = pg._get_backend(torch.device(device))
@@ -90,7 +95,7 @@ def group_timeout_s(group: ProcessGroup | None) -> float | None:
 
 def world_rank() -> int:
     """This process's rank in WORLD, 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if itself(None) is not None else 0
 
 
 def process_groups(groups: object) -> list[ProcessGroup]:
@@ -99,20 +104,21 @@ def process_groups(groups: object) -> list[ProcessGroup]:
     Raises:
         ConfigError: one is neither a group that this process belongs to nor a mesh.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    world = itself(None)
+    if world is None:
         return []
     asked = list(groups) if isinstance(groups, list | tuple | set) else [groups]
     members: list[ProcessGroup] = []
     for one in asked:
         if one is None:
-            members.append(_world())
+            members.append(world)
         elif isinstance(one, dist.ProcessGroup):
             members.append(one)
         elif hasattr(one, "get_all_groups"):
             # A mesh has groups of its own, which WORLD's timeout does not reach.
             mesh: Any = one
             inside = mesh.get_coordinate() is not None  # else it has none here
-            members += [_world(), *(mesh.get_all_groups() if inside else ())]
+            members += [world, *(mesh.get_all_groups() if inside else ())]
         else:
             message = f"expected a process group that this rank is in, a DeviceMesh or None, got {one!r}"
             raise ConfigError(key="groups", message=message)
@@ -121,14 +127,9 @@ def process_groups(groups: object) -> list[ProcessGroup]:
 
 def meeting_groups(groups: Sequence[ProcessGroup]) -> list[ProcessGroup | None]:
     """In which of ``groups`` their ranks meet: in WORLD alone where it is among them."""
-    if not groups or any(group.group_name == _world().group_name for group in groups):
+    if not groups or any(group.group_name == itself(None).group_name for group in groups):
         return [None]
     return list(groups)
-
-
-def _world() -> ProcessGroup:
-    world: ProcessGroup = dist.distributed_c10d._get_default_group()
-    return world
 
 
 EVERYWHERE = ("::", "0.0.0.0")  # noqa: S104 - compared

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core.coordination.store import Check, KeyTimeout, KeyValues, StoreClient, read_present
 from safe_ckpt.errors import (
@@ -27,25 +27,11 @@ from safe_ckpt.errors import (
     named,
 )
 
+if TYPE_CHECKING:
+    from safe_ckpt.core.coordination.coordinator import Coordinator
+
 logger = logging.getLogger(__name__)
 _GRACE_S = 3.0
-
-
-class Peers(Protocol):
-    """What an exchange must know of the ranks."""
-
-    rank: int
-    size: int
-    receipts: Receipts
-
-    def check(self, needed: Sequence[int], /) -> None:
-        """Raise ``PeerLostError`` if one of the ``needed`` ranks is known to be dead or stopped."""
-
-    def leave(self, call: int, /) -> None:
-        """Give up a call that this rank cannot answer now."""
-
-    def have_left(self, call: int, /) -> tuple[int, ...]:
-        """On rank 0: the ranks that have given up that call."""
 
 
 class Round:
@@ -265,7 +251,7 @@ class TwoPhaseCommit(Round):
     """
 
     def __init__(
-        self, peers: Peers, store_client: StoreClient, op_id: str, writers: Sequence[int], check: Check, call: int
+        self, peers: Coordinator, store_client: StoreClient, op_id: str, writers: Sequence[int], check: Check, call: int
     ) -> None:
         super().__init__(store_client, f"op/{op_id}", writers, "write")
         self._call = call

@@ -41,6 +41,17 @@ class FileTemplate:
         known = dataclasses.replace(image, tensors=(), layout=object())
         return cls(image=known, places=[place for place, _ in image.tensors], numbers=numbers)
 
+    @classmethod
+    def of_all(
+        cls, images: Sequence[FilePlan], among: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[FileTemplate], Sequence[FilePlan]]:
+        """The templates of several files, and the files with their layouts; none, and the files as given, if one has none."""
+        templates = [found for image in images if (found := cls.of(image, among)) is not None]
+        if len(templates) < len(images):
+            return (), images
+        pairs = zip(templates, images, strict=True)
+        return templates, [dataclasses.replace(one.image, tensors=image.tensors) for one, image in pairs]
+
     def filled(self, tensors: Sequence[torch.Tensor], last: Sequence[bytes] | None = None) -> FilePlan:
         """The file again.
 

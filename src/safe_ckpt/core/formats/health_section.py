@@ -1,13 +1,15 @@
-"""The part of a manifest that says what was found of the numbers: checked as a whole, so that its readers need not."""
+"""The part of a manifest that says what was found of the numbers: checked as a whole for its readers, and told in words."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from safe_ckpt.core.formats.file_plan import ITSELF
+
 
 def checked_health(data: Any) -> dict[str, Any]:
-    """The section as ``health.verdict`` makes it; empty where nothing was looked at.
+    """The section as the extension makes it; empty where nothing was looked at.
 
     Raises:
         TypeError, ValueError, KeyError: it is not that.
@@ -22,6 +24,24 @@ def checked_health(data: Any) -> dict[str, Any]:
         for key, value in _of_type(facts, dict).items():
             _CHECKS.get(key, _check_number)(value)
     return section
+
+
+def described(health: Mapping[str, Any]) -> str:
+    """What is wrong, in words: the worst tensors by name. Empty where nothing is."""
+    words = []
+    for path, facts in sorted(health.get("files", {}).items()):
+        where = f"{path}: " if path != ITSELF else ""
+        for row in facts.get("sick", ()):
+            counts = ", ".join(f"{row[key]} {word}" for key, word in (("nan", "NaN"), ("inf", "Inf")) if row[key])
+            words.append(f"{where}{row['name']} has {counts} among {row['numbers']} numbers")
+        words += [
+            f"{where}{row['name']} changed and nothing had written to it: the memory of {row['where']} is at fault"
+            for row in facts.get("changed", ())
+        ]
+        if facts.get("jump"):
+            words.append(f"{where}the norm is {facts['jump']:.3g} times that of the last healthy checkpoint")
+    more = sum(facts.get("sick_tensors", 0) for facts in health.get("files", {}).values()) - 3
+    return "; ".join(words[:3]) + (f"; and {more} tensors more" if more > 0 else "")
 
 
 def _of_type(value: Any, kind: type) -> Any:

@@ -107,7 +107,7 @@ class Manifest:
         op_id: unique to the save.
         items: name given to ``save`` -> how it was stored.
         notes: what an adapter wants to remember.
-        frozen: names of parameters that are not trained, see ``core.state.trained``; None where that is not known.
+        frozen: names of parameters that are not trained, see ``extensions.trained``; None where that is not known.
         written_by: host and process of rank 0; empty where the manifest does not say.
         files: every file of a directory checkpoint; empty for a single file.
         health: of its numbers, as ``health.verdict.of_checkpoint`` has it; empty where they were not looked at.

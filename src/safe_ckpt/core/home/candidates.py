@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
 from safe_ckpt.core.home.home import HIDDEN, Candidate, OnError
@@ -28,15 +29,15 @@ _STOCK_FILES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp")
 
 
 def list_directories(
-    workspace: Path,
+    directory: Path,
     step_of: StepOf | None = None,
     problem_of_stock: Callable[[Path], str] | None = None,
     on_error: OnError | None = None,
 ) -> list[Candidate]:
-    """The directory checkpoints below ``workspace``, unordered. A folder with neither such a name nor our manifest is none.
+    """The directory checkpoints below ``directory``, unordered. A folder with neither such a name nor our manifest is none.
 
     Args:
-        workspace: where to look.
+        directory: where to look.
         step_of: the number in a name that a checkpoint would have; None for the names that ``step_name`` gives.
         problem_of_stock: why a directory of such a name, without a manifest, cannot be used; "" if another tool may have
             written it. None when only ours count.
@@ -48,7 +49,7 @@ def list_directories(
     """
     number_of = step_of or _step_of
     candidates = []
-    for path in _entries(workspace):
+    for path in _entries(directory):
         with guarded(path, on_error):
             candidate = _directory(path, number_of(path.name), problem_of_stock)
             if candidate is not None:
@@ -78,6 +79,11 @@ def _directory(path: Path, number: int | None, problem_of_stock: Callable[[Path]
     return candidate if counts and not _is_weights(candidate) else None
 
 
+def holds_weights_alone(notes: Mapping[str, Any]) -> bool:
+    """Whether a manifest with these notes is of a model's weights alone, in a directory or in a file of Lightning's."""
+    return notes.get("adapter") == WEIGHTS or bool(notes.get("weights_only"))
+
+
 def _is_weights(candidate: Candidate) -> bool:
     return candidate.manifest is not None and candidate.manifest.notes.get("adapter") == WEIGHTS
 
@@ -94,17 +100,17 @@ def guarded(path: Path, on_error: OnError | None) -> Iterator[None]:
 
 
 def list_files(
-    workspace: Path,
+    directory: Path,
     suffix: str,
     is_directory: Callable[[Path], bool] = lambda _: False,
     on_error: OnError | None = None,
 ) -> list[Candidate]:
-    """The single-file checkpoints in ``workspace``, in no order; those of other tools are marked foreign.
+    """The single-file checkpoints in ``directory``, in no order; those of other tools are marked foreign.
 
     A folder below it that a job holds, or held, for itself has an order of its own and is left out.
 
     Args:
-        workspace: where to look.
+        directory: where to look.
         suffix: how their names end.
         is_directory: which directories of such a name are checkpoints although they have no manifest of ours.
         on_error: called with a file or folder that cannot be looked at, which is then left out; None to raise instead.
@@ -114,7 +120,7 @@ def list_files(
         UnsupportedFormatError: one is of a newer format version.
     """
     files, whole = [], []
-    for folder, below, names in _walk(workspace, on_error):
+    for folder, below, names in _walk(directory, on_error):
         # A checkpoint that is a directory is one thing: nothing below it is looked at.
         ours = []
         for path in (Path(folder, name) for name in below if name.endswith(suffix)):
@@ -123,7 +129,9 @@ def list_files(
                     ours.append(path)
         whole += ours
         besides = {HIDDEN, *(path.name for path in ours)}
-        below[:] = sorted(name for name in below if name not in besides and not _is_there(Path(folder, name, HIDDEN)))
+        below[:] = sorted(
+            name for name in below if name not in besides and not presence.is_seen(Path(folder, name, HIDDEN))
+        )
         files += [Path(folder, name) for name in sorted(names) if name.endswith(suffix)]
     candidates = []
     for path, look in [*((path, look_at) for path in files), *((path, _look_at_directory) for path in whole)]:
@@ -131,13 +139,6 @@ def list_files(
             if not path.is_symlink() and (look is _look_at_directory or not _is_other(path)):
                 candidates.append(look(path))
     return [candidate for candidate in candidates if not _is_weights(candidate)]
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return presence.is_there(path)
-    except OSError:  # raised when the folder is listed
-        return False
 
 
 def _is_other(path: Path) -> bool:
@@ -213,15 +214,15 @@ def newest_sequence(candidates: Iterable[Candidate]) -> int:
     return max((c.manifest.sequence for c in candidates if c.manifest is not None), default=0)
 
 
-def _walk(workspace: Path, on_error: OnError | None) -> Iterator[tuple[str, list[str], list[str]]]:
+def _walk(directory: Path, on_error: OnError | None) -> Iterator[tuple[str, list[str], list[str]]]:
     """As ``os.walk``, which before Python 3.12 recurses; what cannot be listed raises."""
-    folders = [os.fspath(workspace)]
+    folders = [os.fspath(directory)]
     while folders:
         folder = folders.pop()
         below: list[str] = []
         names: list[str] = []
         with (
-            guarded(Path(folder), None if folder == os.fspath(workspace) else on_error or _not_ours),
+            guarded(Path(folder), None if folder == os.fspath(directory) else on_error or _not_ours),
             _opened(folder) as entries,
         ):
             for entry in entries:
@@ -249,10 +250,10 @@ def _not_ours(folder: Path, error: Exception) -> None:
         raise error
 
 
-def _entries(workspace: Path) -> list[Path]:
-    with os.scandir(workspace) as entries:  # knows which entries are folders without a stat of each
+def _entries(directory: Path) -> list[Path]:
+    with os.scandir(directory) as entries:  # knows which entries are folders without a stat of each
         names = sorted(entry.name for entry in entries if entry.name != HIDDEN and entry.is_dir(follow_symlinks=False))
-    return [workspace / name for name in names]
+    return [directory / name for name in names]
 
 
 def _step_of(name: str) -> int | None:

@@ -20,16 +20,6 @@ from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.errors import SafeCheckpointError, SourceChangedError
 
 
-def enter(prefilled: Path, staged: Path) -> None:
-    """The folder of the hooks becomes the pending directory. On rank 0.
-
-    Raises:
-        OSError: as the operating system says.
-    """
-    os.rename(prefilled, staged)
-    prefilled.parent.rmdir()
-
-
 def adopt(staged: Path, written: Collection[str]) -> list[FileEntry]:
     """Hash the files in ``staged`` that are not in ``written``, and make them durable. On rank 0, in the background.
 

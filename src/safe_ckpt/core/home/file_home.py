@@ -23,10 +23,11 @@ from safe_ckpt.core.formats.verify import is_marked, refuse_unreadable, verify
 from safe_ckpt.core.home import extra_files
 from safe_ckpt.core.home.candidates import list_directories
 from safe_ckpt.core.home.file_lock import JobLock
-from safe_ckpt.core.home.home import HIDDEN, Candidate, NewCheckpoint, OnError, sequence_after
+from safe_ckpt.core.home.home import HIDDEN, Candidate, HeldHome, NewCheckpoint, OnError
 from safe_ckpt.core.home.visibility import Patience, await_visible
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.presence import entries_in
 from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
@@ -48,7 +49,7 @@ _MOVING = ".moving-"
 _ATTEMPTS = 10
 
 
-class Workspace:
+class FileHome(HeldHome[Path]):
     """See ``Home``. One directory of checkpoints, held by this job from ``open`` to ``close``.
 
     Args:
@@ -59,7 +60,8 @@ class Workspace:
         swept: where what is deleted goes instead; None to delete it.
 
     Attributes:
-        last_sequence: the last place in the order of commits that was given out.
+        path: see ``Home``.
+        hidden: see ``Home``.
     """
 
     is_mounted: ClassVar[bool] = True
@@ -68,8 +70,9 @@ class Workspace:
     def __init__(
         self, path: Path, *, lease_s: float, hidden: Path | None = None, owner: str = "", swept: Path | None = None
     ) -> None:
-        self._path = path
-        self._hidden = hidden or path / HIDDEN
+        super().__init__()
+        self.path = path
+        self.hidden = hidden or path / HIDDEN
         self.pending = self.hidden / "pending"
         self._formerly = self.hidden / "staging"
         self._kept_formerly = self.hidden / "kept"
@@ -77,19 +80,7 @@ class Workspace:
         self._quarantine = self.hidden / "quarantine"
         self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s, owner=owner)
         self._swept = swept
-        self.last_sequence = 0
         self._made: list[Path] = []
-        self._told: set[Path] = set()
-
-    @property
-    def path(self) -> Path:
-        """Where it is."""
-        return self._path
-
-    @property
-    def hidden(self) -> Path:
-        """See ``Home``."""
-        return self._hidden
 
     @property
     def is_for_one_name(self) -> bool:
@@ -148,15 +139,6 @@ class Workspace:
         # A job that starts at this moment creates them again. Folders that somebody else made stay, also empty ones.
         _remove_empty([self.hidden, *self._made])
 
-    def start_after(self, sequence: int) -> None:
-        """Everything saved from now on is newer than ``sequence``."""
-        self.last_sequence = max(self.last_sequence, sequence)
-
-    def next_sequence(self) -> int:
-        """The next place in the order of commits. Given out under the lock; a failed save leaves a gap."""
-        self.last_sequence = sequence_after(self.last_sequence)
-        return self.last_sequence
-
     def confirm(self) -> None:
         """Raise ``DirectoryInUseError`` if another job has taken the directory over.
 
@@ -195,9 +177,7 @@ class Workspace:
         """
         aside = self.trash / op_id
         try:
-            unreplaced = [name for name in os.listdir(aside) if not os.path.lexists(self._home_of(name))]
-        except FileNotFoundError:
-            unreplaced = []
+            unreplaced = [left for left in entries_in(aside) if not os.path.lexists(self._home_of(left.name))]
         except OSError as error:
             logger.warning("%s cannot be looked at and stays: %s", aside, error)
             return
@@ -225,20 +205,7 @@ class Workspace:
 
     def discard(self, places: Iterable[Place]) -> list[Path]:
         """See ``Home``. Directories go by way of the trash."""
-        gone: list[Path] = []
-        for path in map(in_files, places):
-            try:
-                self._discard(path)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                if path not in self._told:
-                    logger.warning("%s could not be removed and stays: %s. The next commit tries again", path, error)
-                self._told.add(path)
-                continue
-            self._told.discard(path)
-            gone.append(path)
-        return gone
+        return self._discard_each(map(in_files, places), self._discard)
 
     def _discard(self, path: Path) -> None:
         whole = path.is_symlink() or not path.is_dir()
@@ -295,7 +262,7 @@ class Workspace:
 
     def quarantined(self) -> list[Path]:
         """What lies in quarantine."""
-        return sorted(path for path in _listed(self._quarantine) if not path.name.startswith(_MOVING))
+        return sorted(path for path in entries_in(self._quarantine) if not path.name.startswith(_MOVING))
 
     def _refuse_links(self) -> None:
         above = [folder for folder in self.hidden.parents if self.path in folder.parents]
@@ -307,7 +274,7 @@ class Workspace:
 
     def _take_former(self) -> None:
         """Take what an earlier version left under the former name of ``pending``: it is repaired and swept like the rest."""
-        for left in _listed(self._formerly):
+        for left in entries_in(self._formerly):
             self.confirm()
             if os.path.lexists(self.pending / left.name):  # the user has merged two trees
                 self._sweep_away(left)
@@ -319,7 +286,7 @@ class Workspace:
     def _repair(self) -> None:
         # A crash while a directory was being replaced without an exchange: the old one is in the trash and the final
         # name is free. A complete new one goes forward, else the old one comes back; only then is anything swept.
-        for folder in _listed(self.trash):
+        for folder in entries_in(self.trash):
             interrupted = all(path.is_dir() and not path.is_symlink() for path in (folder, self.pending / folder.name))
             for old in list(folder.iterdir()) if interrupted else []:
                 home = self._home_of(old.name)
@@ -343,7 +310,7 @@ class Workspace:
             self._into_quarantine(away)
         self._delete(self.hidden / HIDDEN)  # what a job that was killed on its way in left for the others to look for
         for folder in (self.pending, self.trash, self._kept_formerly):
-            for left in _listed(folder):
+            for left in entries_in(folder):
                 logger.info("removing what an earlier job left: %s", left)
                 self._sweep_away(left)
         _remove_empty([self._kept_formerly])
@@ -368,7 +335,7 @@ class FilePublication:
         timeouts: how long to wait.
     """
 
-    def __init__(self, new: NewCheckpoint, home: Workspace, path: Path, timeouts: Timeouts) -> None:
+    def __init__(self, new: NewCheckpoint, home: FileHome, path: Path, timeouts: Timeouts) -> None:
         self._new = new
         self._home = home
         self._final = path
@@ -395,7 +362,8 @@ class FilePublication:
         self._home.make_pending(self._op_id)
         if new.kind == "directory":
             if new.prefilled is not None:
-                extra_files.enter(new.prefilled, self._pending)
+                os.rename(new.prefilled, self._pending)
+                new.prefilled.parent.rmdir()
             else:
                 self._pending.mkdir()
             for name in new.folders:
@@ -531,14 +499,6 @@ class FilePublication:
 def _flat(path: Path) -> str:
     """A path as one name, from which it can be told again. Nothing else in it changes: a name has at most 255 bytes."""
     return path.as_posix().replace("%", "%25").replace("/", "%2F")
-
-
-def _listed(folder: Path) -> list[Path]:
-    """What lies in one of the folders that are made when they are needed."""
-    try:
-        return list(folder.iterdir())
-    except FileNotFoundError:
-        return []
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:

@@ -12,16 +12,17 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.home import object_lock
-from safe_ckpt.core.home.file_home import Workspace
-from safe_ckpt.core.home.file_lock import LEASE_S
+from safe_ckpt.core.home.file_home import FileHome
+from safe_ckpt.core.home.file_lock import LEASE_S, fate_of, read_lock, take_away
 from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES
-from safe_ckpt.core.home.lease import Lease, fate_of, fate_of_process, read_lock, take_away
+from safe_ckpt.core.home.lease import Fate, Lease, fate_of_process
 from safe_ckpt.core.home.standing import still_has_its_name
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.presence import entries_in, is_directory
 from safe_ckpt.core.storage.source import in_store
 from safe_ckpt.errors import DirectoryInUseError, SafeCheckpointError
 
@@ -67,7 +68,7 @@ def holder_of(hidden: Path | None) -> Holder | None:
     return _holder(lease, fate_of(lease, hidden))
 
 
-def _holder(lease: Lease, fate: Literal["alive", "dead", "unknown"]) -> Holder:
+def _holder(lease: Lease, fate: Fate) -> Holder:
     alive = {"alive": True, "dead": False, "unknown": None}[fate]
     return Holder(host=lease.host, pid=lease.pid, started_at=lease.started_at, alive=alive, lease_s=lease.lease_s)
 
@@ -169,16 +170,14 @@ def whole_at(place: Place, *, lease_s: float, unfenced: bool = False) -> Whole:
     """The whole of a directory. See ``home_at`` for the arguments."""
     if isinstance(place, Path):
         return WholeDirectory(place, lease_s=lease_s)
-    from safe_ckpt.core.home.object_home import ObjectRoot  # an HTTP client: a delay that no other storage needs
+    from safe_ckpt.core.home.object_home import ObjectHome  # an HTTP client: a delay that no other storage needs
 
-    return ObjectRoot(place, lease_s=lease_s, unfenced=unfenced)
+    return ObjectHome(place, lease_s=lease_s, unfenced=unfenced)
 
 
 def _names_in(hidden: Path) -> list[Path]:
-    try:
-        return sorted(path for path in (hidden / NAMES).iterdir() if path.is_dir() and not path.is_symlink())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    names = entries_in(hidden / NAMES) if is_directory(hidden / NAMES) else []
+    return sorted(path for path in names if path.is_dir() and not path.is_symlink())
 
 
 class WholeDirectory:
@@ -192,7 +191,7 @@ class WholeDirectory:
     def __init__(self, path: Path, *, lease_s: float) -> None:
         self._path = path
         self._lease_s = lease_s
-        self._held: list[Workspace] = []
+        self._held: list[FileHome] = []
 
     def open(self) -> None:
         """Take every lock, and sweep what killed jobs left.
@@ -239,10 +238,10 @@ class WholeDirectory:
         """See ``Whole``."""
         return self._held[0].discard(places)
 
-    def _taken(self, hidden: Path, patience_s: float | None = None) -> Workspace:
+    def _taken(self, hidden: Path, patience_s: float | None = None) -> FileHome:
         beside = self._path.resolve().parent / HIDDEN / NAMES
         path = self._path.parent if hidden.parent == beside else self._path
-        workspace = Workspace(path, lease_s=self._lease_s, hidden=hidden)
+        workspace = FileHome(path, lease_s=self._lease_s, hidden=hidden)
         workspace.open(patience_s)
         return workspace
 

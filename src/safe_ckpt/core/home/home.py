@@ -5,12 +5,13 @@ Nobody who uses a home asks which storage it is.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest
@@ -28,8 +29,9 @@ NAMES = "names"
 """In the hidden folder: those of checkpoints that jobs hold by their names, each with a lock of its own."""
 EVENTS = "events.jsonl"
 
-
 OnError = Callable[[Any, Exception], None]
+SomePlace = TypeVar("SomePlace", Path, ObjectPath)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +295,44 @@ class Home(Protocol):
         """How this becomes a checkpoint here; on every rank, and nothing is made by it."""
 
 
+class HeldHome(Generic[SomePlace]):
+    """What the homes of both storages do alike.
+
+    Attributes:
+        last_sequence: see ``Home``.
+    """
+
+    def __init__(self) -> None:
+        self.last_sequence = 0
+        self._told: set[SomePlace] = set()
+
+    def start_after(self, sequence: int) -> None:
+        """See ``Home``."""
+        self.last_sequence = max(self.last_sequence, sequence)
+
+    def next_sequence(self) -> int:
+        """See ``Home``. Given out while it is held; a failed save leaves a gap."""
+        self.last_sequence = sequence_after(self.last_sequence)
+        return self.last_sequence
+
+    def _discard_each(self, places: Iterable[SomePlace], discard: Callable[[SomePlace], None]) -> list[SomePlace]:
+        """Delete them one by one. Returns those that are gone; a failure is logged, once."""
+        gone = []
+        for place in places:
+            try:
+                discard(place)
+            except OSError as error:
+                if isinstance(error, FileNotFoundError) and isinstance(place, Path):
+                    continue  # somebody was faster; of a store it says that the bucket is missing
+                if place not in self._told:
+                    logger.warning("%s could not be removed and stays: %s. The next commit tries again", place, error)
+                self._told.add(place)
+                continue
+            self._told.discard(place)
+            gone.append(place)
+        return gone
+
+
 def sequence_after(last: int) -> int:
     """The place in the order of commits behind ``last``.
 
@@ -320,14 +360,14 @@ def home_at(
         unfenced: see ``StorageConfig``.
         answer_s: how long a request to a store is tried again, see ``Home.persist``; None for as the place says.
     """
-    from safe_ckpt.core.home.file_home import Workspace
-    from safe_ckpt.core.home.object_home import ObjectRoot
+    from safe_ckpt.core.home.file_home import FileHome
+    from safe_ckpt.core.home.object_home import ObjectHome
 
     if isinstance(place, Path):
-        return Workspace(place, lease_s=lease_s, hidden=hidden, owner=owner)
+        return FileHome(place, lease_s=lease_s, hidden=hidden, owner=owner)
     if answer_s is not None:
         place = ObjectPath(place.bucket.within(answer_s), place.key)
-    return ObjectRoot(place, lease_s=lease_s, owner=owner, unfenced=unfenced)
+    return ObjectHome(place, lease_s=lease_s, owner=owner, unfenced=unfenced)
 
 
 def is_one(place: Place) -> bool:

@@ -1,33 +1,53 @@
-"""The lock file: creating it, removing it, and the fate of its holder: dead, alive or unknown.
+"""The lease by which one job holds a directory, and what keeps it: the same for the files and the objects that record it.
 
-The file names the holder completely: host, kernel, PID namespace, pid and the start of that process. The same host name
-alone proves nothing: a restarted pod has the name of the one before it. Imports neither torch nor a framework.
+The record names the holder completely: host, kernel, PID namespace, pid and the start of that process. The same host name
+alone proves nothing: a restarted pod has the name of the one before it. The holder changes the record all the time. Another job
+takes the directory over at once from a process that is known to be gone. From a holder that cannot be checked (another host,
+another container) it takes it over after the record has not changed for the holder's own ``lease_s``. Imports neither torch nor
+a framework.
+
+While the storage gives no answer, the holder cannot show a sign of life either. So that time does not count, and afterwards the
+holder gets the time of some signs more.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import gc
 import json
+import logging
+import math
 import os
 import socket
-import stat
+import threading
+import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from datetime import datetime, timezone
 from typing import Any, Literal
 
-from filelock import FileLock, Timeout
-
-from safe_ckpt.core.storage.presence import opened
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 from safe_ckpt.machine import kernel_id, pid_namespace, process_start
 
-LOCK_NAME = "lock"
-KERNEL_NAME = "lock.alive"
-_MOST_BYTES = 4096  # a lock file is some hundred bytes
-_BEATS = 10**9
-_LONGEST_S = 3600.0  # as the settings have it: of a file that says more, somebody has written nonsense
+logger = logging.getLogger(__name__)
+_HEARTBEATS = 10**9
+_LONGEST_S = 3600.0  # as the settings have it: of a record that says more, somebody has written nonsense
+_PER_LEASE = 6  # signs of life
+_LOOKS_PER_LEASE = 12
+_SPARED = (
+    3  # signs of life, of a holder that an outage kept from showing them: one that hangs, a pause, and one that comes
+)
+_ATTEMPTS = 100
+_PAUSE_S = 0.05
+SLOW_S = 1.0
+"""Whatever takes longer stood still."""
+MOMENT_S = 1.5
+_FREE = "or free it with safe-ckpt unlock --break-lock"
+_held: dict[str, str] = {}
+"""What holds each lease of this process, by its token."""
 
 Fate = Literal["alive", "dead", "unknown"]
 
@@ -46,7 +66,7 @@ class Lease:
         namespace: the PID namespace; 0 where that is not known.
         process_start: when the process began, in clock ticks since the kernel did.
         device: the file system as that kernel numbers it; 0 where the holder has no lock of the kernel beside this one.
-        beat: counts up as long as the holder lives.
+        beat: heartbeats: counts up as long as the holder lives. A key of lock files and heads, and stays.
     """
 
     token: str
@@ -61,8 +81,8 @@ class Lease:
     beat: int = 0
 
     def to_bytes(self) -> bytes:
-        """As the lock file has it: one line, as long for one beat as for another, so that it is replaced in one write."""
-        return (json.dumps({**asdict(self), "beat": f"{self.beat % _BEATS:09d}"}) + "\n").encode()
+        """As the lock file has it: one line, as long for one heartbeat as for another, so that it is replaced in one write."""
+        return (json.dumps({**asdict(self), "beat": f"{self.beat % _HEARTBEATS:09d}"}) + "\n").encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Lease | None:
@@ -79,7 +99,7 @@ class Lease:
         return lease if right and lease.lease_s > 0 else None
 
     def next(self) -> Lease:
-        """The next sign of life."""
+        """The next heartbeat."""
         return replace(self, beat=self.beat + 1)
 
 
@@ -97,156 +117,22 @@ def own_lease(*, token: str, started_at: str, lease_s: float) -> Lease:
     )
 
 
-def read_lock(directory: Path, name: str = LOCK_NAME) -> bytes | None:
-    """The first bytes of the lock file in ``directory``; None where there is none. What is no file counts as an empty one.
-
-    Raises:
-        OSError: it is there and cannot be read.
-    """
-    path = directory / name
-    try:
-        # A pipe in its place must not block, and a link must not be followed.
-        with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
-            return os.read(fd, _MOST_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError:
-        if path.is_symlink():
-            return b""
-        raise
-
-
-def take_away(directory: Path, is_it: Callable[[bytes], bool]) -> bool:
-    """Remove the lock file of ``directory`` if it is the one that was judged. Returns whether it is gone.
-
-    It is renamed aside first, which only one of several jobs can do, and then read. If another job made it meanwhile, it gets
-    its name back. Its holder reads the file before each commit, so two jobs never commit at the same time.
-
-    Raises:
-        OSError: the file system refuses.
-    """
-    path = directory / LOCK_NAME
-    data = read_lock(directory)
-    if data is None or not is_it(data):
-        return data is None
-    aside = directory / f"{LOCK_NAME}.{uuid.uuid4().hex}"
-    try:
-        os.rename(path, aside)
-    except FileNotFoundError:
-        return True
-    if not aside.is_file() or aside.is_symlink():
-        return True  # a directory or a pipe was no job's lock, but it may be needed: it is not deleted
-    if not is_it(read_lock(directory, aside.name) or b""):
-        with contextlib.suppress(FileExistsError):
-            _give_back(aside, path)
-        aside.unlink(missing_ok=True)
-        return False
-    # A host whose cache still has the old file must not read its own token in it.
-    with contextlib.suppress(OSError), opened(aside, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
-        # It may be of another user, on a full disk, or a second name of a file that somebody needs.
-        if stat.S_ISREG(os.fstat(fd).st_mode) and os.fstat(fd).st_nlink == 1:
-            os.ftruncate(fd, 0)
-            os.write(fd, b"taken over\n")
-    aside.unlink(missing_ok=True)  # the next holder may have swept it
-    return True
-
-
-def put(fresh: Path, data: bytes, path: Path) -> bool:
-    """Give a complete lock file its name, if that is free. Returns whether it was done."""
-    try:
-        os.link(fresh, path)
-    except (FileExistsError, FileNotFoundError):  # or the job that has the lock by now has swept it
-        return False
-    except OSError:  # no hard links here: then it is empty for a moment
-        try:
-            with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644) as fd:
-                os.write(fd, data)
-        except FileExistsError:
-            return False
-    return True
-
-
-def _give_back(aside: Path, path: Path) -> None:
-    try:
-        os.link(aside, path)
-    except FileExistsError:
-        raise
-    except OSError:  # no hard links here
-        if not os.path.lexists(path):
-            os.rename(aside, path)
-
-
-def look_again(directory: Path) -> None:
-    """List the directory: that makes network file systems look at what they have cached."""
-    with contextlib.suppress(OSError):
-        os.listdir(directory)
-
-
-def token_of(data: bytes) -> str:
-    """The token in a lock file's bytes; "" where it names nobody."""
-    lease = Lease.from_bytes(data)
-    return lease.token if lease is not None else ""
-
-
-def fate_of(lease: Lease, directory: Path) -> Fate:
-    """Whether the holder still lives, where this process can know.
-
-    It can where both run on one kernel: in one PID namespace by the process itself, else by a lock of the kernel, which ends
-    with the process, if both see the file system as one and the same.
-    """
-    if (fate := fate_of_process(lease)) != "unknown" or not lease.kernel or lease.kernel != kernel_id():
-        return fate
-    if lease.namespace and lease.namespace == pid_namespace():
-        return "unknown"
-    with contextlib.suppress(OSError):
-        if lease.device == directory.stat().st_dev and (directory / KERNEL_NAME).exists():
-            # Held by the process, or by children that it forked: that proves nothing.
-            return "dead" if _can_be_locked(directory) else "unknown"
-    return "unknown"
-
-
 def fate_of_process(lease: Lease) -> Fate:
     """Whether the holder still lives, if it is a process that this one can see."""
     # A namespace of our number is ours, or it is gone and the kernel has given its number to ours.
     if not lease.kernel or lease.kernel != kernel_id() or not lease.namespace or lease.namespace != pid_namespace():
         return "unknown"
-    return _fate_of_process(lease.pid, lease.process_start)
-
-
-def kernel_lock(directory: Path) -> FileLock:
-    """The kernel's lock beside the lock file; it ends with its holder's process, and other machines do not see it.
-
-    Raises:
-        OSError: something else stands in its place: a link, a pipe, or a second name of a file that locking would empty.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        status = os.lstat(directory / KERNEL_NAME)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-            raise OSError(errno.EPERM, "is not a regular file with one name", str(directory / KERNEL_NAME))
-    return FileLock(directory / KERNEL_NAME, timeout=0, thread_local=False, fallback_to_soft=False)
-
-
-def _can_be_locked(directory: Path) -> bool:
     try:
-        lock = kernel_lock(directory)
-        lock.acquire()
-    except (Timeout, OSError):
-        return False
-    lock.release()
-    return True
-
-
-def _fate_of_process(pid: int, start: int) -> Fate:
-    """What became of process ``pid`` of this namespace, which began at ``start`` (0: whenever)."""
-    try:
-        began = process_start(pid)
+        began = process_start(lease.pid)
     except (FileNotFoundError, ProcessLookupError):
         began = None
-        if _is_hidden(pid):  # processes of other users may be (hidepid): only the existence of the pid is known then
+        if _is_hidden(
+            lease.pid
+        ):  # processes of other users may be (hidepid): only the existence of the pid is known then
             return "unknown"
     except OSError:  # no descriptors left, say: no sign of a death
         return "unknown"
-    return "alive" if began is not None and (not start or began == start) else "dead"
+    return "alive" if began is not None and lease.process_start in (0, began) else "dead"  # 0: it is not known
 
 
 def _is_hidden(pid: int) -> bool:
@@ -263,3 +149,256 @@ def _own_start() -> int:
     with contextlib.suppress(OSError):
         return process_start(os.getpid()) or 0
     return 0
+
+
+NOBODY = Lease(token="", host="?", pid=0, started_at="?", lease_s=1.0, kernel="", namespace=0, process_start=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What one look at the record of a lease found.
+
+    Attributes:
+        state: differs whenever the record was changed.
+        lease: the holder's; None where it names none.
+        lease_s: how long it may stand still before another job takes over.
+        was_out: the storage gave no answer at first.
+    """
+
+    state: Any
+    lease: Lease | None
+    lease_s: float
+    was_out: bool
+
+
+class LeaseLock(ABC):
+    """The right to write in one directory. A storage says how its record is read, taken, renewed and given back.
+
+    Used on rank 0 only; by several threads.
+
+    Args:
+        subject: the directory that is protected, for messages.
+        lease_s: how long the record may stand still before another job may take over.
+        owner: what holds it within this process and how to free it, for messages.
+    """
+
+    _longest_pause_s = math.inf
+    """Between two looks at the record of another job."""
+    _outage_s: float | None = None
+    """How long a storage without an answer is tried again; None where it tries by itself, and a call fails at once."""
+
+    def __init__(self, subject: Place, *, lease_s: float, owner: str) -> None:
+        self._subject = subject
+        self._lease_s = lease_s
+        self._period_s = lease_s / _PER_LEASE
+        self._owner = owner
+        self._lease: Lease | None = None
+        self._pid = 0
+        self._keeper: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    @abstractmethod
+    def _look(self, *, again: bool = False) -> Seen | None:
+        """The record; None where there is none. ``again``: over another connection."""
+
+    @abstractmethod
+    def _take(self, lease: Lease, seen: Seen | None) -> Lease | None:
+        """Replace the record that was seen, or create it, in one step. Returns what it names now; None: another was faster."""
+
+    @abstractmethod
+    def _renew(self, lease: Lease) -> None:
+        """Show this sign of life. Raises ``DirectoryInUseError`` if another job has taken over."""
+
+    @abstractmethod
+    def _give_back(self, lease: Lease) -> None:
+        """Take this lease away, or have the record name nobody."""
+
+    @abstractmethod
+    def _fate(self, lease: Lease) -> Fate:
+        """Whether that holder still lives, where this process can know."""
+
+    def _waited_s(self, seen: Seen) -> float:
+        """How long jobs before this one have waited for this state to change."""
+        del seen
+        return 0.0
+
+    def acquire(self, patience_s: float | None = None) -> None:
+        """Take the lock.
+
+        Waits only for a holder that cannot be asked whether it lives, until its own lease is over.
+
+        Args:
+            patience_s: wait no longer than this; None for as long as the holder's lease says.
+
+        Raises:
+            DirectoryInUseError: another job holds it; names host, pid and start.
+            OSError: the storage refuses, or gives no answer.
+        """
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        lease = own_lease(token=uuid.uuid4().hex, started_at=now, lease_s=self._lease_s)
+        _held[lease.token] = (
+            self._owner
+        )  # before it is recorded: another thread would take it for one that was left behind
+        try:
+            self._lease = self._contend(lease, patience_s)
+        except BaseException:
+            _held.pop(lease.token, None)
+            raise
+        self._pid, self._stop = os.getpid(), threading.Event()
+        arguments = self._lease, self._stop
+        self._keeper = threading.Thread(target=self._keep, args=arguments, name="safe_ckpt-lease", daemon=True)
+        try:
+            self._keeper.start()
+        except BaseException:
+            self.release()
+            raise
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process took it and has not given it back."""
+        return self._lease is not None and self._pid == os.getpid()
+
+    def release(self) -> None:
+        """Give the lock back. An error of the storage is logged: the lease of a process that ends is taken over anyway."""
+        lease, self._lease = self._lease, None
+        self._stop.set()
+        if lease is None or self._pid != os.getpid():
+            return
+        # A collector may call this from anywhere, from that thread too.
+        if self._keeper is not None and self._keeper is not threading.current_thread() and self._keeper.is_alive():
+            self._keeper.join(MOMENT_S)  # a storage that does not answer holds it up
+        try:
+            self._give_back(lease)
+        except (OSError, DirectoryError) as error:
+            logger.warning("the lock of %s could not be given back, its lease runs out: %s", self._subject, error)
+        finally:
+            _held.pop(lease.token, None)
+
+    def in_use(self, message: str, lease: Lease | None) -> DirectoryInUseError:
+        """The error that names the holder."""
+        lease = lease or NOBODY
+        return DirectoryInUseError(
+            path=str(self._subject), message=message, host=lease.host, pid=lease.pid, started_at=lease.started_at
+        )
+
+    def _contend(self, lease: Lease, patience_s: float | None) -> Lease:
+        began, lost = time.monotonic(), 0
+        deadline = None if patience_s is None else began + patience_s
+        while lost < _ATTEMPTS:
+            seen = self._await_free(lease, began, deadline)
+            try:
+                if (taken := self._take(lease, seen)) is not None:
+                    return taken
+                lost += 1
+            except TimeoutError:  # the holder's sign of life may fail as well, so it has all its time again
+                if self._outage_s is None or time.monotonic() > began + self._outage_s + (
+                    seen.lease_s if seen else 0.0
+                ):
+                    raise
+            time.sleep(_PAUSE_S)
+        message = "other jobs take it again and again, or the storage is inconsistent: start again"
+        raise self.in_use(message, seen.lease if seen else None)
+
+    def _await_free(self, lease: Lease, began: float, deadline: float | None) -> Seen | None:
+        """Look at the record until it may be taken. Returns it."""
+        silence, overslept = _Silence(), False
+        while (seen := self._look()) is not None:
+            if seen.lease is not None and seen.lease.token == lease.token:  # by a request whose answer was lost
+                return seen
+            if silence.is_broken_by(seen) and (again := self._look(again=True)) and silence.is_broken_by(again):
+                raise self.in_use(
+                    "it is alive, it gave a sign of life: stop it, or choose another directory", again.lease
+                )
+            silence.heard(seen, self._waited_s, outage=overslept or seen.was_out)
+            last = math.inf if self._outage_s is None else began + seen.lease_s + self._outage_s
+            if self._is_free(seen, silence, last if deadline is None else deadline):
+                break
+            pause_s, before = min(self._longest_pause_s, seen.lease_s / _LOOKS_PER_LEASE), time.monotonic()
+            time.sleep(pause_s)
+            overslept = time.monotonic() - before > pause_s + SLOW_S
+        return seen
+
+    def _is_free(self, seen: Seen, silence: _Silence, deadline: float) -> bool:
+        lease = seen.lease
+        fate = "unknown" if lease is None else self._fate_here(lease)
+        if fate == "alive":
+            raise self.in_use("it is alive: stop it, or choose another directory", lease)
+        host, left_s = "unknown" if lease is None else lease.host, silence.needed_s - silence.seconds
+        if fate == "dead" or left_s <= 0:
+            logger.info(
+                "%s is taken over from host %s: no sign of life for %.0f s", self._subject, host, silence.seconds
+            )
+            return True
+        if time.monotonic() >= deadline:
+            what = "it" if lease is not None else "its lock names no holder yet, and"
+            message = f"{what} shows no sign of life; its lease ends in {left_s:.0f} s: start again then, {_FREE}"
+            raise self.in_use(message, lease)
+        if not silence.seconds:
+            waiting = "%s is held by host %s: waiting up to %.0f s for a sign of life. If it is dead, wait, %s"
+            logger.info(waiting, self._subject, host, left_s, _FREE)
+        return False
+
+    def _fate_here(self, lease: Lease) -> Fate:
+        """As ``_fate``; of a lease of this process its own list decides."""
+        fate = self._fate(lease)
+        if fate != "alive" or lease.pid != os.getpid():
+            return fate
+        if lease.token in _held:
+            gc.collect()  # an object that is only referenced by itself ends now
+        if lease.token not in _held:
+            return "dead"  # ours, from a time when the storage refused to give it back
+        who = _held[lease.token] or "use one Checkpointer per directory and process"
+        raise self.in_use(f"this process has it open already: {who}", lease)
+
+    def _keep(self, lease: Lease, stop: threading.Event) -> None:
+        """Show signs of life. An outage of the storage does not end this: afterwards the record is still ours, or it is not."""
+        warned = False
+        while not stop.wait(self._period_s) and self._pid == os.getpid():
+            lease = lease.next()
+            try:
+                self._renew(lease)
+                warned = False
+            except DirectoryInUseError as error:
+                if not stop.is_set():
+                    logger.error("%s: nothing more is committed there", error)  # noqa: TRY400 - the next save raises it
+                return
+            except Exception as error:  # the next try may succeed, whatever it was
+                if not warned:
+                    logger.warning("the lock of %s cannot be renewed: %s", self._subject, error)
+                warned = True
+
+
+class _Silence:
+    """For how long a holder has shown no sign of life although it could have.
+
+    Attributes:
+        seconds: so long.
+        needed_s: until it counts as dead.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.needed_s = 0.0
+        self._before: Seen | None = None
+        self._looked_at = 0.0
+
+    def is_broken_by(self, seen: Seen) -> bool:
+        """Whether the holder has changed the record since it was first seen."""
+        tokens = [one.lease.token for one in (seen, self._before) if one is not None and one.lease is not None]
+        changed = self._before is not None and seen.state != self._before.state
+        return changed and len(tokens) == 2 and tokens[0] == tokens[1]
+
+    def heard(self, seen: Seen, waited_s: Callable[[Seen], float], *, outage: bool) -> None:
+        """The record was looked at. ``outage``: something stood still meanwhile, perhaps for the holder too."""
+        now, before = time.monotonic(), self._looked_at
+        self._looked_at = now
+        period_s = seen.lease_s / _PER_LEASE
+        if self._before is None or seen.state != self._before.state:
+            self._before, self.seconds = seen, 0.0
+            # Earlier waits were measured by the clocks of several machines. A live holder shows itself in the time left.
+            self.needed_s = max(seen.lease_s - waited_s(seen), 2 * period_s)
+            return
+        # A look that took long tells of no more than one sign of life that did not come.
+        self.seconds += min(now - before, period_s)
+        if outage:
+            self.seconds = min(self.seconds, self.needed_s - _SPARED * period_s)

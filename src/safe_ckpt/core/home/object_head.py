@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _PAUSES_S = (0.1, 0.4, 1.6, None)
 _SOMETHING = "checkpoints"
-GRAVESTONE = "safe_ckpt-gravestone"
+TOMBSTONE = "safe_ckpt-gravestone"  # as it stands in stores: the value stays
 ID_LETTERS = 12
 _FOLDER = re.compile(rf"^.+\.[0-9a-f]{{{ID_LETTERS}}}\Z")
 _AT_A_TIME = 8
@@ -135,7 +135,7 @@ class Head:
         """No owner."""
         return self._next(lease=None)
 
-    def beaten(self) -> Head:
+    def heartbeat(self) -> Head:
         """A sign of life."""
         return self._next(lease=self.lease.next() if self.lease is not None else None)
 
@@ -151,7 +151,7 @@ class Head:
         earlier = [folder for folder in self.committed or () if folder not in committed]
         return self._next(pending=pending, committed=(*earlier, *committed)[-_MOST_COMMITTED:])
 
-    def doomed(self, folders: Sequence[str]) -> Head:
+    def deleting(self, folders: Sequence[str]) -> Head:
         """These are deleted from now on."""
         besides = [folder for folder in self.trash if folder not in folders]
         pending = tuple(folder for folder in self.pending if folder not in folders)
@@ -243,7 +243,7 @@ def has_manifest(folder: ObjectPath) -> bool:
 
 
 def manifest_in(folder: ObjectPath) -> tuple[Manifest, bytes] | None:
-    """The manifest of ``folder``, and its bytes; None where a gravestone stands in its place.
+    """The manifest of ``folder``, and its bytes; None where a tombstone stands in its place.
 
     Raises:
         FileNotFoundError: neither is there, as two reads say.
@@ -253,19 +253,19 @@ def manifest_in(folder: ObjectPath) -> tuple[Manifest, bytes] | None:
     """
 
     def parse(data: bytes) -> tuple[Manifest | None, bytes]:
-        return (None if is_gravestone(data) else parse_manifest(data, folder)), data
+        return (None if is_tombstone(data) else parse_manifest(data, folder)), data
 
     manifest, data = parse_twice(folder / MANIFEST_NAME, parse)
     return None if manifest is None else (manifest, data)
 
 
-def is_gravestone(data: bytes) -> bool:
+def is_tombstone(data: bytes) -> bool:
     """Whether this stands in place of a manifest."""
     try:
         facts = json.loads(data)
     except ValueError:
         return False
-    return isinstance(facts, dict) and facts.get("format") == GRAVESTONE
+    return isinstance(facts, dict) and facts.get("format") == TOMBSTONE
 
 
 def missing_condition(folder: ObjectPath) -> str:

@@ -4,7 +4,7 @@ Below the address lie one folder for each save, named ``<name>.<the save's id>``
 checkpoint once it has a manifest, which is created last, by one request that fails if there is an object already. No key is
 written twice, so a replaced step is another folder, and the old one is deleted after the commit.
 
-A job that takes over creates a gravestone in place of each manifest that the earlier owner announced and has not created.
+A job that takes over creates a tombstone in place of each manifest that the earlier owner announced and has not created.
 Whichever of the two requests comes first decides: the earlier owner has committed, or it never will.
 
 Only what the head names is ever deleted: another program's folders may have such names, too.
@@ -26,20 +26,20 @@ from typing import Any, ClassVar
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
-from safe_ckpt.core.home.home import HIDDEN, Candidate, NewCheckpoint, OnError, sequence_after
+from safe_ckpt.core.home.home import HIDDEN, Candidate, HeldHome, NewCheckpoint, OnError
 from safe_ckpt.core.home.object_head import (
-    GRAVESTONE,
     ID_LETTERS,
+    TOMBSTONE,
     Head,
     folders_of,
     has_manifest,
     in_parallel,
-    is_gravestone,
+    is_tombstone,
     list_objects,
     manifest_in,
     missing_condition,
 )
-from safe_ckpt.core.home.object_lock import Found, ObjectOwner
+from safe_ckpt.core.home.object_lock import ObjectOwner
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.clients import ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
@@ -59,14 +59,15 @@ logger = logging.getLogger(__name__)
 _PROBE = "probe"
 _LAST_WORD_S = 5.0
 _AT_ONCE = 50  # half of what a head remembers as deleted
-_GRAVESTONE_S = 7 * 24 * 3600.0
+_SET_AT = "buried_at"  # as it stands in stores: the value stays
+_TOMBSTONE_S = 7 * 24 * 3600.0
 
 
 class UndecidedError(OSError):
     """Whether a checkpoint is committed is not known: the store gives no answer. The next owner finds out."""
 
 
-class ObjectRoot:
+class ObjectHome(HeldHome[ObjectPath]):
     """See ``Home``. One directory of checkpoints in an object store, held by this job from ``open`` to ``close``.
 
     Used on rank 0 only, but for ``path`` and ``place``.
@@ -86,14 +87,13 @@ class ObjectRoot:
     lacks: ClassVar[frozenset[str]] = frozenset({"file", "prefilled", "carry", "pointers", "links"})
 
     def __init__(self, path: ObjectPath, *, lease_s: float, owner: str = "", unfenced: bool = False) -> None:
+        super().__init__()
         self.path = path
-        self.last_sequence = 0
         self._lease_s = lease_s
         self._unfenced = unfenced
         self._owner = ObjectOwner(path, lease_s=lease_s, owner=owner, unfenced=unfenced)
         self._closed = threading.Event()
         self._tried: set[str] = set()  # folders whose manifest was sent
-        self._told: set[ObjectPath] = set()
         self._dropped: set[str] = set()  # of saves that failed: another rank may still have sent something
 
     def abandon(self, prefilled: Path | None) -> None:
@@ -120,13 +120,13 @@ class ObjectRoot:
             DirectoryInUseError: a live job owns it.
         """
         with naming(rank=0, phase="taking the directory", path=str(self.path)):
-            found = self._owner.take(patience_s)
+            self._owner.acquire(patience_s)
         try:
             with naming(rank=0, phase="cleaning up after an earlier job", path=str(self.path)):
                 if not self._owner.head.checked and not self._unfenced:
                     self._check_conditions()
                     self._owner.update(Head.seen_to_be_conditional)
-                self._sweep(found)
+                self._sweep()
         except BaseException:
             self.close()
             raise
@@ -145,14 +145,10 @@ class ObjectRoot:
         if self._closed.is_set():
             raise OSError(errno.ECANCELED, "the store gave no answer, and the job has ended", str(self.path))
 
-    def start_after(self, sequence: int) -> None:
-        """Everything saved from now on is newer than ``sequence``."""
-        self.last_sequence = max(self.last_sequence, sequence)
-
     def next_sequence(self) -> int:
-        """The next place in the order of commits; a failed save leaves a gap."""
-        self.last_sequence = sequence_after(max(self.last_sequence, self._owner.head.sequence))
-        return self.last_sequence
+        """See ``Home``."""
+        self.start_after(self._owner.head.sequence)
+        return super().next_sequence()
 
     def place(self, name: str, op_id: str) -> ObjectPath:
         """The folder of one save. On any rank."""
@@ -186,7 +182,7 @@ class ObjectRoot:
         kept = [name for name in again if self._delete_unless_committed(self.path / name, self.path.bucket)]
         # A copy that the store makes late may still come: the next start looks there once more.
         gone = [name for name in again if name not in self._tried]
-        self._owner.update(lambda head: head.settled(again, kept).doomed(gone).announced(folder.name, sequence))
+        self._owner.update(lambda head: head.settled(again, kept).deleting(gone).announced(folder.name, sequence))
         self._dropped.difference_update(again)
 
     def commit(self, folder: ObjectPath, manifest: bytes) -> None:
@@ -207,7 +203,7 @@ class ObjectRoot:
             raise
         except OSError as error:
             try:
-                committed = self._bury(folder, self.path.bucket.within(self._lease_s))
+                committed = self._set_tombstone(folder, self.path.bucket.within(self._lease_s))
             except OSError:
                 raise UndecidedError(error.errno, error.strerror, error.filename) from error
             if not committed:
@@ -239,20 +235,12 @@ class ObjectRoot:
         return list(self.discard([info.path for info in infos]))
 
     def _discard(self, chosen: Sequence[ObjectPath]) -> list[ObjectPath]:
-        self._owner.update(lambda head: head.doomed([folder.name for folder in chosen]))
-        gone = []
-        for folder in chosen:
-            try:
-                self.path.bucket.delete([(folder / MANIFEST_NAME).key])
-                self._delete_folder(folder)
-            except OSError as error:
-                if folder not in self._told:
-                    logger.warning("%s could not be removed and stays: %s. The next commit tries again", folder, error)
-                self._told.add(folder)
-                continue
-            self._told.discard(folder)
-            gone.append(folder)
-        return gone
+        self._owner.update(lambda head: head.deleting([folder.name for folder in chosen]))
+        return self._discard_each(chosen, self._delete_checkpoint)
+
+    def _delete_checkpoint(self, folder: ObjectPath) -> None:
+        self.path.bucket.delete([(folder / MANIFEST_NAME).key])
+        self._delete_folder(folder)
 
     def look(self, on_error: OnError | None = None) -> list[Candidate]:
         """See ``Home``."""
@@ -276,18 +264,18 @@ class ObjectRoot:
         """What is in quarantine."""
         return [self.path / name for name in self._owner.head.quarantined]
 
-    def _sweep(self, found: Found) -> None:
+    def _sweep(self) -> None:
         """Take away what earlier owners left, as their head says."""
         head = self._owner.head
-        if found != "read":
-            self._spare_unknown(stop=found == "damaged")
-        kept = [name for name in head.pending if self._bury(self.path / name, self.path.bucket)]
-        buried = [name for name in head.pending if name not in kept]
-        there = {folder.name for folder in folders_of(self.path)} if buried or head.trash else set()
+        if self._owner.found != "read":
+            self._spare_unknown(stop=self._owner.found == "damaged")
+        kept = [name for name in head.pending if self._set_tombstone(self.path / name, self.path.bucket)]
+        over = [name for name in head.pending if name not in kept]
+        there = {folder.name for folder in folders_of(self.path)} if over or head.trash else set()
         for name in head.trash:
             if name in there:
                 self._delete_folder(self.path / name)
-        for name in buried:
+        for name in over:
             logger.info("removing what an earlier job left: %s", self.path / name)
             self._delete_folder(self.path / name, spare=MANIFEST_NAME)
         if there:
@@ -299,7 +287,7 @@ class ObjectRoot:
         """Without a head nobody says whose these are: they stay, and are named. ``stop``: no late request commits one."""
         bare = [folder for folder in folders_of(self.path) if not has_manifest(folder)]
         for folder in bare if stop else ():
-            self._bury(folder, self.path.bucket, spares=True)
+            self._set_tombstone(folder, self.path.bucket, spares=True)
         if bare:
             what = listed([folder.name for folder in bare])
             message = "%s: no job says that these are its own, so they stay: %s. safe-ckpt gc --quarantine deletes them"
@@ -308,25 +296,25 @@ class ObjectRoot:
     def _delete_unless_committed(self, folder: ObjectPath, bucket: Bucket) -> bool:
         """Delete what a save left that failed, unless its manifest came to be there all the same. Returns whether it did."""
         tried = folder.name in self._tried
-        if tried and self._bury(folder, bucket):
+        if tried and self._set_tombstone(folder, bucket):
             self._dropped.discard(folder.name)
             return True
         self._delete_folder(folder, spare=MANIFEST_NAME if tried else "")
         return False
 
     def _remove_if_old(self, folder: ObjectPath) -> None:
-        """Remove a gravestone that has stood for so long that no request can still be on its way."""
+        """Remove a tombstone that has stood for so long that no request can still be on its way."""
         place = folder / MANIFEST_NAME
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             data, _ = place.bucket.read(place.key)
-            if not _is_old_gravestone(data) or place.bucket.afresh().read(place.key)[0] != data:
+            if not _is_old_tombstone(data) or place.bucket.afresh().read(place.key)[0] != data:
                 return  # it carries no digest: two reads have to agree
             if json.loads(data).get("spares"):
                 self.path.bucket.delete([place.key])
             else:
                 self._delete_folder(folder)
 
-    def _bury(self, folder: ObjectPath, bucket: Bucket, *, spares: bool = False) -> bool:
+    def _set_tombstone(self, folder: ObjectPath, bucket: Bucket, *, spares: bool = False) -> bool:
         """Decide the fate of a save that may or may not be committed. Returns whether it is.
 
         Args:
@@ -334,14 +322,14 @@ class ObjectRoot:
             bucket: with the deadline.
             spares: what lies there stays, because nobody knows whose it is.
         """
-        stone = {"format": GRAVESTONE, "fence": self._owner.head.fence, "buried_at": time.time(), "spares": spares}
+        stone = {"format": TOMBSTONE, "fence": self._owner.head.fence, _SET_AT: time.time(), "spares": spares}
         try:
             self._create(folder / MANIFEST_NAME, json.dumps(stone).encode(), bucket)
         except ExistsError:
             try:
                 return manifest_in(ObjectPath(bucket, folder.key)) is not None
             except SafeCheckpointError:
-                return True  # whatever it is, it is no gravestone
+                return True  # whatever it is, it is no tombstone
         return False
 
     def _delete_folder(self, folder: ObjectPath, *, spare: str = "") -> None:
@@ -351,7 +339,7 @@ class ObjectRoot:
     def _check_conditions(self) -> None:
         folder = self.place(_PROBE, uuid.uuid4().hex)
         # If this job dies, or a request comes late, a later start deletes it.
-        self._owner.update(lambda head: head.doomed([folder.name]))
+        self._owner.update(lambda head: head.deleting([folder.name]))
         if problem := missing_condition(folder):
             message = f"this store {problem}: two jobs could both commit. Use another one, or set storage.unfenced"
             raise DirectoryError(path=str(self.path), message=message, rank=0)
@@ -375,7 +363,7 @@ class ObjectPublication:
 
     folders: Sequence[str] = ()  # an object is durable when its upload is over
 
-    def __init__(self, new: NewCheckpoint, home: ObjectRoot) -> None:
+    def __init__(self, new: NewCheckpoint, home: ObjectHome) -> None:
         self._new = new
         self._home = home
         self.folder = home.place(new.path.name, new.attempt)
@@ -432,5 +420,5 @@ class ObjectPublication:
         raise SaveError(name=self._new.path.name, cause=cause, rank=entry.rank, phase="commit")
 
 
-def _is_old_gravestone(data: bytes) -> bool:
-    return is_gravestone(data) and time.time() - float(json.loads(data)["buried_at"]) > _GRAVESTONE_S
+def _is_old_tombstone(data: bytes) -> bool:
+    return is_tombstone(data) and time.time() - float(json.loads(data)[_SET_AT]) > _TOMBSTONE_S

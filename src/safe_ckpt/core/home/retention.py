@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from safe_ckpt.config import Retention
 from safe_ckpt.core.formats.manifest import CheckpointInfo
@@ -29,69 +28,37 @@ class Decision:
     sizes: Mapping[Place, int] = field(default_factory=dict)
 
 
-class RetentionPolicy(Protocol):
-    """Chooses among the committed checkpoints of one directory."""
-
-    def to_delete(self, committed: Sequence[CheckpointInfo]) -> Sequence[Place]:
-        """What is to be deleted now; ``committed`` is empty where there is no catalog."""
+RetentionPolicy = Callable[[Sequence[CheckpointInfo]], Sequence[Place]]
+"""Chooses what is to be deleted now among the committed checkpoints of one directory; of none where there is no catalog."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeepByRules:
-    """Keeps what any rule of ``Retention`` keeps, and the newest.
-
-    Attributes:
-        rules: the settings.
-    """
-
-    rules: Retention
-
-    def to_delete(self, committed: Sequence[CheckpointInfo]) -> list[Place]:
-        """See ``RetentionPolicy``."""
-        return [info.path for info in to_delete(committed, self.rules)]
+def policy_of(rules: Retention) -> RetentionPolicy | None:
+    """Keeps what any of these settings keeps, and the newest; None when they have no rule, so that nothing is ever deleted."""
+    return (lambda committed: [info.path for info in to_delete(committed, rules)]) if has_rules(rules) else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeepNewest:
+def delete_listed(paths: Sequence[Path]) -> RetentionPolicy:
+    """The caller has decided already."""
+    return lambda _: paths
+
+
+def keep_newest(limit: int | None, best: Path | None = None) -> RetentionPolicy:
     """Keeps the newest up to a limit, and the best, as ``transformers.trainer_utils.rotate_checkpoints`` chooses them.
 
-    Attributes:
+    Args:
         limit: how many to keep; None or less than 1 for all.
         best: never deleted; None where there is none.
     """
 
-    limit: int | None
-    best: Path | None = None
-
-    def to_delete(self, committed: Sequence[CheckpointInfo]) -> list[Place]:
-        """See ``RetentionPolicy``."""
-        if self.limit is None or self.limit < 1:
+    def chosen(committed: Sequence[CheckpointInfo]) -> list[Place]:
+        if limit is None or limit < 1:
             return []
         by_age = [info.path for info in sorted(committed, key=lambda info: info.sequence)]
-        spared = {*by_age[-1:], *(path for path in by_age if path == self.best)}
-        surplus = len(by_age) - max(self.limit, len(spared))
+        spared = {*by_age[-1:], *(path for path in by_age if path == best)}
+        surplus = len(by_age) - max(limit, len(spared))
         return [path for path in by_age if path not in spared][: max(0, surplus)]
 
-
-@dataclass(frozen=True, kw_only=True)
-class DeleteListed:
-    """The caller has decided already.
-
-    Attributes:
-        paths: what to delete.
-    """
-
-    paths: Sequence[Path]
-
-    def to_delete(self, committed: Sequence[CheckpointInfo]) -> Sequence[Path]:
-        """See ``RetentionPolicy``."""
-        del committed
-        return self.paths
-
-
-def policy_of(rules: Retention) -> KeepByRules | None:
-    """The policy of these settings; None when they have no rule, so that nothing is ever deleted."""
-    return KeepByRules(rules=rules) if has_rules(rules) else None
+    return chosen
 
 
 def after_commit(
@@ -130,7 +97,7 @@ def after_commit(
         chosen: Sequence[Place] = list(dict.fromkeys([*listed, *earlier]))
     else:
         counted = [info for info in committed if not info.marked]
-        chosen = policy.to_delete(counted) if policy is not None else ()
+        chosen = policy(counted) if policy is not None else ()
     paths = [*replaced, *(path for path in chosen if path not in protected)]
     if catalog is not None:
         catalog.forget(paths)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from safe_ckpt.core.formats.health_section import described
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
-from safe_ckpt.core.health.verdict import marked_words
 from safe_ckpt.core.home.candidates import newest_first, stamp_of
 from safe_ckpt.core.home.home import HIDDEN, Candidate
 from safe_ckpt.core.storage.copier import Stamp
@@ -91,8 +91,11 @@ def standing_of(candidates: Iterable[Candidate], judges: Sequence[Judge] = (), *
     notes = [note for judge in judges for note in judge(usable)]
     first = {note.path for note in notes if note.says == "first"}
     behind = {note.path: note.why for note in notes if note.says == "by name"}
-    passed = [c for c in usable if c.manifest is not None and c.manifest.marked and c.path not in first]
-    marked = {} if named else {c.path: marked_words(c.manifest.health) for c in passed if c.manifest is not None}
+    marked = {
+        c.path: f"it is marked: {described(c.manifest.health)}"
+        for c in usable
+        if not named and c.manifest is not None and c.manifest.marked and c.path not in first
+    }
     by_name = {**behind, **marked}
     usable.sort(key=lambda candidate: (candidate.path not in first, candidate.path in behind))
     order = tuple(candidate for candidate in usable if candidate.path not in by_name)

@@ -67,7 +67,7 @@ class Patience:
 
 def await_visible(path: Path, timeout_s: float) -> bool:
     """Wait until this rank sees ``path``. Returns False when it does not within ``timeout_s``."""
-    return _await(lambda: _is_visible(path), path, timeout_s)
+    return _await(lambda: presence.is_seen(path), path, timeout_s)
 
 
 def _await(done: Callable[[], bool], path: Path, timeout_s: float, look: Callable[[], None] = lambda: None) -> bool:
@@ -84,13 +84,6 @@ def _await(done: Callable[[], bool], path: Path, timeout_s: float, look: Callabl
             with contextlib.suppress(OSError):
                 os.listdir(folder)
     return True
-
-
-def _is_visible(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # the file system may be unavailable for a moment
-        return False
 
 
 def _size_of(file: Path) -> int:

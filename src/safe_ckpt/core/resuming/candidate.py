@@ -7,7 +7,6 @@ its ranks need.
 from __future__ import annotations
 
 import logging
-import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -190,7 +189,7 @@ def _files(path: Path, patience: Patience, *, ours: bool) -> dict[str, Any]:
             break
         except IncompleteCheckpointError as error:
             # Without a manifest it is another tool's, unless it had one, or its directory names one.
-            if not ours and MANIFEST_NAME not in _names_in(path):
+            if not ours and not (presence.is_directory(path) and path / MANIFEST_NAME in presence.entries_in(path)):
                 return {"op_id": "", "files": [], "missing": []}
             if over or not patience.until_there(path / error.file):
                 return {"op_id": "", "files": [], "missing": [error.file or path.name]}
@@ -199,13 +198,6 @@ def _files(path: Path, patience: Patience, *, ours: bool) -> dict[str, Any]:
     names = [MANIFEST_NAME, *(entry.path for entry in manifest.files)] if presence.is_directory(path) else []
     missing = [name for name in names if not patience.until_there(path / name)]
     return {"op_id": manifest.op_id, "files": names, "missing": missing}
-
-
-def _names_in(path: Path) -> list[str]:
-    try:
-        return os.listdir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def _op_id(path: Path) -> str:
@@ -349,12 +341,22 @@ class _Attempt:
 
     def look(self) -> dict[str, Any]:
         """Read the manifest, and tell which host this is."""
-        found = self._tried(self._look)
-        return {**found, "host": self._cache.host_id(self._needed)} if found.keys().isdisjoint(KINDS) else found
+
+        def look(manifest: Manifest) -> dict[str, Any]:
+            needed = sum(entry.size_bytes for entry in manifest.files)
+            return {"op_id": manifest.op_id, "host": self._cache.host_id(needed)}
+
+        return self._tried(look)
 
     def fetch(self, wanted: Wanted, token: str) -> dict[str, Any]:
         """Fetch this rank's share of what its host needs."""
-        return self._tried(lambda manifest: self._fetch(wanted(manifest, self.host), token))
+
+        def fetch(manifest: Manifest) -> dict[str, Any]:
+            if entries := wanted(manifest, self.host):
+                self._folder = self._cache.fetch(self._path, entries, token, self.host)
+            return {}
+
+        return self._tried(fetch)
 
     def read(self, load: LoadFetched) -> dict[str, Any]:
         """Read and verify what this rank needs."""
@@ -364,18 +366,6 @@ class _Attempt:
             return {}
 
         return self._tried(read)
-
-    def _look(self, manifest: Manifest) -> dict[str, Any]:
-        return {"op_id": manifest.op_id}
-
-    def _fetch(self, entries: Sequence[FileEntry], token: str) -> dict[str, Any]:
-        if entries:
-            self._folder = self._cache.fetch(self._path, entries, token, self.host)
-        return {}
-
-    @property
-    def _needed(self) -> int:
-        return sum(entry.size_bytes for entry in self._manifest.files) if self._manifest is not None else 0
 
     def _tried(self, step: Callable[[Manifest], dict[str, Any]]) -> dict[str, Any]:
         try:

@@ -14,8 +14,7 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest, 
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Ranks, Reader
 from safe_ckpt.core.resuming.host_cache import Host
-from safe_ckpt.core.state import restore
-from safe_ckpt.core.state.items import PerRank
+from safe_ckpt.core.state.items import PerRank, Shards
 from safe_ckpt.core.state.planner import SHARDED
 from safe_ckpt.core.storage.inside import checked_name
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
@@ -120,7 +119,7 @@ class StoredItems:
         for name, file in needed.items():
             item = manifest.items[name]
             if item["form"] == SHARDED:
-                shards = restore.Shards(folder / file)
+                shards = Shards(folder / file)
                 loaded[name] = shards.refuse_code() if self._rank == 0 else shards
             else:
                 shared = len(host.ranks) > 1 and not item["per_rank"]

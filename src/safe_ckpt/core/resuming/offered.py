@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.home.candidates import WEIGHTS, newest_first, newest_sequence
+from safe_ckpt.core.home.candidates import holds_weights_alone, newest_first, newest_sequence
 from safe_ckpt.core.home.home import Candidate, Home
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.extension import Extension
@@ -37,7 +37,7 @@ class Offered:
         self._list = list_candidates
         self._accepts = accepts or _to_resume_from
         offering = any(one.is_offering for one in engine.extensions)
-        self._workspace = root if root.is_mounted and offering else None
+        self._home = root if root.is_mounted and offering else None
         self._tried: set[str] = set()
 
     def fetch_newer(self) -> None:
@@ -62,53 +62,49 @@ class Offered:
         while (found := self._agree("fetch what is older", self._fetch_next)) is not None:
             yield found["name"], found["info"]
 
-    def _agree(self, kind: str, action: Callable[[], Any]) -> Any:
-        if self._workspace is None:
+    def _agree(self, kind: str, action: Callable[[Home], Any]) -> Any:
+        if (home := self._home) is None:
             return None
         return self._engine.coordinator.agree(
             kind,
             timeout_s=self._engine.config.timeouts.lengthy_s,
-            must_match={"directory": self._workspace.path},
-            decide=lambda _: action(),
+            must_match={"directory": home.path},
+            decide=lambda _: action(home),
         )
 
-    def _fetch_newer(self) -> None:
+    def _fetch_newer(self, home: Home) -> None:
         usable = newest_first(self._list())
         newest = newest_sequence(usable)
         here = {one.manifest.op_id for one in usable if one.manifest is not None}
         try:
-            for extension, candidate in self._there():
+            for extension, candidate in self._there(home):
                 manifest = candidate.manifest
                 if manifest is None or manifest.op_id in here or manifest.sequence <= newest:
                     return  # the others are older
-                if self._fetch(extension, candidate) is not None:
+                if self._fetch(extension, candidate, home) is not None:
                     return
         except (OSError, SafeCheckpointError) as error:
             if not usable:
                 raise
             logger.warning("the mirror is not looked at: %s", error)
 
-    def _fetch_next(self) -> dict[str, Any] | None:
+    def _fetch_next(self, home: Home) -> dict[str, Any] | None:
         """Nothing that is here can be used. What is damaged here may be sound there."""
-        for extension, candidate in self._there():
-            info = self._fetch(extension, candidate)
-            if info is not None and self._workspace is not None:
-                name = self._workspace.name_of(info.path)
-                return {"name": name, "info": info.to_json()}
+        for extension, candidate in self._there(home):
+            info = self._fetch(extension, candidate, home)
+            if info is not None:
+                return {"name": home.name_of(info.path), "info": info.to_json()}
         return None
 
-    def _there(self) -> list[tuple[Extension, Candidate]]:
-        home = self._workspace
-        offers = [(one, found) for one in self._engine.extensions for found in one.offers(home)] if home else []
+    def _there(self, home: Home) -> list[tuple[Extension, Candidate]]:
+        offers = [(one, found) for one in self._engine.extensions for found in one.offers(home)]
         found = [(one, it) for one, it in offers if it.manifest is not None and self._accepts(it)]
         return [(one, it) for one, it in found if str(it.path) not in self._tried]
 
-    def _fetch(self, extension: Extension, candidate: Candidate) -> CheckpointInfo | None:
+    def _fetch(self, extension: Extension, candidate: Candidate, home: Home) -> CheckpointInfo | None:
         self._tried.add(str(candidate.path))
-        if self._workspace is None:
-            return None
         try:
-            return extension.fetch(candidate, self._workspace)
+            return extension.fetch(candidate, home)
         except NotEnoughSpaceError:
             raise
         except CorruptCheckpointError as error:
@@ -117,7 +113,5 @@ class Offered:
 
 
 def _to_resume_from(candidate: Candidate) -> bool:
-    notes = candidate.manifest.notes if candidate.manifest is not None else {}
-    if candidate.manifest is not None and candidate.manifest.marked:
-        return False
-    return notes.get("adapter") != WEIGHTS and not notes.get("weights_only")
+    manifest = candidate.manifest
+    return manifest is None or not (manifest.marked or holds_weights_alone(manifest.notes))

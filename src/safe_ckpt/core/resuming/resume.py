@@ -134,7 +134,6 @@ def _known_of(engine: Engine, info: CheckpointInfo, listed: Manifest | None) -> 
             listed = read_manifest(info.path)
     except (OSError, SafeCheckpointError) as error:
         logger.warning("%s: its manifest cannot be read again, so masks are learnt anew: %s", info.path, error)
-    engine.trained.recall(listed, info.path)
     return engine.extensions.ask("a resume", lambda one: one.remembers(listed))
 
 
@@ -163,7 +162,7 @@ def check(engine: Engine, path: Path, load: Callable[[Path], Any]) -> None:
     _, verdict = FileReader(engine, load).try_one(path, ours=False)
     if verdict is not None:
         raise KINDS[verdict["kind"]](path=str(path), message=verdict["why"])
-    engine.trained.recall_from(path)
+    engine.extensions.ask("a resume", lambda one: one.named(path))
 
 
 @contextlib.contextmanager

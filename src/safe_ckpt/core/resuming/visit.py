@@ -24,7 +24,7 @@ from safe_ckpt.core.home.standing import standing_of
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Reader, judge
 from safe_ckpt.core.resuming.items import StoredItems
-from safe_ckpt.core.state.restore import Restoring
+from safe_ckpt.core.state.items import Restoring
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.errors import NoValidCheckpointError, RestoreError, SafeCheckpointError, naming
 

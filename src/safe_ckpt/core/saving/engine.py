@@ -30,8 +30,7 @@ from safe_ckpt.core.saving.homes import Workspaces
 from safe_ckpt.core.saving.queue import SaveQueue
 from safe_ckpt.core.saving.save import SaveHandle, SaveJob, SaveRequest, answer, decide, failed, skipped
 from safe_ckpt.core.saving.stager import Stager
-from safe_ckpt.core.state.models import Models
-from safe_ckpt.core.state.trained import Trained
+from safe_ckpt.core.state.planner import Models
 from safe_ckpt.errors import (
     ClosedError,
     CommitOutcomeUnknown,
@@ -96,7 +95,6 @@ class Engine:
         self.extensions = Extensions(extensions)
         self._stager = Stager(config, self.rank, self.extensions)
         self._save_queue = SaveQueue(self.coordinator, config, self.emit, self._stager.give_back, self.extensions)
-        self.trained = Trained(self.rank)
         self._handles: list[SaveHandle] = []
         self._closed = False
         self._preemption: Preemption | None = None
@@ -149,7 +147,6 @@ class Engine:
     def know(self, models: Models) -> None:
         """Before each save: these are the models that it saves. On any rank."""
         self.extensions.ask("before a save", lambda one: one.models(models))
-        self.trained.note(models)
 
     def save(self, request: SaveRequest) -> SaveHandle:
         """Save. Returns when the copy is taken; every rank calls this.
@@ -340,7 +337,7 @@ class Engine:
                 "save",
                 must_match={"step": request.facts.step, "path": request.destination.path, **request.must_match},
                 local=lambda: answer(request, earlier, self.rank, self._spared_bytes(request)),
-                decide=lambda answers: decide(request, answers, busy=busy, frozen=self.trained.take()),
+                decide=lambda answers: decide(request, answers, busy=busy, fields=self.extensions.decided(request)),
                 phase="planning the save",
             )
         except Exception as problem:
@@ -392,7 +389,6 @@ class Engine:
                 self._save_queue.put(job)
 
     def _end(self) -> None:
-        self.trained.forget()
         if self._preemption is not None:
             self._preemption.close()
         self._stager.close()

@@ -13,7 +13,7 @@ import torch
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
 from safe_ckpt.core.home.candidates import WEIGHTS
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.names import plain_names
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.homes import HeldDirectories, refuse
@@ -111,7 +111,7 @@ class Exporter:
 
 
 def request_of(
-    workspace: Workspace, path: Path, content: Content, *, kind: Literal["directory", "file"] = "directory"
+    workspace: FileHome, path: Path, content: Content, *, kind: Literal["directory", "file"] = "directory"
 ) -> SaveRequest:
     """What to save so that ``path`` becomes weights alone; other files in a directory are kept."""
     carry = OnCommit(carry=lambda name: not hugging_face.is_weight_file(name)) if kind == "directory" else OnCommit()

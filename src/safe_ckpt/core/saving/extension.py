@@ -17,7 +17,7 @@ from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.home.home import Candidate, Home
-from safe_ckpt.core.state.models import Models
+from safe_ckpt.core.state.planner import Models
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.writer.existing import Existing
@@ -25,6 +25,8 @@ from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.hooks.emitter import Emitter
 
 if TYPE_CHECKING:
+    import torch
+
     from safe_ckpt.core.saving.save import SaveJob, SaveRequest
 
 logger = logging.getLogger(__name__)
@@ -103,6 +105,11 @@ class Extension:
     def models(self, models: Models) -> None:
         """A save of these models is about to be asked for. On every rank, on the caller's thread."""
 
+    def deciding(self, request: SaveRequest) -> Mapping[str, Any]:
+        """Fields of the manifest that are known before the copy. On rank 0, on the caller's thread."""
+        del request
+        return {}
+
     def planning(self, request: SaveRequest) -> int:
         """How many bytes will probably not be written. On every rank, on the caller's thread."""
         del request
@@ -176,6 +183,12 @@ class Extension:
     def resumed(self, home: Home, info: CheckpointInfo, remembered: Any, verified: Manifest | None) -> None:
         """All ranks go on from this. ``verified``: its manifest with the files that were verified; None for all of them."""
 
+    def named(self, path: Place) -> None:
+        """All ranks have read this, and training may go on from it: only its path is known, and it may be another tool's."""
+
+    def training(self, modules: Callable[[], Mapping[str, torch.nn.Module]]) -> None:
+        """Training of these models begins, or goes on after a resume; "" is the name of the only one."""
+
     def stopping(self, until: float) -> None:
         """The job must be over by then, on the monotonic clock."""
 
@@ -214,6 +227,11 @@ class Extensions:
                     level, "%s: %s failed, and this goes on without it: %r", moment, one.name, error, exc_info=first
                 )
         return answers
+
+    def decided(self, request: SaveRequest) -> dict[str, Any]:
+        """Fields of the manifest that are known before the copy."""
+        told = self.ask("before a save", lambda one: one.deciding(request))
+        return {key: value for fields in told.values() for key, value in fields.items()}
 
     def existing(self, moment: str, question: Callable[[Extension], Mapping[str, Existing]]) -> dict[str, Existing]:
         """Files that are there already, by path."""

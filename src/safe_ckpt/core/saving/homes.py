@@ -16,9 +16,9 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.home import candidates as catalog
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
+from safe_ckpt.core.home.file_lock import read_lock
 from safe_ckpt.core.home.home import EVENTS, HIDDEN, NAMES, Home, home_at
-from safe_ckpt.core.home.lease import read_lock
 from safe_ckpt.core.recent import Recent
 from safe_ckpt.core.saving import set_up as shared
 from safe_ckpt.core.storage.objects.place import Place
@@ -59,7 +59,7 @@ class Workspaces:
         self._records: Recent[Path, events.Hook] = Recent(lambda hook: hook in self._recorders.values())
 
     @overload
-    def hold(self, place: Path, *, hidden: Path | None = None, recorded: bool | Path = True) -> Workspace: ...
+    def hold(self, place: Path, *, hidden: Path | None = None, recorded: bool | Path = True) -> FileHome: ...
     @overload
     def hold(self, place: Place, *, hidden: Path | None = None, recorded: bool | Path = True) -> Home: ...
     def hold(self, place: Place, *, hidden: Path | None = None, recorded: bool | Path = True) -> Home:
@@ -194,12 +194,12 @@ class HeldDirectories:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._held: dict[Path, Workspace] = {}
+        self._held: dict[Path, FileHome] = {}
         self._sequence = 0
         self._swept: Recent[Path, None] = Recent()
         self._ordered: Recent[Path, None] = Recent()
 
-    def hold(self, path: Path, *, resumed: bool = False) -> Workspace:
+    def hold(self, path: Path, *, resumed: bool = False) -> FileHome:
         """Take what ``path`` names; its hidden folder is ``.safe_ckpt/names/<name>`` beside it.
 
         Args:
@@ -231,7 +231,7 @@ class HeldDirectories:
         self._held[path].start_after(self._sequence)
         return self._held[path]
 
-    def _take(self, folder: Path, hidden: Path, record: Path | bool) -> Workspace:
+    def _take(self, folder: Path, hidden: Path, record: Path | bool) -> FileHome:
         for _ in range(_ATTEMPTS):  # every rank makes as many
             with contextlib.suppress(DirectoryInUseError):  # perhaps only for the moment of a sweep
                 return self._engine.hold(folder, hidden=hidden, recorded=record)
@@ -246,7 +246,7 @@ class HeldDirectories:
             self._sequence = max(self._sequence, workspace.last_sequence)
             self._engine.let_go(workspace)
 
-    def _look(self, path: Path, workspace: Workspace, *, resumed: bool) -> None:
+    def _look(self, path: Path, workspace: FileHome, *, resumed: bool) -> None:
         self._sequence = max(self._sequence, _sequence_of(path))
         self._swept.use(path.parent, lambda: _sweep(workspace, self._engine.config.lease_s))
         if resumed:
@@ -256,7 +256,7 @@ class HeldDirectories:
         self._sequence = max(self._sequence, _newest_in(path.parent))
 
 
-def open_folder(coordinator: Coordinator, workspace: Workspace, key: str, timeout_s: float) -> Path:
+def open_folder(coordinator: Coordinator, workspace: FileHome, key: str, timeout_s: float) -> Path:
     """Make a folder for what hooks write, to be given to ``OnCommit`` as ``prefilled``. Every rank calls this.
 
     Args:
@@ -282,7 +282,7 @@ def open_folder(coordinator: Coordinator, workspace: Workspace, key: str, timeou
     return folder
 
 
-def _sweep(own: Workspace, lease_s: float) -> None:
+def _sweep(own: FileHome, lease_s: float) -> None:
     """Clean up what killed jobs left under other names: unfinished saves, interrupted replacements. Never raises.
 
     A job that starts meanwhile may need one of these folders. So each is held for a few renames only, and deleted later.
@@ -296,7 +296,7 @@ def _sweep(own: Workspace, lease_s: float) -> None:
         logger.debug("%s is not swept: %s", names, error)
         return
     for hidden in folders:
-        workspace = Workspace(own.path, lease_s=lease_s, hidden=hidden, swept=swept)
+        workspace = FileHome(own.path, lease_s=lease_s, hidden=hidden, swept=swept)
         try:
             if read_lock(hidden) is None:
                 continue  # no job's, or a job takes it at this moment

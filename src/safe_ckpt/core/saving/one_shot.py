@@ -15,8 +15,7 @@ from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.writer.content import MemoryContent
-from safe_ckpt.core.writer.file_sink import FileSink
-from safe_ckpt.core.writer.sink import write_file
+from safe_ckpt.core.writer.sink import FileSink, write_file
 from safe_ckpt.errors import SafeCheckpointError, named
 
 

@@ -128,12 +128,8 @@ class SaveQueue:
     def _drain(self, within_s: float | None) -> None:
         thread = self._background
         limit_s = self._config.timeouts.shutdown_s if within_s is None else within_s
-        seen, since = self._coordinator.progress(), time.monotonic()
         try:
-            while thread.is_alive and time.monotonic() - since <= limit_s:
-                thread.join(0.1)
-                if (now := self._coordinator.progress()) != seen and within_s is None:
-                    seen, since = now, time.monotonic()
+            thread.drain(self._coordinator.progress, limit_s, extend=within_s is None)
             if thread.is_alive:
                 lag = "made no progress for" if within_s is None else "was not done within"
                 logger.error("a save %s %.0f s at shutdown and is given up", lag, limit_s)

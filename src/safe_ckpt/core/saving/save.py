@@ -19,8 +19,8 @@ from safe_ckpt.core.home.retention import RetentionPolicy
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.snapshot import StagingCopy
-from safe_ckpt.core.state.held import refuse_differences
 from safe_ckpt.core.state.overlap import OverlapPlan
+from safe_ckpt.core.state.planner import refuse_differences
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.objects.place import Place
@@ -177,7 +177,7 @@ class SaveRequest:
         content: what this rank writes.
         facts: what the manifest says.
         must_match: what must be equal on all ranks besides step and path. Compared when every rank could plan its content.
-        held: what this rank holds of what rank 0 saves for all, by item; see ``held.held``.
+        held: what this rank holds of what rank 0 saves for all, by item; see ``planner.held``.
         on_commit: what is done at the commit besides.
         patient: wait for saves that are in flight, also where ``on_busy`` says to skip.
     """
@@ -287,7 +287,7 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def decide(
-    request: SaveRequest, answers: Mapping[int, Any], *, busy: bool, frozen: Sequence[str] | None
+    request: SaveRequest, answers: Mapping[int, Any], *, busy: bool, fields: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What rank 0 makes of the answers.
 
@@ -295,7 +295,7 @@ def decide(
         request: rank 0's own.
         answers: what ``answer`` returned on every rank.
         busy: as many saves are in flight as may be, and this one is not to wait.
-        frozen: names of parameters that are not trained; None where that is not known.
+        fields: what the manifest says besides.
 
     Returns:
         ``earlier``: the failed save that every rank reports instead of starting this one. Or the ``manifest`` of the save that
@@ -318,7 +318,7 @@ def decide(
         world_size=len(ranks),
         metrics=dict(request.facts.metrics),
         notes=dict(request.facts.notes),
-        frozen=frozen,
+        **fields,
     )
     return {
         "manifest": manifest.to_json(),

@@ -16,9 +16,8 @@ from safe_ckpt.core.saving.extension import Extensions
 from safe_ckpt.core.saving.save import SaveJob, Streamed
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer, rounded
-from safe_ckpt.core.staging.copy_plan import KnownCopies
 from safe_ckpt.core.staging.cuda import Cuda
-from safe_ckpt.core.staging.snapshot import StagingCopy
+from safe_ckpt.core.staging.snapshot import KnownCopies, StagingCopy
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.core.state import overlap
 from safe_ckpt.errors import NotEnoughSpaceError, RendezvousTimeout, SaveError

@@ -238,23 +238,18 @@ class ShardPlanner:
             files += self._lay_out(folder, local, self._agreed[folder].kept)
         return [*files, *(bytes_image(under(folder, METADATA), data) for folder, data in parts.metadata.items())]
 
-    def _lay_out(self, folder: str, local: _Local, kept: Sequence[int]) -> list[FilePlan]:
+    def _lay_out(self, folder: str, local: _Local, kept: Sequence[int]) -> Sequence[FilePlan]:
         if local.templates and local.kept is kept:
             first, *others = local.templates
             changing = zip(local.last, first.image.pieces[first.image.fixed :], strict=True)
             if all(len(local.objects[number]) == len(piece) for number, (_, piece) in changing):
                 last = [local.objects[number] for number in local.last]
                 return [first.filled(local.item.tensors, last), *(t.filled(local.item.tensors) for t in others)]
+        files: Sequence[FilePlan]
         files, numbers = _lay_out(folder, local, kept, self._coordinator.rank)
         self._known.pop(folder, None)
         if local.item.known is not None:
-            templates = [FileTemplate.of(file, local.item.tensors) for file in files]
-            local.templates = [one for one in templates if one is not None]
-            if len(local.templates) < len(files):
-                local.templates = ()
-            else:
-                pairs = zip(files, local.templates, strict=True)
-                files = [dataclasses.replace(one.image, tensors=file.tensors) for file, one in pairs]
+            local.templates, files = FileTemplate.of_all(files, local.item.tensors)
             local.kept, local.last = kept, numbers
             self._known[folder] = local.remembered()
         return files

@@ -114,21 +114,16 @@ def refuse_if_given_up(group: ProcessGroup | None) -> None:
     Raises:
         PeerLostError: it was.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    if any(known() is _group_of(group) for known in _given_up):
+    asked = process_groups.itself(group)
+    if asked is not None and any(known() is asked for known in _given_up):
         reason = (
             "an earlier gather was given up within a collective, and the process group with it: start the job again"
         )
         raise PeerLostError(phase="gather", ranks=(), reason=reason)
 
 
-def _group_of(group: ProcessGroup | None) -> Any:
-    return group if group is not None else dist.distributed_c10d._get_default_group()
-
-
 def _abort(group: ProcessGroup | None) -> None:
-    _given_up.append(weakref.ref(_group_of(group)))
+    _given_up.append(weakref.ref(process_groups.itself(group)))
     # An operation that is left behind would keep destroy_process_group and the interpreter's exit waiting for the lost rank.
     logger.warning("a collective was given up: its process group cannot be used any more")
     for backend, _ in process_groups.backend_timeouts(group):
@@ -138,9 +133,9 @@ def _abort(group: ProcessGroup | None) -> None:
 
 def wire_device(tensors: Sequence[torch.Tensor], group: ProcessGroup | None) -> torch.device:
     """The device over which parts travel: that of the tensors where the group has a backend for it."""
-    if not (dist.is_available() and dist.is_initialized()):
+    pg = process_groups.itself(group)
+    if pg is None:
         return torch.device("cpu")
-    pg: Any = group if group is not None else dist.group.WORLD
     types = {str(kind) for kind in getattr(pg, "_device_types", [torch.device("cpu")])}
     if "cuda" in types and ("cpu" not in types or any(tensor.device.type == "cuda" for tensor in tensors)):
         return torch.device("cuda", torch.cuda.current_device())

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed.checkpoint import metadata, planner
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from safe_ckpt.errors import StateError
 
@@ -27,15 +27,30 @@ _MOST_DIMENSIONS = 64  # torch has no more
 _MOST_CHARACTERS = 1 << 16
 _MOST_BYTES = 1 << 62
 _MOST_DEPTH = 8
-_TOLD = {  # of a plan's classes, by their names: the fields that have a place of their own
-    "SavePlan": frozenset({"items", "planner_data", "usable"}),
-    "WriteItem": frozenset({"index", "type", "bytes_io_data", "tensor_data"}),
-    "MetadataIndex": frozenset({"fqn", "offset", "index"}),
-    "BytesIOWriteData": frozenset({"nbytes"}),
-    "TensorWriteData": frozenset({"chunk", "properties", "size"}),
-    "ChunkStorageMetadata": frozenset({"offsets", "sizes"}),
-    "TensorProperties": frozenset({"dtype", "layout", "requires_grad", "memory_format", "pin_memory"}),
+_FIELDS: Mapping[str, Mapping[str, str]] = {
+    "SavePlan": {"items": "items", "planner_data": "paths?", "usable": "flag"},
+    "WriteItem": {
+        "index": "MetadataIndex",
+        "type": "type",
+        "bytes_io_data": "BytesIOWriteData?",
+        "tensor_data": "TensorWriteData?",
+    },
+    "MetadataIndex": {"fqn": "text", "offset": "size?", "index": "hint?"},
+    "BytesIOWriteData": {"nbytes": "length"},
+    "TensorWriteData": {"chunk": "ChunkStorageMetadata", "properties": "TensorProperties", "size": "size"},
+    "ChunkStorageMetadata": {"offsets": "size", "sizes": "size"},
+    "TensorProperties": {
+        "dtype": "dtype",
+        "layout": "layout",
+        "requires_grad": "flag",
+        "memory_format": "memory_format",
+        "pin_memory": "flag",
+    },
 }
+"""Of a plan's classes, by their names: the fields that have a place of their own in a row, and what is there.
+
+That is a class, a kind of ``_NAMED``, or a method of ``_Reader``; with a question mark it may be None.
+"""
 _reported: set[str] = set()
 
 
@@ -45,21 +60,21 @@ def _table(kind: type[Any]) -> dict[str, Any]:
 
 
 def _name_of(value: object) -> str:
-    return str(value).removeprefix("torch.")
+    return value.name if isinstance(value, WriteItemType) else str(value).removeprefix("torch.")
 
 
-_DTYPES, _LAYOUTS, _FORMATS = _table(torch.dtype), _table(torch.layout), _table(torch.memory_format)
 _NAMED: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
-    "dtype": (torch.dtype, _DTYPES),
-    "layout": (torch.layout, _LAYOUTS),
-    "memory_format": (torch.memory_format, _FORMATS),
+    "dtype": (torch.dtype, _table(torch.dtype)),
+    "layout": (torch.layout, _table(torch.layout)),
+    "memory_format": (torch.memory_format, _table(torch.memory_format)),
+    "type": (WriteItemType, {kind.name: kind for kind in WriteItemType}),
 }
+_TABLES = dict(_NAMED.values())
 _ROWS: Mapping[str, type[Any]] = {"size": torch.Size, "tuple": tuple, "list": list}
-_KINDS = {kind.name: kind for kind in WriteItemType}
 _Kind = TypeVar("_Kind")
 
 
-def plan_to_json(plan: SavePlan) -> dict[str, Any]:
+def plan_to_json(plan: SavePlan) -> list[Any]:
     """A plan of ``DefaultSavePlanner`` as JSON-able data.
 
     Raises:
@@ -67,17 +82,7 @@ def plan_to_json(plan: SavePlan) -> dict[str, Any]:
     """
     if plan.storage_data is not None:
         raise StateError(key="the plan", message="it has SavePlan.storage_data, of a writer that is not ours")
-    paths = plan.planner_data
-    if paths is not None:
-        paths = {name: list(path) for name, path in paths.items()}
-    items = [_item_to_json(item) for item in plan.items]
-    more = _more_of(plan)
-    return {
-        "items": items,
-        "paths": paths,
-        "usable": bool(getattr(plan, "usable", True)),
-        **({"more": more} if more else {}),
-    }
+    return _row("the plan", plan)
 
 
 def plan_from_json(data: Any, *, rank: int) -> SavePlan:
@@ -86,13 +91,7 @@ def plan_from_json(data: Any, *, rank: int) -> SavePlan:
     Raises:
         StateError: it is not that.
     """
-    read = _Reader(rank)
-    row = read.typed(data, dict, "the plan")
-    if row.keys() - {"more"} != {"items", "paths", "usable"}:
-        read.refuse("the plan", f"its fields are {sorted(map(str, row))[:8]!r:.200}")
-    items = [read.item(item) for item in read.listed(row["items"], _MOST_ITEMS, "the entries")]
-    facts = {"planner_data": read.paths(row["paths"]), "usable": read.typed(row["usable"], bool, "usable")}
-    made: SavePlan = read.built(SavePlan, {"items": items, **facts}, read.more(row.get("more", {}), "the plan"))
+    made: SavePlan = _Reader(rank).row("SavePlan", data, "the plan")
     return made
 
 
@@ -124,38 +123,30 @@ def kept_from_json(data: Any, plan: SavePlan, *, rank: int) -> list[int]:
     return numbers
 
 
-def _item_to_json(item: WriteItem) -> list[Any]:
-    name = item.index.fqn
-    offset = None if item.index.offset is None else list(item.index.offset)
-    about = getattr(item, "bytes_io_data", None)  # since torch 2.7
-    length = None if about is None else about.nbytes
-    tensor = None if item.tensor_data is None else _tensor_to_json(name, item.tensor_data)
-    parts = [item, item.index, about]
-    if item.tensor_data is not None:
-        parts += [item.tensor_data, item.tensor_data.chunk, item.tensor_data.properties]
-    more = _more_of(*parts)
-    return [item.type.name, name, offset, item.index.index, length, tensor, *([more] if more else [])]
+def _row(name: str, part: Any) -> list[Any]:
+    """A part of a plan, of the entry ``name``: its fields in the order of ``_FIELDS``, and behind them what it has besides."""
+    made_of: Any = type(part)
+    kind, names = _class_of(made_of), _names_of(made_of)
+    row = [_told(name, getattr(part, field)) if field in names else None for field in _FIELDS[kind]]
+    more = {} if names <= _FIELDS[kind].keys() else _more_of(kind, part)
+    return [*row, more] if more else row
 
 
-def _tensor_to_json(name: str, data: TensorWriteData) -> list[Any]:
-    known = data.properties
-    return [
-        _name_in(_DTYPES, known.dtype, name),
-        _name_in(_LAYOUTS, getattr(known, "layout", torch.strided), name),
-        bool(getattr(known, "requires_grad", False)),
-        _name_in(_FORMATS, getattr(known, "memory_format", torch.contiguous_format), name),
-        bool(getattr(known, "pin_memory", False)),
-        list(data.size),
-        list(data.chunk.offsets),
-        list(data.chunk.sizes),
-    ]
-
-
-def _name_in(table: Mapping[str, Any], value: object, key: str) -> str:
-    name = _name_of(value)
-    if table.get(name) != value:
-        raise StateError(key=key, message=f"beside sharded tensors {value} cannot be saved")
-    return name
+def _told(name: str, value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind in (str, int, bool):
+        return value
+    if (table := _TABLES.get(kind)) is not None:
+        if table.get(_name_of(value)) != value:
+            raise StateError(key=name, message=f"beside sharded tensors {value} cannot be saved")
+        return _name_of(value)
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, list):
+        return [_row(item.index.fqn, item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: list(path) for key, path in value.items()}
+    return _row(name, value)
 
 
 @functools.cache
@@ -163,31 +154,26 @@ def _names_of(kind: Any) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(kind) if field.init)
 
 
-def _more_of(*parts: Any) -> dict[str, dict[str, Any]]:
-    """What this release of torch plans with and has no place of its own here, by class and field, as JSON-able data."""
-    more: dict[str, dict[str, Any]] = {}
-    for part in parts:
-        made_of: Any = type(part)
-        if part is None or _names_of(made_of) <= _TOLD[kind := _class_of(made_of)]:
+def _more_of(kind: str, part: Any) -> dict[str, Any]:
+    """What this release of torch plans with and has no place of its own here, by field, as JSON-able data."""
+    more: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        known = field.default is not dataclasses.MISSING and value == field.default
+        if field.name in _FIELDS[kind] or not field.init or known:
             continue
-        for field in dataclasses.fields(part):
-            value = getattr(part, field.name)
-            if (
-                field.name in _TOLD[kind]
-                or not field.init
-                or (field.default is not dataclasses.MISSING and value == field.default)
-            ):
-                continue
-            try:
-                more.setdefault(kind, {})[field.name] = _value_to_json(value)
-            except TypeError as error:
-                _report(f"{kind}.{field.name}", error)
+        try:
+            more[field.name] = _value_to_json(value)
+        except TypeError as error:
+            _report(f"{kind}.{field.name}", error)
     return more
 
 
-def _class_of(kind: type[Any]) -> str:
+@functools.cache
+def _class_of(kind: Any) -> str:
     """The name of the class of torch's that ``kind`` is, or derives from."""
-    return next(parent.__name__ for parent in kind.__mro__ if parent.__name__ in _TOLD)
+    name: str = next(parent.__name__ for parent in kind.__mro__ if parent.__name__ in _FIELDS)
+    return name
 
 
 def _report(field: str, why: TypeError) -> None:
@@ -255,9 +241,16 @@ class _Reader:
     def size(self, value: Any, what: str) -> torch.Size:
         return torch.Size([self.number(part, _MOST_BYTES, what) for part in self.listed(value, _MOST_DIMENSIONS, what)])
 
-    def paths(self, value: Any) -> dict[str, tuple[str | int, ...]] | None:
-        if value is None:
-            return None
+    def flag(self, value: Any, what: str) -> bool:
+        return self.typed(value, bool, what)
+
+    def hint(self, value: Any, what: str) -> int:
+        return self.number(value, _MOST_ITEMS, what)
+
+    def length(self, value: Any, what: str) -> int:
+        return self.number(value, _MOST_BYTES, what)
+
+    def paths(self, value: Any, _: str) -> dict[str, tuple[str | int, ...]]:
         row = self.typed(value, dict, "the names")
         if len(row) > _MOST_ITEMS:
             self.refuse("the names", f"{len(row)} are more than {_MOST_ITEMS}")
@@ -266,16 +259,6 @@ class _Reader:
     def steps(self, name: str, value: Any) -> list[str | int]:
         steps = self.listed(value, _MOST_CHARACTERS, name)
         return [self.number(step, _MOST_BYTES, name) if type(step) is int else self.text(step, name) for step in steps]
-
-    def more(self, value: Any, what: str) -> dict[str, dict[str, Any]]:
-        """What ``_more_of`` returned."""
-        rows = self.typed(value, dict, what)
-        if not rows.keys() <= _TOLD.keys():
-            self.refuse(what, f"{sorted(map(str, rows))[:8]!r:.200} is not known")
-        return {
-            kind: {field: self.value(inner, what) for field, inner in self.typed(row, dict, what).items()}
-            for kind, row in rows.items()
-        }
 
     def value(self, value: Any, what: str, depth: int = 0) -> Any:
         """What ``_value_to_json`` returned."""
@@ -303,51 +286,48 @@ class _Reader:
             self.text(key, what): self.value(one, what, depth + 1) for key, one in self.typed(inner, dict, what).items()
         }
 
-    def built(self, kind: Any, facts: Mapping[str, Any], more: Mapping[str, Mapping[str, Any]]) -> Any:
-        """One of torch's classes, of the facts that this release has."""
-        fields, besides = _names_of(kind), more.get(_class_of(kind), {})
-        if not besides.keys() <= fields - facts.keys():
-            self.refuse(kind.__name__, f"{sorted(besides)[:8]!r:.200} are not its further fields")
+    def items(self, value: Any, _: str) -> list[WriteItem]:
+        return [
+            self.item(self.row("WriteItem", one, "an entry")) for one in self.listed(value, _MOST_ITEMS, "the entries")
+        ]
+
+    def row(self, kind: str, value: Any, what: str) -> Any:
+        """One of torch's classes, of what ``_row`` returned and of the fields that this release has."""
+        fields, row = _FIELDS[kind], self.listed(value, len(_FIELDS[kind]) + 1, what)
+        if len(row) < len(fields):
+            self.refuse(what, f"{len(row)} facts of a {kind}, expected {len(fields)}")
+        made_of: Any = getattr(metadata, kind, None) or getattr(planner, kind)
+        names, facts = _names_of(made_of), dict[str, Any]()
+        for (field, how), fact in zip(fields.items(), row, strict=False):
+            if field in names:
+                facts[field] = self.fact(how, fact, what)
+                what = facts.get("fqn", getattr(facts[field], "fqn", what))
+        besides = self.typed(row[len(fields)], dict, what) if len(row) > len(fields) else {}
+        if not besides.keys() <= names - facts.keys():
+            self.refuse(kind, f"{sorted(map(str, besides))[:8]!r:.200} are not its further fields")
         try:
-            return kind(**{name: fact for name, fact in facts.items() if name in fields}, **besides)
+            return made_of(**facts, **{field: self.value(inner, what) for field, inner in besides.items()})
         except TypeError as error:  # a field without a default, of which nothing could be told
-            self.refuse(kind.__name__, str(error))
+            self.refuse(kind, str(error))
 
-    def item(self, value: Any) -> WriteItem:
-        row = self.listed(value, 7, "an entry")
-        if len(row) not in (6, 7):
-            self.refuse("an entry", f"{len(row)} facts, expected 6 or 7")
-        name = self.text(row[1], "a name")
-        kind = self.named(_KINDS, row[0], name)
-        offset = None if row[2] is None else self.size(row[2], name)
-        hint = None if row[3] is None else self.number(row[3], _MOST_ITEMS, name)
-        more = self.more(row[6] if len(row) > 6 else {}, name)
-        data = tensor = None
-        if row[4] is not None:
-            about = {"nbytes": self.number(row[4], _MOST_BYTES, name)}
-            if hasattr(planner, "BytesIOWriteData"):
-                data = self.built(planner.BytesIOWriteData, about, more)
-        if (row[5] is None) is not (kind == WriteItemType.BYTE_IO):
-            self.refuse(name, f"as {kind.name} it has {'no' if row[5] is None else 'a'} tensor")
-        if row[5] is not None:
-            tensor = self.tensor(row[5], name, more)
-        index = self.built(metadata.MetadataIndex, {"fqn": name, "offset": offset, "index": hint}, more)
-        facts = {"index": index, "type": kind, "bytes_io_data": data, "tensor_data": tensor}
-        made: WriteItem = self.built(WriteItem, facts, more)
-        return made
+    def fact(self, how: str, value: Any, what: str) -> Any:
+        kind = how.removesuffix("?")
+        if value is None and kind != how:
+            return None
+        if kind in _FIELDS:
+            return self.row(kind, value, what)
+        if kind in _NAMED:
+            return self.named(_NAMED[kind][1], value, what)
+        return getattr(self, kind)(value, what)
 
-    def tensor(self, value: Any, name: str, more: Mapping[str, Mapping[str, Any]]) -> TensorWriteData:
-        row = self.listed(value, 8, name)
-        if len(row) != 8:
-            self.refuse(name, f"{len(row)} facts of a tensor, expected 8")
-        facts = {
-            "dtype": self.named(_DTYPES, row[0], name),
-            "layout": self.named(_LAYOUTS, row[1], name),
-            "requires_grad": self.typed(row[2], bool, name),
-            "memory_format": self.named(_FORMATS, row[3], name),
-            "pin_memory": self.typed(row[4], bool, name),
-        }
-        whole, offsets, sizes = (self.size(part, name) for part in row[5:])
+    def item(self, item: WriteItem) -> WriteItem:
+        """Refuse an entry whose facts do not fit together."""
+        name, tensor = item.index.fqn, item.tensor_data
+        if (tensor is None) is not (item.type == WriteItemType.BYTE_IO):
+            self.refuse(name, f"as {item.type.name} it has {'no' if tensor is None else 'a'} tensor")
+        if tensor is None:
+            return item
+        whole, offsets, sizes = tensor.size, tensor.chunk.offsets, tensor.chunk.sizes
         if not len(whole) == len(offsets) == len(sizes):
             self.refuse(name, f"a part of {len(sizes)} dimensions at {len(offsets)} of {len(whole)}")
         behind = any(at + size > most for at, size, most in zip(offsets, sizes, whole, strict=True))
@@ -355,9 +335,4 @@ class _Reader:
             self.refuse(name, f"{list(sizes)} at {list(offsets)} is not in {list(whole)}")
         if functools.reduce(lambda one, other: one * other, whole, 16) > _MOST_BYTES:
             self.refuse(name, f"a tensor of {list(whole)} is larger than any")
-        properties = self.built(metadata.TensorProperties, facts, more)
-        chunk = self.built(metadata.ChunkStorageMetadata, {"offsets": offsets, "sizes": sizes}, more)
-        made: TensorWriteData = self.built(
-            TensorWriteData, {"chunk": chunk, "properties": properties, "size": whole}, more
-        )
-        return made
+        return item

@@ -9,12 +9,14 @@ import logging
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_LOOK_S = 0.1
 _all: weakref.WeakSet[Background[Any]] = weakref.WeakSet()
 
 
@@ -109,6 +111,28 @@ class Background(Generic[_T]):
         """Wait for its end."""
         if self._thread is not None:
             self._thread.join(timeout_s)
+
+    def drain(
+        self,
+        progress: Callable[[], object],
+        limit_s: float,
+        *,
+        extend: bool,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Wait for its end.
+
+        Args:
+            progress: gives something else as long as there is progress.
+            limit_s: wait this long at most.
+            extend: this long from the last progress on.
+            is_over: whether to wait no longer, whatever the limit is.
+        """
+        seen, since = progress(), time.monotonic()
+        while self.is_alive and time.monotonic() - since <= limit_s and not is_over():
+            self.join(_LOOK_S)
+            if extend and (now := progress()) != seen:
+                seen, since = now, time.monotonic()
 
     def _run(self, waiting: queue.SimpleQueue[_T | None]) -> None:
         while True:

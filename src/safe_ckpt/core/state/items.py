@@ -1,33 +1,37 @@
 """What a state consists of: names, and under each an object of some kind; what is saved of it, and how it comes back.
 
-What was loaded is put back where it belongs, in place as far as types allow.
+What was loaded is put back where it belongs, in place as far as types allow: on all ranks, or on none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from typing_extensions import Self
 
 from safe_ckpt.core.changing import unchanging
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.names import as_named, plain_name, plain_names
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state
-from safe_ckpt.core.state import fingerprint, overlap
+from safe_ckpt.core.state import fingerprint
 from safe_ckpt.core.state.fingerprint import Fingerprint
 from safe_ckpt.core.state.overlap import KNOWN
+from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.tensors import is_short, refuse_short
 from safe_ckpt.errors import RestoreError, StateError
 
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}\Z")
 _SMALL_PARTS = 4 << 20
+_STATES: Mapping[str, int] = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Rprop": 2}
 _OF_A_RANK = re.compile(r"\.rank\d{5,}\Z")
 _FILE = re.compile(r"(\.rank\d{5,})?\.(json|pt|safetensors|safetensors\.index\.json)")  # behind the name of its item
 _OF_SHARDS = re.compile(r"^(.+?)(-\d{5}-of-\d{5}|\.safetensors\.index)\Z")
@@ -283,7 +287,7 @@ class _Optimizer(_Stateful):
 
     def expected_bytes(self) -> int:
         """As it will be after the first step."""
-        return overlap.expected_state_bytes(self.optimizer)
+        return expected_state_bytes(self.optimizer)
 
     def fit(self, loaded: Any) -> Fitted:
         _check_optimizer(self.optimizer, loaded)
@@ -348,6 +352,23 @@ def expected_bytes(state: Mapping[str, Any], *, rank: int) -> int:
         return 0
     # Headers, and payloads begin at page boundaries.
     return total + min(total // 64, 48 << 20) + min(total, _SMALL_PARTS)
+
+
+def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What its state will take after the first step, as far as that is known of its kind; else what it takes now."""
+    now = sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    later = 0
+    for group in optimizer.param_groups:
+        count = _STATES.get(type(optimizer).__name__, 0) + bool(group.get("amsgrad"))
+        if isinstance(optimizer, torch.optim.SGD):
+            count = int(bool(group.get("momentum")))
+        later += count * sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
+    return max(now, later)
 
 
 def _check_names(state: Mapping[str, Any]) -> None:
@@ -538,3 +559,106 @@ def _copied(target: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
         return target
     with torch.no_grad():
         return target.copy_(loaded)
+
+
+class Restoring:
+    """The last step of a resume on one rank: what was loaded is compared with where it goes, and then applied.
+
+    Between the two all ranks agree: nothing is applied on any of them where something does not fit on one. That holds for
+    names, shapes and types; an object of the user's own may still refuse what it is given.
+
+    Args:
+        state: where it goes. Values that cannot change in place are replaced in it.
+        loaded: what was loaded, by item.
+        path: of the checkpoint, for errors.
+    """
+
+    def __init__(self, state: Mapping[str, Any], loaded: Mapping[str, Any], path: Place) -> None:
+        self._state = state
+        self._loaded = loaded
+        self._path = path
+        self._fitted: list[tuple[SavedItem, Fitted]] = []
+
+    def compare(self) -> dict[str, Any]:
+        """Compare all items, on every rank.
+
+        Returns:
+            What this rank has no place for, for ``agree``.
+
+        Raises:
+            RestoreError: something does not fit; names it.
+        """
+        items = items_of(self._state)
+        for item in items:
+            with self._named(item):
+                item.refuse_short()
+        for item in items:
+            with self._named(item):
+                if not isinstance(self._state, MutableMapping) and not item.changes_in_place:
+                    raise ValueError("its value cannot change in place and the state is read-only: pass a dict")
+                loaded = self._loaded[item.name]
+                fit = item.fit_shards(loaded.folder) if isinstance(loaded, Shards) else item.fit(loaded)
+                self._fitted.append((item, fit))
+        return {
+            item.name: {"besides": list(fitted.besides), "refusal": fitted.refusal}
+            for item, fitted in self._fitted
+            if fitted.besides
+        }
+
+    def agree(self, answers: Mapping[int, Mapping[str, Any]]) -> dict[str, list[str]]:
+        """On rank 0: what no rank has a place for, by item.
+
+        Raises:
+            RestoreError: that cannot be added; names it.
+        """
+        nowhere = {}
+        for name, said in answers[0].items():
+            of_all = [answer.get(name, {}).get("besides", ()) for answer in answers.values()]
+            nowhere[name] = [one for one in said["besides"] if all(one in others for others in map(frozenset, of_all))]
+            if nowhere[name] and said["refusal"]:
+                message = f"{said['refusal']} {nowhere[name]}, which the checkpoint has"
+                raise RestoreError(path=str(self._path), key=f"state[{name!r}]", message=message)
+        return nowhere
+
+    def apply(self, nowhere: Mapping[str, Collection[str]]) -> None:
+        """Apply all items, after ``compare``.
+
+        Raises:
+            RestoreError: an object refused its state; says what was applied before.
+        """
+        done: list[str] = []
+        for item, fitted in self._fitted:
+            with self._named(item, done):
+                result = fitted.apply(nowhere.get(item.name, ()))
+                if result is not item.value and isinstance(self._state, MutableMapping):
+                    self._state[item.name] = PerRank(result) if item.per_rank else result
+            done.append(item.name)
+        self._fitted.clear()
+
+    @contextlib.contextmanager
+    def _named(self, item: SavedItem, done: Sequence[str] = ()) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            message = (
+                error.message if isinstance(error, RestoreError | StateError) else f"{type(error).__name__}: {error}"
+            )
+            key = getattr(error, "key", "")
+            key = key if key.startswith(item.key) else item.key  # of a tensor in it
+            if done:
+                message += f". Applied before: {', '.join(done)}. Build the state again before another resume"
+            raise RestoreError(path=str(self._path), key=key, message=message) from error
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A sharded item, verified and not read yet."""
+
+    folder: Path
+
+    def refuse_code(self) -> Self:
+        """Before anything is restored: raise ``HostileCheckpointError`` where it would run code. Returns itself."""
+        from safe_ckpt.core.sharding import dcp_read
+
+        dcp_read.refuse_code(self.folder)
+        return self

@@ -14,7 +14,7 @@ import copy
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -109,7 +109,6 @@ KNOWN: frozenset[type] = frozenset(
 )
 """They change parameters and state only within ``step``, after evaluating the closure. Not their subclasses; not LBFGS,
 which evaluates its closure several times."""
-_STATES: Mapping[str, int] = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Rprop": 2}
 
 
 class OverlapPlan:
@@ -202,23 +201,6 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
         return False
     # A step that was captured in a CUDA graph runs without its hooks.
     return not any(group.get("capturable") for group in optimizer.param_groups)
-
-
-def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What its state will take after the first step, as far as that is known of its kind; else what it takes now."""
-    now = sum(
-        value.numel() * value.element_size()
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )
-    later = 0
-    for group in optimizer.param_groups:
-        count = _STATES.get(type(optimizer).__name__, 0) + bool(group.get("amsgrad"))
-        if isinstance(optimizer, torch.optim.SGD):
-            count = int(bool(group.get("momentum")))
-        later += count * sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
-    return max(now, later)
 
 
 def _which(kind: str, number: int, among: Sequence[object]) -> str:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from safe_ckpt.core.changing import unchanging
 from safe_ckpt.core.formats import file_plan, hugging_face, safetensors, torch_archive
@@ -22,18 +25,46 @@ from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES, FilePlan
 from safe_ckpt.core.formats.file_template import FileTemplate, numbers_of
 from safe_ckpt.core.formats.torch_archive import with_floats
 from safe_ckpt.core.sharding import dtensor
-from safe_ckpt.core.sharding.dtensor import ShardedItem
+from safe_ckpt.core.sharding.dtensor import ShardedItem, is_extra_state
 from safe_ckpt.core.state.fingerprint import Fingerprint, Remembered
-from safe_ckpt.core.state.held import held
 from safe_ckpt.core.state.items import SavedItem, check_folders, frozen_names, modules_of
-from safe_ckpt.core.state.models import Models
 from safe_ckpt.core.state.overlap import OverlapPlan
-from safe_ckpt.errors import StateError
-
-if TYPE_CHECKING:
-    import torch
+from safe_ckpt.errors import DesyncError, StateError
 
 SHARDED = "sharded"
+
+
+class Models:
+    """The modules that a save is of.
+
+    Args:
+        find: returns them by name; "" for the only one. It may raise, and is asked once somebody wants to know.
+        same: equal to that of another save only if the modules have the same names in them, and the same of them is trained;
+            None to look at all of them.
+    """
+
+    def __init__(self, find: Callable[[], Mapping[str, torch.nn.Module]], same: object = None) -> None:
+        self._find = find
+        self._same = same
+
+    @functools.cached_property
+    def modules(self) -> Mapping[str, torch.nn.Module]:
+        """By name."""
+        return self._find()
+
+    @functools.cached_property
+    def view(self) -> object:
+        """Equal for two saves only if their modules have the same names in them, and the same of them is trained."""
+        if self._same is not None:
+            return self._same
+        return [
+            (
+                key,
+                [(name, parameter.requires_grad) for name, parameter in module.named_parameters()],
+                [name for name, _ in module.named_buffers()],
+            )
+            for key, module in self.modules.items()
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +77,7 @@ class Plan:
         described: what the manifest says of this rank's items.
         models: the modules.
         overlap: which tensors may be copied after the save has returned; None for none.
-        held: what this rank holds of the items that rank 0 saves for all; see ``held.held``.
+        held: what this rank holds of the items that rank 0 saves for all; see ``held``.
     """
 
     files: Sequence[FilePlan] = ()
@@ -295,7 +326,7 @@ class Planner:
         remembered = now.remember() if now is not None else None
         if now is None or remembered is None:
             return images
-        templates = [found for image in images if (found := FileTemplate.of(image, now.tensors)) is not None]
+        templates, laid_out = FileTemplate.of_all(images, now.tensors)
         if len(templates) < len(images):
             return images
         self._known[item.name] = _Known(
@@ -305,8 +336,7 @@ class Planner:
             templates=templates,
             float_bytes=now.float_bytes,
         )
-        pairs = zip(templates, images, strict=True)
-        return [dataclasses.replace(template.image, tensors=image.tensors) for template, image in pairs]
+        return laid_out
 
 
 def _again(known: _Known, now: Fingerprint) -> list[FilePlan] | None:
@@ -328,3 +358,60 @@ def _numbered(views: Iterable[Fingerprint]) -> dict[int, int]:
 def _may_change_elsewhere(view: Fingerprint) -> bool:
     """Whether a parameter may change outside its optimizer's step, which a fingerprint does not tell."""
     return view.normed or any(map(attrgetter("_post_accumulate_grad_hooks"), view.whole))
+
+
+def held(item: SavedItem, resolved: Any) -> list[str]:
+    """What this rank holds of an item that rank 0 saves alone: a kind, and a text for the tensors; empty for nothing.
+
+    Values are rank 0's to say. A rank that holds other tensors, such as a pipeline's next stage, would lose them.
+
+    Args:
+        item: of the state.
+        resolved: what would be saved of it.
+    """
+    facts = list(_facts(resolved)) if any(isinstance(leaf, torch.Tensor) for leaf in dtensor.leaves(resolved)) else []
+    if item.optimizer is not None:
+        facts.append(f"groups of {[len(group['params']) for group in item.optimizer.param_groups]} parameters")
+    if not facts:
+        return [item.kind, ""]
+    facts.sort()
+    digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
+    return [item.kind, f"{len(facts)} names, such as {facts[0]:.80} (digest {digest})"]
+
+
+def refuse_differences(by_rank: Mapping[int, Mapping[str, list[str]]]) -> None:
+    """Refuse what a rank holds and rank 0 does not.
+
+    Args:
+        by_rank: what ``held`` returned on every rank, by item.
+
+    Raises:
+        DesyncError: names the first such item, and what the ranks hold.
+    """
+    for name, (kind, tensors) in by_rank[0].items():
+        for other in (holds[name] for rank, holds in sorted(by_rank.items()) if rank):
+            if other[0] and (other[0] != kind or (other[1] and other[1] != tensors)):
+                values = {str(rank): " with ".join(filter(None, holds[name])) for rank, holds in by_rank.items()}
+                raise DesyncError(what=f"state[{name!r}]", values=values)
+
+
+def _facts(state: Any) -> Iterator[str]:
+    """Name, type and shape of every tensor. What lies in several places is walked once."""
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), state)]
+    seen: set[int] = set()
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            of_any_size = bool(path) and is_extra_state(str(path[-1]))
+            yield repr(path) if of_any_size else f"{path!r} {value.dtype} {_shape_of(value)}"
+        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            inner = value.items() if isinstance(value, Mapping) else enumerate(value)
+            waiting += [((*path, key), part) for key, part in inner]
+
+
+def _shape_of(tensor: torch.Tensor) -> object:
+    try:
+        return tuple(tensor.shape)
+    except RuntimeError:  # such as of a nested tensor
+        return tensor.layout

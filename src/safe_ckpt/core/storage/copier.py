@@ -26,6 +26,7 @@ from safe_ckpt.core.storage.direct_io import (
     WriteOptions,
     create_file,
     once_more_after_eio,
+    read_all,
     write_all,
     write_rest,
 )
@@ -234,7 +235,9 @@ class _Batch:
         here, there = self._buffers()
 
         def load(buffer: memoryview, start: int) -> int:
-            count = _fill(source, buffer, min(len(buffer), length - start), start)
+            # A short read in the middle would leave an offset that direct writing does not take.
+            with buffer[: min(len(buffer), length - start)] as room:
+                count = read_all(source, room, start)
             with buffer[:count] as piece:
                 digest.update(piece)
             return count
@@ -276,17 +279,6 @@ class _Batch:
             self._own.buffers = (memoryview(mmap.mmap(-1, _CHUNK)), memoryview(mmap.mmap(-1, _CHUNK)))
         buffers: tuple[memoryview, memoryview] = self._own.buffers
         return buffers
-
-
-def _fill(source: int, buffer: memoryview, most: int, at: int) -> int:
-    done = 0
-    while done < most:  # a short read in the middle would leave an offset that direct writing does not take
-        with buffer[done:most] as room:
-            count = os.preadv(source, [room], at + done)
-        if not count:
-            break
-        done += count
-    return done
 
 
 def _clone(source: int, target: int) -> bool:

@@ -217,6 +217,18 @@ def write_all(fd: int, data: memoryview, offset: int, progress: ProgressReporter
     return direct
 
 
+def read_all(fd: int, room: memoryview, at: int) -> int:
+    """Fill ``room`` from there on, however many calls that takes. Returns how many bytes there were before the file ended."""
+    done = 0
+    while done < len(room):
+        with room[done:] as rest:
+            count = os.preadv(fd, [rest], at + done)
+        if not count:
+            break
+        done += count
+    return done
+
+
 def _stop_direct(fd: int) -> None:
     """Go on through the page cache: this file system took O_DIRECT when the file was opened and does not write so."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)

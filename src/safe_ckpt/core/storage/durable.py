@@ -1,7 +1,7 @@
 """Make files durable and give them their final name, in an order in which any crash leaves the old or the new one.
 
 A new name is one rename. The same rename replaces an existing file. An existing directory cannot be replaced so: it is
-exchanged in one step where the kernel can, else moved aside and replaced. ``file_home.Workspace`` repairs what a crash between
+exchanged in one step where the kernel can, else moved aside and replaced. ``file_home.FileHome`` repairs what a crash between
 the two steps leaves behind.
 """
 
@@ -268,7 +268,8 @@ def publish_link(existing: Path, staged: Path, link: Link, aside: Callable[[], P
         aside: tells where a directory goes that has the name now.
     """
     make_directory(link.path.parent)
-    if link.target is not None and _symlink(link.target, staged):
+    target = link.target
+    if target is not None and _is_made(lambda: os.symlink(target, staged)):
         pass
     elif existing.is_dir():
         _link_tree(existing, staged)
@@ -277,10 +278,10 @@ def publish_link(existing: Path, staged: Path, link: Link, aside: Callable[[], P
     publish(staged, link.path, aside)
 
 
-def _symlink(target: str, staged: Path) -> bool:
-    """Make a symbolic link. Returns False where the file system has none: then it becomes a second name of the bytes."""
+def _is_made(link: Callable[[], None]) -> bool:
+    """Make a link. Returns False where the file system has none: then the bytes get a second name, or a copy."""
     try:
-        os.symlink(target, staged)
+        link()
     except OSError as error:
         if error.errno not in _NO_LINK:
             raise
@@ -299,11 +300,7 @@ def _link_tree(existing: Path, staged: Path) -> None:
 
 def link_or_copy(existing: Path, staged: Path) -> None:
     """Make ``staged`` a second name of the file ``existing``, or a durable copy where the file system has no hard links."""
-    try:
-        os.link(existing, staged)
-    except OSError as error:
-        if error.errno not in _NO_LINK:
-            raise
+    if not _is_made(lambda: os.link(existing, staged)):
         shutil.copyfile(existing, staged)
         sync_file(staged)
 

@@ -43,6 +43,14 @@ def is_there(path: Path) -> bool:
     return _mode(path) is not None
 
 
+def is_seen(path: Path) -> bool:
+    """As ``is_there``; False where it cannot be looked at now: the file system may be unavailable for a moment."""
+    try:
+        return is_there(path)
+    except OSError:
+        return False
+
+
 def is_file(path: Path) -> bool:
     """Whether ``path`` is a regular file, links followed; raises as ``is_there`` does."""
     mode = _mode(path)
@@ -75,6 +83,18 @@ def is_gone(path: Path) -> bool:
             raise OSError(errno.ESTALE, message, str(child)) from None
         return _mode(path) is None
     return True
+
+
+def entries_in(folder: Path) -> list[Path]:
+    """What lies in a folder; nothing where it is missing.
+
+    Raises:
+        OSError: it cannot be listed, or is none.
+    """
+    try:
+        return [folder / name for name in os.listdir(folder)]
+    except FileNotFoundError:
+        return []
 
 
 def ends_as_archive(path: Path) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from safe_ckpt.core.storage.direct_io import PAGE
+from safe_ckpt.core.storage.direct_io import PAGE, read_all
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.presence import ShortReadError, opened
 from safe_ckpt.errors import CorruptCheckpointError
@@ -216,12 +216,8 @@ class _Source:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-        while done < size:  # what direct reading left over, or all of it
-            with memory[place + done : place + size] as room:
-                count = os.preadv(self._plain, [room], offset + done)
-            if not count:
-                break
-            done += count
+        with memory[place + done : place + size] as room:  # what direct reading left over, or all of it
+            done += read_all(self._plain, room, offset + done)
         if done < size and os.fstat(self._plain).st_size > offset + done:
             # The file is not shorter: a network file system's cache is old, or the file system fails. That is no corruption.
             raise ShortReadError(self._name, offset + done)

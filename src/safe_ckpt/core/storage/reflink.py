@@ -22,6 +22,7 @@ from typing import Any
 import xxhash
 
 from safe_ckpt.core.storage.direct_io import PAGE, ProgressReporter, WriteOptions, write_all
+from safe_ckpt.core.storage.presence import opened
 
 PIECE_BYTES = 256 << 10
 LEAST_BYTES = 1 << 20
@@ -78,16 +79,13 @@ class SharedPieces:
                 self._open(*earlier)
 
     def _open(self, earlier: str, ctime_ns: int) -> None:
-        fd = os.open(earlier, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
+        with opened(earlier, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
             now = os.fstat(fd)
             known = _written.get((now.st_dev, now.st_ino))
             same = known is not None and (known.size, known.mtime_ns) == (now.st_size, now.st_mtime_ns)
             if known is not None and same and now.st_ctime_ns == ctime_ns:
                 self._source, self._before = os.dup(fd), known.hashes
                 self._replaces = now.st_dev, now.st_ino
-        finally:
-            os.close(fd)
 
     def put(self, fd: int, data: memoryview, offset: int, progress: ProgressReporter, direct: bool) -> bool:
         """Share what the file before has at the same place, and write the rest. As ``write_all``."""
@@ -167,11 +165,7 @@ def _can_share(folder: str) -> bool:
 
 
 def _try(folder: str) -> None:
-    flags = os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC
-    with contextlib.ExitStack() as opened:
-        fds = []
-        for _ in range(2):
-            fds.append(os.open(folder, flags, 0o600))
-            opened.callback(os.close, fds[-1])
-        os.write(fds[0], bytes(PAGE))
-        fcntl.ioctl(fds[1], FICLONE, fds[0])
+    flags = os.O_RDWR | os.O_TMPFILE
+    with opened(folder, flags, 0o600) as one, opened(folder, flags, 0o600) as other:
+        os.write(one, bytes(PAGE))
+        fcntl.ioctl(other, FICLONE, one)

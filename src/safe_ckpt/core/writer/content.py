@@ -150,20 +150,12 @@ class _Observers:
         logger.warning("%s: what %s would find in it is not known: %r", self._path, name, error)
 
 
-class _Source(Protocol):
-    """Where the bytes come from."""
-
-    def between(self, start: int, end: int) -> Iterator[memoryview]:
-        """Those from ``start`` to ``end``, which begins where the last call ended; zeros where nothing was placed."""
-
-    def put(self, at: int, data: bytes) -> memoryview:
-        """These come next, at ``at``."""
-
-
 class _Pass:
     """One pass over a file: hashes it, fills in the data descriptors, and makes the bytes that follow the plan."""
 
-    def __init__(self, task: WriteTask, length: int, source: _Source, observers: _Observers) -> None:
+    def __init__(
+        self, task: WriteTask, length: int, source: MemoryContent | TensorContent, observers: _Observers
+    ) -> None:
         self._task = task
         self._length = length
         self._source = source
@@ -275,7 +267,7 @@ class MemoryContent:
         return self._closing
 
     def between(self, start: int, end: int) -> Iterator[memoryview]:
-        """See ``_Source``."""
+        """The bytes from ``start``, where the last call ended, to ``end``."""
         for at in range(start, end, _HASH_BYTES):
             stop = min(at + _HASH_BYTES, end)
             if self._stopped:
@@ -284,7 +276,7 @@ class MemoryContent:
             yield self._image[at:stop]
 
     def put(self, at: int, data: bytes) -> memoryview:
-        """See ``_Source``."""
+        """These come next, at ``at``."""
         self._image[at : at + len(data)] = data
         return self._image[at : at + len(data)]
 
@@ -398,7 +390,7 @@ class TensorContent:
         return self._closing
 
     def between(self, start: int, end: int) -> Iterator[memoryview]:
-        """See ``_Source``."""
+        """The bytes from ``start``, where the last call ended, to ``end``; zeros where nothing was placed."""
         at = start
         while self._parts and self._parts[0][0] < end:
             offset, size, source = self._parts.popleft()
@@ -408,7 +400,7 @@ class TensorContent:
         yield from _zeros(end - at)
 
     def put(self, at: int, data: bytes) -> memoryview:
-        """See ``_Source``."""
+        """These come next."""
         del at
         return memoryview(data)
 

@@ -19,7 +19,6 @@ if there is none yet, None to share none); and ``same_as``, the xxh3-128 of a fi
 not written. Of a ``WrittenFile``: ``age``, how many saves ago it was written if all of it is another file; and ``left_out``: it
 is not there yet, its bytes are those of ``same_as``.
 """
-_LONGEST = 16
 MOST_BYTES = 5 << 30
 """S3 copies no larger object in one request."""
 
@@ -146,39 +145,3 @@ class Existing:
 
     def __del__(self) -> None:
         self.close()
-
-
-class Tries:
-    """Counts the times at which something could be tried. What failed is tried less and less often. Any thread.
-
-    Attributes:
-        count: how often ``begin`` was called.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._failures = 0
-        self._from = 0
-
-    def begin(self) -> int:
-        """The next time has come. Returns its number."""
-        self.count += 1
-        return self.count
-
-    @property
-    def allowed(self) -> bool:
-        """Whether it is tried now."""
-        return self.count >= self._from
-
-    def failed(self) -> None:
-        """It is not tried the next time; nor, after further failures in a row, the 3, 7 or 15 next times."""
-        self._failures += 1
-        self._from = max(self._from, self.count + min(2**self._failures, _LONGEST))
-
-    def refused(self) -> None:
-        """It cannot be done: it is not tried the next 15 times."""
-        self._from = self.count + _LONGEST
-
-    def worked(self) -> None:
-        """It was done."""
-        self._failures = 0

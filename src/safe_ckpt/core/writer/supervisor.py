@@ -13,7 +13,10 @@ import dataclasses
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 
 from safe_ckpt.config import Timeouts, WriterConfig
 from safe_ckpt.core.formats.file_plan import FilePlan
@@ -23,13 +26,41 @@ from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.options import StorageOptions, variables
 from safe_ckpt.core.writer.content import TensorContent
 from safe_ckpt.core.writer.sink import WriteJob, write_job
-from safe_ckpt.core.writer.spawn import Spawn
 from safe_ckpt.core.writer.workers import WriterClient, WriterEnded, WriterThread
 from safe_ckpt.errors import WriterError
 
 logger = logging.getLogger(__name__)
 _STREAM_BYTES = 64 << 20
 _MOMENT_S = 1.0
+_LOOK_S = 0.1
+
+
+def _spawned(niceness: int, ahead: Sequence[str]) -> Future[WriterClient]:
+    """Start the process on a thread of its own: ``exec`` may hang for good, and nothing can be done about that.
+
+    The interpreter may lie on a network file system that does not answer. The thread that waits then is neither the one that
+    trains nor the one that saves.
+    """
+    spawn: Future[WriterClient] = Future()
+
+    def run() -> None:
+        try:
+            spawn.set_result(WriterClient(niceness, ahead))
+        except BaseException as error:  # the one that waits says so
+            spawn.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+
+    try:
+        threading.Thread(target=run, name="safe_ckpt-spawn", daemon=True).start()
+    except RuntimeError:  # no more threads, or Python 3.12 shuts down
+        run()
+    return spawn
+
+
+def _end(spawn: Future[WriterClient]) -> None:
+    if spawn.exception() is None:
+        spawn.result().kill()
 
 
 class WriterSupervisor:
@@ -56,7 +87,7 @@ class WriterSupervisor:
         self._timeouts = timeouts
         self._respawned = respawned
         self._child: WriterClient | None = None
-        self._spawn: Spawn | None = None
+        self._spawn: Future[WriterClient] | None = None
         self._late = False
         self._thread = WriterThread()
         self._starting = (
@@ -72,9 +103,9 @@ class WriterSupervisor:
             if self._child is not None or self._closed:
                 return
             first = self._spawn is None
-            spawn = self._spawn = self._spawn or Spawn(self._config.niceness, self._ahead)
+            spawn = self._spawn = self._spawn or _spawned(self._config.niceness, self._ahead)
         if first:
-            spawn.wait(_MOMENT_S)
+            futures.wait([spawn], timeout=_MOMENT_S)
         self._take(spawn)
 
     def _started(self, stop: Callable[[], None]) -> WriterClient | None:
@@ -83,19 +114,23 @@ class WriterSupervisor:
         spawn = self._spawn
         if spawn is not None and not self._late:
             limit_s = self._timeouts.writer_stall_s
-            self._late = not spawn.wait(limit_s, stop)  # each further job only looks whether it is there by now
+            deadline = time.monotonic() + limit_s
+            while not futures.wait([spawn], timeout=_LOOK_S).done and time.monotonic() < deadline:
+                stop()
+            self._late = not spawn.done()  # each further job only looks whether it is there by now
             if self._late:
                 logger.warning("the writer process did not start within %g s: writing in this process", limit_s)
             self._take(spawn)
         return self._child
 
-    def _take(self, spawn: Spawn) -> None:
+    def _take(self, spawn: Future[WriterClient]) -> None:
         with self._starting:
-            if not spawn.is_over or self._spawn is not spawn:  # or another thread was faster, or this is closed
+            if not spawn.done() or self._spawn is not spawn:  # or another thread was faster, or this is closed
                 return
-            self._spawn, self._child, self._late = None, spawn.child, False
-            if spawn.child is None:
-                logger.warning("the writer process cannot be started (%s): writing in this process", spawn.error)
+            error = spawn.exception()
+            self._spawn, self._child, self._late = None, None if error is not None else spawn.result(), False
+            if error is not None:
+                logger.warning("the writer process cannot be started (%s): writing in this process", error)
 
     @property
     def pid(self) -> int | None:
@@ -168,7 +203,7 @@ class WriterSupervisor:
             self._closed = True
             spawn, self._spawn = self._spawn, None
         if spawn is not None:
-            spawn.abandon()
+            spawn.add_done_callback(_end)
         self._thread.close()
         self._drop_child()
 

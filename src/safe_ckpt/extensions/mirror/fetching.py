@@ -95,17 +95,13 @@ def own_manifest(manifest: Manifest) -> Manifest:
     return dataclasses.replace(manifest, name=name, notes={k: v for k, v in manifest.notes.items() if k != MIRRORED})
 
 
-def fetch_into(
-    workspace: Home, source: ObjectPath, manifest: Manifest, *, at_a_time: int, part_bytes: int, timeouts: Timeouts
-) -> CheckpointInfo:
+def fetch_into(workspace: Home, source: ObjectPath, manifest: Manifest, *, timeouts: Timeouts) -> CheckpointInfo:
     """Fetch a checkpoint to its place below a directory that this job holds. On rank 0.
 
     Args:
         workspace: the directory. An older checkpoint at that place is replaced; anything else is quarantined.
         source: the folder in the store.
         manifest: its manifest.
-        at_a_time: how many reads are under way at a time.
-        part_bytes: the size of one read.
         timeouts: how long to wait until what was fetched is seen.
 
     Raises:
@@ -127,7 +123,7 @@ def fetch_into(
     try:
         publication.prepare()
         folder = in_files(publication.folder)
-        fetch_verified(source, manifest.files, folder, at_a_time=at_a_time, part_bytes=part_bytes)
+        fetch_verified(source, manifest.files, folder)
         make_durable(folder)
         if os.path.lexists(final) and not _is_older(final, own):
             workspace.quarantine(final)
@@ -139,26 +135,24 @@ def fetch_into(
     return info
 
 
-def fetch_verified(
-    source: ObjectPath, entries: Sequence[FileEntry], into: Path, *, at_a_time: int, part_bytes: int
-) -> None:
+def fetch_verified(source: ObjectPath, entries: Sequence[FileEntry], into: Path) -> None:
     """Fetch files and compare them. What is not there, or differs, is fetched once more: it may have suffered on its way.
 
     Args:
         source: the folder in the store.
         entries: the files.
         into: where they go.
-        at_a_time: how many reads are under way at a time.
-        part_bytes: the size of one read.
 
     Raises:
         CorruptCheckpointError: bytes are not those that were written.
         IncompleteCheckpointError: an object is not there.
         OSError: the store gave no answer, or the disk refuses.
     """
+    options = source.bucket.options
 
     def read(place: ObjectPath, some: Sequence[FileEntry]) -> None:
-        fetch_ranges(place, into, ranges_of(some, part_bytes), at_a_time, part_bytes)
+        ranges = ranges_of(some, options.part_bytes)
+        fetch_ranges(place, into, ranges, 2 * options.parts_in_flight, options.part_bytes)
 
     def verified(place: ObjectPath, entry: FileEntry) -> None:
         if place is not source:

@@ -35,7 +35,6 @@ from safe_ckpt.extensions.mirror.tier import Tier, Waiting
 logger = logging.getLogger(__name__)
 NAMED = "named"
 _NICENESS = 19
-_LOOK_S = 0.1
 _LAST_WORDS_S = 5.0
 _LETTERS = 8
 
@@ -171,17 +170,9 @@ class Mirror:
         if earlier not in ("", workspace.path.name):
             message = "%s was mirrored from a directory %r: this run, in %s, continues that one. Was that meant?"
             logger.warning(message, candidate.path, earlier, workspace.path)
-        storage, begun = self._config.storage, time.monotonic()
-        there = in_store(candidate.path)
-        near = there.bucket.within(self._config.timeouts.lengthy_s)
-        info = fetch_into(
-            workspace,
-            ObjectPath(near, there.key),
-            candidate.manifest,
-            at_a_time=2 * storage.parts_in_flight,
-            part_bytes=storage.part_bytes,
-            timeouts=self._config.timeouts,
-        )
+        there, timeouts, begun = in_store(candidate.path), self._config.timeouts, time.monotonic()
+        near = ObjectPath(there.bucket.within(timeouts.lengthy_s), there.key)
+        info = fetch_into(workspace, near, candidate.manifest, timeouts=timeouts)
         seconds = time.monotonic() - begun
         self._emit(
             events.Fetched(
@@ -223,7 +214,8 @@ class Mirror:
                 self._background.put("once more")  # what has failed
         self._background.end()
         try:
-            self._drain(within_s)
+            limit_s = self._config.timeouts.shutdown_s if within_s is None else within_s
+            self._background.drain(self.progress, limit_s, extend=within_s is None, is_over=self._is_late)
         finally:
             self._closing.set()
             self._background.join(_LAST_WORDS_S)
@@ -246,16 +238,6 @@ class Mirror:
         left = "" if self.stop_by is None else f", {max(0.0, self.stop_by - time.monotonic()):.0f} s are left"
         takes = f"about {size / self._rate:.0f} s" if self._rate else "an unknown time"
         logger.info("uploading %d MiB to the mirror takes %s%s", size >> 20, takes, left)
-
-    def _drain(self, within_s: float | None) -> None:
-        limit_s = self._config.timeouts.shutdown_s if within_s is None else within_s
-        seen, since = self.progress(), time.monotonic()
-        while self._background.is_alive and time.monotonic() - since <= limit_s:
-            if self.stop_by is not None and time.monotonic() > self.stop_by:
-                return
-            self._background.join(_LOOK_S)
-            if (now := self.progress()) != seen and within_s is None:
-                seen, since = now, time.monotonic()
 
     def _known(self) -> list[Waiting]:
         return [*([self._current] if self._current is not None else []), *self._queue]
@@ -320,9 +302,11 @@ class Mirror:
         tier.close()  # the store answered when the job was over
         raise SaveError(name="mirror", cause="the job is over", rank=0, phase="mirroring")
 
+    def _is_late(self) -> bool:
+        return self.stop_by is not None and time.monotonic() > self.stop_by
+
     def _check(self) -> None:
-        over = self.stop_by is not None and time.monotonic() > self.stop_by
-        if over or self._closing.is_set():
+        if self._is_late() or self._closing.is_set():
             raise SaveError(name="mirror", cause="the job is over", rank=0, phase="mirroring")
 
     def _respawned(self, pid: int, ended: str) -> None:

@@ -16,18 +16,19 @@ from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_archive
 from safe_ckpt.core.home import retention
-from safe_ckpt.core.home.candidates import WEIGHTS, newest_sequence
+from safe_ckpt.core.home.candidates import holds_weights_alone, newest_sequence
 from safe_ckpt.core.home.home import Home, NewCheckpoint
 from safe_ckpt.core.home.object_head import list_objects
-from safe_ckpt.core.home.object_home import ObjectRoot
+from safe_ckpt.core.home.object_home import ObjectHome
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
-from safe_ckpt.core.writer.existing import MOST_BYTES, Adoption, Tries
+from safe_ckpt.core.writer.existing import MOST_BYTES, Adoption
 from safe_ckpt.core.writer.sink import WriteJob
 from safe_ckpt.errors import CorruptCheckpointError, DirectoryInUseError, SafeCheckpointError
 from safe_ckpt.extensions.mirror.fetching import identity_of, mirrored
+from safe_ckpt.extensions.tries import Tries
 
 _LAST_WORDS_S = 5.0
 Send = Callable[[WriteJob], Sequence[WrittenFile]]
@@ -75,7 +76,7 @@ class Tier:
         keeps_all: bool,
         verified: tuple[ObjectPath, Manifest] | None,
     ) -> None:
-        self._root = ObjectRoot(place, lease_s=config.lease_s, owner=owner, unfenced=config.storage.unfenced)
+        self._root = ObjectHome(place, lease_s=config.lease_s, owner=owner, unfenced=config.storage.unfenced)
         self._root.open(config.timeouts.barrier_s + config.lease_s)
         try:
             candidates = list_objects(place)
@@ -92,7 +93,9 @@ class Tier:
         self._newest = verified
         self._there = {manifest.op_id for manifest in manifests.values()}
         self._names: dict[Place, str] = {path: manifest.name for path, manifest in manifests.items()}
-        self._weights: set[Place] = {path for path, manifest in manifests.items() if _is_weights(manifest)}
+        self._weights: set[Place] = {
+            path for path, manifest in manifests.items() if holds_weights_alone(manifest.notes)
+        }
         self._newest_before = newest_sequence(candidates)
         self._root.start_after(self._newest_before)
 
@@ -136,7 +139,7 @@ class Tier:
         self._newest = folder, remote
         self._copied = {name: self._copied.get(name, 0) + 1 for name in earlier}
         self._names[folder] = name
-        if _is_weights(manifest):
+        if holds_weights_alone(manifest.notes):
             self._weights.add(folder)
         self._retain(info)
         return str(folder)
@@ -198,24 +201,16 @@ class Tier:
         return manifest
 
     def _retain(self, info: CheckpointInfo) -> None:
-        policy = _KeepBesides(rules=self._rules, ignored=self._weights, new=info.path) if self._rules else None
-        decision = retention.after_commit(info, self._catalog, policy)
+        rules = self._rules
+
+        def due(committed: Sequence[CheckpointInfo]) -> list[Place]:
+            """Weights alone neither count nor go, and what was just committed stays."""
+            counted = [one for one in committed if one.path not in self._weights]
+            return [one.path for one in retention.to_delete(counted, rules) if one.path != info.path] if rules else []
+
+        decision = retention.after_commit(info, self._catalog, due if rules else None)
         if decision is not None:
             self._catalog.settle(self._root.discard(decision.to_delete))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _KeepBesides:
-    """As ``KeepByRules``. Weights alone neither count nor go, and what was just committed stays."""
-
-    rules: Retention
-    ignored: Collection[Place]
-    new: Place
-
-    def to_delete(self, committed: Sequence[CheckpointInfo]) -> list[Place]:
-        """See ``RetentionPolicy``."""
-        counted = [info for info in committed if info.path not in self.ignored]
-        return [info.path for info in retention.to_delete(counted, self.rules) if info.path != self.new]
 
 
 def _rules_of(config: CheckpointConfig) -> Retention | None:
@@ -224,10 +219,6 @@ def _rules_of(config: CheckpointConfig) -> Retention | None:
     if mirror.keep_last is None and mirror.keep_every_steps is None:
         return None
     return replace(local, keep_last=mirror.keep_last, keep_every_steps=mirror.keep_every_steps)
-
-
-def _is_weights(manifest: Manifest) -> bool:
-    return manifest.notes.get("adapter") == WEIGHTS or bool(manifest.notes.get("weights_only"))
 
 
 def _sent(

@@ -11,7 +11,8 @@ from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.text import bytes_from
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, ending_on_signals, print_json, tell
-from safe_ckpt.tools.doctor import Options, Report, diagnose
+from safe_ckpt.tools.doctor.check import Options, Report
+from safe_ckpt.tools.doctor.examination import diagnose
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "cyan"}
 

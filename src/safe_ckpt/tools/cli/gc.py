@@ -84,7 +84,7 @@ class _Selection:
             self.damaged += bad
             if not bad:
                 break
-        self.kept = len(listing.usable) - len(self.to_delete) - len(self.damaged)
+        self.kept = len(listing.standing.usable) - len(self.to_delete) - len(self.damaged)
         self.besides: list[Place] = [*listing.quarantined, *listing.unknown] if quarantine else []
         self.unknown = () if quarantine else listing.unknown
         sizes = {info.path: info.size_bytes for info in self.to_delete}
@@ -99,7 +99,7 @@ def _damaged_among(paths: Sequence[Place]) -> list[Place]:
 def _carried_out(place: Place, select: Callable[[Listing], _Selection], *, dry_run: bool) -> _Selection:
     listing = read_listing(place, tags_below=False)
     # Where there are only checkpoints of another tool, nothing is locked, and nothing deleted.
-    ours = listing.is_ours or any(not candidate.foreign for candidate in listing.usable)
+    ours = listing.is_ours or any(not candidate.foreign for candidate in listing.standing.usable)
     if dry_run or not ours:
         return select(listing)
     config = CheckpointConfig.from_environment()

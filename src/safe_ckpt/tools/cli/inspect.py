@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from safe_ckpt.core.formats.health_section import described
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
-from safe_ckpt.core.health.verdict import described
 from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.source import in_files, in_store
@@ -63,7 +63,8 @@ def inspect(
             return
         content = _matching(read_content(one_of(_here(first)), follow_symlinks=follow_symlinks), match)
         if other is None:
-            _show(_here(first), content, as_json=as_json, follow_symlinks=follow_symlinks)
+            facts = _facts(_here(first), follow_symlinks=follow_symlinks)
+            _print(first, facts, content, as_json=as_json)
             return
         second = _matching(read_content(one_of(_here(place_of(other))), follow_symlinks=follow_symlinks), match)
         if not _compare(content, second, as_json=as_json):
@@ -102,24 +103,19 @@ def _facts_of(manifest: Manifest, kind: str) -> dict[str, Any]:
     return {"kind": kind, **facts}
 
 
-def _show(path: Path, content: Content, *, as_json: bool, follow_symlinks: bool) -> None:
-    _print(path, _facts(path, follow_symlinks=follow_symlinks), content, as_json=as_json)
-
-
 def _show_object(path: ObjectPath, match: str, *, as_json: bool) -> None:
-    found = read_object_content(path)
-    files = [vars(entry) for entry in found.manifest.files]
-    facts = _facts_of(found.manifest, "safe_ckpt directory")
-    content = _matching(found.content, match)
+    manifest, whole, unread = read_object_content(path)
+    facts, content = _facts_of(manifest, "safe_ckpt directory"), _matching(whole, match)
     if as_json:
-        _print(path, {**facts, "files": files, "unread": found.unread}, content, as_json=True)
+        files = [vars(entry) for entry in manifest.files]
+        _print(path, {**facts, "files": files, "unread": unread}, content, as_json=True)
         return
-    rows = [(entry.path, bytes_text(entry.size_bytes), entry.rank) for entry in found.manifest.files]
+    rows = [(entry.path, bytes_text(entry.size_bytes), entry.rank) for entry in manifest.files]
     print_table(("file", "size", "rank"), rows)
     _print(path, facts, content, as_json=False)
-    if found.unread:
+    if unread:
         advice = f"safe-ckpt resume-path {path} --fetch DIR, and then inspect, shows what is in them"
-        say(f"not read: {listed(found.unread)}. {advice}")
+        say(f"not read: {listed(unread)}. {advice}")
 
 
 def _print(path: Place, facts: dict[str, Any], content: Content, *, as_json: bool) -> None:

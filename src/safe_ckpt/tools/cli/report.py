@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from safe_ckpt.text import bytes_text, clean, clock, duration, rate
+from safe_ckpt.text import clean, clock, duration, rate
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, console, failing, local_directory, print_json, say, tell
 from safe_ckpt.tools.inspection.listing import list_existing
 from safe_ckpt.tools.report import event_log, page, summary
@@ -149,7 +149,7 @@ def view(history: History | None, directory: Path, now: float) -> RenderableType
         table.add_column(column, justify=justify, no_wrap=column != "save")  # on a narrow screen long names break
     for save in history.saves[: -_SHOWN_SAVES - 1 : -1]:
         outcome = Text(save.outcome, style=_STYLES[save.outcome])
-        table.add_row(_time(save.ended), outcome, *map(Text, _cells(save)))
+        table.add_row(_time(save.ended), outcome, *map(Text, (save.name, *summary.figures_of(save))))
     bad = [save for save in history.saves[-_SHOWN_SAVES:] if save.outcome in ("failed", "outcome unknown")]
     failed = [Text(f"{_time(save.ended)}  {save.name}: {save.error}", style="red") for save in bad[-2:]]
     notices = [Text(line_of_notice(notice), style="yellow") for notice in history.notices[: -_SHOWN_NOTICES - 1 : -1]]
@@ -185,20 +185,15 @@ def after(happened: list[str], printed: list[str]) -> list[str]:
 def line_of(save: Save) -> str:
     """One save."""
     if save.outcome != "committed":
-        return f"{clock(save.ended)}  {save.outcome}  {save.name}: {save.error or 'its run ended before the save did'}"
-    name, held, total, speed, size = _cells(save)
+        return f"{clock(save.ended)}  {save.outcome}  {save.name}: {summary.why(save)}"
+    held, total, speed, size = summary.figures_of(save)
     facts = (f"size {size}", f"stall {held}", f"durable after {total}", speed)
-    return f"{clock(save.ended)}  committed  {name}: {', '.join(fact for fact in facts if not fact.endswith(' '))}"
+    return f"{clock(save.ended)}  committed  {save.name}: {', '.join(fact for fact in facts if not fact.endswith(' '))}"
 
 
 def line_of_notice(notice: Notice) -> str:
     """One resume or mishap."""
     return f"{clock(notice.at)}  {notice.kind}  {notice.text}"
-
-
-def _cells(save: Save) -> tuple[str, ...]:
-    times = (duration(save.stall_s), duration(save.total_s))
-    return (save.name, *times, rate(save.gbps), bytes_text(save.size_bytes))
 
 
 def _time(at: float) -> str:

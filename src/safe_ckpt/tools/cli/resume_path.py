@@ -116,7 +116,7 @@ def _chosen(place: Place, *, quick: bool, fetch_to: Path | None) -> _Choice:
 
 def _choose(listing: Listing, *, quick: bool, fetch_to: Path | None) -> _Choice:
     choice = _Choice(quarantined=listing.quarantined)
-    choice.rejected = [(candidate.path, candidate.problem) for candidate in listing.unusable]
+    choice.rejected = [(candidate.path, candidate.problem) for candidate in listing.standing.unusable]
     choice.rejected += listing.standing.by_name_only.items()
     for candidate in listing.standing.order:
         path = candidate.path

@@ -29,7 +29,7 @@ from safe_ckpt.tools.cli.output import (
     say,
     tell,
 )
-from safe_ckpt.tools.inspection.check import Job, Judgement, Task, Verdict, bytes_to_read, judge, known, plan
+from safe_ckpt.tools.inspection.check import Job, Judgement, Task, Verdict, bytes_to_read, judge, plan, unreadable
 from safe_ckpt.tools.inspection.files import place_of
 from safe_ckpt.tools.inspection.listing import read_listing
 
@@ -92,8 +92,7 @@ def _kept_at(path: Place) -> dict[Place, str]:
         return {path: ""}
     listing = read_listing(path)
     kept = dict.fromkeys(sorted(listing.places_of_all, key=str), "")
-    for unreadable, why in listing.unreadable.items():
-        kept[unreadable] = why
+    kept |= listing.unreadable
     if not kept and not listing.may_be_one:
         raise UnsupportedFormatError(path=str(path), message="there is no checkpoint in it")
     return kept or {path: ""}
@@ -107,7 +106,7 @@ def _planned(path: Place, why: str, *, follow_symlinks: bool) -> Task:
             return replace(task, jobs=[_Tolerant(job, path) for job in task.jobs])
         except (OSError, SafeCheckpointError) as error:
             why = str(error)
-    return Task(path=path, kind="unreadable", size_bytes=0, jobs=[known(_unreadable(path.name, why))])
+    return unreadable(path, _unread(path.name, why))
 
 
 class _Tolerant:
@@ -124,10 +123,10 @@ class _Tolerant:
             raise
         except (OSError, SafeCheckpointError) as error:
             file = Path(str(getattr(error, "filename", None) or getattr(error, "path", None) or self._path))
-            return _unreadable(name_below(self._path, file) or file.name, str(error))
+            return _unread(name_below(self._path, file) or file.name, str(error))
 
 
-def _unreadable(file: str, why: str) -> Judgement:
+def _unread(file: str, why: str) -> Judgement:
     return Judgement(file=file, state="unreadable", reason=f"{_UNREAD}: {why}")
 
 

@@ -4,10 +4,3 @@ Each check is a small function from an ``Examined`` directory to ``Finding`` rec
 ``check.py`` runs them under a deadline. Everything is written into one private folder, which is removed at the end; no lock is
 taken and no existing file is touched. Nothing here imports torch.
 """
-
-from __future__ import annotations
-
-from safe_ckpt.tools.doctor.check import Finding, Options, Report, State
-from safe_ckpt.tools.doctor.examination import diagnose
-
-__all__ = ["Finding", "Options", "Report", "State", "diagnose"]

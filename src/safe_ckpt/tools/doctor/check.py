@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from safe_ckpt.core.home.holders import Held
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.tools.inspection.listing import read_listing
 
@@ -70,10 +71,6 @@ class Finding:
     advice: str = ""
     figures: Mapping[str, Figure] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON-able data."""
-        return dataclasses.asdict(self)
-
 
 def ok(check: str, measured: str, advice: str = "", /, **figures: Figure) -> Finding:
     """Nothing to do; ``advice`` is only a hint."""
@@ -107,6 +104,18 @@ def refused(check: str, error: OSError, doing: str = "") -> Finding:
     text = f"{f'{doing}: ' if doing else ''}{error.strerror or error}{f' [{code}]' if code else ''}{where}"
     advice = _ADVICE.get(error.errno or 0, "choose a directory on another file system")
     return fail(check, text, advice, errno=code or None)
+
+
+def held_by(held: Sequence[Held], advice: str, **figures: Figure) -> list[Finding]:
+    """Which job holds the directory; ``advice`` where it may be alive."""
+    if not held:
+        return [ok("held by", "no job", **figures)]
+    lease = held[0].holder
+    who = f"process {lease.pid} on host {lease.host}" if lease.host else "a job that has not written its name"
+    figures |= {"pid": lease.pid, "host": lease.host, "alive": lease.alive}
+    if lease.alive is False:
+        return [ok("held by", f"no job: {who} is gone, and the next job takes over at once", **figures)]
+    return [ok("held by", f"{who}, since {lease.started_at}", advice, **figures)]
 
 
 def worst(findings: Iterable[Finding]) -> State:
@@ -148,7 +157,7 @@ class Report:
             "directory": str(self.directory),
             "state": self.state,
             "summary": self.summary,
-            "findings": [finding.to_json() for finding in self.findings],
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
         }
 
 
@@ -263,7 +272,7 @@ def known_size(directory: Path, options: Options) -> tuple[int | None, str]:
         return options.state_bytes, "as given"
     # Without an answer: no directory, a live job that deletes one just now, or a disk that the first check reports anyway.
     with contextlib.suppress(OSError):
-        usable = bounded(lambda: read_listing(directory).usable, options.timeout_s)
+        usable = bounded(lambda: read_listing(directory).standing.usable, options.timeout_s)
         newest = next((one.info for one in usable if one.info is not None and one.info.size_bytes), None)
         if newest is not None:
             return newest.size_bytes, f"as {newest.path.name} is"

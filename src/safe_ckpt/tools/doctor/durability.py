@@ -19,7 +19,7 @@ from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 from safe_ckpt.text import duration
-from safe_ckpt.tools.doctor.check import Examined, Figure, Finding, fail, ok, refused, skipped, warn, warn_if
+from safe_ckpt.tools.doctor.check import Examined, Finding, fail, held_by, ok, refused, skipped, warn, warn_if
 from safe_ckpt.tools.doctor.disk import current
 from safe_ckpt.tools.inspection.listing import holders_of
 
@@ -136,15 +136,7 @@ def holder(examined: Examined) -> list[Finding]:
     """Which job holds the directory. Its lock is only read; the job is not disturbed."""
     if examined.existing != examined.asked or not examined.asked.is_dir():
         return []
-    held = holders_of(examined.asked)
-    if not held:
-        return [ok("held by", "no job")]
-    lease = held[0].holder
-    who = f"process {lease.pid} on host {lease.host}" if lease.host else "a job that has not written its name"
-    figures: dict[str, Figure] = {"pid": lease.pid, "host": lease.host, "alive": lease.alive}
-    if lease.alive is False:
-        return [ok("held by", f"no job: {who} is gone, and the next job takes over at once", **figures)]
-    advice = "that job is not disturbed; speeds are measured beside it"
-    if lease.alive is None:
+    held, advice = holders_of(examined.asked), "that job is not disturbed; speeds are measured beside it"
+    if held and held[0].holder.alive is None:
         advice += ". Whether it is alive is unknown here: if it is gone, the next job takes over by itself"
-    return [ok("held by", f"{who}, since {lease.started_at}", advice, **figures)]
+    return held_by(held, advice)

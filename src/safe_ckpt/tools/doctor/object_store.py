@@ -32,6 +32,7 @@ from safe_ckpt.tools.doctor.check import (
     StuckError,
     bounded,
     fail,
+    held_by,
     ok,
     run_checks,
     skipped,
@@ -110,20 +111,10 @@ def diagnose_store(url: str, options: Options) -> Report:
 
 def held(probe: Probe) -> list[Finding]:
     """Which job owns the directory, and what is in it."""
-    holders = holders_of(probe.directory)
-    infos = [candidate.info for candidate in read_listing(probe.directory).usable]
-    figures: dict[str, Figure] = {
-        "checkpoints": len(infos),
-        "newest_bytes": infos[0].size_bytes if infos and infos[0] else None,
-    }
-    if not holders:
-        return [ok("held by", "no job", **figures)]
-    holder = holders[0].holder
-    who = f"process {holder.pid} on host {holder.host}"
-    figures |= {"pid": holder.pid, "host": holder.host, "alive": holder.alive}
-    if holder.alive is False:
-        return [ok("held by", f"no job: {who} is gone, and the next job takes over at once", **figures)]
-    return [ok("held by", f"{who}, since {holder.started_at}", "that job is not disturbed", **figures)]
+    infos = [candidate.info for candidate in read_listing(probe.directory).standing.usable]
+    newest_bytes = infos[0].size_bytes if infos and infos[0] else None
+    figures: dict[str, Figure] = {"checkpoints": len(infos), "newest_bytes": newest_bytes}
+    return held_by(holders_of(probe.directory), "that job is not disturbed", **figures)
 
 
 def conditions(probe: Probe) -> list[Finding]:
@@ -208,7 +199,7 @@ def speed(probe: Probe) -> list[Finding]:
     """Upload an object in parts, and read it back by ranges."""
     if probe.probe_bytes <= 0:
         return [skipped("speed", "not measured: --mebibytes 0")]
-    place, load = probe.scratch / "parts", _Load(probe.probe_bytes, _PASS_S)
+    place, load = probe.scratch / "parts", _Load(probe.probe_bytes)
     since = time.monotonic()
     place.bucket.upload(place.key, probe.probe_bytes, load.pieces)
     put_s = time.monotonic() - since
@@ -266,18 +257,17 @@ def _of_store(name: str, error: OSError) -> tuple[Finding, str]:
 
 
 class _Load:
-    """What is uploaded to measure the speed: at most so many bytes, for at most so long."""
+    """What is uploaded to measure the speed: at most so many bytes, for at most ``_PASS_S``."""
 
-    def __init__(self, most_bytes: int, most_s: float) -> None:
+    def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._most_s = most_s
         self._block = os.urandom(_BLOCK_BYTES)
         self.moved, self.digest = 0, xxhash.xxh3_128()
 
     def pieces(self) -> Iterator[bytes]:
         """From the first on, each time this is called."""
         self.moved, self.digest = 0, xxhash.xxh3_128()
-        until = time.monotonic() + self._most_s
+        until = time.monotonic() + _PASS_S
         while self.moved < self._most_bytes and (not self.moved or time.monotonic() < until):
             piece = self.moved.to_bytes(8, "little") + self._block[8:]  # no two are alike
             self.digest.update(piece)

@@ -162,17 +162,10 @@ def _(path: ObjectPath, *, follow_symlinks: bool = False) -> Task:
     try:
         manifest, data = read_committed(path)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
-        judgement = of_error(error, MANIFEST_NAME)
-        return Task(path=path, kind="unreadable", size_bytes=0, jobs=[known(judgement)])
-    present = {entry.key for entry in path.bucket.entries(path.key)}
-    named = {(path / entry.path).key for entry in manifest.files} | {(path / MANIFEST_NAME).key}
-    extra = sorted(key[len(path.key) + 1 :] for key in present - named)
-    jobs: list[Job] = [
-        known(valid(MANIFEST_NAME, len(data))),
-        *(partial(_object, path, entry) for entry in manifest.files),
-    ]
-    total = sum(entry.size_bytes for entry in manifest.files)
-    return Task(path=path, kind="safe_ckpt directory", size_bytes=total, jobs=jobs, remarks=remark_on_extra(extra))
+        return unreadable(path, of_error(error, MANIFEST_NAME))
+    top = f"{path.key}/" if path.key else ""
+    present = {entry.key.removeprefix(top) for entry in path.bucket.entries(path.key)}
+    return _of_manifest(path, manifest, len(data), present, [partial(_object, path, entry) for entry in manifest.files])
 
 
 @plan.register
@@ -181,8 +174,7 @@ def _(path: Path, *, follow_symlinks: bool = False) -> Task:
         return _ours(path, follow_symlinks=follow_symlinks) or _others(path, follow_symlinks=follow_symlinks)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
         of_manifest = isinstance(error, UnsupportedFormatError) and (path / MANIFEST_NAME).is_file()
-        judgement = of_error(error, MANIFEST_NAME if of_manifest else "")
-        return Task(path=path, kind="unreadable", size_bytes=0, jobs=[known(judgement)])
+        return unreadable(path, of_error(error, MANIFEST_NAME if of_manifest else ""))
 
 
 def judge(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> list[Verdict]:
@@ -235,6 +227,11 @@ def known(judgement: Judgement) -> Job:
     return lambda _: judgement
 
 
+def unreadable(path: Place, judgement: Judgement) -> Task:
+    """One of which nothing is read any more."""
+    return Task(path=path, kind="unreadable", size_bytes=0, jobs=[known(judgement)])
+
+
 def _ours(path: Path, *, follow_symlinks: bool) -> Task | None:
     if not path.is_dir():
         if not path.stat().st_size or archive_digest(path) is None:
@@ -247,16 +244,20 @@ def _ours(path: Path, *, follow_symlinks: bool) -> Task | None:
         return None
     manifest = read_manifest(path)
     present = {file.name for file in walk(path, follow_symlinks=follow_symlinks)}
+    own_bytes = (path / MANIFEST_NAME).stat().st_size
+    return _of_manifest(path, manifest, own_bytes, present, [_Entry(path, entry) for entry in manifest.files])
+
+
+def _of_manifest(path: Place, manifest: Manifest, own_bytes: int, present: set[str], jobs: Sequence[Job]) -> Task:
+    """A directory of ours: the jobs of its files, and a remark on those that its manifest does not name."""
     extra = sorted(present - {entry.path for entry in manifest.files} - {MANIFEST_NAME})
-    own = valid(MANIFEST_NAME, (path / MANIFEST_NAME).stat().st_size)
-    jobs: list[Job] = [known(own), *(_Entry(path, entry) for entry in manifest.files)]
-    size = sum(entry.size_bytes for entry in manifest.files)
-    return Task(path=path, kind="safe_ckpt directory", size_bytes=size, jobs=jobs, remarks=remark_on_extra(extra))
-
-
-def remark_on_extra(names: Sequence[str]) -> tuple[str, ...]:
-    """The remark on files that the manifest does not name; none where there are none."""
-    return (f"not part of it, and not read: {', '.join(names[:10])}",) if names else ()
+    return Task(
+        path=path,
+        kind="safe_ckpt directory",
+        size_bytes=sum(entry.size_bytes for entry in manifest.files),
+        jobs=[known(valid(MANIFEST_NAME, own_bytes)), *jobs],
+        remarks=(f"not part of it, and not read: {', '.join(extra[:10])}",) if extra else (),
+    )
 
 
 class _Entry:
@@ -276,20 +277,24 @@ class _Entry:
         self.key = None if identity is None else (identity, entry.path, entry.size_bytes, entry.xxh3_128)
 
     def __call__(self, progress: ReadProgress | None) -> Judgement:
-        return _entry(self._folder, self._entry, progress)
+        folder, entry = self._folder, self._entry
+        compare = partial(verify_entry, folder, entry, cached=None, links=True, progress=progress)
+        return _compared(folder, entry, compare, folder.exists) or _located(folder, entry.path, entry.size_bytes)
 
 
-def _entry(folder: Path, entry: FileEntry, progress: ReadProgress | None) -> Judgement:
+def _compared(
+    folder: Place, entry: FileEntry, compare: Callable[[], object], is_there: Callable[[], bool]
+) -> Judgement | None:
+    """The judgement on one file of ours; None where its bytes differ, so that it remains to be said which."""
     try:
-        verify_entry(folder, entry, cached=None, links=True, progress=progress)
+        compare()
     except IncompleteCheckpointError:
-        if not folder.exists():
+        if not is_there():
             raise FileNotFoundError(errno.ENOENT, "was deleted meanwhile", str(folder)) from None
         return damaged(entry.path, "is missing", size=entry.size_bytes)
     except CorruptCheckpointError as error:
-        if error.message == UNEQUAL:
-            return _located(folder, entry.path, entry.size_bytes)
-        return replace(of_error(error, entry.path), size_bytes=entry.size_bytes)
+        unequal = error.message == UNEQUAL
+        return None if unequal else replace(of_error(error, entry.path), size_bytes=entry.size_bytes)
     return valid(entry.path, entry.size_bytes)
 
 
@@ -469,15 +474,9 @@ def read_committed(path: ObjectPath) -> tuple[Manifest, bytes]:
 
 
 def _object(folder: ObjectPath, entry: FileEntry, progress: ReadProgress | None) -> Judgement:
+    def compare() -> int:
+        return look_twice(folder, lambda at: verify_entry(at, entry, progress=progress if at is folder else None))
+
     with _large if entry.size_bytes > _LARGE_BYTES else contextlib.nullcontext():
-        try:
-            look_twice(folder, lambda at: verify_entry(at, entry, progress=progress if at is folder else None))
-        except IncompleteCheckpointError:
-            if not is_one(folder):
-                raise FileNotFoundError(errno.ENOENT, "was deleted meanwhile", str(folder)) from None
-            return damaged(entry.path, "is missing", size=entry.size_bytes)
-        except CorruptCheckpointError as error:
-            if error.message == UNEQUAL:
-                return damaged(entry.path, unlocated(entry.path), size=entry.size_bytes)
-            return replace(of_error(error, entry.path), size_bytes=entry.size_bytes)
-    return valid(entry.path, entry.size_bytes)
+        judgement = _compared(folder, entry, compare, partial(is_one, folder))
+    return judgement or damaged(entry.path, unlocated(entry.path), size=entry.size_bytes)

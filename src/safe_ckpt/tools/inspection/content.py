@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, MOST_BYTES, FileEntry, Manifest, parse_json
 from safe_ckpt.core.home.object_head import in_parallel
-from safe_ckpt.core.storage.objects.place import ObjectPath
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.objects.second_look import look_twice
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.tools.inspection import dcp_reader, safetensors_reader, torch_reader
@@ -19,7 +18,6 @@ from safe_ckpt.tools.inspection.files import CheckpointFile, Window, inside, rea
 from safe_ckpt.tools.inspection.pickle_objects import Ordered, Tensor
 from safe_ckpt.tools.inspection.safetensors_reader import SUFFIX, content_of_header
 from safe_ckpt.tools.inspection.tensors import Content, Entry, leaves
-from safe_ckpt.tools.inspection.torch_reader import value_of
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\Z")
 _MOST_NODES = 2_000_000
@@ -51,10 +49,7 @@ def read_content(path: Path, *, follow_symlinks: bool = False) -> Content:
     parts += [part.under(stem_of(file.name)) for file in others if (part := _content_of_file(file)) is not None]
     if not parts:
         raise UnsupportedFormatError(path=str(path), message=_NOTHING)
-    return Content(
-        tensors=tuple(entry for part in parts for entry in part.tensors),
-        values=tuple(value for part in parts for value in part.values),
-    )
+    return Content.of(parts)
 
 
 def read_structure(path: Path, *, follow_symlinks: bool = False) -> Any:
@@ -106,8 +101,7 @@ def _content_of_file(file: CheckpointFile) -> Content | None:
         if suffix == safetensors_reader.SUFFIX:
             return safetensors_reader.read_safetensors(file.path)
         if suffix == ".json":
-            values = [] if file.size_bytes > MOST_BYTES else leaves(read_json(file), str(file.path))
-            return Content(values=tuple(torch_reader.value_of(name, leaf) for name, leaf in values))
+            return Content() if file.size_bytes > MOST_BYTES else _content_of_json(read_json(file), file.path)
         with Window(file.path) as window:
             if torch_reader.looks_like_archive(window):
                 return torch_reader.content_of(torch_reader.open_archive(window))
@@ -116,6 +110,10 @@ def _content_of_file(file: CheckpointFile) -> Content | None:
         error.file = error.file or file.name
         raise
     return None if root is None else torch_reader.content_of_old(root, str(file.path))
+
+
+def _content_of_json(parsed: object, path: Place) -> Content:
+    return Content(values=tuple(torch_reader.value_of(name, leaf) for name, leaf in leaves(parsed, str(path))))
 
 
 def tensors_in(structure: object) -> Iterator[tuple[str, Entry]]:
@@ -208,23 +206,12 @@ def _put(root: dict[str, Any], path: tuple[str | int, ...], leaf: Any) -> None:
     at[path[-1]] = leaf
 
 
-@dataclass(frozen=True, kw_only=True)
-class ObjectContent:
-    """What is known of a checkpoint without reading it whole.
-
-    Attributes:
-        manifest: its manifest.
-        content: tensors and values, each with the name of its item and a colon before it.
-        unread: files that would have to be read whole.
-    """
-
-    manifest: Manifest
-    content: Content
-    unread: tuple[str, ...]
-
-
-def read_object_content(path: ObjectPath) -> ObjectContent:
+def read_object_content(path: ObjectPath) -> tuple[Manifest, Content, list[str]]:
     """The headers of safetensors and small JSON; of other files nothing is read.
+
+    Returns:
+        The manifest; tensors and values, each with the name of its item and a colon before it; and the files that would have
+        to be read whole.
 
     Raises:
         CorruptCheckpointError: an object contradicts itself, or the manifest.
@@ -233,15 +220,8 @@ def read_object_content(path: ObjectPath) -> ObjectContent:
     """
     manifest, _ = read_committed(path)
     parts = in_parallel(lambda entry: look_twice(path, lambda place: _content_of_object(place, entry)), manifest.files)
-    known = [part for part in parts if part is not None]
-    return ObjectContent(
-        manifest=manifest,
-        content=Content(
-            tensors=tuple(entry for part in known for entry in part.tensors),
-            values=tuple(value for part in known for value in part.values),
-        ),
-        unread=tuple(entry.path for entry, part in zip(manifest.files, parts, strict=True) if part is None),
-    )
+    unread = [entry.path for entry, part in zip(manifest.files, parts, strict=True) if part is None]
+    return manifest, Content.of([part for part in parts if part is not None]), unread
 
 
 def _content_of_object(folder: ObjectPath, entry: FileEntry) -> Content | None:
@@ -252,10 +232,10 @@ def _content_of_object(folder: ObjectPath, entry: FileEntry) -> Content | None:
         )
     if place.suffix == ".json" and entry.size_bytes <= _MOST_JSON_BYTES:
         try:
-            values = leaves(parse_json(_read(place, 0, entry.size_bytes)), str(place))
+            parsed = parse_json(_read(place, 0, entry.size_bytes))
         except ValueError as error:
             raise CorruptCheckpointError(path=str(folder), file=entry.path, message=f"is no JSON: {error}") from error
-        return Content(values=tuple(value_of(name, leaf) for name, leaf in values)).under(stem_of(entry.path))
+        return _content_of_json(parsed, place).under(stem_of(entry.path))
     return None
 
 

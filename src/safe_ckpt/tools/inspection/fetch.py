@@ -50,9 +50,7 @@ def fetch(source: ObjectPath, directory: Path) -> Path:
         folder = Path(scratch) / "checkpoint"
         folder.mkdir()
         try:
-            options = source.bucket.options
-            at_a_time = 2 * options.parts_in_flight
-            fetch_verified(source, manifest.files, folder, at_a_time=at_a_time, part_bytes=options.part_bytes)
+            fetch_verified(source, manifest.files, folder)
         except IncompleteCheckpointError:
             if is_one(source):
                 raise

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from safe_ckpt.core.formats.health_section import described
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
-from safe_ckpt.core.health.verdict import described
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.holders import Held, hidden_folders, holders
 from safe_ckpt.core.home.home import HIDDEN, NAMES, Candidate, OnError, is_one, name_below
@@ -82,19 +82,9 @@ class Listing:
     quarantined: tuple[Place, ...]
 
     @property
-    def usable(self) -> tuple[Candidate, ...]:
-        """Those in which nothing is wrong so far: as a resume tries them, then those that are taken only by their names."""
-        return self.standing.usable
-
-    @property
-    def unusable(self) -> tuple[Candidate, ...]:
-        """Those that a resume would not take, and why (``problem``)."""
-        return self.standing.unusable
-
-    @property
     def places_of_all(self) -> list[Place]:
         """Where all of them are, whatever a resume thinks of them."""
-        return [candidate.path for candidate in (*self.usable, *self.unusable)]
+        return [candidate.path for candidate in (*self.standing.usable, *self.standing.unusable)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +152,7 @@ def _(place: ObjectPath, *, tags_below: bool = True) -> Listing:
     aside = [place / name for name in sorted(facts.quarantined)]
     hidden = {*facts.trash, *facts.quarantined}
     left = [path for path in there if path not in seen and path.name not in hidden]
-    # With a manifest it is what a later job has buried, committed since it was listed, or deleted meanwhile.
+    # With a manifest it is what has a tombstone of a later job, was committed since it was listed, or deleted meanwhile.
     bare = [path for path, whole in zip(left, in_parallel(is_one, left), strict=True) if not whole]
     unknown = tuple(path for path in bare if path.name not in facts.pending)
     return Listing(
@@ -254,11 +244,11 @@ def holders_of(place: Place) -> list[Held]:
 
 def rows(listing: Listing) -> Iterator[Row]:
     """The lines of a listing: usable checkpoints in the order in which a resume tries them, then the others, and why."""
-    for candidate in listing.usable:
+    for candidate in listing.standing.usable:
         with contextlib.suppress(FileNotFoundError):  # a live job has just deleted it
             row = row_of(_name(listing, candidate.path), candidate, "unverified" if candidate.foreign else "valid")
             yield replace(row, reason=row.reason or listing.standing.by_name_only.get(candidate.path, ""))
-    for candidate in listing.unusable:
+    for candidate in listing.standing.unusable:
         yield row_of(_name(listing, candidate.path), candidate, "damaged")
     left: list[tuple[str, Mapping[Place, str]]] = [
         ("unreadable", listing.unreadable),

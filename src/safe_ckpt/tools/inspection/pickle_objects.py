@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from safe_ckpt.core.formats.dtypes import STORAGES
+
 
 @dataclass(frozen=True, slots=True)
 class Global:
@@ -82,7 +84,7 @@ def storage_of(key: object) -> object:
     if isinstance(key, tuple) and len(key) >= 5 and key[0] == "storage" and isinstance(key[1], Global):
         name, count = key[1].name, key[4]
         if isinstance(key[2], str) and isinstance(count, int) and count >= 0:
-            return Storage(key[2], _STORAGES.get(name, "uint8"), count)
+            return Storage(key[2], STORAGES.get(name, "uint8"), count)
     return Opaque(Global("torch", "storage"), args=())
 
 
@@ -165,19 +167,4 @@ _TENSORS: dict[str, Callable[[tuple[Any, ...]], Tensor | None]] = {
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
     "torch._tensor._rebuild_from_type_v2": _subclass,
-}
-_STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexDoubleStorage": "complex128",
-    "ComplexFloatStorage": "complex64",
-    "UntypedStorage": "uint8",
 }

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safe_ckpt.core.formats.dtypes import ITEM_BYTES
 from safe_ckpt.core.formats.manifest import parse_json
 from safe_ckpt.core.formats.safetensors_names import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
 from safe_ckpt.core.storage.objects.place import Place
@@ -15,7 +16,7 @@ from safe_ckpt.core.storage.source import files_in
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
 from safe_ckpt.tools.inspection.files import Window
 from safe_ckpt.tools.inspection.pickle_objects import counts_of
-from safe_ckpt.tools.inspection.tensors import ITEM_BYTES, Content, Entry, Piece, Value
+from safe_ckpt.tools.inspection.tensors import Content, Entry, Piece, Value
 
 SUFFIX = ".safetensors"
 _MOST_HEADER_BYTES = 64 << 20

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from safe_ckpt.core.formats.dtypes import ITEM_BYTES
 from safe_ckpt.errors import HostileCheckpointError
 from safe_ckpt.tools.inspection.pickle_objects import Global, Opaque, Storage, Tensor
 
-ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8,
-    "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1, "complex128": 16, "complex64": 8, "complex32": 4, "bcomplex32": 4,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
-    "quint8": 1, "qint8": 1, "qint32": 4,
-}  # fmt: skip
 _MOST_WORK = 6_000_000  # in nodes, and 16 characters of names and texts
 _WORK_OF_LEAF = 6
 _MOST_DEPTH = 64
@@ -88,6 +83,12 @@ class Content:
 
     tensors: tuple[Entry, ...] = ()
     values: tuple[Value, ...] = ()
+
+    @classmethod
+    def of(cls, parts: Sequence[Content]) -> Content:
+        """All of them in one."""
+        tensors = tuple(entry for part in parts for entry in part.tensors)
+        return cls(tensors=tensors, values=tuple(value for part in parts for value in part.values))
 
     def under(self, prefix: str) -> Content:
         """The same with a name in front of each."""

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from safe_ckpt.core.formats.dtypes import ITEM_BYTES
 from safe_ckpt.core.storage.reader import Span
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.tools.inspection.files import Window
 from safe_ckpt.tools.inspection.pickle_objects import Storage, Tensor
 from safe_ckpt.tools.inspection.pickle_reader import MOST_BYTES, read_pickle, read_pickles
-from safe_ckpt.tools.inspection.tensors import ITEM_BYTES, Content, Entry, Piece, Value, describe, leaves
+from safe_ckpt.tools.inspection.tensors import Content, Entry, Piece, Value, describe, leaves
 from safe_ckpt.tools.inspection.zip_reader import Member, is_archive, read_members
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".tar")

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from safe_ckpt.core.formats.dtypes import ITEM_BYTES
 from safe_ckpt.errors import UnsupportedFormatError
 from safe_ckpt.tools.inspection.pickle_objects import Opaque, Storage, Tensor
-from safe_ckpt.tools.inspection.tensors import ITEM_BYTES, Entry, Piece, describe
+from safe_ckpt.tools.inspection.tensors import Entry, Piece, describe
 
 _BLOCK = 4 << 20  # elements that are compared at a time
 _MOST_PAIRS = 4_000_000

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import BinaryIO
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.home.home import HIDDEN
+from safe_ckpt.core.storage import presence
 from safe_ckpt.text import clean
 
 MOST_EVENTS = 20_000
@@ -95,7 +95,7 @@ def find_events(directory: Path) -> tuple[Path, ...]:
     places = [directory / HIDDEN, directory / _ELSEWHERE]
     if directory.name in (HIDDEN, _ELSEWHERE):
         places.append(directory)
-    if directory.name == _ACCELERATE or _is_file(directory / MANIFEST_NAME):
+    if directory.name == _ACCELERATE or presence.is_file(directory / MANIFEST_NAME):
         places.append(directory.absolute().parent / HIDDEN)
     series, refused = [], []
     for place in places:
@@ -117,14 +117,7 @@ def _series(place: Path) -> tuple[Path, ...]:
         return ()
     numbers = sorted(int(match[1]) for name in names if (match := _ROTATED.fullmatch(name)))
     series = [place / name for name in (EVENTS, *(f"{EVENTS}.{number}" for number in numbers))]
-    return tuple(path for path in series if _is_file(path))
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.stat().st_mode)  # is_file hides from Python 3.14 on that it may not look
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    return tuple(path for path in series if presence.is_file(path))
 
 
 def _changed(path: Path) -> float:

@@ -184,10 +184,7 @@ def _notices(history: History, subject: Subject) -> dict[str, Any]:
 def _saves(history: History, subject: Subject) -> dict[str, Any]:
     """All saves, with the figures of the charts."""
     shown = history.saves[: -_MOST_SAVES - 1 : -1]
-    rows = []
-    for save in shown:
-        figures = (duration(save.stall_s), duration(save.total_s), rate(save.gbps), bytes_text(save.size_bytes))
-        rows.append((text.clock(save.ended, subject.zone), _label(save), save.outcome, *figures))
+    rows = [(text.clock(s.ended, subject.zone), _label(s), s.outcome, *summary.figures_of(s)) for s in shown]
     listing = _listing(("when", "save", "outcome", "stall", "until durable", "throughput", "size"), rows)
     return {"saves": listing, "saves_intro": _some(shown, history.saves, "save")}
 
@@ -198,7 +195,7 @@ def _label(save: Save) -> str:
 
 def _why(save: Save) -> str:
     unknown = "outcome unknown: " if save.outcome == "outcome unknown" else ""
-    return f"{unknown}{save.error or 'its run ended before the save did'}"
+    return f"{unknown}{summary.why(save)}"
 
 
 def _cause(save: Save) -> tuple[object, ...]:

@@ -79,6 +79,17 @@ def total(history: History) -> Totals:
     )
 
 
+def figures_of(save: Save) -> tuple[str, ...]:
+    """Of one save its stall, the time until it was durable, the throughput and the size; "" for what is not known."""
+    times = (text.duration(save.stall_s), text.duration(save.total_s))
+    return (*times, text.rate(save.gbps), text.bytes_text(save.size_bytes))
+
+
+def why(save: Save) -> str:
+    """Why it is not known to be committed."""
+    return save.error or "its run ended before the save did"
+
+
 def verdict(totals: Totals) -> str:
     """The first sentence."""
     if not totals.committed + totals.failed + totals.unknown + totals.interrupted + totals.in_flight:

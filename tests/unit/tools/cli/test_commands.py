@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fuzz.hostile import manifest_of
 from safe_ckpt import Checkpointer
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.saving.one_shot import save_archive
 from safe_ckpt.errors import DirectoryInUseError
 from safe_ckpt.tools.cli.app import app
@@ -220,7 +220,7 @@ def test_the_lock_is_found_wherever_an_adapter_has_it(tmp_path, place):
     """In a Trainer's output directory it is in _safe_ckpt, for Accelerate's checkpoints beside it."""
     folder = tmp_path / "project/checkpoints"
     folder.mkdir(parents=True)
-    root = Workspace(folder, lease_s=60, hidden=folder / place)
+    root = FileHome(folder, lease_s=60, hidden=folder / place)
     root.open()
     done = run("unlock", folder)
     assert (done.exit_code, f"process {os.getpid()}" in done.stdout) == (1, True)

@@ -101,7 +101,7 @@ def test_quick_believes_the_manifest(tmp_path):
 
 def test_ours_come_before_those_of_other_tools(tmp_path):
     """A stock file of a later step is taken only when none of ours is left; status 3 where it carries no checksums."""
-    stock = {"state_dict": {"w": torch.ones(1)}, "loops": {}, "global_step": 50}
+    stock = {"state_dict": {"w": torch.ones(1)}, "loops": {}, "lr_schedulers": [], "global_step": 50}
     save_archive(stock, tmp_path / "ours.ckpt", sequence=1, step=10)
     torch.save(stock, tmp_path / "a.ckpt")
     torch.save({**stock, "global_step": 70}, tmp_path / "b.ckpt")

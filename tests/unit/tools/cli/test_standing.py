@@ -15,9 +15,9 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.home import standing
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.holders import WholeDirectory
-from safe_ckpt.core.home.retention import DeleteListed
+from safe_ckpt.core.home.retention import delete_listed
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.save import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.tools.cli import verify
@@ -119,7 +119,7 @@ def test_each_framework_keeps_the_one_it_resumes_from(tmp_path):
 def test_files_of_another_tool_are_listed_as_a_resume_tries_them(tmp_path):
     """By the step in them, whatever their names and times say; weights alone are not tried."""
     for name, step in (("last", 5), ("a-step=7", 1), ("model-v1", 9)):
-        torch.save({"global_step": step, "loops": {}, "state_dict": {}}, tmp_path / f"{name}.ckpt")
+        torch.save({"global_step": step, "loops": {}, "lr_schedulers": [], "state_dict": {}}, tmp_path / f"{name}.ckpt")
     torch.save({"global_step": 99, "state_dict": {}}, tmp_path / "weights.ckpt")
     rows = listed(tmp_path)
     assert list(rows) == ["model-v1.ckpt", "last.ckpt", "a-step=7.ckpt", "weights.ckpt"]
@@ -143,7 +143,7 @@ def test_a_name_that_is_held_keeps_gc_out_and_is_not_free(tmp_path):
         tmp_path / ".safe_ckpt",
         tmp_path / ".safe_ckpt/names/checkpoints",
     ):
-        held = Workspace(folder, lease_s=60.0, hidden=hidden)
+        held = FileHome(folder, lease_s=60.0, hidden=hidden)
         held.open()
         try:
             said, collected = run("unlock", folder), run("gc", folder, "--keep-last", 1)
@@ -174,13 +174,13 @@ def test_a_job_above_keeps_gc_out(tmp_path):
 def test_only_what_is_still_that_save_is_deleted(tmp_path):
     """A path is not a checkpoint: another job may have saved under the name since; and one whose name is held stays."""
     save(tmp_path, 1, 2)
-    first, second = sorted((c.info for c in read_listing(tmp_path).usable), key=lambda info: info.step)
+    first, second = sorted((c.info for c in read_listing(tmp_path).standing.usable), key=lambda info: info.step)
     rewrite(first.path, lambda data: data.update(op_id="another"))
     whole = WholeDirectory(tmp_path, lease_s=60.0)
     whole.open()
     try:
         assert not whole.delete([first])
-        late = Workspace(tmp_path, lease_s=60.0, hidden=tmp_path / ".safe_ckpt/names/step-00000002")
+        late = FileHome(tmp_path, lease_s=60.0, hidden=tmp_path / ".safe_ckpt/names/step-00000002")
         late.open()
         assert not whole.delete([second])
         late.close()
@@ -247,7 +247,7 @@ def test_what_could_not_be_deleted_is_tried_again_at_the_next_commit(tmp_path, m
                     destination=Destination(workspace=workspace, path=tmp_path / name, kind="file"),
                     content=Snapshot(files=[file_plan.single(image, name)]),
                     facts=Facts(step=1),
-                    on_commit=OnCommit(retention=DeleteListed(paths=list(paths)) if paths else None),
+                    on_commit=OnCommit(retention=delete_listed(list(paths)) if paths else None),
                 )
             ).result(timeout_s=30)
             engine.settle()

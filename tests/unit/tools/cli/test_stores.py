@@ -15,8 +15,8 @@ from kit.object_servers import missing, start
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror
 from safe_ckpt.core.formats import manifest
 from safe_ckpt.core.home.lease import own_lease
-from safe_ckpt.core.home.object_head import GRAVESTONE, Head
-from safe_ckpt.core.home.object_home import ObjectRoot
+from safe_ckpt.core.home.object_head import TOMBSTONE, Head
+from safe_ckpt.core.home.object_home import ObjectHome
 from safe_ckpt.core.resuming import host_cache
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.errors import DirectoryInUseError, SafeCheckpointError
@@ -119,14 +119,14 @@ def requests(monkeypatch):
 
 
 def test_every_state_of_a_checkpoint_is_listed(store):
-    """Newest first, then damaged, partial and quarantined ones. What was buried is none. The owner is not disturbed."""
+    """Newest first, then damaged, partial and quarantined ones. What has a tombstone is none. The owner is not disturbed."""
     url = store.url()
     there = save(url, 1, 2, 3, 4)
     with Checkpointer(url):
         flip(there[2] / "manifest.json", 60)
         put(place_at(url) / LEFT / "w.safetensors", b"x")
         put(place_at(url) / "step-00000008.0123456789ab/w.safetensors", b"x")
-        put(place_at(url) / "step-00000007.0123456789ab/manifest.json", json.dumps({"format": GRAVESTONE}).encode())
+        put(place_at(url) / "step-00000007.0123456789ab/manifest.json", json.dumps({"format": TOMBSTONE}).encode())
         change_head(url, pending=(LEFT,), quarantined=(there[3].name, "step-00000006.0123456789ab"))
         before = store.keys()
         rows = told("list", url)
@@ -203,7 +203,7 @@ def test_verify_takes_directories_and_addresses_together(store, tmp_path):
         ["valid", str(there[2])],
         ["valid", str(save_here / "step-00000005")],
     ]
-    put(place_at(url) / LEFT / "manifest.json", json.dumps({"format": GRAVESTONE}).encode())
+    put(place_at(url) / LEFT / "manifest.json", json.dumps({"format": TOMBSTONE}).encode())
     for nothing, why in ((f"{url}/nothing", "there is no checkpoint"), (f"{url}/{LEFT}", "was never committed")):
         done = run("verify", nothing)
         assert (done.exit_code, why in done.output) == (1, True)
@@ -378,12 +378,12 @@ def test_gc_takes_away_what_killed_jobs_left(store):
     """A save that its head names goes; what no head names, and the quarantine, only with --quarantine; a replaced one goes."""
     url = store.url()
     there = save(url, 1, 2)
-    kept = ObjectRoot.discard
+    kept = ObjectHome.discard
     try:
-        ObjectRoot.discard = lambda self, folders: []  # a job that dies between the commit and the deletion
+        ObjectHome.discard = lambda self, folders: []  # a job that dies between the commit and the deletion
         save(url, 2)
     finally:
-        ObjectRoot.discard = kept
+        ObjectHome.discard = kept
     put(place_at(url) / LEFT / "w.safetensors", b"x")
     put(place_at(url) / "step-00000008.0123456789ab/w.safetensors", b"x")
     change_head(url, pending=(LEFT,), quarantined=(there[1].name,))

@@ -13,8 +13,8 @@ from safe_ckpt import Checkpointer
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.holders import holder_of
 from safe_ckpt.tools.cli.app import app
-from safe_ckpt.tools.doctor import Options, durability
-from safe_ckpt.tools.doctor.check import Examined, known_size
+from safe_ckpt.tools.doctor import durability
+from safe_ckpt.tools.doctor.check import Examined, Options, known_size
 from safe_ckpt.tools.inspection.listing import list_existing, read_listing
 from safe_ckpt.tools.report import event_log
 from support import holding_lock
@@ -186,7 +186,7 @@ def test_all_commands_have_one_idea_of_a_directory(tmp_path, layout):
     assert shelf.places[0] == hidden
     assert unlocked["holder"]["pid"] == found.figures["pid"] == os.getpid()
     rows, problem = list_existing(asked)
-    (found_one,) = shelf.usable
+    (found_one,) = shelf.standing.usable
     assert found_one.path == tmp_path / below / name
     assert asked / rows[0].name == found_one.path
     assert rows[1].name.endswith(f"/quarantine/{name}-bad")

@@ -18,9 +18,10 @@ from safe_ckpt import Checkpointer
 from safe_ckpt.core.home.lease import Lease
 from safe_ckpt.machine import memory_limit_bytes
 from safe_ckpt.tools.cli.app import app
-from safe_ckpt.tools.doctor import Options, diagnose, disk, examination, machine
-from safe_ckpt.tools.doctor.check import Finding, refused, worst
+from safe_ckpt.tools.doctor import disk, examination, machine
+from safe_ckpt.tools.doctor.check import Finding, Options, refused, worst
 from safe_ckpt.tools.doctor.durability import judge_fsync
+from safe_ckpt.tools.doctor.examination import diagnose
 from safe_ckpt.tools.doctor.speed import Pass, judge_speed
 from support import kill_group, needs_root, run_script
 

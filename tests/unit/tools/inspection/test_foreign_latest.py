@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from safe_ckpt import Checkpointer
 from safe_ckpt.adapters.patch import Patch
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.errors import RestoreError
 from safe_ckpt.layouts.top_level import read_layout
 from safe_ckpt.tools.cli.app import app
@@ -72,7 +72,7 @@ def test_a_pipe_of_that_name_keeps_nobody_waiting(tmp_path):
 @pytest.mark.parametrize("old", [False, True])
 def test_a_large_pickle_is_looked_into(tmp_path, old):
     """A replay buffer of millions of numbers within a stock checkpoint hides neither its step nor that it is complete."""
-    state = {"global_step": 9, "loops": {}, "state_dict": {}, "buffer": [True] * 4_500_000}
+    state = {"global_step": 9, "loops": {}, "lr_schedulers": [], "state_dict": {}, "buffer": [True] * 4_500_000}
     torch.save(state, tmp_path / "a.ckpt", _use_new_zipfile_serialization=not old)
     seen = read_layout(tmp_path / "a.ckpt")
     assert (seen.step, seen.problem) == (9, "")
@@ -97,7 +97,7 @@ def test_what_earlier_versions_left_is_swept(tmp_path):
     for name in ("staging/op1", "kept/op0/dest"):
         (tmp_path / ".safe_ckpt" / name).mkdir(parents=True)
         (tmp_path / ".safe_ckpt" / name / "f.bin").write_bytes(b"x")
-    workspace = Workspace(tmp_path, lease_s=60)
+    workspace = FileHome(tmp_path, lease_s=60)
     workspace.open()
     workspace.close()
     assert list(tmp_path.iterdir()) == []

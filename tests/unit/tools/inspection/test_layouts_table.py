@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.adapters import Saver
+from safe_ckpt.adapters.saver import OpenHome
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest
 from safe_ckpt.core.formats.verify import verify_share
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.resuming import resume
 from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.saving.one_shot import save_archive
@@ -32,7 +33,7 @@ def run(*args):
 
 
 def loops(step):
-    return {"state_dict": WEIGHTS, "loops": {}, "global_step": step}
+    return {"state_dict": WEIGHTS, "loops": {}, "lr_schedulers": [], "global_step": step}
 
 
 def commit(path, number, adapter, **notes):
@@ -129,7 +130,7 @@ def dcp(home, number, *, ours, complete):
 def by_lightning(home):
     from safe_ckpt.lightning.resume import choose
 
-    return _chosen(home, lambda saver, workspace: choose(saver, workspace, ".ckpt"))
+    return _chosen(home, lambda saver, workspace: choose(saver, OpenHome(workspace=workspace), ".ckpt"))
 
 
 def by_accelerate(home):
@@ -164,7 +165,7 @@ def _first(engine, workspace, candidates):
 
 def _chosen(folder, choose):
     saver = Saver(CheckpointConfig(record_events=False))
-    workspace = Workspace(folder, lease_s=60.0, hidden=folder.parent / ".held")
+    workspace = FileHome(folder, lease_s=60.0, hidden=folder.parent / ".held")
     workspace.open()
     try:
         return choose(saver, workspace)

@@ -54,7 +54,7 @@ def layout(kind, folder):
 def test_every_command_finds_the_same_checkpoints(tmp_path, kind):
     """A flipped bit in the newest: list shows both, verify finds it, resume-path takes the other one."""
     homes = layout(kind, tmp_path)
-    newest = read_listing(homes[0]).usable[0].path
+    newest = read_listing(homes[0]).standing.usable[0].path
     flip_bit(newest / "w.safetensors", 5000)
     for home in homes:
         assert len(json.loads(run("list", home, "--json").stdout)) == 2
@@ -62,14 +62,14 @@ def test_every_command_finds_the_same_checkpoints(tmp_path, kind):
         assert verified.exit_code == 1
         assert f"damaged     {newest}" in verified.stdout
         done = run("resume-path", home)
-        assert (done.exit_code, done.stdout) == (0, f"{read_listing(homes[0]).usable[1].path}\n")
+        assert (done.exit_code, done.stdout) == (0, f"{read_listing(homes[0]).standing.usable[1].path}\n")
 
 
 def test_a_folder_called_checkpoints_hides_nothing(tmp_path):
     """It is taken for Accelerate's only where nothing else is kept."""
     make(tmp_path, 1)
     (tmp_path / "checkpoints").mkdir()
-    assert [candidate.path.name for candidate in read_listing(tmp_path).usable] == ["step-00000001"]
+    assert [candidate.path.name for candidate in read_listing(tmp_path).standing.usable] == ["step-00000001"]
 
 
 def test_gc_does_not_count_what_is_damaged(tmp_path):

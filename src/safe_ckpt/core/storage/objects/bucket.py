@@ -6,6 +6,7 @@ and whatever got no answer may be sent again. Standard library and obstore only;
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -227,7 +228,8 @@ class Bucket:
         part = max(part, -(-size_bytes // _MOST_PARTS // (1 << 20)) * (1 << 20))
 
         def request() -> object:
-            guarded = _Guarded(pieces())
+            failures: list[BaseException] = []
+            guarded = _guarded(pieces(), failures)
             try:
                 if size_bytes < part:
                     return _obstore().put(self._patient_store, key, b"".join(guarded), use_multipart=False)
@@ -240,8 +242,8 @@ class Bucket:
                     max_concurrency=self.options.parts_in_flight,
                 )
             except BaseException:
-                if guarded.failure is not None:
-                    raise _Ours(guarded.failure) from None
+                if failures:
+                    raise _Ours(failures[0]) from None
                 raise
 
         for attempts in range(_UPLOADS, 0, -1):
@@ -291,17 +293,12 @@ class Bucket:
                 _obstore().delete(self._store, list(some))
             except FileNotFoundError:  # some stores say so; then one by one
                 for key in some:
-                    self._delete_one(key)
+                    with contextlib.suppress(FileNotFoundError):
+                        _obstore().delete(self._store, key)
 
         for at in range(0, len(keys), 1000):
             some = keys[at : at + 1000]
             self._again(functools.partial(request, some), some[0], "delete")
-
-    def _delete_one(self, key: str) -> None:
-        try:
-            _obstore().delete(self._store, key)
-        except FileNotFoundError:
-            return
 
     def entries(self, prefix: str) -> list[ObjectEntry]:
         """All objects below ``prefix``, which ends where a name between two slashes does.
@@ -385,24 +382,15 @@ class _Ours(Exception):
         self.failure = failure
 
 
-class _Guarded:
-    """An iterator that remembers what it raised."""
-
-    def __init__(self, pieces: Iterator[Any]) -> None:
-        self._pieces = pieces
-        self.failure: BaseException | None = None
-
-    def __iter__(self) -> _Guarded:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self._pieces)
-        except StopIteration:
-            raise
-        except BaseException as error:
-            self.failure = error
-            raise
+def _guarded(pieces: Iterator[Any], failures: list[BaseException]) -> Iterator[Any]:
+    """The same pieces. What making them raises is remembered: obstore raises another error for it."""
+    try:
+        yield from pieces
+    except GeneratorExit:  # it is not read to its end, such as after an error of the store
+        raise
+    except BaseException as error:
+        failures.append(error)
+        raise
 
 
 def _obstore() -> Any:

@@ -7,9 +7,9 @@ import torch
 
 from safe_ckpt import Checkpointer, PerRank
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.health import verdict
-from safe_ckpt.core.health.verdict import Expectation, is_sick
-from safe_ckpt.extensions.health import Known
+from safe_ckpt.extensions.health import verdict
+from safe_ckpt.extensions.health.extension import Known
+from safe_ckpt.extensions.health.verdict import Expectation, is_sick
 
 FACTS = {"tensors": 2, "numbers": 10, "norm": 2.0, "most": 1.0, "least": -1.0, "largest": "w"}
 

@@ -1,27 +1,27 @@
 """Saves with NaN or infinite numbers: what is known of each file, what the writer is told, and what follows from what it finds.
 
-Pure decisions are in ``safe_ckpt.core.health``; the writer's observer is ``safe_ckpt.core.health.examine``.
+Pure decisions are in ``verdict``; the writer's observer is in ``examine``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from safe_ckpt import events
 from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.core.formats.health_section import described
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
-from safe_ckpt.core.health import examine
-from safe_ckpt.core.health.verdict import Expectation, described, of_checkpoint
 from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.names import plain_name, plain_names
 from safe_ckpt.core.saving.extension import Conclusion, Extension, Outcome, Run
 from safe_ckpt.core.saving.save import SaveJob
-from safe_ckpt.core.state.models import Models
+from safe_ckpt.core.state.planner import Models
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.errors import SafeCheckpointError, UnhealthyStateError
+from safe_ckpt.extensions.health import examine
+from safe_ckpt.extensions.health.verdict import Expectation, of_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +103,7 @@ class Known:
     """
 
     def __init__(self) -> None:
-        self.fixed: Sequence[str] | None = None
+        self.fixed: Sequence[str] = ()
         self.trained: Sequence[str] = ()
         self.there: object = None
         self._files: dict[str, Mapping[str, Any]] = {}
@@ -129,42 +129,35 @@ class Known:
 
     def expectation(self, path: str, usual: Expectation) -> Expectation:
         """Of one file, by its path in the checkpoint; ``usual`` is what the settings say of every file."""
-        known = self._files.get(path)
-        if known is None:
-            return replace(usual, fixed=self.fixed or (), trained=self.trained)
-        return replace(usual, first=False, fixed=self.fixed or (), trained=self.trained, **known)
+        known = self._files.get(path, {})
+        return replace(usual, first=not known, fixed=self.fixed, trained=self.trained, **known)
 
 
-def _named(
-    module: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[set[str], torch.Tensor]]:
-    """Tensors with their plain names: a file may have been given them with data parallelism around, or without it."""
-    by_name = dict(tensors)
-    for name, plain in plain_names(by_name, module).items():
-        yield {plain, plain_name(name)}, by_name[name]
+def _plain(module: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[str, set[str]]]:
+    """Each name, and its plain ones: a file may have been given them with data parallelism around, or without it."""
+    for name, plain in plain_names(names, module).items():
+        yield name, {plain, plain_name(name)}
 
 
-def fixed_tensors(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers, and parameters that need no gradient, by name.
+def fixed_names(modules: Iterable[torch.nn.Module]) -> list[str]:
+    """The names of buffers, and of parameters that need no gradient.
 
     Names that could be taken for that of a trained parameter, in whichever file, are left out.
     """
-    modules = list(modules)
-    taken = {ending for name in _trained(modules) for ending in _endings(name)}
+    modules, found = list(modules), set[str]()
     for module in modules:
-        frozen = ((name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad)
-        for names, tensor in _named(module, chain(module.named_buffers(), frozen)):
-            yield from ((name, tensor) for name in sorted(names) if name not in taken)
+        frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        buffers = [name for name, _ in module.named_buffers()]
+        found.update(*(plain for _, plain in _plain(module, [*buffers, *frozen])))
+    return sorted(found.difference(*map(_endings, _trained(modules))))
 
 
 def _trained(modules: Iterable[torch.nn.Module]) -> set[str]:
-    return {
-        name
-        for module in modules
-        for names, p in _named(module, module.named_parameters())
-        if p.requires_grad
-        for name in names
-    }
+    found = set[str]()
+    for module in modules:
+        parameters = dict(module.named_parameters())
+        found.update(*(plain for name, plain in _plain(module, parameters) if parameters[name].requires_grad))
+    return found
 
 
 def _endings(name: str) -> Iterator[str]:
@@ -172,8 +165,3 @@ def _endings(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.partition(".")[2]
-
-
-def fixed_names(modules: Iterable[torch.nn.Module]) -> list[str]:
-    """The names of buffers, and of parameters that need no gradient."""
-    return sorted({name for name, _ in fixed_tensors(modules)})

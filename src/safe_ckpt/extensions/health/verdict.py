@@ -14,9 +14,8 @@ from typing import Any
 
 import xxhash
 
-from safe_ckpt.core.formats.file_plan import ITSELF
-from safe_ckpt.core.health.regions import Region
 from safe_ckpt.core.names import plain_name
+from safe_ckpt.extensions.health.regions import Region
 
 _MOST_ROWS = 20
 _MOST_FINITE = 2000  # more names would make the manifest large
@@ -29,7 +28,7 @@ _LARGEST = 1e300  # JSON has no infinity
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What is known of a file before it is written.
+    """What is known of a file before it is written. Its ``vars`` are JSON-able.
 
     Attributes:
         first: whether no save of this file is known.
@@ -52,15 +51,6 @@ class Expectation:
     norm: float | None = None
     norm_jump: float | None = None
     action: str = "mark"
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON-able data."""
-        return dict(vars(self))
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Expectation:
-        """From what ``to_json`` returned."""
-        return cls(**data)
 
     def regions(self, regions: Iterable[Region]) -> list[Region]:
         """Those that are looked at."""
@@ -166,26 +156,3 @@ def of_checkpoint(files: Mapping[str, Mapping[str, Any]], action: str) -> dict[s
         "marked": sick and action != "warn",
         "files": {name: dict(files[name]) for name in files},
     }
-
-
-def described(health: Mapping[str, Any]) -> str:
-    """What is wrong, in words: the worst tensors by name. Empty where nothing is."""
-    words = []
-    for path, facts in sorted(health.get("files", {}).items()):
-        where = f"{path}: " if path != ITSELF else ""
-        for row in facts.get("sick", ()):
-            counts = ", ".join(f"{row[key]} {word}" for key, word in (("nan", "NaN"), ("inf", "Inf")) if row[key])
-            words.append(f"{where}{row['name']} has {counts} among {row['numbers']} numbers")
-        words += [
-            f"{where}{row['name']} changed and nothing had written to it: the memory of {row['where']} is at fault"
-            for row in facts.get("changed", ())
-        ]
-        if facts.get("jump"):
-            words.append(f"{where}the norm is {facts['jump']:.3g} times that of the last healthy checkpoint")
-    more = sum(facts.get("sick_tensors", 0) for facts in health.get("files", {}).values()) - 3
-    return "; ".join(words[:3]) + (f"; and {more} tensors more" if more > 0 else "")
-
-
-def marked_words(health: Mapping[str, Any]) -> str:
-    """Why no resume takes a checkpoint by itself."""
-    return f"it is marked: {described(health)}"

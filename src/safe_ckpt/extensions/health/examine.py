@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core.formats.file_plan import ITSELF, FilePlan, KnownBytes, WriteTask
-from safe_ckpt.core.health import regions
-from safe_ckpt.core.health.regions import Region
-from safe_ckpt.core.health.verdict import Expectation, of_checkpoint
+from safe_ckpt.extensions.health import regions
+from safe_ckpt.extensions.health.regions import Region
+from safe_ckpt.extensions.health.verdict import Expectation, of_checkpoint
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.health.scan import Scan
+    from safe_ckpt.extensions.health.scan import Scan
 
 NAME = "health"
 """Of the section of a manifest, and of what the writer is told and says."""
-AHEAD = "safe_ckpt.core.health.scan"
+AHEAD = "safe_ckpt.extensions.health.scan"
 """What the writer process imports ahead: it takes a tenth of a second, and needs numpy."""
 
 
@@ -25,7 +25,7 @@ def told(plan: FilePlan, expected: Expectation) -> dict[str, Any]:
     if plan.names is not None:
         placed = zip(plan.names, plan.tensors, strict=True)
         rows = [row for name, (at, tensor) in placed for row in regions.rows_of(name, tensor, at)]
-    return {"observer": f"{__name__}:{Examination.__name__}", "expected": expected.to_json(), "regions": rows}
+    return {"observer": f"{__name__}:{Examination.__name__}", "expected": dict(vars(expected)), "regions": rows}
 
 
 class Examination:
@@ -38,7 +38,7 @@ class Examination:
     """
 
     def __init__(self, task: WriteTask, image: memoryview | KnownBytes, about: Mapping[str, Any]) -> None:
-        self._expected = Expectation.from_json(about["expected"])
+        self._expected = Expectation(**about["expected"])
         self._is_checkpoint = bool(task.manifest) and "name" in (task.manifest or {})
         found = _regions(task, image, about["regions"])
         self._looked_at = self._expected.regions(found or ())
@@ -46,7 +46,7 @@ class Examination:
         self._found: dict[str, Any] | None = None
         if found is not None:
             # Here and not at the top: it takes a tenth of a second, and needs numpy.
-            from safe_ckpt.core.health.scan import Scan
+            from safe_ckpt.extensions.health.scan import Scan
 
             self._scan = Scan(self._looked_at)
 

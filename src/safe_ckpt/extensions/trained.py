@@ -11,124 +11,119 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from safe_ckpt.core.formats.manifest import Manifest, read_manifest
+from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
+from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.names import plain_names
+from safe_ckpt.core.saving.extension import Extension, Run
+from safe_ckpt.core.saving.save import SaveRequest
+from safe_ckpt.core.state.planner import Models
+from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import SafeCheckpointError
 
 if TYPE_CHECKING:
     import torch
-
-    from safe_ckpt.core.state.models import Models
-    from safe_ckpt.core.storage.objects.place import Place
 
 logger = logging.getLogger(__name__)
 _MOST_NAMES = 4096
 _MOST_TOLD = 5
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
-Modules = Callable[[], Mapping[str, "torch.nn.Module"]]
-"""The models by name; "" for the only one."""
-
 _expecting: tuple[Trained, ...] = ()
 _hooked = False
 
 
-class Trained:
-    """What rank 0 knows of that; other ranks note and expect nothing. Used on the thread that trains.
+class Trained(Extension):
+    """What rank 0 knows of that; other ranks note and expect nothing. Used on the thread that trains."""
 
-    Args:
-        rank: this rank.
-    """
+    name: ClassVar[str] = "trained"
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self) -> None:
         self._view: object = None
         self._noted: list[str] | None = None
         self._is_fresh = False
         self._before: frozenset[str] | None = None
         self._path: Place | None = None
-        self._modules: Modules = dict
+        self._modules: Callable[[], Mapping[str, torch.nn.Module]] = dict
         self._waiting: frozenset[str] = frozenset()
         self._stepped: set[int] = set()
 
-    def note(self, models: Models) -> None:
-        """Before a save: see which parameters of its models are trained. Never raises: the save can do without."""
+    def opened(self, run: Run) -> None:
+        """See ``Extension``."""
+        self._rank = run.rank
+
+    def models(self, models: Models) -> None:
+        """See ``Extension``."""
         if self._rank != 0:
             return
-        try:
-            if self._noted is None or models.view != self._view:
-                self._view, self._noted = models.view, _frozen(models.modules)
-            self._is_fresh = bool(models.modules)
-        except Exception as error:  # from a module's own way to name what it has
-            logger.warning("which parameters are trained is not known: %s", error)
+        if self._noted is None or models.view != self._view:
+            self._view, self._noted = models.view, _frozen(models.modules)
+        self._is_fresh = bool(models.modules)
 
-    def take(self) -> list[str] | None:
-        """The names of what is not trained, for the manifest of the next save; once after each ``note``.
-
-        ``*`` stands for every number in its place. None where that is not known.
-        """
+    def deciding(self, request: SaveRequest) -> Mapping[str, Any]:
+        """See ``Extension``. The names of what is not trained, once after each ``models``; ``*`` stands for every number."""
         fresh, self._is_fresh = self._is_fresh, False
-        noted = self._noted if fresh else None
-        return noted if noted is not None and len(noted) <= _MOST_NAMES else None
+        known = fresh and self._noted is not None and len(self._noted) <= _MOST_NAMES
+        return {"frozen": self._noted} if known else {}
 
-    def recall(self, manifest: Manifest | None, path: Place) -> None:
-        """Training may go on from this checkpoint."""
-        noted = manifest.frozen if manifest is not None else None
-        self._path, self._before = path, None if noted is None else frozenset(noted)
+    def remembers(self, manifest: Manifest | None) -> Any:
+        """See ``Extension``."""
+        return manifest.frozen if manifest is not None else None
 
-    def recall_from(self, path: Place) -> None:
-        """The same, where only its path is known: another tool's has no manifest."""
+    def resumed(self, home: Home, info: CheckpointInfo, remembered: Any, verified: Manifest | None) -> None:
+        """See ``Extension``."""
+        self._recall(remembered, info.path)
+
+    def named(self, path: Place) -> None:
+        """See ``Extension``."""
         if self._rank != 0:
             return
         try:
-            self.recall(read_manifest(path), path)
+            self._recall(read_manifest(path).frozen, path)
         except (OSError, SafeCheckpointError):
-            self.recall(None, path)
+            self._recall(None, path)
 
-    def expect(self, modules: Modules) -> None:
-        """Training goes on from what was recalled: warn at the first steps if it trains other parameters of these models."""
+    def training(self, modules: Callable[[], Mapping[str, torch.nn.Module]]) -> None:
+        """See ``Extension``. Warn at the first steps if other parameters of these models are trained."""
         global _expecting, _hooked  # noqa: PLW0603 - the hook is the process's, so is what it looks at
-        self.forget()
-        if self._before is None:
+        self.closed()
+        if self._before is None or self._rank != 0:
             return
-        try:
-            still = frozenset(
-                name for name, was_trained, p in self._compared(modules()) if not was_trained | p.requires_grad
-            )
-        except Exception as error:
-            logger.warning("which parameters are trained is not known: %s", error)
-            return
-        self._modules, self._waiting, self._stepped = modules, still, set()
+        compared = self._compared(modules())
+        self._waiting = frozenset(name for name, was_trained, p in compared if not was_trained | p.requires_grad)
+        self._modules, self._stepped = modules, set()
         if not _hooked:
             register_optimizer_step_pre_hook(_before_step)  # for good: see ``overlap``
             _hooked = True
         _expecting = (*_expecting, self)
 
-    def forget(self) -> None:
-        """Nothing is expected any more."""
+    def closed(self) -> None:
+        """See ``Extension``. Nothing is expected any more."""
         global _expecting  # noqa: PLW0603
         _expecting = tuple(one for one in _expecting if one is not self)
         self._modules = dict
+
+    def _recall(self, frozen: Sequence[str] | None, path: Place) -> None:
+        self._path, self._before = path, None if frozen is None else frozenset(frozen)
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
         try:
             if id(optimizer) in self._stepped:
-                self.forget()  # all of them have stepped
+                self.closed()  # all of them have stepped
                 return
             self._stepped.add(id(optimizer))
             frozen, thawed = self._differences(optimizer)
         except Exception as error:
             logger.warning("which parameters are trained is not known: %s", error)
-            self.forget()
+            self.closed()
             return
         if frozen or thawed:
-            self.forget()
+            self.closed()
             told = [f"{_told(names)} {word}" for names, word in ((frozen, "no longer"), (thawed, "now")) if names]
             logger.warning(
                 "training goes on from %s with other trained parameters (requires_grad) than at its save: %s. "

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from safe_ckpt.core.health.regions import FLOATS, Region
+from safe_ckpt.extensions.health.regions import FLOATS, Region
 
 _MOST = float(np.finfo(np.float64).max)
 _TINY = 1e-25  # below it squares of float32 may have become zero
@@ -72,10 +72,6 @@ class _Sick:
     nan: int = 0
     inf: int = 0
     pattern: Any = field(default_factory=xxhash.xxh3_64)
-
-    def to_json(self) -> dict[str, Any]:
-        facts = {"name": self.name, "numbers": self.numbers, "nan": self.nan, "inf": self.inf}
-        return {**facts, "pattern": self.pattern.hexdigest()}
 
 
 @dataclass(kw_only=True)
@@ -162,7 +158,7 @@ class Scan:
     def sick(self) -> list[dict[str, Any]]:
         """The tensors with numbers that are not finite: name, how many numbers, NaN and Inf, and a digest of where they are."""
         self._look_at_small_ones()
-        return [one.to_json() for one in self._sick.values()]
+        return [{**vars(one), "pattern": one.pattern.hexdigest()} for one in self._sick.values()]
 
     def _gather(self, region: Region, piece: memoryview, *, begins: bool, ends: bool) -> None:
         """Put small ones together: a look at a few numbers takes as long as one at thousands."""

@@ -11,11 +11,10 @@ import pytest
 
 from kit.fault_proxy import FaultProxy
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
-from safe_ckpt.core.home import object_home as object_root
-from safe_ckpt.core.home import object_lock as object_owner
+from safe_ckpt.core.home import object_home, object_lock
 from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.home.object_head import Head, folders_of, list_objects, missing_condition
-from safe_ckpt.core.home.object_home import ObjectRoot, UndecidedError
+from safe_ckpt.core.home.object_home import ObjectHome, UndecidedError
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.options import StorageOptions
@@ -37,11 +36,11 @@ def place(bucket):
 @pytest.fixture
 def elsewhere(monkeypatch):
     """Every owner looks like one on another host: only its signs of life count."""
-    monkeypatch.setattr(object_owner, "fate_of_process", lambda _: "unknown")
+    monkeypatch.setattr(object_lock, "fate_of_process", lambda _: "unknown")
 
 
 def opened(place, **more):
-    root = ObjectRoot(place, lease_s=more.pop("lease_s", 60), **more)
+    root = ObjectHome(place, lease_s=more.pop("lease_s", 60), **more)
     root.open()
     return root
 
@@ -65,16 +64,16 @@ def names(place):
 def test_the_head_survives_as_a_value():
     """Every change is another version; what is no head of ours, or newer, is None."""
     lease = own_lease(token="t", started_at="now", lease_s=1.0)
-    head = Head().taken(lease).announced("a", 7).announced("b", 9).doomed(["b", "c"]).settled(["a"]).quarantining("d")
-    head = head.beaten().seen_to_be_conditional()
+    head = Head().taken(lease).announced("a", 7).announced("b", 9).deleting(["b", "c"]).settled(["a"]).quarantining("d")
+    head = head.heartbeat().seen_to_be_conditional()
     assert Head.from_bytes(head.to_bytes()) == head
     assert (head.version, head.fence, head.sequence, head.pending, head.trash) == (8, 1, 9, (), ("b", "c"))
     assert Head.from_bytes(head.released().to_bytes()).lease is None
     for bad in (b"", b"[]", b"{}", b'{"format": "safe_ckpt-head", "format_version": "x"}', head.to_bytes()[:-20]):
         assert Head.from_bytes(bad) is None
-    assert len(Head().doomed([str(n) for n in range(500)]).trash) == 500  # what is being deleted is never forgotten
+    assert len(Head().deleting([str(n) for n in range(500)]).trash) == 500  # what is being deleted is never forgotten
     for number in range(300):
-        head = head.doomed([str(number)])
+        head = head.deleting([str(number)])
     assert head.trash[-1] == "299"
     assert len(head.trash) == 100
     with pytest.raises(UnsupportedFormatError, match="update safe_ckpt"):
@@ -85,7 +84,7 @@ def test_a_second_job_is_refused_while_the_first_lives(place, elsewhere):
     """By a sign of life, not by the name of its host; when it has gone, at once."""
     first = opened(place, lease_s=1.2)
     with pytest.raises(DirectoryInUseError, match="alive"):
-        ObjectRoot(place, lease_s=1.2).open()
+        ObjectHome(place, lease_s=1.2).open()
     first.close()
     opened(place).close()
 
@@ -108,7 +107,7 @@ def test_a_lease_that_ran_out_is_taken_over(place, elsewhere):
     assert names(place) == ["step-1"]
     assert [entry.key for entry in place.bucket.entries(folder.key)] == [
         (folder / "manifest.json").key
-    ]  # the gravestone
+    ]  # the tombstone
     save(second, 3)
     assert names(place) == ["step-1", "step-3"]
     second.close()
@@ -125,7 +124,7 @@ def test_a_commit_before_the_takeover_counts(place, monkeypatch):
     first = opened(place)
     folder, manifest = save(first, 1, commit=False)
     place.bucket.create((folder / "manifest.json").key, manifest.to_bytes())
-    monkeypatch.setattr(object_owner, "fate_of_process", lambda _: "dead")
+    monkeypatch.setattr(object_lock, "fate_of_process", lambda _: "dead")
     second = opened(place)
     assert names(place) == ["step-1"]
     assert second._owner.head.pending == ()
@@ -134,10 +133,10 @@ def test_a_commit_before_the_takeover_counts(place, monkeypatch):
 
 def test_many_take_one_head(place, monkeypatch):
     """Of sixteen that start at the same time exactly one owns it, also when they take over from a dead one."""
-    monkeypatch.setattr(object_owner, "fate_of_process", lambda lease: "dead" if lease.token == gone else "alive")
+    monkeypatch.setattr(object_lock, "fate_of_process", lambda lease: "dead" if lease.token == gone else "alive")
     gone = ""
     for _ in range(3):
-        roots = [ObjectRoot(place, lease_s=60) for _ in range(16)]
+        roots = [ObjectHome(place, lease_s=60) for _ in range(16)]
         outcomes = []
 
         def take(root, outcomes=outcomes):
@@ -168,7 +167,7 @@ def test_a_failed_save_leaves_nothing(place):
 
 
 def test_an_answer_that_never_comes_is_decided_or_unknown(place, monkeypatch):
-    """Without an answer to the commit a gravestone decides; without one to that, the error says that it is not known."""
+    """Without an answer to the commit a tombstone decides; without one to that, the error says that it is not known."""
     root = opened(place)
     folder, manifest = save(root, 1, commit=False)
     real = root._create
@@ -257,7 +256,7 @@ def test_a_head_that_was_deleted_or_damaged_is_begun_anew(place):
     assert [entry.key for entry in place.bucket.entries(folder.key)] == [
         (folder / n).key for n in ("manifest.json", "x")
     ]
-    with pytest.raises(DirectoryInUseError):  # where it would become a checkpoint, a gravestone stands
+    with pytest.raises(DirectoryInUseError):  # where it would become a checkpoint, a tombstone stands
         root.commit(folder, b"{}")
     again.close()
 
@@ -290,7 +289,7 @@ def test_more_is_deleted_than_a_head_remembers(place, monkeypatch):
     monkeypatch.setattr(root, "_delete_folder", dies)
     with pytest.raises(SystemExit):
         root.discard(folders)
-    monkeypatch.setattr(object_owner, "fate_of_process", lambda _: "dead")
+    monkeypatch.setattr(object_lock, "fate_of_process", lambda _: "dead")
     again = opened(place)
     keys = {entry.key for entry in place.bucket.entries(place.key)}
     committed = {one.path.key for one in list_objects(place)}
@@ -339,7 +338,7 @@ def test_a_hanging_request_does_not_cost_the_directory(bucket, elsewhere, monkey
         begun = len(proxy.seen)
         proxy.plan(1, "timeout", match=lambda record: record.method == "PUT" and record.number > begun)
         with pytest.raises(DirectoryInUseError, match="alive"):
-            ObjectRoot(near, lease_s=3.0).open()
+            ObjectHome(near, lease_s=3.0).open()
         assert proxy.hits
         root.close()
 
@@ -363,7 +362,7 @@ def test_gravestones_go_after_a_week(place, monkeypatch):
     """No request is on its way for so long."""
     root = opened(place)
     folder, _ = save(root, 1, commit=False)
-    monkeypatch.setattr(object_owner, "fate_of_process", lambda _: "dead")
+    monkeypatch.setattr(object_lock, "fate_of_process", lambda _: "dead")
     opened(place)
     assert [one.name for one in folders_of(place)] == [folder.name]
     stone = json.loads(place.bucket.read((folder / "manifest.json").key)[0])
@@ -380,9 +379,9 @@ def test_a_store_without_conditions_is_refused(place, monkeypatch):
     assert missing_condition(place) == ""
     monkeypatch.setattr(type(place.bucket), "create", type(place.bucket).overwrite)
     with pytest.raises(DirectoryError, match=r"If-None-Match.*storage\.unfenced"):
-        ObjectRoot(place / "a", lease_s=60).open()
+        ObjectHome(place / "a", lease_s=60).open()
     root = opened(place / "b", unfenced=True)
     folder, _ = save(root, 1)
     root.close()
     assert names(place / "b") == ["step-1"]
-    assert object_root.GRAVESTONE
+    assert object_home.TOMBSTONE

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from kit.manifests import checkpoint
-from safe_ckpt.core.home.file_home import Workspace
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.lease import Lease
 from safe_ckpt.core.storage import durable
@@ -26,7 +26,7 @@ def of_elsewhere(**facts):
 
 @pytest.fixture
 def workspace(tmp_path):
-    made = Workspace(tmp_path / "exp", lease_s=6)
+    made = FileHome(tmp_path / "exp", lease_s=6)
     made.open()
     yield made
     made.close()
@@ -41,7 +41,7 @@ def test_leftovers_of_a_dead_job_are_swept(tmp_path):
     for left in ("pending/abc/step-1", "staging/ghi/step-4", "trash/def", "quarantine/step-2"):
         (exp / ".safe_ckpt" / left).mkdir(parents=True)
     (exp / "step-3").mkdir()
-    workspace = Workspace(exp, lease_s=6)
+    workspace = FileHome(exp, lease_s=6)
     workspace.open()
     assert not any(workspace.pending.iterdir())
     assert not (exp / ".safe_ckpt/staging").exists()
@@ -66,7 +66,7 @@ def test_an_interrupted_replacement_is_finished_or_undone(workspace, complete, p
     final.rename(workspace.aside("op", workspace.path / "step-1"))
     workspace.close()
     workspace.pending.rename(workspace.hidden / pending)  # the former name, too
-    again = Workspace(workspace.path, lease_s=6)
+    again = FileHome(workspace.path, lease_s=6)
     again.open()
     assert (final / "f").read_bytes() == (b"new" if complete else b"old")
     assert not any(again.pending.iterdir())
@@ -80,7 +80,7 @@ def test_an_unfinished_save_is_never_rolled_forward(workspace):
     staged.mkdir()
     checkpoint(staged, {"f": b"new"})
     workspace.close()
-    again = Workspace(workspace.path, lease_s=6)
+    again = FileHome(workspace.path, lease_s=6)
     again.open()
     assert not (workspace.path / "step-1").exists()
     again.close()
@@ -90,14 +90,14 @@ def test_a_live_job_keeps_others_out(tmp_path):
     """A second job is refused with host, pid and start of the first; once that is killed, the next one gets in at once."""
     code = f"""
         from pathlib import Path
-        from safe_ckpt.core.home.file_home import Workspace
-        root = Workspace(Path({str(tmp_path / "exp")!r}), lease_s=60)
+        from safe_ckpt.core.home.file_home import FileHome
+        root = FileHome(Path({str(tmp_path / "exp")!r}), lease_s=60)
         root.open()
         print("open", flush=True)
         input()
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    second = Workspace(tmp_path / "exp", lease_s=60)
+    second = FileHome(tmp_path / "exp", lease_s=60)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "open\n"
         with pytest.raises(DirectoryInUseError) as caught:
@@ -116,7 +116,7 @@ def test_a_live_job_keeps_others_out(tmp_path):
 def test_one_process_opens_a_directory_once(workspace):
     """Two pipelines of one process in one directory would overwrite each other."""
     with pytest.raises(DirectoryInUseError, match="this process"):
-        Workspace(workspace.path, lease_s=6).open()
+        FileHome(workspace.path, lease_s=6).open()
 
 
 def test_a_lease_of_another_host_is_taken_over_when_it_stands_still(tmp_path):
@@ -124,7 +124,7 @@ def test_a_lease_of_another_host_is_taken_over_when_it_stands_still(tmp_path):
     hidden = tmp_path / "exp/.safe_ckpt"
     hidden.mkdir(parents=True)
     (hidden / "lock").write_bytes(of_elsewhere(lease_s=2.0))
-    workspace = Workspace(tmp_path / "exp", lease_s=2)
+    workspace = FileHome(tmp_path / "exp", lease_s=2)
     begun = time.monotonic()
     workspace.open()
     assert 1.5 < time.monotonic() - begun < 6
@@ -149,7 +149,7 @@ def test_a_file_in_the_way_is_named(tmp_path, make):
     path = tmp_path / "exp"
     make(path)
     with pytest.raises(DirectoryError) as caught:
-        Workspace(path, lease_s=6).open()
+        FileHome(path, lease_s=6).open()
     assert str(path) in str(caught.value)
     assert not path.is_dir()
 
@@ -188,7 +188,7 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch, ca
     monkeypatch.setattr(durable, "exchange", lambda *_: False)
     for stop_after in range(4):
         exp = tmp_path / f"exp{stop_after}"
-        workspace = Workspace(exp, lease_s=6)
+        workspace = FileHome(exp, lease_s=6)
         workspace.open()
         final = exp / name
         final.mkdir(parents=True)
@@ -209,7 +209,7 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch, ca
             with contextlib.suppress(KeyboardInterrupt):
                 durable.publish_directory(staged, final, workspace.aside("op", final))
         workspace.close()
-        again = Workspace(exp, lease_s=6)
+        again = FileHome(exp, lease_s=6)
         again.open()
         assert (final / "f").read_bytes() in (b"old", b"new")
         assert (final / "f").read_bytes() == (b"old" if stop_after == 0 else b"new")
@@ -219,7 +219,7 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch, ca
 
 def test_what_was_moved_aside_outlives_the_tidying_up(tmp_path):
     """A replacement that failed half-way: tidying up after it does not delete the only copy, and the next start restores it."""
-    workspace = Workspace(tmp_path, lease_s=60)
+    workspace = FileHome(tmp_path, lease_s=60)
     workspace.open()
     workspace.make_pending("op")
     (tmp_path / "step-00000001").mkdir()
@@ -227,7 +227,7 @@ def test_what_was_moved_aside_outlives_the_tidying_up(tmp_path):
     os.rename(tmp_path / "step-00000001", workspace.aside("op", workspace.path / "step-00000001"))
     workspace.drop_pending("op")
     workspace.close()
-    again = Workspace(tmp_path, lease_s=60)
+    again = FileHome(tmp_path, lease_s=60)
     again.open()
     again.close()
     assert (tmp_path / "step-00000001/f").exists()
@@ -235,9 +235,11 @@ def test_what_was_moved_aside_outlives_the_tidying_up(tmp_path):
 
 def test_a_record_that_cannot_be_written_gives_the_lock_back(tmp_path, monkeypatch):
     """A full disk at the moment of taking the lock: a typed error, and the same process can try again."""
-    workspace = Workspace(tmp_path, lease_s=60)
+    workspace = FileHome(tmp_path, lease_s=60)
     with monkeypatch.context() as patch:
-        patch.setattr(JobLock, "_own_lease", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr(
+            JobLock, "_with_kernel_lock", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        )
         with pytest.raises(DirectoryError, match="No space"):
             workspace.open()
     workspace.open()
@@ -254,7 +256,7 @@ def test_what_a_link_leads_to_is_not_swept(tmp_path, name):
     link.parent.mkdir(parents=True)
     link.symlink_to(elsewhere, target_is_directory=True)
     with pytest.raises(DirectoryError, match="is a link") as caught:
-        Workspace(tmp_path / "held", lease_s=60.0).open()
+        FileHome(tmp_path / "held", lease_s=60.0).open()
     assert caught.value.path == str(link).rstrip("/")
     assert (elsewhere / "precious").read_text() == "kept"
 
@@ -267,7 +269,7 @@ def test_a_link_above_a_hidden_folder_is_not_followed(tmp_path, name):
     link.parent.mkdir(parents=True)
     link.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     with pytest.raises(DirectoryError, match="is a link"):
-        Workspace(tmp_path / "held", lease_s=60.0, hidden=tmp_path / "held/.safe_ckpt/names/weights").open()
+        FileHome(tmp_path / "held", lease_s=60.0, hidden=tmp_path / "held/.safe_ckpt/names/weights").open()
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
@@ -275,7 +277,7 @@ def test_a_directory_behind_a_link_is_one(tmp_path):
     """The checkpoint directory itself may be a link, as users have them to a larger disk."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "held").symlink_to(tmp_path / "disk", target_is_directory=True)
-    workspace = Workspace(tmp_path / "held", lease_s=60.0)
+    workspace = FileHome(tmp_path / "held", lease_s=60.0)
     workspace.open()
     workspace.close()
 
@@ -283,12 +285,12 @@ def test_a_directory_behind_a_link_is_one(tmp_path):
 def test_a_name_that_cannot_be_is_a_directory_error(tmp_path):
     """What the kernel refuses to look at is the same named error as what it refuses to create."""
     with pytest.raises(DirectoryError, match="creating the checkpoint directory"):
-        Workspace(tmp_path / ("n" * 300), lease_s=60.0).open()
+        FileHome(tmp_path / ("n" * 300), lease_s=60.0).open()
 
 
 def test_what_was_made_and_is_empty_goes_at_the_end(tmp_path):
     """A directory that nothing was saved into leaves no trace, one that was there stays, and what somebody put there, too."""
-    workspace = Workspace(tmp_path / "a/b/exp", lease_s=6)
+    workspace = FileHome(tmp_path / "a/b/exp", lease_s=6)
     workspace.open()
     workspace.aside("op", workspace.path / "x")
     workspace.drop_pending("op")
@@ -296,7 +298,7 @@ def test_what_was_made_and_is_empty_goes_at_the_end(tmp_path):
     workspace.close()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "exp").mkdir()
-    workspace = Workspace(tmp_path / "exp", lease_s=6)
+    workspace = FileHome(tmp_path / "exp", lease_s=6)
     workspace.open()
     workspace.close()
     assert list((tmp_path / "exp").iterdir()) == []
@@ -308,7 +310,7 @@ def test_what_was_made_and_is_empty_goes_at_the_end(tmp_path):
 
 def test_nothing_of_a_job_that_took_over_is_taken_away(tmp_path):
     """A job that ends when another one has its directory leaves that one's folders alone."""
-    workspace = Workspace(tmp_path / "exp", lease_s=6)
+    workspace = FileHome(tmp_path / "exp", lease_s=6)
     workspace.open()
     (workspace.hidden / "lock").write_bytes(of_elsewhere())
     workspace.close()
@@ -321,11 +323,11 @@ def test_jobs_that_end_and_begin_at_once_do_not_disturb_each_other(tmp_path):
     script = """
         import sys
         from pathlib import Path
-        from safe_ckpt.core.home.file_home import Workspace
+        from safe_ckpt.core.home.file_home import FileHome
         from safe_ckpt.errors import DirectoryInUseError
         had = 0
         while had < 60:
-            root = Workspace(Path(sys.argv[1]), lease_s=6)
+            root = FileHome(Path(sys.argv[1]), lease_s=6)
             try:
                 root.open()
             except DirectoryInUseError:
@@ -344,7 +346,7 @@ def test_jobs_that_end_and_begin_at_once_do_not_disturb_each_other(tmp_path):
 
 def test_empty_folders_of_others_stay(tmp_path):
     """Nothing was saved: what this opening made is taken away, not what an earlier one had made and the user has since."""
-    workspace = Workspace(tmp_path / "runs/exp", lease_s=6)
+    workspace = FileHome(tmp_path / "runs/exp", lease_s=6)
     workspace.open()
     workspace.close()
     assert not (tmp_path / "runs").exists()

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from safe_ckpt.core.health.regions import FLOATS, Region
-from safe_ckpt.core.health.scan import Scan
+from safe_ckpt.extensions.health.regions import FLOATS, Region
+from safe_ckpt.extensions.health.scan import Scan
 
 DTYPES = {name: getattr(torch, name) for name in FLOATS if hasattr(torch, name)}
 

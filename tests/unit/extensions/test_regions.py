@@ -12,11 +12,11 @@ import torch
 
 from safe_ckpt.core.formats import safetensors, torch_archive
 from safe_ckpt.core.formats.file_plan import KnownBytes
-from safe_ckpt.core.health import regions
-from safe_ckpt.core.health.regions import of_file
-from safe_ckpt.core.health.scan import Scan
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
+from safe_ckpt.extensions.health import regions
+from safe_ckpt.extensions.health.regions import of_file
+from safe_ckpt.extensions.health.scan import Scan
 
 
 def image_of(plan):

@@ -11,47 +11,23 @@ import json
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from safe_ckpt.core.formats.dtypes import ITEM_BYTES, STORAGES
 from safe_ckpt.core.formats.file_plan import KnownBytes
+from safe_ckpt.core.formats.safetensors_names import DTYPES
 from safe_ckpt.core.formats.zip_archive import Record
 
 if TYPE_CHECKING:
     import torch
 
-FLOATS = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-}
-"""Types whose numbers are looked at -> bytes of one. A complex number is two of them."""
-_CODES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "C64": "float32",
-    "C128": "float64",
-}
-_STORAGES = {
-    "DoubleStorage": ("float64", 8),
-    "FloatStorage": ("float32", 4),
-    "HalfStorage": ("float16", 2),
-    "BFloat16Storage": ("bfloat16", 2),
-    "ComplexFloatStorage": ("float32", 8),
-    "ComplexDoubleStorage": ("float64", 16),
-}
-_COMPLEX = {"complex64": ("float32", 8), "complex128": ("float64", 16)}
+_FLOAT_TYPES = (
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+)  # fmt: skip
+FLOATS = {name: ITEM_BYTES[name] for name in _FLOAT_TYPES}
+"""Types whose numbers are looked at -> bytes of one."""
+_COMPLEX = {"complex64": "float32", "complex128": "float64"}  # a number is two of them
 _DATA = "data/"
 _REBUILDING = ("torch._utils", "torch._tensor")
 _CONTAINERS = ("collections", "types", "UserDict", "UserList")  # the last two as Python 2 called them: pickle does
@@ -101,8 +77,8 @@ def _of_safetensors(image: memoryview | KnownBytes) -> list[Region]:
     regions = []
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
-        dtype = _CODES.get(entry["dtype"])
-        if dtype is not None and end > begin:
+        dtype = _numbers_of(DTYPES.get(entry["dtype"], ""))
+        if dtype and end > begin:
             regions.append(Region(name, dtype, 8 + size + begin, end - begin))
     return regions
 
@@ -114,10 +90,10 @@ def _of_archive(image: memoryview | KnownBytes, records: Sequence[Record]) -> li
     whole = _Structure(io.BytesIO(pickled)).load()
     found: dict[tuple[int, int], Region] = {}
     for name, tensor in _tensors(whole):
-        place, kind = places.get(_DATA + tensor.storage.key), tensor.kind
-        if place is None or kind is None:
+        place, dtype = places.get(_DATA + tensor.storage.key), _numbers_of(tensor.dtype)
+        if place is None or not dtype:
             continue
-        dtype, item_bytes = kind
+        item_bytes = ITEM_BYTES[tensor.dtype]
         begin, length = tensor.offset * item_bytes, tensor.extent * item_bytes
         if 0 < length <= place.size - begin:
             region = Region(name, dtype, place.data_offset + begin, length)
@@ -126,7 +102,7 @@ def _of_archive(image: memoryview | KnownBytes, records: Sequence[Record]) -> li
 
 
 class _Storage(NamedTuple):
-    kind: str
+    dtype: str
     key: str
 
 
@@ -135,15 +111,6 @@ class _Tensor(NamedTuple):
     offset: int
     extent: int
     dtype: str
-
-    @property
-    def kind(self) -> tuple[str, int] | None:
-        """The type of its numbers, and the bytes of an element; None for what is not looked at."""
-        if not self.dtype:
-            return _STORAGES.get(self.storage.kind)
-        if self.dtype in FLOATS:
-            return self.dtype, FLOATS[self.dtype]
-        return _COMPLEX.get(self.dtype)
 
 
 class _Named(NamedTuple):
@@ -219,31 +186,6 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
     return [(0, value)]
 
 
-class StandIns(pickle.Unpickler):  # unpickles: stand-ins alone
-    """Reads a pickle with what stands for the classes, functions and storages that it names.
-
-    Args:
-        stream: with the pickle.
-        find: gives what stands for a class or function, by module and name.
-        storage: makes what stands for a storage.
-    """
-
-    def __init__(self, stream: IO[bytes], find: Callable[[str, str], Any], storage: Callable[[], Any]) -> None:
-        super().__init__(stream, encoding="latin-1")
-        self._find = find
-        self._storage = storage
-
-    def find_class(self, module: str, name: str) -> Any:
-        """What stands for it."""
-        return self._find(module, name)
-
-    def persistent_load(self, pid: Any) -> Any:
-        """What stands for a storage; before torch 1.6 also a class of a module, with its source."""
-        if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module":
-            return pid[1]
-        return self._storage()
-
-
 class _Structure(pickle.Unpickler):  # unpickles: stand-ins alone
     """Gives the structure with ``_Tensor`` in the place of tensors."""
 
@@ -252,7 +194,7 @@ class _Structure(pickle.Unpickler):  # unpickles: stand-ins alone
             return OrderedDict
         if module in _REBUILDING and name in _REBUILT:
             return _REBUILT[name]
-        if module == "torch" and (name in _STORAGES or name in FLOATS or name in _COMPLEX):
+        if module == "torch" and (name in STORAGES or name in ITEM_BYTES):
             return _Named(name)
         if module == "torch.nn.parameter" and name == "Parameter":
             return _parameter
@@ -262,7 +204,7 @@ class _Structure(pickle.Unpickler):  # unpickles: stand-ins alone
 
     def persistent_load(self, pid: Any) -> Any:
         kind = pid[1]
-        return _Storage(kind.name if isinstance(kind, _Named) else "", str(pid[2]))
+        return _Storage(STORAGES.get(kind.name, "") if isinstance(kind, _Named) else "", str(pid[2]))
 
 
 def _tensor(storage: Any, offset: int, size: Sequence[int], stride: Sequence[int], *more: Any) -> Any:
@@ -272,7 +214,7 @@ def _tensor(storage: Any, offset: int, size: Sequence[int], stride: Sequence[int
     named = more[2] if len(more) > 2 else None  # ``_rebuild_tensor_v3`` says the type
     if len(more) > 2 and not isinstance(named, _Named):
         return None
-    return _Tensor(storage, offset, extent, named.name if isinstance(named, _Named) else "")
+    return _Tensor(storage, offset, extent, named.name if isinstance(named, _Named) else storage.dtype)
 
 
 def _parameter(data: Any = None, *_: Any) -> Any:
@@ -308,8 +250,13 @@ def _tensors(whole: Any) -> Iterator[tuple[str, _Tensor]]:
             waiting += [(f"{name}.{key}" if name else str(key), inner) for key, inner in reversed(pairs)]
 
 
+def _numbers_of(dtype: str) -> str:
+    """The type of the numbers in a tensor of this one; "" where they are not looked at."""
+    return dtype if dtype in FLOATS else _COMPLEX.get(dtype, "")
+
+
 def rows_of(name: str, tensor: torch.Tensor, offset: int) -> list[Region]:
     """The region of a tensor whose elements lie in a row from ``offset`` on; none where it is not looked at."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    kind = dtype if dtype in FLOATS else _COMPLEX.get(dtype, ("",))[0]
+    kind = _numbers_of(dtype)
     return [Region(name, kind, offset, tensor.numel() * tensor.element_size())] if kind else []

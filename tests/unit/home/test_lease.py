@@ -1,0 +1,167 @@
+"""Who may have a directory, whatever storage keeps the record of its holder: a lock file, or the head in a store."""
+
+import threading
+import time
+
+import pytest
+
+from safe_ckpt.core.home.file_lock import JobLock
+from safe_ckpt.core.home.lease import Lease
+from safe_ckpt.core.home.object_head import Head
+from safe_ckpt.core.home.object_lock import ObjectOwner
+from safe_ckpt.core.storage.objects.options import StorageOptions
+from safe_ckpt.core.storage.objects.place import open_place
+from safe_ckpt.errors import DirectoryInUseError
+
+
+def of_elsewhere(**facts):
+    known = {"token": "ab", "host": "elsewhere", "pid": 1, "started_at": "2026-01-01T00:00:00+00:00", "lease_s": 60.0}
+    return Lease(**{**known, "kernel": "other", "namespace": 1, "process_start": 5, **facts})
+
+
+class InFiles:
+    """The record is a file."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def lock(self, lease_s=60.0):
+        return JobLock(self.folder, subject=self.folder, lease_s=lease_s, owner="")
+
+    def record(self, lease):
+        (self.folder / "lock").write_bytes(lease.to_bytes())
+
+
+class InObjects:
+    """The record is an object."""
+
+    def __init__(self, place):
+        self.place, self.versions = place, 0
+
+    def lock(self, lease_s=60.0):
+        return ObjectOwner(self.place, lease_s=lease_s, owner="", unfenced=False)
+
+    def record(self, lease):
+        self.versions += 1
+        head = Head(fence=1, version=self.versions, lease=lease)
+        self.place.bucket.overwrite((self.place / ".safe_ckpt/head").key, head.to_bytes())
+
+
+@pytest.fixture(params=["a file", "an object"])
+def storage(request, tmp_path):
+    if request.param == "a file":
+        return InFiles(tmp_path)
+    url = request.getfixturevalue("bucket").url()
+    return InObjects(open_place(url, StorageOptions(give_up_after_s=5, request_timeout_s=2)))
+
+
+def test_the_dead_holders_own_lease_counts(storage):
+    """Whoever comes with a longer or a shorter lease waits as long as the holder promised to show itself."""
+    for other in (1.0, 300.0):
+        storage.record(of_elsewhere(lease_s=3.0))
+        begun = time.monotonic()
+        lock = storage.lock(lease_s=other)
+        lock.acquire()
+        assert 2.5 < time.monotonic() - begun < 7
+        lock.confirm()
+        lock.release()
+
+
+def test_alive_is_said_where_it_was_seen(storage):
+    """A holder elsewhere that changes its record while it is watched is refused as alive, at its first sign."""
+    lease = of_elsewhere(lease_s=6.0)
+    storage.record(lease)
+    timer = threading.Timer(0.5, lambda: storage.record(lease.next()))
+    timer.start()
+    begun = time.monotonic()
+    with pytest.raises(DirectoryInUseError, match="gave a sign of life") as caught:
+        storage.lock().acquire(patience_s=30)
+    timer.join()
+    assert time.monotonic() - begun < 4
+    assert (caught.value.host, caught.value.pid) == ("elsewhere", 1)
+
+
+def test_another_job_that_was_faster_has_its_own_lease(storage):
+    """The record names another holder while it is watched: what the first one did not show counts nothing against it."""
+    storage.record(of_elsewhere(lease_s=2.0))
+    timer = threading.Timer(1.0, lambda: storage.record(of_elsewhere(token="cd", lease_s=2.0)))
+    timer.start()
+    begun = time.monotonic()
+    lock = storage.lock()
+    lock.acquire(patience_s=30)
+    timer.join()
+    assert time.monotonic() - begun > 2.9
+    lock.release()
+
+
+def test_without_patience_the_rest_of_the_lease_is_told(storage):
+    """The error names the holder and says when to come again."""
+    storage.record(of_elsewhere(lease_s=6.0))
+    with pytest.raises(DirectoryInUseError, match=r"lease ends in 6 s.*unlock --break-lock") as caught:
+        storage.lock().acquire(patience_s=0.0)
+    assert caught.value.host == "elsewhere"
+
+
+def test_the_same_process_is_told_that_it_has_it(storage):
+    """And has it again as soon as it has given it back."""
+    first, second = storage.lock(), storage.lock()
+    first.acquire()
+    for other in (second, first):
+        with pytest.raises(DirectoryInUseError, match="this process has it open already"):
+            other.acquire()
+    first.confirm()
+    assert first.is_held
+    first.release()
+    second.acquire()
+    second.release()
+    assert not second.is_held
+
+
+def test_what_this_process_could_not_give_back_is_taken_at_once(storage, monkeypatch):
+    """The storage refused when it was given back: the record names this process, which holds it no more."""
+    lock = storage.lock()
+    lock.acquire()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(lock), "_give_back", lambda *_: (_ for _ in ()).throw(OSError(5, "no")))
+        lock.release()
+    begun = time.monotonic()
+    again = storage.lock()
+    again.acquire()
+    assert time.monotonic() - begun < 5
+    again.release()
+
+
+def test_a_holder_that_was_replaced_says_so_once(storage, caplog):
+    """Its thread ends with one line that names the next holder, and nothing it does commits."""
+    lock = storage.lock(lease_s=1.2)
+    lock.acquire()
+    keeper = lock._keeper
+    if isinstance(storage, InObjects):
+        storage.versions = lock.head.version + 10
+        head = Head(fence=lock.head.fence + 1, version=storage.versions, lease=of_elsewhere())
+        storage.place.bucket.overwrite((storage.place / ".safe_ckpt/head").key, head.to_bytes())
+    else:
+        storage.record(of_elsewhere())
+    keeper.join(10)
+    assert not keeper.is_alive()
+    with pytest.raises(DirectoryInUseError, match="took the directory over") as caught:
+        lock.confirm()
+    assert caught.value.host == "elsewhere"
+    assert len([one for one in caplog.records if "nothing more is committed" in one.getMessage()]) == 1
+    lock.release()
+
+
+@pytest.mark.parametrize("fate", ["dead", "unknown"])
+def test_only_a_process_known_to_be_gone_is_taken_over_at_once(storage, monkeypatch, fate):
+    """Of one that is not known the lease counts."""
+    storage.record(of_elsewhere(lease_s=60.0))
+    monkeypatch.setattr(type(storage.lock()), "_fate", lambda *_: fate)
+    lock = storage.lock()
+    if fate == "unknown":
+        with pytest.raises(DirectoryInUseError, match="no sign of life"):
+            lock.acquire(patience_s=0.5)
+        return
+    begun = time.monotonic()
+    lock.acquire()
+    assert time.monotonic() - begun < 5
+    lock.release()
