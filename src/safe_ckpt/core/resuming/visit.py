@@ -19,13 +19,13 @@ from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry
 from safe_ckpt.core.home.candidates import is_of_step
-from safe_ckpt.core.home.home import Candidate, candidate_at, home_at, is_one, is_there, name_below
+from safe_ckpt.core.home.home import Candidate, Home, candidate_at, home_at, is_one, is_there, name_below
 from safe_ckpt.core.home.standing import standing_of
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Reader, judge
 from safe_ckpt.core.resuming.items import StoredItems
 from safe_ckpt.core.state.items import Restoring
-from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import NoValidCheckpointError, RestoreError, SafeCheckpointError, naming
 
 logger = logging.getLogger(__name__)
@@ -128,10 +128,14 @@ class Visit:
             "rejected": {self._name(c): c.problem for c in standing.unusable} | why,
         }
 
+    @property
+    def _home(self) -> Home:
+        """Where it lies; it is not opened."""
+        return home_at(self.place, lease_s=self.ranks.config.lease_s)
+
     def _candidates(self) -> list[Candidate]:
-        home = home_at(self.place, lease_s=self.ranks.config.lease_s)
         try:
-            return home.look()
+            return self._home.look()
         except FileNotFoundError:
             return []
 
@@ -149,7 +153,7 @@ class Visit:
     def _load(self, info: CheckpointInfo, state: Mapping[str, Any], *, verify: bool) -> dict[str, Any] | None:
         ranks = self.ranks
         items = StoredItems(state, ranks.rank, ranks.coordinator.size, whole=verify)
-        reader = items.reader(ranks, mounted=not isinstance(info.path, ObjectPath), held=False)
+        reader = items.reader(ranks, mounted=self._home.is_mounted, held=False)
         try:
             loaded, verdict = reader.try_one(info.path, ours=info.verified)
             if verdict is not None:
@@ -186,7 +190,7 @@ class Visit:
                 verify_entry(place, entry, cached=True)
 
         reader: Reader = FileReader(self.ranks, share, held=False)
-        if isinstance(info.path, ObjectPath):
+        if not self._home.is_mounted:
             reader = ObjectReader(self.ranks, lambda *_: [], lambda place, *_: share(place), lambda: None)
         try:
             return reader.try_one(info.path, ours=True)[1]
