@@ -11,7 +11,7 @@ from transformers_runs import trainer as transformers_trainer
 from accelerate_runs import CONFIG, Training, fresh, make
 from kit.kept import SLACK, kept
 from safe_ckpt.accelerate import register
-from safe_ckpt.core.recent import MOST
+from safe_ckpt.core.saving.recent import MOST
 from safe_ckpt.lightning import SafeCheckpointCallback
 
 EARLY, SAVES = 10, 40

@@ -37,7 +37,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, modeling_utils, trainer
 
 from accelerate_runs import forget
-from safe_ckpt.core import names
+from safe_ckpt.core.formats import names
 
 STORAGE = ("storage", "storage_offset", "size", "stride", "requires_grad", "backward_hooks")
 TENSOR = torch.zeros(1)
@@ -289,7 +289,7 @@ KNOWN_DTYPES = {
 
 
 def test_the_types_of_tensors_are_known():
-    """What is new is saved, but not looked at: health/regions, formats/dtypes and safetensors_names."""
+    """What is new is saved, but not looked at: health/regions, formats/dtypes and dtypes."""
     found = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
     assert not found - KNOWN_DTYPES, f"torch {torch.__version__} has new types of tensors: {found - KNOWN_DTYPES}"
 
@@ -395,7 +395,7 @@ def test_a_compiled_module_has_the_plain_one():
 
 
 def test_what_wraps_a_module_is_known_by_name():
-    """core/names.py leaves out what wrappers put into names; those of data parallelism it knows by their classes."""
+    """core/formats/names.py leaves out what wrappers put into names; those of data parallelism it knows by their classes."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp
 

@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.home import candidates as catalog
-from safe_ckpt.core.saving import commit_order
+from safe_ckpt.core.saving import one_shot
 from safe_ckpt.errors import ConfigError, NoValidCheckpointError
 from safe_ckpt.layouts.top_level import read_layout
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
@@ -279,7 +279,7 @@ def test_files_elsewhere_are_in_one_order_over_all_runs(tmp_path, monkeypatch):
             trainer.save_checkpoint(manual / f"{trainer.global_step}.ckpt")
 
     for epochs in (1, 2):
-        monkeypatch.setattr(commit_order, "_given", {})
+        monkeypatch.setattr(one_shot, "_given", {})
         checkpoints = SafeCheckpointCallback(dirpath=tmp_path / "ckpts", resume="auto")
         made = trainer(pl, [checkpoints, Elsewhere()], tmp_path, max_epochs=epochs)
         made.fit(module_class(pl)())

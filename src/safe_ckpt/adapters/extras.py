@@ -8,6 +8,8 @@ from safe_ckpt.core.coordination.rounds import reraise
 from safe_ckpt.core.formats import file_plan, hugging_face, safetensors
 from safe_ckpt.core.formats.file_plan import LazyTensor
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
+from safe_ckpt.core.formats.names import wrapped
+from safe_ckpt.core.formats.refusals import is_short, refuse_short
 from safe_ckpt.core.formats.verify import is_marked, verify_if_ours
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.candidates import WEIGHTS
@@ -15,9 +17,8 @@ from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES, Candidate, NewCheckpoint, Pointer
 from safe_ckpt.core.home.retention import delete_listed, keep_newest, policy_of
 from safe_ckpt.core.home.standing import Catalog, is_of, named_by, standing_of
-from safe_ckpt.core.names import wrapped
 from safe_ckpt.core.resuming import resume
-from safe_ckpt.core.saving import commit_order, export, one_shot
+from safe_ckpt.core.saving import export, one_shot
 from safe_ckpt.core.saving.export import Exporter
 from safe_ckpt.core.saving.homes import refuse
 from safe_ckpt.core.saving.save import Destination, Facts, SaveRequest, check_step, checked_metrics
@@ -27,6 +28,5 @@ from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
 from safe_ckpt.core.storage import durable, presence
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.inside import checked_name, really_inside
-from safe_ckpt.core.tensors import is_short, refuse_short
 from safe_ckpt.offload.consolidate import agree_parts, own_part
 from safe_ckpt.offload.restore import Part, give_back, parts_of

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
+from safe_ckpt.core.formats.names import plain_names
 from safe_ckpt.core.home.home import Home
-from safe_ckpt.core.names import plain_names
 from safe_ckpt.core.saving.extension import Extension, Run
 from safe_ckpt.core.saving.save import SaveRequest
 from safe_ckpt.core.state.planner import Models

@@ -24,8 +24,8 @@ import xxhash
 from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
 from safe_ckpt.core.home.home import Home
-from safe_ckpt.core.recent import Recent
 from safe_ckpt.core.saving.extension import Extension, Outcome, Run
+from safe_ckpt.core.saving.recent import Recent
 from safe_ckpt.core.saving.save import SaveJob, SaveRequest
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.held import can_be_held, hold, stamp_at

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters.extras import commit_order, one_shot, presence, verify_if_ours
+from safe_ckpt.adapters.extras import one_shot, presence, verify_if_ours
 from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.errors import ConfigError
@@ -88,7 +88,7 @@ class SafeCheckpointIO(CheckpointIO):
             return
         refuse_url(path, "save_checkpoint: filepath")
         target = Path(os.path.abspath(path))
-        next_sequence = self.saver.next_sequence if self.saver is not None else commit_order.sequence_beside
+        next_sequence = self.saver.next_sequence if self.saver is not None else one_shot.sequence_beside
         step = int(checkpoint.get("global_step", 0))
         notes = {WEIGHTS_NOTE: not has_training(checkpoint)}
         one_shot.save_archive(checkpoint, target, sequence=next_sequence(target), step=step, notes=notes)

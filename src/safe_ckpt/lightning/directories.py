@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safe_ckpt.adapters.extras import Candidate, FileHome, catalog, commit_order
+from safe_ckpt.adapters.extras import Candidate, FileHome, catalog, one_shot
 from safe_ckpt.adapters.saver import Saver
 from safe_ckpt.adapters.tracking import Sinks
 from safe_ckpt.config import CheckpointConfig
@@ -44,7 +44,7 @@ class FileSaver(Saver):
         workspaces = [home.workspace for home in self.homes.values()]
         beside = next((one for one in workspaces if _device(one.path) == _device(path)), workspaces[0])
         if self.engine.rank == 0:
-            beside.start_after(commit_order.last_beside(path))
+            beside.start_after(one_shot.last_beside(path))
         return beside
 
     def next_sequence(self, path: Path) -> int:
@@ -54,7 +54,7 @@ class FileSaver(Saver):
             return held.next_sequence()
         # Any of them may have numbered a file elsewhere, see ``of``.
         last = max((home.workspace.last_sequence for home in self.homes.values()), default=0)
-        return commit_order.sequence_beside(path, after=last)
+        return one_shot.sequence_beside(path, after=last)
 
     def _above(self, path: Path) -> FileHome | None:
         return next((home.workspace for folder, home in self.homes.items() if folder in path.parents), None)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kit.states import DTYPES, EVERYTHING, bits, same
 from kit.writing import write_file
-from safe_ckpt.core.formats import file_plan, safetensors_names, torch_archive
+from safe_ckpt.core.formats import dtypes, file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import RECORD_NAME, archive_digest, read_manifest
 from safe_ckpt.core.formats.safetensors import fits_safetensors, safetensors_image
 from safe_ckpt.core.formats.verify import verify, verify_if_ours
@@ -198,7 +198,7 @@ def test_safetensors_is_read_by_its_own_library(tmp_path):
     for name in loaded:
         assert loaded[name].equal(tensors[name])
     with safetensors.safe_open(file, "pt") as opened:
-        assert json.loads(opened.metadata()[safetensors_names.ALIASES_KEY]) == {"a": "b"}
+        assert json.loads(opened.metadata()[dtypes.ALIASES_KEY]) == {"a": "b"}
 
 
 @pytest.mark.parametrize(

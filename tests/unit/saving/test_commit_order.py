@@ -9,18 +9,18 @@ import pytest
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.home import candidates as catalog
-from safe_ckpt.core.saving import commit_order
+from safe_ckpt.core.saving import one_shot
 from safe_ckpt.core.saving.one_shot import save_archive
 
 
 @pytest.fixture
 def new_process(monkeypatch):
     """What a process remembers is forgotten: the next save comes from another one."""
-    return lambda: monkeypatch.setattr(commit_order, "_given", {})
+    return lambda: monkeypatch.setattr(one_shot, "_given", {})
 
 
 def save(path):
-    return save_archive({"x": 1}, path, sequence=commit_order.sequence_beside(path)).sequence
+    return save_archive({"x": 1}, path, sequence=one_shot.sequence_beside(path)).sequence
 
 
 def test_each_is_newer_than_those_before_it_whatever_the_clock_says(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from small_runs import config
 
 from kit.kept import SLACK, kept
 from safe_ckpt import Checkpointer, Retention, SafeCheckpointError
-from safe_ckpt.core.recent import MOST, Recent
+from safe_ckpt.core.saving.recent import MOST, Recent
 
 STATE = {"w": {"t": torch.ones(2)}, "step": {"n": 1}}
 

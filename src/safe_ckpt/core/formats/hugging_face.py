@@ -17,14 +17,14 @@ import torch
 
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, bytes_image
+from safe_ckpt.core.formats.names import is_parallel, plain_name
+from safe_ckpt.core.formats.refusals import refuse_short
 from safe_ckpt.core.formats.safetensors import (
     SAFETENSORS_DTYPES,
     aliases_of,
     named_safetensors_image,
     safetensors_image,
 )
-from safe_ckpt.core.names import is_parallel, plain_name
-from safe_ckpt.core.tensors import refuse_short
 from safe_ckpt.errors import ConfigError, StateError
 from safe_ckpt.text import bytes_from
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, deserialize
 
+from safe_ckpt.core.formats.dtypes import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, is_exact_json
-from safe_ckpt.core.formats.safetensors_names import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
+from safe_ckpt.core.formats.refusals import refuse_short
 from safe_ckpt.core.storage.direct_io import PAGE
-from safe_ckpt.core.tensors import refuse_short
 
 _DTYPES: Mapping[str, torch.dtype] = {
     code: dtype for code, name in DTYPES.items() if (dtype := getattr(torch, name, None)) is not None

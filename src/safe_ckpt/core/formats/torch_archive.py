@@ -22,11 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
-from safe_ckpt.core.changing import changed_meanwhile, unchanging
 from safe_ckpt.core.formats import zip_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.core.formats.refusals import changed_meanwhile, refuse_short, unchanging
 from safe_ckpt.core.formats.zip_archive import Record
-from safe_ckpt.core.tensors import refuse_short
 from safe_ckpt.errors import StateError
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ import torch
 
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
+from safe_ckpt.core.formats.names import plain_names
 from safe_ckpt.core.home.candidates import WEIGHTS
 from safe_ckpt.core.home.file_home import FileHome
-from safe_ckpt.core.names import plain_names
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.homes import HeldDirectories, refuse
 from safe_ckpt.core.saving.save import (

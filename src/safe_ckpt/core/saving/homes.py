@@ -19,8 +19,8 @@ from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.file_lock import read_lock
 from safe_ckpt.core.home.home import EVENTS, HIDDEN, NAMES, Home, home_at
-from safe_ckpt.core.recent import Recent
 from safe_ckpt.core.saving import set_up as shared
+from safe_ckpt.core.saving.recent import Recent
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError, SafeCheckpointError, naming

@@ -1,4 +1,8 @@
-"""One file, written at once in this process: for saves outside a running pipeline. Atomic and durable like all others."""
+"""One file, written at once in this process: for saves outside a running pipeline. Atomic and durable like all others.
+
+Its place in the order of commits is at least the clock's, see ``home.sequence_after``, so that jobs that do not know of each
+other have comparable numbers. Within this process each is above those before it, whatever the clock does.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import Any
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.formats.verify import refuse_unreadable
+from safe_ckpt.core.home.home import sequence_after
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage import durable
@@ -17,6 +22,8 @@ from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.writer.content import MemoryContent
 from safe_ckpt.core.writer.sink import FileSink, write_file
 from safe_ckpt.errors import SafeCheckpointError, named
+
+_given: dict[Path, int] = {}
 
 
 def save_archive(
@@ -65,3 +72,19 @@ def save_archive(
             near.unlink(missing_ok=True)
         buffer.close()
     return CheckpointInfo.of(manifest, path, result.size_bytes)
+
+
+def sequence_beside(path: Path, after: int = 0) -> int:
+    """A number for a file that is saved outside of a running pipeline: above that of every file it may compete with.
+
+    Args:
+        path: the file.
+        after: the last number that is known to be given out there.
+    """
+    _given[path.parent] = sequence_after(max(after, last_beside(path)))
+    return _given[path.parent]
+
+
+def last_beside(path: Path) -> int:
+    """The last number that this process gave out where ``path`` is to be saved; 0 for none."""
+    return _given.get(path.parent, 0)

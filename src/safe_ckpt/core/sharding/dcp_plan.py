@@ -21,17 +21,15 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from safe_ckpt.core.changing import unchanging
 from safe_ckpt.core.coordination.rounds import Scatter
 from safe_ckpt.core.formats import dcp
-from safe_ckpt.core.formats.file_plan import FilePlan, bytes_image
-from safe_ckpt.core.formats.file_template import FileTemplate
+from safe_ckpt.core.formats.file_plan import FilePlan, FileTemplate, bytes_image
+from safe_ckpt.core.formats.refusals import refuse_short, unchanging
 from safe_ckpt.core.formats.torch_archive import saved_bytes
 from safe_ckpt.core.sharding import dtensor, plan_data
 from safe_ckpt.core.sharding.dcp_layout import File, entries, file_of, frozen_entries, kind_of, under
 from safe_ckpt.core.sharding.dcp_ranks import divided, name_of_empty
 from safe_ckpt.core.sharding.dtensor import ShardedItem
-from safe_ckpt.core.tensors import refuse_short
 from safe_ckpt.errors import SaveError, StateError
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from safe_ckpt.core.formats import dcp, torch_reading
-from safe_ckpt.core.names import matched, plain_names
+from safe_ckpt.core.formats.names import matched, plain_names
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dcp_plan import METADATA
 from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state

@@ -22,9 +22,9 @@ from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinato
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.coordination.rounds import Round, Scatter, from_wire, refuse_differences, to_wire
 from safe_ckpt.core.coordination.store import KeyTimeout
+from safe_ckpt.core.formats.refusals import refuse_short
 from safe_ckpt.core.sharding import dtensor, gather_plan, gather_transport, timeouts
 from safe_ckpt.core.sharding.gather_plan import Chunk, GatherPlan
-from safe_ckpt.core.tensors import refuse_short
 from safe_ckpt.errors import ConfigError, PeerLostError, RendezvousTimeout, StateError
 
 STAGING_BYTES = 32 << 20

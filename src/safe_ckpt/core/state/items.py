@@ -17,16 +17,15 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from typing_extensions import Self
 
-from safe_ckpt.core.changing import unchanging
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
-from safe_ckpt.core.names import as_named, plain_name, plain_names
+from safe_ckpt.core.formats.names import as_named, plain_name, plain_names
+from safe_ckpt.core.formats.refusals import is_short, refuse_short, unchanging
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state
 from safe_ckpt.core.state import fingerprint
 from safe_ckpt.core.state.fingerprint import Fingerprint
 from safe_ckpt.core.state.overlap import KNOWN
 from safe_ckpt.core.storage.objects.place import Place
-from safe_ckpt.core.tensors import is_short, refuse_short
 from safe_ckpt.errors import RestoreError, StateError
 
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}\Z")

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from safe_ckpt.core.formats.refusals import is_short
 from safe_ckpt.core.sharding.dtensor import local_of
-from safe_ckpt.core.tensors import is_short
 
 _SAMPLE_BYTES = 64
 _WORD = 8

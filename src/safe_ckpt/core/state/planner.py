@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from safe_ckpt.core.changing import unchanging
 from safe_ckpt.core.formats import file_plan, hugging_face, safetensors, torch_archive
-from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES, FilePlan
-from safe_ckpt.core.formats.file_template import FileTemplate, numbers_of
+from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES, FilePlan, FileTemplate, numbers_of
+from safe_ckpt.core.formats.refusals import unchanging
 from safe_ckpt.core.formats.torch_archive import with_floats
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dtensor import ShardedItem, is_extra_state

@@ -13,8 +13,8 @@ from safe_ckpt import events
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.health_section import described
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
+from safe_ckpt.core.formats.names import plain_name, plain_names
 from safe_ckpt.core.home.home import Home
-from safe_ckpt.core.names import plain_name, plain_names
 from safe_ckpt.core.saving.extension import Conclusion, Extension, Outcome, Run
 from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.state.planner import Models

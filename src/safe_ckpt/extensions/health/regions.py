@@ -14,9 +14,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from safe_ckpt.core.formats.dtypes import ITEM_BYTES, STORAGES
+from safe_ckpt.core.formats.dtypes import DTYPES, ITEM_BYTES, STORAGES
 from safe_ckpt.core.formats.file_plan import KnownBytes
-from safe_ckpt.core.formats.safetensors_names import DTYPES
 from safe_ckpt.core.formats.zip_archive import Record
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from safe_ckpt.core.names import plain_name
+from safe_ckpt.core.formats.names import plain_name
 from safe_ckpt.extensions.health.regions import Region
 
 _MOST_ROWS = 20

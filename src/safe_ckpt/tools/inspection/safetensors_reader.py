@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.formats.dtypes import ITEM_BYTES
+from safe_ckpt.core.formats.dtypes import ALIASES_KEY, DTYPES, ITEM_BYTES, STRIDES_KEY, VERSIONS_KEY
 from safe_ckpt.core.formats.manifest import parse_json
-from safe_ckpt.core.formats.safetensors_names import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import files_in
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError

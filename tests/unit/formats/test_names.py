@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from safe_ckpt import Checkpointer
-from safe_ckpt.core.names import matched, plain_name, plain_names
+from safe_ckpt.core.formats.names import matched, plain_name, plain_names
 from safe_ckpt.errors import RestoreError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")  # by importing the compiler
