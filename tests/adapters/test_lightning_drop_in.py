@@ -19,6 +19,7 @@ from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
+from safe_ckpt.lightning.saver import TrainerSaver
 from support import writers_of
 
 pl = package("lightning.pytorch")
@@ -159,6 +160,25 @@ def test_an_exception_at_the_end_of_fit(tmp_path, caplog):
     with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="boom"):
         trainer(pl, [callback, Boom()], tmp_path).fit(module)
     assert "ValueError was raised, and no checkpoint could be saved at it" in caplog.text
+
+
+class Stubborn(pl.Callback):
+    """Puts something into what is taken back at the end that does not let itself be taken back."""
+
+    def on_train_start(self, trainer, pl_module):
+        (saver,) = TrainerSaver.living()
+        saver.undo.also(lambda: 1 // 0)
+
+
+def test_an_object_that_cannot_be_put_back_does_not_keep_the_directory(tmp_path):
+    """Its error is raised, what was saved is there, and the next run takes the directory."""
+    for epochs in (1, 2):
+        callback = SafeCheckpointCallback(dirpath=tmp_path / "a", resume="auto")
+        stubborn = [Stubborn()] if epochs == 1 else []
+        with contextlib.suppress(ZeroDivisionError):
+            trainer(pl, [callback, *stubborn], tmp_path, max_epochs=epochs).fit(Module())
+        assert of_ours(threading.enumerate()) == []
+    assert (tmp_path / "a/epoch=1-step=6.ckpt").exists()
 
 
 def of_ours(threads):

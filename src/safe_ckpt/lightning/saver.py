@@ -106,8 +106,10 @@ class TrainerSaver(FileSaver):
 
     def give_up(self) -> None:
         """Close what was made before an error; nothing here raises."""
-        self.undo.give_back()
-        self.close(quiet=True)
+        try:
+            self.undo.give_back()
+        finally:
+            self.close(quiet=True)
 
     def holds(self, directory: Path) -> bool:
         """Whether this directory is taken already."""
@@ -285,8 +287,10 @@ class TrainerSaver(FileSaver):
             else:
                 self.land()
         finally:
-            self.undo.give_back()
-            self.close(quiet=interrupted, within_s=self._left_s() if interrupted else None)
+            try:
+                self.undo.give_back()
+            finally:  # the directory is free again, whatever an object of somebody else's raises
+                self.close(quiet=interrupted, within_s=self._left_s() if interrupted else None)
 
     @property
     def _interrupted(self) -> bool:
