@@ -31,6 +31,10 @@ OURS = {
         ],
         "of data/loader.py and data/workers.py, asked by the other modules of data",
     ),
+    **dict.fromkeys(
+        ["_discard_each", "_lease", "_lease_s", "_period_s"],
+        "of core/home, of what files and objects there derive from",
+    ),
     "_asked_in_vain": "of data/loader.py",
     "_detach": "of adapters/handle.py",
     "_lock": "of hooks/event_log.py",

@@ -99,7 +99,7 @@ def test_jobs_may_keep_their_checkpoints_side_by_side(tmp_path):
 def test_what_is_saved_after_the_weights_is_the_newest(tmp_path, monkeypatch):
     """Weights that were saved first in a folder do not hide the checkpoints of earlier jobs there."""
     monkeypatch.setattr(
-        "safe_ckpt.core.home.file_home.sequence_after", lambda last: last + 1
+        "safe_ckpt.core.home.home.sequence_after", lambda last: last + 1
     )  # as with a clock that went back
     with registered(None) as (accelerator, _):
         for name in ("step_1", "step_2", "step_3"):
@@ -136,7 +136,7 @@ def test_a_directory_that_could_not_be_looked_at_is_not_held(tmp_path, monkeypat
         raise DirectoryError(path=str(tmp_path), message="cannot be read", rank=0)
 
     monkeypatch.setattr(
-        "safe_ckpt.core.home.file_home.sequence_after", lambda last: last + 1
+        "safe_ckpt.core.home.home.sequence_after", lambda last: last + 1
     )  # as with a clock that went back
     target = None if automatic else tmp_path / "one"
     with registered(tmp_path, automatic=automatic) as (accelerator, _):

@@ -97,7 +97,6 @@ TORCH = [
     Part(LOADER, "_index_sampler", "data/loader.py", "what gives the indices"),
     Part(LOADER, "_iterator", "data/order.py", "workers that stay"),
     Part(dist.distributed_c10d, "_get_default_store", "core/coordination/process_groups.py", "where ranks meet", ()),
-    Part(dist.distributed_c10d, "_get_default_group", "core/sharding/gather_transport.py", "WORLD itself", ()),
     Part(torch.distributed.checkpoint, "_traverse", "core/sharding/dcp_read.py", "the module of set_element"),
     Part(torch.distributed.checkpoint._traverse, "set_element", "core/sharding/dcp_read.py", "puts what is missing",
          ("root_dict", "path", "value")),

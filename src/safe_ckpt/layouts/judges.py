@@ -1,6 +1,6 @@
 """What each framework knows of the checkpoints in one directory besides their order: which it takes, and which it needs.
 
-For resuming, for the commands and for retention: see ``safe_ckpt.core.home.standing``. Nothing is unpickled.
+For DeepSpeed's resume and for the commands: see ``safe_ckpt.core.home.standing``. Nothing is unpickled.
 """
 
 from __future__ import annotations

@@ -165,3 +165,45 @@ def test_only_a_process_known_to_be_gone_is_taken_over_at_once(storage, monkeypa
     lock.acquire()
     assert time.monotonic() - begun < 5
     lock.release()
+
+
+def test_this_process_refuses_itself_whatever_is_known_of_processes(storage, monkeypatch):
+    """Where nothing tells which boot this is, and the holder's signs of life do not come through, it is refused at once."""
+    monkeypatch.setattr("safe_ckpt.core.home.lease.kernel_id", lambda: "")
+    first, second = storage.lock(lease_s=3.0), storage.lock(lease_s=3.0)
+    first.acquire()
+    try:
+        first._stop.set()
+        begun = time.monotonic()
+        with pytest.raises(DirectoryInUseError, match="this process has it open already"):
+            second.acquire()
+        assert time.monotonic() - begun < 2.5
+        first.confirm()
+    finally:
+        first.release()
+
+
+def test_time_in_which_the_storage_stands_still_is_no_silence(storage, monkeypatch):
+    """Not in asking for the holder's fate either: it keeps the time of its signs of life."""
+    lock = storage.lock(lease_s=2.0)
+    storage.record(of_elsewhere(lease_s=2.0))
+
+    def slow(self, lease):
+        time.sleep(1.6)
+        return "unknown"
+
+    monkeypatch.setattr(type(lock), "_fate", slow)
+    with pytest.raises(DirectoryInUseError, match="no sign of life"):
+        lock.acquire(patience_s=6.0)
+
+
+def test_a_record_that_was_given_back_is_no_takeover(storage, caplog):
+    """The next job's log says nothing of a holder."""
+    first = storage.lock()
+    first.acquire()
+    first.release()
+    with caplog.at_level("INFO"):
+        second = storage.lock()
+        second.acquire()
+        second.release()
+    assert "taken over" not in caplog.text

@@ -6,12 +6,13 @@ import json
 import os
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from kit.fault_proxy import FaultProxy
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
-from safe_ckpt.core.home import object_home, object_lock
+from safe_ckpt.core.home import lease, object_home, object_lock
 from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.home.object_head import Head, folders_of, list_objects, missing_condition
 from safe_ckpt.core.home.object_home import ObjectHome, UndecidedError
@@ -37,6 +38,7 @@ def place(bucket):
 def elsewhere(monkeypatch):
     """Every owner looks like one on another host: only its signs of life count."""
     monkeypatch.setattr(object_lock, "fate_of_process", lambda _: "unknown")
+    monkeypatch.setattr(lease, "own_lease", lambda **facts: replace(own_lease(**facts), pid=1))
 
 
 def opened(place, **more):

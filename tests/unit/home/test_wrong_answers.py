@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import re
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from kit.fault_proxy import FaultProxy
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.config import Mirror
 from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.home import object_head, object_lock
+from safe_ckpt.core.home import lease, object_head, object_lock
+from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.home.object_head import Head, folders_of, list_objects, read_head
 from safe_ckpt.core.home.object_home import ObjectHome
 from safe_ckpt.core.home.object_lock import owner_of, take_away
@@ -92,6 +94,7 @@ def briefly(monkeypatch):
 def elsewhere(monkeypatch):
     """Every owner looks like one on another host: only its signs of life count."""
     monkeypatch.setattr(object_lock, "fate_of_process", lambda _: "unknown")
+    monkeypatch.setattr(lease, "own_lease", lambda **facts: replace(own_lease(**facts), pid=1))
 
 
 def state(value):

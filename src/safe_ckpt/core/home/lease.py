@@ -41,6 +41,7 @@ _SPARED = (
     3  # signs of life, of a holder that an outage kept from showing them: one that hangs, a pause, and one that comes
 )
 _ATTEMPTS = 100
+_AGAIN_AND_AGAIN = "other jobs take it again and again, or the storage is inconsistent: start again"
 _PAUSE_S = 0.05
 SLOW_S = 1.0
 """Whatever takes longer stood still."""
@@ -296,35 +297,59 @@ class LeaseLock(ABC):
                 ):
                     raise
             time.sleep(_PAUSE_S)
-        message = "other jobs take it again and again, or the storage is inconsistent: start again"
-        raise self.in_use(message, seen.lease if seen else None)
+        raise self.in_use(_AGAIN_AND_AGAIN, seen.lease if seen else None)
 
     def _await_free(self, lease: Lease, began: float, deadline: float | None) -> Seen | None:
         """Look at the record until it may be taken. Returns it."""
         silence, overslept = _Silence(), False
         while (seen := self._look()) is not None:
+            looked = time.monotonic()
             if seen.lease is not None and seen.lease.token == lease.token:  # by a request whose answer was lost
                 return seen
             if silence.is_broken_by(seen) and (again := self._look(again=True)) and silence.is_broken_by(again):
                 raise self.in_use(
                     "it is alive, it gave a sign of life: stop it, or choose another directory", again.lease
                 )
-            silence.heard(seen, self._waited_s, outage=overslept or seen.was_out)
+            if self._is_dead(seen.lease):
+                break
+            silence.heard(
+                seen, self._waited_s, outage=overslept or seen.was_out
+            )  # here: a wait is noted for who comes next
             last = math.inf if self._outage_s is None else began + seen.lease_s + self._outage_s
             if self._is_free(seen, silence, last if deadline is None else deadline):
                 break
-            pause_s, before = min(self._longest_pause_s, seen.lease_s / _LOOKS_PER_LEASE), time.monotonic()
+            if silence.holders > _ATTEMPTS:
+                raise self.in_use(_AGAIN_AND_AGAIN, seen.lease)
+            pause_s = min(self._longest_pause_s, seen.lease_s / _LOOKS_PER_LEASE)
             time.sleep(pause_s)
-            overslept = time.monotonic() - before > pause_s + SLOW_S
+            # Since the look, not since the sleep began: to ask for the holder's fate may take long, too.
+            overslept = time.monotonic() - looked > pause_s + SLOW_S
         return seen
 
-    def _is_free(self, seen: Seen, silence: _Silence, deadline: float) -> bool:
-        lease = seen.lease
+    def _is_dead(self, lease: Lease | None) -> bool:
+        """Whether the holder is known to be dead.
+
+        Raises:
+            DirectoryInUseError: it is known to be alive.
+        """
         fate = "unknown" if lease is None else self._fate_here(lease)
         if fate == "alive":
             raise self.in_use("it is alive: stop it, or choose another directory", lease)
+        if fate == "dead" and lease is not None:
+            logger.info("%s is taken over from host %s: its process is dead", self._subject, lease.host)
+        return fate == "dead"
+
+    def _is_free(self, seen: Seen, silence: _Silence, deadline: float) -> bool:
+        """Whether a holder that cannot be asked was silent for long enough.
+
+        Raises:
+            DirectoryInUseError: there is no time left to wait.
+        """
+        lease = seen.lease
+        if lease is None and not seen.lease_s:
+            return True  # a record that was given back
         host, left_s = "unknown" if lease is None else lease.host, silence.needed_s - silence.seconds
-        if fate == "dead" or left_s <= 0:
+        if left_s <= 0:
             logger.info(
                 "%s is taken over from host %s: no sign of life for %.0f s", self._subject, host, silence.seconds
             )
@@ -340,15 +365,14 @@ class LeaseLock(ABC):
 
     def _fate_here(self, lease: Lease) -> Fate:
         """As ``_fate``; of a lease of this process its own list decides."""
-        fate = self._fate(lease)
-        if fate != "alive" or lease.pid != os.getpid():
-            return fate
-        if lease.token in _held:
+        fate, mine = self._fate(lease), lease.pid == os.getpid()
+        if fate != "dead" and mine and lease.token in _held:
             gc.collect()  # an object that is only referenced by itself ends now
-        if lease.token not in _held:
-            return "dead"  # ours, from a time when the storage refused to give it back
-        who = _held[lease.token] or "use one Checkpointer per directory and process"
-        raise self.in_use(f"this process has it open already: {who}", lease)
+            if (who := _held.get(lease.token)) is not None:
+                who = who or "use one Checkpointer per directory and process"
+                raise self.in_use(f"this process has it open already: {who}", lease)
+        # "alive": ours, from a time when the storage refused to give it back.
+        return "dead" if fate == "alive" and mine else fate
 
     def _keep(self, lease: Lease, stop: threading.Event) -> None:
         """Show signs of life. An outage of the storage does not end this: afterwards the record is still ours, or it is not."""
@@ -374,11 +398,13 @@ class _Silence:
     Attributes:
         seconds: so long.
         needed_s: until it counts as dead.
+        holders: how many records there were.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.needed_s = 0.0
+        self.holders = 0
         self._before: Seen | None = None
         self._looked_at = 0.0
 
@@ -394,7 +420,7 @@ class _Silence:
         self._looked_at = now
         period_s = seen.lease_s / _PER_LEASE
         if self._before is None or seen.state != self._before.state:
-            self._before, self.seconds = seen, 0.0
+            self._before, self.seconds, self.holders = seen, 0.0, self.holders + 1
             # Earlier waits were measured by the clocks of several machines. A live holder shows itself in the time left.
             self.needed_s = max(seen.lease_s - waited_s(seen), 2 * period_s)
             return

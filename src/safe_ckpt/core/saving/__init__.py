@@ -1,1 +1,1 @@
-"""A save from call to commit; a resume from candidate to verified checkpoint."""
+"""A save, from the call to the commit, and what follows it."""

@@ -309,8 +309,10 @@ class Engine:
             self.extensions.ask("the end of the job", lambda one: one.closing(within_s))
             if self.rank == 0:
                 self._save_queue.after_commit.delete_deferred()
-            self._end()
-            self.extensions.ask("the end of the job", lambda one: one.closed())
+            try:
+                self._end()
+            finally:
+                self.extensions.ask("the end of the job", lambda one: one.closed())
         try:
             self.raise_unreported()
         except SafeCheckpointError as error:

@@ -123,7 +123,8 @@ def refuse_if_given_up(group: ProcessGroup | None) -> None:
 
 
 def _abort(group: ProcessGroup | None) -> None:
-    _given_up.append(weakref.ref(process_groups.itself(group)))
+    if (asked := process_groups.itself(group)) is not None:
+        _given_up.append(weakref.ref(asked))
     # An operation that is left behind would keep destroy_process_group and the interpreter's exit waiting for the lost rank.
     logger.warning("a collective was given up: its process group cannot be used any more")
     for backend, _ in process_groups.backend_timeouts(group):

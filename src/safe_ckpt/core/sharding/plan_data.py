@@ -140,10 +140,10 @@ def _told(name: str, value: Any) -> Any:
         if table.get(_name_of(value)) != value:
             raise StateError(key=name, message=f"beside sharded tensors {value} cannot be saved")
         return _name_of(value)
-    if isinstance(value, tuple):
-        return list(value)
-    if isinstance(value, list):
+    if isinstance(value, list) and value and all(isinstance(item, WriteItem) for item in value):
         return [_row(item.index.fqn, item) for item in value]
+    if isinstance(value, tuple | list):
+        return list(value)
     if isinstance(value, Mapping):
         return {key: list(path) for key, path in value.items()}
     return _row(name, value)
@@ -172,8 +172,12 @@ def _more_of(kind: str, part: Any) -> dict[str, Any]:
 @functools.cache
 def _class_of(kind: Any) -> str:
     """The name of the class of torch's that ``kind`` is, or derives from."""
-    name: str = next(parent.__name__ for parent in kind.__mro__ if parent.__name__ in _FIELDS)
-    return name
+    for parent in kind.__mro__:
+        if parent.__name__ in _FIELDS:
+            return str(parent.__name__)
+    raise StateError(
+        key=kind.__name__, message="a plan of shards has no place for it: this release of torch is not known"
+    )
 
 
 def _report(field: str, why: TypeError) -> None:

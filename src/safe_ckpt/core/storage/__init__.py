@@ -1,1 +1,1 @@
-"""Durable bytes: atomic replacement, hashed reads; POSIX today, object stores beside it later. No torch, no ranks."""
+"""Durable bytes: atomic replacement, hashed reads, in a file system and in an object store. No torch, no ranks."""

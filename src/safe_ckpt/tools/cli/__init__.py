@@ -1,4 +1,4 @@
-"""The command ``safe-ckpt``. Needs the extra ``cli``; nothing it does unpickles anything or takes a lock."""
+"""The command ``safe-ckpt``. Needs the extra ``cli``. Nothing it does unpickles anything; ``gc`` takes the lock."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> CheckpointInfo:
                 warnings.simplefilter("ignore", UserWarning)  # that there is no process group, which is meant
                 save(dict(state), storage_writer=FileSystemWriter(folder, sync_files=False), no_dist=True)
         except CheckpointException as error:  # a BaseException of torch: what went wrong is in it
-            cause = next(iter(error.failures.values()))[0]
+            cause = next((one for one, _ in error.failures.values()), error)
             first = (str(cause).splitlines() or [repr(cause)])[0]
             raise DirectoryError(path=str(path), message=f"could not be written: {first}") from cause
 
