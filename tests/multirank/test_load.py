@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -111,7 +110,7 @@ def test_ranks_that_ask_for_different_steps(tmp_path):
 
 
 LIVE = """
-import sys, torch
+import sys, time, torch
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 state = {f"part{n}": torch.zeros(1 << 16) for n in range(8)}
 with Checkpointer(sys.argv[1], CheckpointConfig(retention=Retention(keep_last=1))) as ckpt:
@@ -121,21 +120,18 @@ with Checkpointer(sys.argv[1], CheckpointConfig(retention=Retention(keep_last=1)
         ckpt.save(step, state)
         ckpt.wait()
         print(step, flush=True)
+        time.sleep(0.1)  # its training
 """
 
 
-def _read_again_and_again(rank, path, seconds):
-    seen, until = [], time.monotonic() + seconds
-    go_on = True
-    while go_on:
+def _read_again_and_again(rank, path, times):
+    seen = []
+    for _ in range(times):
         state = {f"part{n}": torch.full((1 << 16,), -1.0) for n in range(8)}
         info = safe_ckpt.load(path, state)
         found = {tensor.unique().tolist()[0] for tensor in state.values() if len(tensor.unique()) == 1}
         assert found == {float(info.step)}, (info, found)
         seen.append(info.step)
-        answer = [time.monotonic() < until]
-        dist.broadcast_object_list(answer, src=0)
-        go_on = answer[0]
     return seen
 
 
@@ -145,9 +141,9 @@ def test_beside_a_live_job_that_keeps_one(tmp_path):
     try:
         for _ in range(3):
             assert job.stdout.readline()
-        seen = values(spawn_ranks(_read_again_and_again, 2, tmp_path / "run", 8.0, timeout_s=90))
+        seen = values(spawn_ranks(_read_again_and_again, 2, tmp_path / "run", 6, timeout_s=100))
         assert seen[0] == seen[1]
-        assert len(set(seen[0])) > 2
+        assert len(set(seen[0])) > 1
         assert seen[0] == sorted(seen[0])
         job.send_signal(signal.SIGINT)
     finally:
@@ -168,7 +164,7 @@ print(safe_ckpt.load(sys.argv[1], state).step, state["epoch"], safe_ckpt.newest(
 @needs_root
 def test_of_another_user(tmp_path):
     """A directory in which one may not write is read, beside the live job that holds it."""
-    for folder in (tmp_path, *tmp_path.parents[:2]):
+    for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
     with Checkpointer(tmp_path / "run") as ckpt:
         ckpt.save(5, {"epoch": 5})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +30,8 @@ from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import NoValidCheckpointError, RestoreError, SafeCheckpointError, naming
 
 logger = logging.getLogger(__name__)
-_SURVEYS = 3
-"""How often what there is is listed. A job that saves quickly and keeps one may delete each while it is read."""
+_SURVEYS_S = 60.0
+"""For how long what there is is listed again. A job that saves quickly and keeps one may delete each while it is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +99,11 @@ class Visit:
             NoValidCheckpointError: there is none; says why the others are not used.
         """
         rejected: dict[str, str] = {}
-        for _ in range(_SURVEYS):
+        until, goes_on = time.monotonic() + min(_SURVEYS_S, self.ranks.config.timeouts.barrier_s), True
+        while goes_on:
             must_match = {"directory": self.place, "step": self.step}
-            seen = self.ranks.agree("look", must_match=must_match, decide=lambda _: self._survey())
-            rejected = dict(seen["rejected"])
-            vanished = False
+            seen = self.ranks.agree("look", must_match=must_match, decide=lambda _: self._survey(until))
+            rejected, goes_on = dict(seen["rejected"]), False
             for facts in seen["order"]:
                 info = CheckpointInfo.from_json(facts, beside=self.place)
                 verdict = use(info)
@@ -110,13 +111,11 @@ class Visit:
                     return info
                 logger.warning("%s is passed over: %s", info.path, verdict["why"])
                 rejected[info.name] = verdict["why"]
-                vanished |= verdict["kind"] == "missing"
-            if not vanished:
-                break
+                goes_on |= verdict["kind"] == "missing" and not seen["last"]
         raise self._nothing(rejected)
 
-    def _survey(self) -> dict[str, Any]:
-        """On rank 0: what a resume takes, in its order, and why it takes nothing else."""
+    def _survey(self, until: float) -> dict[str, Any]:
+        """On rank 0: what a resume takes, in its order, why it takes nothing else, and whether time is up then."""
         with naming(rank=0, phase="looking for checkpoints", path=str(self.place)):
             alone = is_there(self.place) and is_one(self.place)
             found = [candidate_at(self.place)] if alone else listed(self._candidates, self.ranks.config.timeouts)
@@ -126,6 +125,7 @@ class Visit:
         return {
             "order": [c.told.to_json() for c in standing.order],
             "rejected": {self._name(c): c.problem for c in standing.unusable} | why,
+            "last": time.monotonic() > until,
         }
 
     @property
