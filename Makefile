@@ -122,6 +122,9 @@ examples: .venv/ready  ## run every example, twice where it resumes
 	EPOCHS=2 $(BIN)/python examples/plain_torch.py runs/examples/plain
 	EPOCHS=4 $(BIN)/python examples/plain_torch.py runs/examples/plain
 	EPOCHS=2 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/plain_torch.py runs/examples/ranks
+	STEPS=20 $(BIN)/python -W ignore examples/publish_any_saver.py runs/examples/publish
+	STEPS=40 $(BIN)/python -W ignore examples/publish_any_saver.py runs/examples/publish
+	STEPS=20 $(BIN)/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 examples/publish_any_saver.py runs/examples/publish-ranks
 	EPOCHS=2 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 examples/fsdp2_reshard.py runs/examples/fsdp2
 	EPOCHS=4 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/fsdp2_reshard.py runs/examples/fsdp2 --export
 	EPOCHS=2 $(BIN)/python examples/lightning_digits.py runs/examples/lightning

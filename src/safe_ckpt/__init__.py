@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from safe_ckpt.errors import SafeCheckpointError
     from safe_ckpt.offload.consolidate import consolidate_offloaded
     from safe_ckpt.offload.restore import restore_offloaded
+    from safe_ckpt.publishing import publishing
+    from safe_ckpt.reading import load, newest
 
 _HOMES = {
     "CheckpointConfig": "safe_ckpt.config",
@@ -57,6 +59,9 @@ _HOMES = {
     "consolidate_offloaded": "safe_ckpt.offload.consolidate",
     "iter_full_tensors": "safe_ckpt.core.sharding.gather",
     "lengthy_timeouts": "safe_ckpt.core.sharding.timeouts",
+    "load": "safe_ckpt.reading",
+    "newest": "safe_ckpt.reading",
+    "publishing": "safe_ckpt.publishing",
     "restore_offloaded": "safe_ckpt.offload.restore",
     "set_up_directory": "safe_ckpt.core.saving.set_up",
 }
@@ -82,6 +87,9 @@ __all__ = [
     "consolidate_offloaded",
     "iter_full_tensors",
     "lengthy_timeouts",
+    "load",
+    "newest",
+    "publishing",
     "restore_offloaded",
     "set_up_directory",
 ]

@@ -6,7 +6,6 @@ import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +41,8 @@ from safe_ckpt.core.saving.save import (
 )
 from safe_ckpt.core.state.items import Restoring, expected_bytes, items_of, modules_of
 from safe_ckpt.core.state.planner import Plan, Planner
-from safe_ckpt.core.storage.objects.options import StorageOptions, is_url
-from safe_ckpt.core.storage.objects.place import Place, open_place
+from safe_ckpt.core.storage.objects.options import is_url
+from safe_ckpt.core.storage.objects.place import Place, place_of
 from safe_ckpt.errors import ConfigError, NoValidCheckpointError
 from safe_ckpt.extensions.assemble import assemble
 
@@ -233,12 +232,12 @@ class Checkpointer:
 
         def candidates() -> list[Candidate]:
             found = self._workspace.look()
-            return found if step is None else [c for c in found if _is_of(c, step)]
+            return found if step is None else [c for c in found if catalog.is_of_step(c, step)]
 
         view = {"names": ", ".join(map(str, state)), "step": step}
-        wanted = None if step is None else lambda one: _is_of(one, step)
+        wanted = None if step is None else lambda one: catalog.is_of_step(one, step)
         reader = StoredItems(state, self._engine.rank, self._engine.coordinator.size).reader(
-            self._engine, self._workspace
+            self._engine, mounted=self._workspace.is_mounted
         )
         try:
             chosen = resume.choose(
@@ -365,14 +364,7 @@ class Checkpointer:
 
 
 def _place(directory: str | os.PathLike[str], config: CheckpointConfig) -> Place:
-    if is_url(directory):
-        if config.mirror.url is not None:
-            message = f"{directory} is in an object store itself: leave mirror.url out, or give a directory"
-            raise ConfigError(key="mirror.url", message=message)
-        return open_place(os.fspath(directory), StorageOptions.of(config.storage, config.timeouts.lengthy_s))
-    return Path(os.path.abspath(directory))  # a program may change its working directory meanwhile
-
-
-def _is_of(candidate: Candidate, step: int) -> bool:
-    name = candidate.manifest.name if candidate.manifest is not None else candidate.path.name
-    return name == catalog.step_name(step)
+    if is_url(directory) and config.mirror.url is not None:
+        message = f"{directory} is in an object store itself: leave mirror.url out, or give a directory"
+        raise ConfigError(key="mirror.url", message=message)
+    return place_of(directory, config.storage, config.timeouts.lengthy_s)

@@ -70,7 +70,7 @@ def _directory(path: Path, number: int | None, problem_of_stock: Callable[[Path]
     if not described and problem_of_stock is not None:
         missing = path / MANIFEST_NAME
         return Candidate(path=path, foreign=True, step=number or 0, problem=problem_of_stock(path), missing=missing)
-    candidate = _look(path)
+    candidate = look_at(path)
     if number is not None:
         candidate = replace(candidate, step=number)
     if candidate.foreign:
@@ -134,9 +134,9 @@ def list_files(
         )
         files += [Path(folder, name) for name in sorted(names) if name.endswith(suffix)]
     candidates = []
-    for path, look in [*((path, _look) for path in files), *((path, _look_at) for path in whole)]:
+    for path, look in [*((path, look_at) for path in files), *((path, _look_at_directory) for path in whole)]:
         with guarded(path, on_error):
-            if not path.is_symlink() and (look is _look_at or not _is_other(path)):
+            if not path.is_symlink() and (look is _look_at_directory or not _is_other(path)):
                 candidates.append(look(path))
     return [candidate for candidate in candidates if not _is_weights(candidate)]
 
@@ -146,9 +146,9 @@ def _is_other(path: Path) -> bool:
     return presence.is_there(path) and not presence.is_file(path)
 
 
-def _look_at(directory: Path) -> Candidate:
+def _look_at_directory(directory: Path) -> Candidate:
     if presence.is_there(directory / MANIFEST_NAME):
-        return _look(directory)
+        return look_at(directory)
     return Candidate(path=directory, foreign=True, missing=directory / MANIFEST_NAME)
 
 
@@ -181,7 +181,7 @@ def looks_like_checkpoint(path: Path) -> bool:
             continue
         seen.add((status.st_dev, status.st_ino))
         if presence.is_there(folder / MANIFEST_NAME):
-            if not _look(folder).problem:
+            if not look_at(folder).problem:
                 return True
             continue
         with os.scandir(folder) as entries:
@@ -262,7 +262,13 @@ def _step_of(name: str) -> int | None:
     return int(digits) if fits else None
 
 
-def _look(path: Path) -> Candidate:
+def look_at(path: Path) -> Candidate:
+    """One that is ours or another tool's, by its manifest.
+
+    Raises:
+        OSError: it cannot be looked at.
+        UnsupportedFormatError: it is of a newer format version.
+    """
     try:
         stamp = stamp_of(path)
         return Candidate(path=path, manifest=_manifest_of(path), stamp=stamp)
@@ -310,3 +316,9 @@ def is_still(path: Place, stamp: Stamp | None) -> bool:
 def step_name(step: int) -> str:
     """The directory name of a step: sorts like the steps do."""
     return f"step-{step:08d}"
+
+
+def is_of_step(candidate: Candidate, step: int) -> bool:
+    """Whether it is the checkpoint of a step, by its name."""
+    name = candidate.manifest.name if candidate.manifest is not None else candidate.path.name
+    return name == step_name(step)

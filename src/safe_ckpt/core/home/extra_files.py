@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, read_manifest
 from safe_ckpt.core.home.home import HIDDEN
+from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.durable import sync_directory, sync_file
 from safe_ckpt.core.storage.reader import digest_of
-from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.errors import SafeCheckpointError, SourceChangedError
 
 
 def adopt(staged: Path, written: Collection[str]) -> list[FileEntry]:
@@ -34,6 +35,38 @@ def adopt(staged: Path, written: Collection[str]) -> list[FileEntry]:
         entries.append(FileEntry(path=name, size_bytes=size, xxh3_128=digest_of(file, size), rank=0))
     _sync_folders(staged)
     return entries
+
+
+def stamps_in(folder: Path) -> dict[str, Stamp]:
+    """What stands for the bytes of each file in a folder, by path; links are left out: their targets are not ours.
+
+    Raises:
+        OSError: as the operating system says.
+    """
+    files = ((name, folder / name) for name in _files_below(folder))
+    return {name: Stamp.of(file.lstat()).everywhere for name, file in files if not file.is_symlink()}
+
+
+def folders_in(folder: Path) -> list[str]:
+    """The folders below one, by path, the innermost first."""
+    found = [Path(top).relative_to(folder).as_posix() for top, _, _ in os.walk(folder, topdown=False, onerror=_raise)]
+    return [name for name in found if name != "."]
+
+
+def refuse_changed(staged: Path, stamps: Mapping[str, Stamp], *, name: str) -> None:
+    """Check that a folder holds the files that were hashed, and no others. On rank 0, right before the commit.
+
+    Raises:
+        SourceChangedError: one was written to, or is new, or is gone.
+        OSError: as the operating system says.
+    """
+    now = stamps_in(staged)
+    changed = sorted(file for file in {*now, *stamps} if now.get(file) != stamps.get(file))
+    if changed:
+        what = "was written" if changed[0] in now else "was removed"
+        cause = f"{changed[0]}: it {what} after the block was left: nothing may change the folder until the commit"
+        raise SourceChangedError(name=name, cause=cause, source=changed[0])
+    _sync_folders(staged)
 
 
 def carry(old: Path, staged: Path, wanted: Callable[[str], bool]) -> None:

@@ -386,7 +386,9 @@ class FilePublication:
             self._final = self._final.with_name(f"{_UNHEALTHY}{self._final.name}")
             manifest = dataclasses.replace(manifest, name=self._final.name)
         if new.kind == "directory":
-            if new.prefilled is not None:
+            if new.stamps is not None:
+                extra_files.refuse_changed(self._pending, new.stamps, name=self._final.name)
+            elif new.prefilled is not None:
                 entries = (*entries, *extra_files.adopt(self._pending, {entry.path for entry in entries}))
             if new.carry is not None:
                 extra_files.carry(self._final, self._pending, new.carry)

@@ -118,6 +118,8 @@ class NewCheckpoint:
         needed_bytes: what all ranks together will write; 0 where that is not known.
         folders: below the checkpoint's directory, for files that go into one.
         prefilled: a folder from ``open_folder`` that already holds files of the checkpoint; None for none.
+        stamps: of the files in ``prefilled``, by path: it holds these and no others, and none changes before the commit; None
+            where nobody reports them: they are hashed at the commit.
         carry: predicate: files in the directory that is replaced, of those that no save of ours wrote, for which it is true
             are kept in the new one; None for none.
         links: further names of a single file.
@@ -131,6 +133,7 @@ class NewCheckpoint:
     needed_bytes: int = 0
     folders: Sequence[str] = ()
     prefilled: Path | None = None
+    stamps: Mapping[str, Stamp] | None = None
     carry: Callable[[str], bool] | None = None
     links: Sequence[Link] = ()
     pointers: Sequence[Pointer] = ()
@@ -378,6 +381,31 @@ def is_one(place: Place) -> bool:
     from safe_ckpt.core.home.object_head import has_manifest
 
     return has_manifest(place)
+
+
+def is_there(place: Place) -> bool:
+    """Whether there is anything at a place. In a store there are no folders: anything may be.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    return not isinstance(place, Path) or presence.is_there(place)
+
+
+def candidate_at(place: Place) -> Candidate | None:
+    """One checkpoint, see ``is_one``; None where it is not there any more, or another tool's folder in a store.
+
+    Raises:
+        OSError: it cannot be looked at, or the store gave no answer.
+        UnsupportedFormatError: it is of a newer format version.
+    """
+    if isinstance(place, Path):
+        from safe_ckpt.core.home.candidates import look_at
+
+        return look_at(place)
+    from safe_ckpt.core.home.object_head import object_candidate
+
+    return object_candidate(place)
 
 
 def is_gone(place: Place) -> bool:

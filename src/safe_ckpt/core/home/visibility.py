@@ -24,10 +24,11 @@ class Patience:
 
     Args:
         timeouts: half of ``barrier_s``, for the other ranks wait for this one meanwhile; 30 s at most.
+        longest_s: less than those 30 s.
     """
 
-    def __init__(self, timeouts: Timeouts) -> None:
-        self._deadline = time.monotonic() + min(_LONGEST_S, timeouts.barrier_s / 2)
+    def __init__(self, timeouts: Timeouts, longest_s: float = _LONGEST_S) -> None:
+        self._deadline = time.monotonic() + min(longest_s, timeouts.barrier_s / 2)
 
     @property
     def left_s(self) -> float:

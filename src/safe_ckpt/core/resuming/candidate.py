@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import identity_of
 from safe_ckpt.core.home.visibility import Patience, await_visible
 from safe_ckpt.core.resuming.host_cache import Host, HostCache, host_of, hosts_of
-from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.presence import ShortReadError
@@ -34,6 +35,9 @@ from safe_ckpt.errors import (
 
 logger = logging.getLogger(__name__)
 _VISIBLE_S = 60.0
+_LONGEST_S = 30.0
+_UNHELD_S = 2.0
+"""Where another job may delete what is read, waiting for what is missing would mostly be in vain: the next one is tried."""
 _PAUSE_S = 0.1
 
 KINDS: dict[str, type[CorruptCheckpointError]] = {
@@ -46,6 +50,25 @@ Wanted = Callable[[Manifest, Host], Sequence[FileEntry]]
 """Which files are to be fetched to a folder of the host; the others are read from the store. Equal on all ranks of a host."""
 LoadFetched = Callable[[ObjectPath, Manifest, Path, Host], Any]
 """Reads a checkpoint on this rank, verifying what it reads: its folder in the store, its manifest, the folder of the host."""
+
+
+class Ranks(Protocol):
+    """The ranks that read together. An engine is one; so are those that hold nothing, see ``visit``."""
+
+    @property
+    def config(self) -> CheckpointConfig:
+        """Settings."""
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """Where they meet."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    def agree(self, kind: str, **options: Any) -> Any:
+        """One agreed step under ``barrier_s``. See ``Coordinator.agree``."""
 
 
 class Reader(Protocol):
@@ -76,14 +99,17 @@ class FileReader:
     """See ``Reader``: from a file system that all ranks share.
 
     Args:
-        engine: where the ranks meet.
+        ranks: those that read.
         load: reads one candidate on this rank, verifying what it reads; raises ``CorruptCheckpointError``, of which
             ``IncompleteCheckpointError`` only says that a file was not there, or ``OSError``.
+        held: whether this job holds the directory; else another one may delete what is being read.
     """
 
-    def __init__(self, engine: Engine, load: Callable[[Path], Any]) -> None:
-        self._engine = engine
+    def __init__(self, ranks: Ranks, load: Callable[[Path], Any], *, held: bool = True) -> None:
+        self._ranks = ranks
         self._load = load
+        self._held = held
+        self._longest_s = _LONGEST_S if held else _UNHELD_S
         self._damage = KnownDamage()
 
     def verified(self) -> Manifest | None:
@@ -95,11 +121,13 @@ class FileReader:
 
     def try_one(self, place: Place, *, ours: bool) -> tuple[Any, dict[str, Any] | None]:
         """See ``Reader``."""
-        engine, load, damage, path = self._engine, self._load, self._damage, in_files(place)
+        ranks, load, damage, path = self._ranks, self._load, self._damage, in_files(place)
         loaded: Any = None
-        patience = Patience(engine.config.timeouts)
-        seen = engine.agree(
-            "candidate files", must_match={"path": path}, decide=lambda _: _files(path, patience, ours=ours)
+        patience = Patience(ranks.config.timeouts, self._longest_s)
+        seen = ranks.agree(
+            "candidate files",
+            must_match={"path": path},
+            decide=lambda _: _files(path, patience, ours=ours),
         )
         if seen["missing"]:
             why = f"rank 0: {path} ({', '.join(seen['missing'])}): is missing"
@@ -108,11 +136,11 @@ class FileReader:
         def read() -> dict[str, str]:
             nonlocal loaded
             try:
-                with naming(rank=engine.rank, phase=f"reading {path}"):
-                    if engine.rank != 0:
-                        _await_files(engine, path, seen)
+                with naming(rank=ranks.rank, phase=f"reading {path}"):
+                    if ranks.rank != 0:
+                        self._await_files(path, seen)
                     damage.refuse(path)
-                    loaded = _read(path, load, Patience(engine.config.timeouts))
+                    loaded = _read(path, load, Patience(ranks.config.timeouts, self._longest_s))
             except CorruptCheckpointError as error:
                 kind = kind_of(error)
                 if kind == "bad":
@@ -120,14 +148,36 @@ class FileReader:
                 return {kind: str(error)}
             return {}
 
-        verdict = engine.coordinator.agree(
+        verdict = ranks.coordinator.agree(
             "resume candidate",
-            timeout_s=engine.config.timeouts.lengthy_s,
+            timeout_s=ranks.config.timeouts.lengthy_s,
             must_match={"path": path},
             local=read,
             decide=judge,
         )
         return loaded, verdict
+
+    def _await_files(self, path: Path, seen: Mapping[str, Any]) -> None:
+        # Caches of network file systems lag behind. So this rank waits for files that rank 0 sees, and for the replacement of
+        # an old manifest.
+        timeouts = self._ranks.config.timeouts
+        deadline = time.monotonic() + min(_VISIBLE_S if self._held else _UNHELD_S, timeouts.barrier_s / 2)
+        for file in [path, *(path / name for name in seen["files"])]:
+            if not await_visible(file, max(0.0, deadline - time.monotonic())):
+                raise self._unseen(path, file)
+        while seen["op_id"] and _op_id(path) != seen["op_id"]:
+            if time.monotonic() >= deadline:
+                raise self._unseen(path, path)
+            time.sleep(0.05)
+
+    def _unseen(self, path: Path, file: Path) -> SafeCheckpointError:
+        rank = self._ranks.rank
+        if self._held:
+            return DirectoryNotSharedError(path=str(file), rank=rank, ranks=(rank,))
+        message = (
+            "is not what rank 0 saw: it was deleted or replaced meanwhile, or the ranks do not share the directory"
+        )
+        return IncompleteCheckpointError(path=str(path), file="" if file == path else file.name, message=message)
 
 
 def _files(path: Path, patience: Patience, *, ours: bool) -> dict[str, Any]:
@@ -148,20 +198,6 @@ def _files(path: Path, patience: Patience, *, ours: bool) -> dict[str, Any]:
     names = [MANIFEST_NAME, *(entry.path for entry in manifest.files)] if presence.is_directory(path) else []
     missing = [name for name in names if not patience.until_there(path / name)]
     return {"op_id": manifest.op_id, "files": names, "missing": missing}
-
-
-def _await_files(engine: Engine, path: Path, seen: Mapping[str, Any]) -> None:
-    # Caches of network file systems lag behind. So this rank waits for files that rank 0 sees, and for the replacement of an
-    # old manifest.
-    rank = engine.rank
-    deadline = time.monotonic() + min(_VISIBLE_S, engine.config.timeouts.barrier_s / 2)
-    for file in [path, *(path / name for name in seen["files"])]:
-        if not await_visible(file, max(0.0, deadline - time.monotonic())):
-            raise DirectoryNotSharedError(path=str(file), rank=rank, ranks=(rank,))
-    while seen["op_id"] and _op_id(path) != seen["op_id"]:
-        if time.monotonic() >= deadline:
-            raise DirectoryNotSharedError(path=str(path), rank=rank, ranks=(rank,))
-        time.sleep(0.05)
 
 
 def _op_id(path: Path) -> str:
@@ -238,7 +274,7 @@ class ObjectReader:
     """See ``Reader``: from an object store.
 
     Args:
-        engine: where the ranks meet.
+        ranks: those that read.
         wanted: which files are fetched.
         load: reads.
         verified: see ``Reader``.
@@ -248,13 +284,13 @@ class ObjectReader:
     """
 
     def __init__(
-        self, engine: Engine, wanted: Wanted, load: LoadFetched, verified: Callable[[], Manifest | None]
+        self, ranks: Ranks, wanted: Wanted, load: LoadFetched, verified: Callable[[], Manifest | None]
     ) -> None:
-        self._engine = engine
+        self._ranks = ranks
         self._wanted = wanted
         self._load = load
         self.verified = verified
-        storage = engine.config.storage
+        storage = ranks.config.storage
         self._cache = HostCache(storage.cache_dir, part_bytes=storage.part_bytes, at_a_time=2 * storage.parts_in_flight)
 
     def try_one(self, place: Place, *, ours: bool) -> tuple[Any, dict[str, Any] | None]:
@@ -272,11 +308,11 @@ class ObjectReader:
         self._cache.clear()
 
     def _try_one(self, path: ObjectPath) -> tuple[Any, dict[str, Any] | None]:
-        attempt = _Attempt(self._engine.rank, path, self._cache)
+        attempt = _Attempt(self._ranks.rank, path, self._cache)
         found = self._step("candidate in the store", path, attempt.look, _grouped)
         if "verdict" in found:
             return None, found["verdict"]
-        attempt.host = host_of(self._engine.rank, found["hosts"])
+        attempt.host = host_of(self._ranks.rank, found["hosts"])
         verdict = self._step("fetch", path, lambda: attempt.fetch(self._wanted, found["token"]), judge)
         if verdict is None:
             verdict = self._step("resume candidate", path, lambda: attempt.read(self._load), judge)
@@ -285,8 +321,8 @@ class ObjectReader:
     def _step(
         self, kind: str, path: ObjectPath, local: Callable[[], Any], decide: Callable[[Mapping[int, Any]], Any]
     ) -> Any:
-        limit_s = self._engine.config.timeouts.lengthy_s
-        return self._engine.coordinator.agree(
+        limit_s = self._ranks.config.timeouts.lengthy_s
+        return self._ranks.coordinator.agree(
             kind, timeout_s=limit_s, must_match={"path": path}, local=local, decide=decide, phase=f"reading {path}"
         )
 

@@ -12,10 +12,8 @@ from typing import Any
 from safe_ckpt.core.formats import file_plan, hugging_face, safetensors, torch_reading
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.home.home import Home
-from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Reader
+from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Ranks, Reader
 from safe_ckpt.core.resuming.host_cache import Host
-from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.state.items import PerRank, Shards
 from safe_ckpt.core.state.planner import SHARDED
 from safe_ckpt.core.storage.inside import checked_name
@@ -32,22 +30,24 @@ class StoredItems:
         state: as given to ``resume``.
         rank: this rank.
         world_size: how many there are.
+        whole: verify shards before they are read, and on rank 0 what nobody reads; else only what is read into memory.
 
     Attributes:
         verified: the manifest of what was read last, with the files that were verified, on any rank.
     """
 
-    def __init__(self, state: Mapping[str, Any], rank: int, world_size: int) -> None:
+    def __init__(self, state: Mapping[str, Any], rank: int, world_size: int, *, whole: bool = True) -> None:
         self._state = state
         self._rank = rank
         self._world_size = world_size
+        self._whole = whole
         self.verified: Manifest | None = None
 
-    def reader(self, engine: Engine, home: Home) -> Reader:
-        """What reads a candidate in ``home``."""
-        if home.is_mounted:
-            return FileReader(engine, self.load)
-        return ObjectReader(engine, self.wanted, self.load_fetched, lambda: self.verified)
+    def reader(self, ranks: Ranks, *, mounted: bool, held: bool = True) -> Reader:
+        """What reads a candidate: in a file system that is mounted, or in a store; see ``FileReader``."""
+        if mounted:
+            return FileReader(ranks, self.load, held=held)
+        return ObjectReader(ranks, self.wanted, self.load_fetched, lambda: self.verified)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Read from a file system that all ranks share, each sharded file once. On rank 0 all is verified, on any by some rank.
@@ -61,7 +61,7 @@ class StoredItems:
         manifest = read_manifest(path)
         everyone = Host(ranks=tuple(range(self._world_size)), place=self._rank)
         loaded, read = self._load(path, manifest, path, everyone, {entry.path for entry in manifest.files})
-        if self._rank == 0:
+        if self._rank == 0 and self._whole:
             # Rank 0 verifies the files that no rank loads: a checkpoint is good as a whole or not at all.
             asked = {file for name in self._state for file in manifest.items[name]["files"].values()}
             elsewhere = {one.path for one in manifest.files if 0 < one.rank < self._world_size and one.path in asked}
@@ -113,7 +113,7 @@ class StoredItems:
         """
         needed = self._needed(manifest, source)
         sharded = self._sharded(manifest, needed)
-        if sharded:
+        if sharded and self._whole:
             verify(folder, manifest, only=set(sharded[host.place :: len(host.ranks)]), cached=True)
         loaded: dict[str, Any] = {}
         for name, file in needed.items():

@@ -21,7 +21,7 @@ from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.state.planner import refuse_differences
-from safe_ckpt.core.storage.copier import FileCopy
+from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.writer.existing import Existing
@@ -65,11 +65,13 @@ class Content:
     Attributes:
         files: planned files; for a checkpoint that is a single file, one on rank 0.
         copies: files that are copied as they are. ``save`` returns when they have been copied.
+        in_place: files of ``OnCommit.prefilled`` that this rank hashes: their paths in the checkpoint, and no source.
         folders: below the checkpoint's directory, for files that go into one; the same on all ranks.
     """
 
     files: Sequence[FilePlan] = ()
     copies: Sequence[FileCopy] = ()
+    in_place: Sequence[FileCopy] = ()
     folders: Sequence[str] = ()
 
     @property
@@ -80,7 +82,7 @@ class Content:
     @property
     def writes(self) -> bool:
         """Whether this rank writes anything."""
-        return bool(self.files or self.copies)
+        return bool(self.files or self.copies or self.in_place)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +109,8 @@ class Streamed(Content):
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for copies: they are read on the thread that streams."""
-        if self.copies:
-            raise ValueError("copies: files cannot be copied in a save that is streamed")
+        if self.copies or self.in_place:
+            raise ValueError("copies, in_place: files cannot be read in a save that is streamed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +149,8 @@ class OnCommit:
 
     Attributes:
         prefilled: a folder from ``homes.open_folder`` that already holds files of the checkpoint; None for none.
+        stamps: of the files in ``prefilled``, by path: it holds these and no others, and none changes before the commit; None
+            where the ranks report none of them, and rank 0 hashes what it finds there.
         carry: predicate: files in the directory that is replaced, of those that no save of ours wrote, for which it is true
             are kept in the new one; None for none.
         links: further names of a single file.
@@ -156,6 +160,7 @@ class OnCommit:
     """
 
     prefilled: Path | None = None
+    stamps: Mapping[str, Stamp] | None = None
     carry: Callable[[str], bool] | None = None
     links: Sequence[Link] = ()
     pointers: Sequence[Pointer] = ()
@@ -221,6 +226,7 @@ class SaveRequest:
             needed_bytes=needed_bytes,
             folders=self.content.folders,
             prefilled=self.on_commit.prefilled,
+            stamps=self.on_commit.stamps,
             carry=self.on_commit.carry,
             links=self.on_commit.links,
             pointers=self.on_commit.pointers,

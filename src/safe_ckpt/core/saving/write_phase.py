@@ -128,11 +128,12 @@ class WritePhase:
         return WriteJob(name=self._job.name, rank=self._rank, folder=str(self._job.folder), **what)
 
     def _copy_files(self) -> list[WrittenFile]:
-        """Copy what lies in files. The caller goes on once they are read."""
-        job = self._job
-        if not job.request.content.copies:
+        """Copy what lies in files, and hash what is there already. The caller goes on once they are read."""
+        job, content = self._job, self._job.request.content
+        chosen = [*content.copies, *content.in_place]
+        if not chosen:
             return []
-        copies = [dataclasses.replace(copy, path=f"{job.folder}/{copy.path}") for copy in job.request.content.copies]
+        copies = [dataclasses.replace(copy, path=f"{job.folder}/{copy.path}") for copy in chosen]
         try:
             results = self._run_writer(copies=copies)
         except OSError:
@@ -144,7 +145,9 @@ class WritePhase:
 
     def _refuse_changed(self, copies: Sequence[FileCopy]) -> None:
         if (changed := first_changed(copies)) is not None:
-            cause = f"{changed}: it changed while it was being copied: nothing may write to it until the call returns"
+            place = changed.removeprefix(f"{self._job.folder}/")
+            until = "the call returns" if place == changed else "the checkpoint is committed"
+            cause = f"{place}: it changed while it was being read: nothing may write to it until {until}"
             raise SourceChangedError(name=self._job.name, cause=cause, source=changed, rank=self._rank)
 
     def _await_copy(self, job: SaveJob) -> None:

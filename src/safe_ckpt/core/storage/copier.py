@@ -1,5 +1,7 @@
 """Copying files: cloned where the file system can, else read and written in large pieces, and hashed either way.
 
+A file that is in its place already, because another tool wrote it there, is hashed and made durable.
+
 Used by the writer process, and by the parent when it has to copy itself. Standard library and xxhash only. Several files are
 under way at a time, so that reading one goes on while another is written.
 """
@@ -13,7 +15,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import xxhash
@@ -62,20 +64,32 @@ class Stamp:
             ctime_ns=status.st_ctime_ns,
         )
 
+    @property
+    def everywhere(self) -> Stamp:
+        """What every host sees alike of a file that they share: its size and when it was written."""
+        return replace(self, device=0, inode=0, ctime_ns=0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FileCopy:
     """One file to copy.
 
     Attributes:
-        source: where its bytes are.
+        source: where its bytes are; "" for in ``path`` already.
         path: where they go: relative to the checkpoint in a request, absolute in a job.
-        stamp: of the source when the copy was planned.
+        stamp: of the source when the copy was planned; of a file that is in its place ``everywhere``.
+        known: the digest of a file that is in its place, where that is known: it is not read; "" for none.
     """
 
     source: str
     path: str
     stamp: Stamp
+    known: str = ""
+
+    @property
+    def read(self) -> str:
+        """The file that is read."""
+        return self.source or self.path
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-able data."""
@@ -91,10 +105,11 @@ def first_changed(copies: Sequence[FileCopy]) -> str | None:
     """The first source that is not what it was when its copy was planned; None when all are."""
     for copy in copies:
         try:
-            if Stamp.of(os.stat(copy.source)) != copy.stamp:
-                return copy.source
+            now = Stamp.of(os.stat(copy.read))
+            if (now if copy.source else now.everywhere) != copy.stamp:
+                return copy.read
         except FileNotFoundError:
-            return copy.source
+            return copy.read
     return None
 
 
@@ -168,9 +183,12 @@ class _Batch:
         """Copy one file. It is not durable before ``sync``."""
         self._progress.entered("write")
         try:
-            fd, direct = create_file(copy.path, self._options.direct)
+            if copy.source:
+                fd, direct = create_file(copy.path, self._options.direct)
+            else:
+                fd, direct = os.open(copy.path, os.O_RDONLY | os.O_CLOEXEC), False
             self._written.append((fd, copy))
-            digest = self._pour(copy, fd, direct=direct)
+            digest = copy.known or self._pour(copy, fd if copy.source else -1, direct=direct)
         except OSError as error:
             raise OSError(error.errno, error.strerror, error.filename or copy.path) from error
         return WrittenFile(path=copy.path, size_bytes=copy.stamp.size_bytes, xxh3_128=digest)
@@ -185,7 +203,7 @@ class _Batch:
             except OSError as error:
                 raise OSError(error.errno, error.strerror, copy.path) from error
             if size != copy.stamp.size_bytes:
-                message = f"{copy.stamp.size_bytes} bytes were to be copied and the copy has {size}"
+                message = f"{copy.stamp.size_bytes} bytes were to be there and it has {size}"
                 raise OSError(errno.EIO, message, copy.path)
 
     def close(self) -> None:
@@ -195,9 +213,15 @@ class _Batch:
             os.close(fd)
 
     def _pour(self, copy: FileCopy, fd: int, *, direct: bool) -> str:
-        """Read the source to its end, hash it, and write it unless the file system shares the blocks. Returns the digest."""
-        with opened(copy.source, os.O_RDONLY) as source:
-            cloned, cached = _clone(source, fd), _is_cached(source)
+        """Read the source to its end, hash it, and write it unless the file system shares the blocks. Returns the digest.
+
+        Args:
+            copy: what to read.
+            fd: where it goes; -1 for nowhere: it is there.
+            direct: whether ``fd`` was opened for direct writing.
+        """
+        with opened(copy.read, os.O_RDONLY) as source:
+            cloned, cached = fd < 0 or _clone(source, fd), _is_cached(source)
             os.posix_fadvise(source, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             digest = self._move(copy, source, -1 if cloned else fd, direct=direct)
             if not cached:  # it was not in the page cache before, and is not needed there now
@@ -225,7 +249,7 @@ class _Batch:
                     raise OSError(errno.ECANCELED, "stopped", copy.path)
                 count = ahead.result() if ahead is not None else load(here, at)
                 if not count:
-                    raise OSError(errno.EIO, f"the file ends after {at} of {length} bytes", copy.source)
+                    raise OSError(errno.EIO, f"the file ends after {at} of {length} bytes", copy.read)
                 more = at + count < length
                 ahead = self._readers.submit(load, there, at + count) if more and self._ahead else None
                 if fd >= 0:

@@ -165,7 +165,7 @@ class WriterSupervisor:
             except PermissionError as error:
                 # A descriptor of this process is its own where it has changed its user, or where /proc hides it.
                 read = (*job.copies, *(one.instead for one in job.adoptions))
-                if error.filename not in {copy.source for copy in read if copy is not None}:
+                if error.filename not in {copy.read for copy in read if copy is not None}:
                     self._drop_child()
                     raise
                 return self._write_here(job, stop)
@@ -212,8 +212,10 @@ class WriterSupervisor:
         return size_bytes > self._config.inline_bytes
 
     def _is_small(self, job: WriteJob) -> bool:
-        copies = any(one.instead is not None for one in job.adoptions) or bool(job.copies)
-        return not copies and not self.needs_process(sum(task.length for task in job.files))
+        if any(one.instead is not None for one in job.adoptions) or any(copy.source for copy in job.copies):
+            return False
+        sizes = [*(task.length for task in job.files), *(copy.stamp.size_bytes for copy in job.copies)]
+        return not self.needs_process(sum(sizes))
 
     def _write_aside(self, job: WriteJob, stop: Callable[[], None]) -> list[WrittenFile] | None:
         """Write on the thread; None if it does not return, or the system gives no more threads."""

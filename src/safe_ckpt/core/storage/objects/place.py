@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.options import StorageOptions, is_url, require_obstore, variables
 from safe_ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from safe_ckpt.config import StorageConfig
 
 
 class ObjectPath:
@@ -124,3 +128,14 @@ def _reopened(address: str) -> ObjectPath:
 def _bucket(scheme: str, name: str, options: StorageOptions, seen: tuple[tuple[str, str], ...]) -> Bucket:
     del seen  # what it found in the environment: where that has changed, it is another one
     return Bucket(scheme, name, options)
+
+
+def place_of(path: str | os.PathLike[str], storage: StorageConfig, give_up_after_s: float) -> Place:
+    """What a user has named: an address, or a path, which is made absolute as a program may change its working directory.
+
+    Raises:
+        ConfigError: see ``open_place``.
+    """
+    if is_url(path):
+        return open_place(os.fspath(path), StorageOptions.of(storage, give_up_after_s))
+    return Path(os.path.abspath(path))

@@ -1,0 +1,213 @@
+"""Reading a directory that nobody here holds: another user's run, a read-only mount, a bucket, beside a live job or none.
+
+Nothing is written, and nothing is moved into quarantine. Whoever holds the directory may delete or replace what is being
+read. Then the next newest is read instead, and what was put into place of the other one is replaced with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
+from safe_ckpt.core.coordination.process_groups import ProcessGroup
+from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
+from safe_ckpt.core.formats.verify import verify_entry
+from safe_ckpt.core.home.candidates import is_of_step
+from safe_ckpt.core.home.home import Candidate, Home, candidate_at, home_at, is_one, is_there, name_below
+from safe_ckpt.core.home.standing import standing_of
+from safe_ckpt.core.home.visibility import listed
+from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Reader, judge
+from safe_ckpt.core.resuming.items import StoredItems
+from safe_ckpt.core.state.items import Restoring
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.errors import NoValidCheckpointError, RestoreError, SafeCheckpointError, naming
+
+logger = logging.getLogger(__name__)
+_SURVEYS_S = 60.0
+"""For how long what there is is listed again. A job that saves quickly and keeps one may delete each while it is read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visitors:
+    """Ranks that read together and hold nothing. See ``Ranks``."""
+
+    config: CheckpointConfig
+    coordinator: Coordinator
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.coordinator.rank
+
+    def agree(self, kind: str, **options: Any) -> Any:
+        """See ``Ranks``."""
+        return self.coordinator.agree(kind, timeout_s=self.config.timeouts.barrier_s, **options)
+
+
+@contextlib.contextmanager
+def visiting(config: CheckpointConfig, group: ProcessGroup | None) -> Iterator[Visitors]:
+    """The ranks of a group, which read together in here. Every rank calls this.
+
+    Raises:
+        RendezvousTimeout: some ranks did not come.
+    """
+    coordinator = open_coordinator(group, config.timeouts, network=config.network)
+    try:
+        yield Visitors(config=config, coordinator=coordinator)
+    finally:
+        coordinator.release(keep=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """One look at a place. Every method is called on every rank.
+
+    Attributes:
+        ranks: those that read.
+        place: a directory of checkpoints, or one of them.
+        step: only the one of this step; None for any.
+    """
+
+    ranks: Visitors
+    place: Place
+    step: int | None = None
+
+    def load(self, state: Mapping[str, Any], *, verify: bool) -> CheckpointInfo:
+        """Restore the newest into ``state``; see ``safe_ckpt.load``."""
+        return self._first(lambda info: self._load(info, state, verify=verify))
+
+    def newest(self, *, verify: bool) -> CheckpointInfo | None:
+        """The newest that is in order; see ``safe_ckpt.newest``."""
+        try:
+            return self._first(lambda info: self._verify(info) if verify else None)
+        except NoValidCheckpointError as error:
+            if error.rejected:
+                raise
+            return None
+
+    def _first(self, use: Callable[[CheckpointInfo], dict[str, Any] | None]) -> CheckpointInfo:
+        """The first that ``use`` has nothing against; what it says of one is the same on all ranks.
+
+        Raises:
+            NoValidCheckpointError: there is none; says why the others are not used.
+        """
+        rejected: dict[str, str] = {}
+        until, goes_on = time.monotonic() + min(_SURVEYS_S, self.ranks.config.timeouts.barrier_s), True
+        while goes_on:
+            must_match = {"directory": self.place, "step": self.step}
+            seen = self.ranks.agree("look", must_match=must_match, decide=lambda _: self._survey(until))
+            rejected, goes_on = dict(seen["rejected"]), False
+            for facts in seen["order"]:
+                info = CheckpointInfo.from_json(facts, beside=self.place)
+                verdict = use(info)
+                if verdict is None:
+                    return info
+                logger.warning("%s is passed over: %s", info.path, verdict["why"])
+                rejected[info.name] = verdict["why"]
+                goes_on |= verdict["kind"] == "missing" and not seen["last"]
+        raise self._nothing(rejected)
+
+    def _survey(self, until: float) -> dict[str, Any]:
+        """On rank 0: what a resume takes, in its order, why it takes nothing else, and whether time is up then."""
+        with naming(rank=0, phase="looking for checkpoints", path=str(self.place)):
+            alone = is_there(self.place) and is_one(self.place)
+            found = [candidate_at(self.place)] if alone else listed(self._candidates, self.ranks.config.timeouts)
+        found = [c for c in found if c is not None and (self.step is None or is_of_step(c, self.step))]
+        standing = standing_of(found, named=alone or self.step is not None)
+        why = {self._name(c): standing.by_name_only[c.path] for c in found if c.path in standing.by_name_only}
+        return {
+            "order": [c.told.to_json() for c in standing.order],
+            "rejected": {self._name(c): c.problem for c in standing.unusable} | why,
+            "last": time.monotonic() > until,
+        }
+
+    @property
+    def _home(self) -> Home:
+        """Where it lies; it is not opened."""
+        return home_at(self.place, lease_s=self.ranks.config.lease_s)
+
+    def _candidates(self) -> list[Candidate]:
+        try:
+            return self._home.look()
+        except FileNotFoundError:
+            return []
+
+    def _name(self, candidate: Candidate) -> str:
+        return name_below(self.place, candidate.path) or candidate.path.name
+
+    def _nothing(self, rejected: Mapping[str, str]) -> NoValidCheckpointError:
+        path = str(self.place)
+        if rejected:
+            message = "there are checkpoints, but none can be used"
+        else:
+            message = "there is no checkpoint" + (f" of step {self.step}" if self.step is not None else "")
+        return NoValidCheckpointError(path=path, message=message, rejected=dict(rejected))
+
+    def _load(self, info: CheckpointInfo, state: Mapping[str, Any], *, verify: bool) -> dict[str, Any] | None:
+        ranks = self.ranks
+        items = StoredItems(state, ranks.rank, ranks.coordinator.size, whole=verify)
+        reader = items.reader(ranks, mounted=self._home.is_mounted, held=False)
+        try:
+            loaded, verdict = reader.try_one(info.path, ours=info.verified)
+            if verdict is not None:
+                return verdict
+            restoring = Restoring(state, loaded, info.path)
+            nowhere = ranks.agree("fits", local=restoring.compare, decide=restoring.agree, phase="restore")
+            apply = functools.partial(self._apply, info, restoring, nowhere)
+            return _verdict_of(ranks, "restored", info, apply)
+        finally:
+            reader.close()
+
+    def _apply(self, info: CheckpointInfo, restoring: Restoring, nowhere: Mapping[str, Any]) -> dict[str, str]:
+        """Put it into place. Shards are read here: another job may have deleted or replaced them since they were verified."""
+        try:
+            restoring.apply(nowhere)
+        except RestoreError:
+            if self._is_still(info):
+                raise
+        return {} if self._is_still(info) else {"missing": f"{info.path}: was deleted or replaced while it was read"}
+
+    def _is_still(self, info: CheckpointInfo) -> bool:
+        try:
+            return read_manifest(info.path).op_id == info.op_id
+        except (OSError, SafeCheckpointError):
+            return False
+
+    def _verify(self, info: CheckpointInfo) -> dict[str, Any] | None:
+        """Compare each file with what was written, each rank a share of them."""
+        rank, size = self.ranks.rank, self.ranks.coordinator.size
+
+        def share(place: Place) -> None:
+            files = sorted(read_manifest(place).files, key=lambda entry: (-entry.size_bytes, entry.path))
+            for entry in files[rank::size]:
+                verify_entry(place, entry, cached=True)
+
+        reader: Reader = FileReader(self.ranks, share, held=False)
+        if not self._home.is_mounted:
+            reader = ObjectReader(self.ranks, lambda *_: [], lambda place, *_: share(place), lambda: None)
+        try:
+            return reader.try_one(info.path, ours=True)[1]
+        finally:
+            reader.close()
+
+
+def _verdict_of(
+    ranks: Visitors, kind: str, info: CheckpointInfo, action: Callable[[], dict[str, str]]
+) -> dict[str, Any] | None:
+    """Why all pass it over: what ``action`` said on one of them."""
+    verdict: dict[str, Any] | None = ranks.coordinator.agree(
+        kind,
+        timeout_s=ranks.config.timeouts.lengthy_s,
+        must_match={"path": info.path},
+        local=action,
+        decide=judge,
+        phase=f"reading {info.path}",
+    )
+    return verdict

@@ -1,0 +1,100 @@
+"""Reading checkpoints without holding their directory: for evaluation, fine-tuning, serving, beside a live job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from safe_ckpt.core.coordination.agreed_config import config_and_more
+from safe_ckpt.core.resuming.visit import Visit, visiting
+from safe_ckpt.core.saving.save import check_step
+from safe_ckpt.core.storage.objects.place import place_of
+
+if TYPE_CHECKING:
+    from safe_ckpt.config import CheckpointConfig
+    from safe_ckpt.core.coordination.process_groups import ProcessGroup
+    from safe_ckpt.core.formats.manifest import CheckpointInfo
+    from safe_ckpt.core.storage.objects.place import Place
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    step: int | None = None,
+    verify: bool = True,
+    group: ProcessGroup | None = None,
+) -> CheckpointInfo:
+    """Restore a checkpoint of ``Checkpointer`` into ``state``, in place, as ``resume`` does. Every rank calls this.
+
+    The directory is only read: it may be another user's, a read-only mount, a bucket, or in use by a live job, and nothing
+    in it is changed. Any number of ranks may read what any number has saved. If the live job deletes what is being read, or
+    saves that step again, the next newest is restored instead, as a whole; never a mixture::
+
+        info = safe_ckpt.load("/shared/alice/run", {"model": model})  # weights alone: give only these names
+
+    Args:
+        path: a directory of checkpoints, one checkpoint in it, or the address of either in an object store.
+        state: names that were given to ``save``, or some of them. Values that cannot change in place, such as numbers, are
+            replaced in the mapping.
+        step: the one of this step alone; None for the newest that is in order and has no bad numbers.
+        verify: compare all of it with what was written first. With False only what is read whole is compared; shards,
+            and files that nobody reads, are not.
+        group: the ranks; None means WORLD, or this process alone when there is no process group.
+
+    Returns:
+        What was restored.
+
+    Raises:
+        NoValidCheckpointError: there is no checkpoint, or none is usable; says why, name by name.
+        RestoreError: the checkpoint does not fit the state; names the item.
+        DirectoryError: a file could not be read; names path and rank.
+        StateError: ``step`` is no step.
+        DesyncError: the ranks ask for different things.
+        RendezvousTimeout: some ranks did not call this; names them.
+    """
+    with _visit(path, step, group) as visit:
+        return visit.load(state, verify=verify)
+
+
+def newest(
+    directory: str | os.PathLike[str], group: ProcessGroup | None = None, verify: bool = True
+) -> CheckpointInfo | None:
+    """The newest checkpoint that is committed, whole and without bad numbers. Every rank calls this, and gets the same one.
+
+    Its ``path`` is then read by whatever wrote it, see ``publishing``. The directory is only read, as by ``load``::
+
+        info = safe_ckpt.newest("runs/exp")
+        if info is not None:
+            model.load_state_dict(torch.load(info.path / "model.pt"))
+
+    Args:
+        directory: where the checkpoints are, or the address of an object store.
+        group: the ranks; None means WORLD, or this process alone when there is no process group.
+        verify: compare its bytes with what was written, each rank a share of the files.
+
+    Returns:
+        None when there is no checkpoint, nor a directory.
+
+    Raises:
+        NoValidCheckpointError: there are checkpoints and none is usable; says why, name by name.
+        DirectoryError: a file could not be read; names path and rank.
+        DesyncError: the ranks ask for different directories.
+        RendezvousTimeout: some ranks did not call this; names them.
+    """
+    with _visit(directory, None, group) as visit:
+        return visit.newest(verify=verify)
+
+
+@contextlib.contextmanager
+def _visit(path: str | os.PathLike[str], step: int | None, group: ProcessGroup | None) -> Iterator[Visit]:
+    def place(config: CheckpointConfig) -> Place:
+        if step is not None:
+            check_step(step)
+        return place_of(path, config.storage, config.timeouts.lengthy_s)
+
+    config, where = config_and_more(None, place, group)
+    with visiting(config, group) as ranks, ranks.coordinator.together("load"):
+        yield Visit(ranks=ranks, place=where, step=step)
