@@ -103,7 +103,7 @@ def test_fsdp2_goes_on_from_what_every_rank_saved(tmp_path):
 
 
 def test_the_plugin_saves_whole_files_that_stock_fabric_reads(tmp_path):
-    """``fabric.save`` writes a verified file with the state's step. Stock Fabric and ``torch.load`` read it, and list knows it."""
+    """``fabric.save`` writes a verified file with the state's step. Stock Fabric and torch read it, and list knows it."""
     fabric, path = one_device(SafeCheckpointIO()), tmp_path / "run/a.ckpt"
     model, optimizer = fabric.setup(net := torch.nn.Linear(3, 2), torch.optim.AdamW(net.parameters()))
     fabric.save(path, {"model": model, "optimizer": optimizer, "step": 7})
