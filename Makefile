@@ -125,6 +125,10 @@ examples: .venv/ready  ## run every example, twice where it resumes
 	STEPS=20 $(BIN)/python -W ignore examples/publish_any_saver.py runs/examples/publish
 	STEPS=40 $(BIN)/python -W ignore examples/publish_any_saver.py runs/examples/publish
 	STEPS=20 $(BIN)/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 examples/publish_any_saver.py runs/examples/publish-ranks
+	STEPS=20 $(BIN)/python -W ignore examples/dcp_one_import.py runs/examples/dcp
+	STEPS=40 $(BIN)/python -W ignore examples/dcp_one_import.py runs/examples/dcp
+	STEPS=20 $(BIN)/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 examples/dcp_one_import.py runs/examples/dcp-ranks
+	STEPS=40 $(BIN)/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 3 examples/dcp_one_import.py runs/examples/dcp-ranks
 	EPOCHS=2 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 examples/fsdp2_reshard.py runs/examples/fsdp2
 	EPOCHS=4 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/fsdp2_reshard.py runs/examples/fsdp2 --export
 	EPOCHS=2 $(BIN)/python examples/lightning_digits.py runs/examples/lightning
