@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from safe_ckpt.adapters.spool import refuse_url
-from safe_ckpt.errors import ConfigError, DirectoryError, StateError
+from safe_ckpt.errors import ConfigError, DirectoryError, RestoreError, StateError
 
 LATEST = "latest"
 """As the last part of ``checkpoint_id``, where nothing has this name: the newest in the directory above."""
 _EXPORT = "for HuggingFaceStorageWriter's layout use Checkpointer.export"
+
+
+@contextlib.contextmanager
+def named_rank(rank: int, size: int) -> Iterator[None]:
+    """What is refused in here says on which rank, where there are several: all of them raise it."""
+    try:
+        yield
+    except (ConfigError, RestoreError) as error:
+        if size == 1:
+            raise
+        raise dataclasses.replace(error, message=f"{error.message} (rank {rank})") from None
 
 
 def path_of(checkpoint_id: str | os.PathLike[str] | None, call: str) -> Path:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.stateful import Stateful
 
 from safe_ckpt.core.coordination.agreed_config import config_and_more
+from safe_ckpt.core.coordination.process_groups import group_of
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.formats.verify import verify_share
 from safe_ckpt.core.home.candidates import look_at
@@ -20,7 +21,7 @@ from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.resuming.visit import Visit, visiting
 from safe_ckpt.core.sharding.dcp_load import Loading
 from safe_ckpt.core.storage import presence
-from safe_ckpt.dcp.arguments import LATEST, check_loading, check_state, path_of
+from safe_ckpt.dcp.arguments import LATEST, check_loading, check_state, named_rank, path_of
 from safe_ckpt.dcp.saver import candidates, given_config, is_stock, ranks_of, settle, step_of
 from safe_ckpt.layouts.table import DCP_METADATA
 
@@ -68,11 +69,13 @@ def load(
     """
     group = ranks_of(process_group, no_dist=no_dist)
     settle(group)
+    facts = group_of(group)
 
     def check(_: CheckpointConfig) -> Path:
-        check_loading(storage_reader, planner)
-        check_state(state_dict)
-        return path_of(checkpoint_id, "load")
+        with named_rank(facts.rank, facts.size):
+            check_loading(storage_reader, planner)
+            check_state(state_dict)
+            return path_of(checkpoint_id, "load")
 
     config, path = config_and_more(given_config(), check, group)
     with visiting(config, group) as ranks, ranks.coordinator.together("load"):
@@ -126,7 +129,8 @@ def _load(
         verify_share(path, ranks.rank, ranks.coordinator.size)
 
     def compare() -> None:
-        loading.append(Loading(folder, state, planner, is_coordinator=ranks.rank == 0))
+        with named_rank(ranks.rank, ranks.coordinator.size):
+            loading.append(Loading(folder, state, planner, is_coordinator=ranks.rank == 0))
 
     reader = FileReader(ranks, share, held=False)
     try:

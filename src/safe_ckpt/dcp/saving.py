@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from safe_ckpt.core.home.visibility import Patience
 from safe_ckpt.core.sharding.dcp_read import read_metadata
-from safe_ckpt.dcp.arguments import check_saving, check_state, check_target, path_of
+from safe_ckpt.dcp.arguments import check_saving, check_state, check_target, named_rank, path_of
 from safe_ckpt.dcp.saver import DcpSaver, ranks_of, saver_for
 from safe_ckpt.layouts.table import DCP_METADATA
 
@@ -202,11 +202,12 @@ def _begin(
     staged: _Staged | None = None,
 ) -> tuple[Path, SaveHandle]:
     def check() -> Path:
-        check_saving(storage_writer, planner, use_collectives=use_collectives)
-        check_state(state_dict)
-        path = path_of(checkpoint_id, "save")
-        check_target(path)
-        return path
+        with named_rank(saver.engine.rank, saver.engine.coordinator.size):
+            check_saving(storage_writer, planner, use_collectives=use_collectives)
+            check_state(state_dict)
+            path = path_of(checkpoint_id, "save")
+            check_target(path)
+            return path
 
     def state() -> dict[str, Any]:
         plain = {
