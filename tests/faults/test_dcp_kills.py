@@ -15,7 +15,9 @@ from kit.thorough import THOROUGH
 from safe_ckpt import CheckpointConfig, dcp
 from safe_ckpt.errors import NoValidCheckpointError
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP's own, which reads what ours saved
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled"
+)  # DCP's own, which reads what ours saved
 JOB = """
 import sys, torch
 from safe_ckpt import Retention, dcp

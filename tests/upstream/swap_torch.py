@@ -1,4 +1,4 @@
-"""A pytest plugin: ``save``, ``async_save`` and ``load`` of ``torch.distributed.checkpoint`` are ours, in every process of a test.
+"""A pytest plugin: ``save``, ``async_save`` and ``load`` of ``torch.distributed.checkpoint`` are ours in every process.
 
 A ``FileSystemWriter`` or ``FileSystemReader`` becomes ``checkpoint_id``, as docs/start/dcp.md tells users to write it; other
 storages are given to ours, which refuses them. The two deprecated names are swapped as well: most of these tests use them.
