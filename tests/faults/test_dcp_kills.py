@@ -22,7 +22,7 @@ JOB = """
 import sys, torch
 from safe_ckpt import Retention, dcp
 from safe_ckpt.errors import NoValidCheckpointError
-directory = sys.argv[1]
+directory, name = sys.argv[1:]
 dcp.configure(retention=Retention(keep_last=1))
 state = {"step": 0, "deep": {"tensor": torch.zeros(1 << 18)}}
 try:
@@ -36,7 +36,7 @@ upload = None
 while True:
     state["step"] += 1
     state["deep"]["tensor"].fill_(state["step"])
-    before, upload = upload, dcp.async_save(state, checkpoint_id=f"{directory}/step-{state['step']}")
+    before, upload = upload, dcp.async_save(state, checkpoint_id=f"{directory}/{name.format(state['step'])}")
     if before is not None:
         before.result()
         print("DONE", state["step"] - 1, flush=True)
@@ -55,12 +55,14 @@ def _newest(directory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_kills_lose_nothing_that_was_saved(tmp_path):
-    """6 SIGKILLs with keep_last=1, 20 in ``make faults``: what was announced is there, and stock reads what has a name."""
+@pytest.mark.parametrize("name", ["step-{}", "last"])
+def test_kills_lose_nothing_that_was_saved(tmp_path, name):
+    """6 SIGKILLs with keep_last=1, 20 in ``make faults``: what was announced is there, and stock reads what has a name. So it
+    is where one folder is saved again and again."""
     seed = int(os.environ.get("SAFE_CKPT_KILL_SEED") or random.randrange(1 << 30))
     chance, announced, run = random.Random(seed), 0, tmp_path / "run"
     for trial in range(20 if THOROUGH else 6):
-        job = subprocess.Popen([sys.executable, "-c", JOB, run], stdout=subprocess.PIPE, text=True)
+        job = subprocess.Popen([sys.executable, "-c", JOB, run, name], stdout=subprocess.PIPE, text=True)
         try:
             begun = int(job.stdout.readline().split()[1])
             assert begun >= announced, f"seed {seed}, trial {trial}: it went back to {begun} from {announced}"
@@ -74,7 +76,7 @@ def test_kills_lose_nothing_that_was_saved(tmp_path):
         step, values = _newest(run)
         assert step >= announced, f"seed {seed}, trial {trial}"
         assert values == [float(step)], f"seed {seed}, trial {trial}"
-        for folder in run.glob("step-*"):
+        for folder in run.glob("[!.]*"):
             state = {"step": 0, "deep": {"tensor": torch.zeros(1 << 18)}}
             stock.load(state, checkpoint_id=folder, no_dist=True)
             assert state["deep"]["tensor"].unique().tolist() == [float(state["step"])], f"seed {seed}, trial {trial}"
