@@ -1,10 +1,13 @@
 """``safe_ckpt.dcp``: real ranks save and load as with ``torch.distributed.checkpoint``; what fails is seen by all."""
 
+import datetime
+import io
 import os
 import resource
 import signal
 import time
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -449,6 +452,29 @@ def test_nothing_is_run_of_what_is_loaded(tmp_path):
     state = {"t": torch.zeros(2)}
     dcp.load(state, checkpoint_id=tmp_path / "one")
     assert state["t"].all()
+
+
+def test_what_a_load_will_refuse_is_said_at_the_save(tmp_path, caplog):
+    """Once for each class, with what to do; then it is loaded. Arrays and ``BytesIO`` need nothing."""
+    state = {
+        "at": datetime.date(2026, 1, 2),
+        "array": numpy.arange(3),
+        "bytes": io.BytesIO(b"abc"),
+        "scalar": numpy.float64(2),
+    }
+    for _ in range(2):
+        dcp.save(state, checkpoint_id=tmp_path / "one")
+    assert [record.message for record in caplog.records if "a load will refuse" in record.message] == [
+        record.message for record in caplog.records if "datetime.date" in record.message
+    ]
+    assert caplog.text.count("datetime.date") == 1
+    found = dict.fromkeys(state)
+    with pytest.raises(SafeCheckpointError, match="at cannot be read"):
+        dcp.load(found, checkpoint_id=tmp_path / "one")
+    with torch.serialization.safe_globals([datetime.date]):
+        dcp.load(found, checkpoint_id=tmp_path / "one")
+    assert (found["at"], found["scalar"], found["bytes"].getvalue()) == (state["at"], 2, b"abc")
+    assert (found["array"] == state["array"]).all()
 
 
 def test_retention_among_siblings_of_one_kind(tmp_path):

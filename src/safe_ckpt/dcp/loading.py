@@ -68,7 +68,7 @@ def load(
         RendezvousTimeout: some ranks did not call this; names them.
     """
     group = ranks_of(process_group, no_dist=no_dist)
-    settle(group)
+    settle()
     facts = group_of(group)
 
     def check(_: CheckpointConfig) -> Path:
