@@ -280,8 +280,14 @@ def test_stock_and_ours_in_one_directory(tmp_path):
     dcp.save({"step": 5}, checkpoint_id=tmp_path / "step-5")
     dcp.load(state, checkpoint_id=tmp_path)
     assert state == {"step": 5}
-    with pytest.raises(NoValidCheckpointError):
+    with pytest.raises(NoValidCheckpointError, match="there is no checkpoint"):
         dcp.load(state, checkpoint_id=tmp_path / "step-20")
+    (tmp_path / "step-5/.metadata").unlink()
+    with pytest.raises(NoValidCheckpointError, match=r"step-5.*\n.*\.metadata"):
+        dcp.load(state, checkpoint_id=tmp_path / "step-5")
+    os.symlink("step-7", tmp_path / "latest")  # a name that is there is that
+    dcp.load(state, checkpoint_id=tmp_path / "latest")
+    assert state == {"step": 7}
 
 
 def _overwriting(rank, path, module):
