@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint._traverse
 import torch.distributed.checkpoint.filesystem
 import torch.distributed.checkpoint.metadata
+import torch.distributed.checkpoint.staging
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.utils.data._utils.pin_memory
@@ -45,6 +46,7 @@ OPTIMIZER = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 TYPED = TypedStorage(wrap_storage=TENSOR.untyped_storage(), dtype=torch.float32, _internal=True)
 LOADER = torch.utils.data.DataLoader([1])
 SELF = ("self",)
+STAGING = torch.distributed.checkpoint.staging.StagingOptions(False, False, False, False)
 
 TORCH = [
     Part(NamedTuple("Pair", [("one", int)]), "_make", "core/sharding/gather.py", "a named tuple takes its fields one by one"),
@@ -100,6 +102,8 @@ TORCH = [
     Part(torch.distributed.checkpoint, "_traverse", "core/sharding/dcp_read.py", "the module of set_element"),
     Part(torch.distributed.checkpoint._traverse, "set_element", "core/sharding/dcp_read.py", "puts what is missing",
          ("root_dict", "path", "value")),
+    Part(torch.distributed.checkpoint.staging.DefaultStager(STAGING), "_config",
+         "dcp/saving.py", "whether a stager returns a future"),
     Part(torch.distributed.checkpoint.filesystem, "_StorageInfo", "core/sharding/dcp_plan.py", "where an entry lies in a file",
          ("relative_path", "offset", "length")),
 ]  # fmt: skip
