@@ -102,3 +102,19 @@ class Whole(Strategy):
             gathered = gather_nested(states, engine.config.timeouts.lengthy_s, engine.group)
             files = [] if gathered is None else list(self._files_of(gathered))
         return Planned(files=files, error=attempt.error)
+
+
+def names_in(path: Path) -> set[str]:
+    """The names of what a directory in the layout of ``torch.distributed.checkpoint`` holds; none where it is no such.
+
+    Raises:
+        CorruptCheckpointError: its ``.metadata`` cannot be read as that.
+        HostileCheckpointError: it would run code.
+        OSError: it could not be read.
+    """
+    from safe_ckpt.core.sharding.dcp_read import read_metadata  # DCP takes a while to import
+
+    try:
+        return set(read_metadata(path).state_dict_metadata)
+    except FileNotFoundError:
+        return set()
