@@ -10,9 +10,11 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from types import SimpleNamespace
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 
 import torch
+import torch.distributed.fsdp
 
 SEQ_LEN = 16
 _VOCABULARY = 2048
@@ -28,6 +30,13 @@ def on_cpu():
     torch.cpu.get_device_properties = lambda device=None: SimpleNamespace(total_memory=1 << 30)
     torch.cpu.memory_stats = lambda device=None: {}
     torch.cpu.reset_peak_memory_stats = torch.cpu.empty_cache = lambda: None
+    if not hasattr(torch.distributed, "set_timeout"):  # newer than torch 2.13; torchtitan is made for torch's nightly builds
+        torch.distributed.set_timeout = lambda timeout, group: None
+    if find_spec("triton") is None:  # kernels for experts on GPUs, which every model imports
+        kernels = ModuleType("torchtitan.distributed.minimal_async_ep")
+        kernels.combine_op = kernels.dispatch_op = kernels.init_buffer = kernels.MinimalAsyncEPDispatchMetadata = None
+        kernels.maybe_update_minimal_async_ep_config = lambda *_: None
+        sys.modules[kernels.__name__] = sys.modules[f"{kernels.__name__}.api"] = kernels
 
 
 def parts():
@@ -89,7 +98,7 @@ def config(folder, steps, manager="safe", **checkpoint):
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-    from torchtitan.config import TrainingConfig
+    from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3 import model_registry
     from torchtitan.trainer import Trainer
@@ -119,6 +128,8 @@ def config(folder, steps, manager="safe", **checkpoint):
         metrics=MetricsProcessor.Config(log_freq=1),
         checkpoint=CheckpointManager.Config(**options),
         activation_checkpoint=None,
+        debug=DebugConfig(seed=1),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
     )
 
 
@@ -142,6 +153,9 @@ def fingerprint(trainer):
 def train(folder, steps, **options):
     """A whole training, as torchtitan's ``train.py`` runs it. Returns its Trainer, closed."""
     trainer = config(folder, steps, **options).build()
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, torch.distributed.fsdp.FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not scale while it adds
     try:
         if options.get("create_seed_checkpoint"):
             trainer.checkpointer.save(curr_step=0, last_step=True)
