@@ -140,9 +140,9 @@ def test_the_model_alone_at_the_end_is_no_place_to_go_on_from(tmp_path):
     told = trained(
         tmp_path / "whole",
         (8, {"interval": 100}),
-        (5, last),
-        (8, {"manager": "stock", "keep_latest_k": 0}),
-        (8, {}),
+        (5, {**last, "dump": tmp_path / "mine"}),
+        (8, {"dump": tmp_path / "mine", "manager": "stock"}),
+        (8, {"dump": tmp_path / "mine"}),
         (5, {**last, "dump": tmp_path / "theirs", "manager": "stock"}),
         (8, {"dump": tmp_path / "theirs"}),
         (3, {**last, "dump": tmp_path / "alone", "interval": 100}),

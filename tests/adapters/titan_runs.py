@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.distributed.fsdp
+from torch.distributed.checkpoint.api import CheckpointException
 
 SEQ_LEN = 16
 _VOCABULARY = 2048
@@ -174,7 +175,7 @@ def on_rank(rank, folder, jobs):
     for steps, options in jobs:
         try:
             told.append(fingerprint(train(options.pop("dump", folder), steps, **options)))
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
             told.append(error)
     return told
 
