@@ -66,15 +66,16 @@ test-deepspeed: .venv/deepspeed  ## the DeepSpeed adapter with real engines on t
 	EPOCHS=1 $(DEEPSPEED_ENV) $(DEEPSPEED)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/examples/deepspeed
 	EPOCHS=2 $(DEEPSPEED_ENV) $(DEEPSPEED)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/examples/deepspeed
 
-# Nothing is fetched: UPSTREAM_LIGHTNING, _ACCELERATE, _TRANSFORMERS and _DEEPSPEED are checkouts of the installed versions; any of
+# Nothing is fetched: UPSTREAM_TORCH, _LIGHTNING, _ACCELERATE, _TRANSFORMERS and _DEEPSPEED are checkouts of the installed versions; any of
 # them. WITH and WITH_DEEPSPEED: a Python that has what those tests need besides: see tests/upstream/README.md.
 WITH ?= $(BIN)/python
 WITH_DEEPSPEED ?= $(DEEPSPEED)/python
 test-upstream: .venv/ready  ## the frameworks' own checkpoint tests, with their parts and with ours, and why they differ
-	@[ -n "$(UPSTREAM_LIGHTNING)$(UPSTREAM_ACCELERATE)$(UPSTREAM_TRANSFORMERS)$(UPSTREAM_DEEPSPEED)" ] || \
+	@[ -n "$(UPSTREAM_TORCH)$(UPSTREAM_LIGHTNING)$(UPSTREAM_ACCELERATE)$(UPSTREAM_TRANSFORMERS)$(UPSTREAM_DEEPSPEED)" ] || \
 	  { echo "say which: make test-upstream UPSTREAM_LIGHTNING=a/checkout; see tests/upstream/README.md"; exit 2; }
 	@failed=0; \
 	run() { [ -z "$$2" ] || "$$3" tests/upstream/run.py "$$1" "$$2" $(UPSTREAM_OPTIONS) || failed=1; }; \
+	run torch "$(UPSTREAM_TORCH)" "$(WITH)"; \
 	run lightning "$(UPSTREAM_LIGHTNING)" "$(WITH)"; \
 	run accelerate "$(UPSTREAM_ACCELERATE)" "$(WITH)"; \
 	run transformers "$(UPSTREAM_TRANSFORMERS)" "$(WITH)"; \
@@ -125,6 +126,10 @@ examples: .venv/ready  ## run every example, twice where it resumes
 	STEPS=20 $(BIN)/python -W ignore examples/publish_any_saver.py runs/examples/publish
 	STEPS=40 $(BIN)/python -W ignore examples/publish_any_saver.py runs/examples/publish
 	STEPS=20 $(BIN)/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 examples/publish_any_saver.py runs/examples/publish-ranks
+	STEPS=20 $(BIN)/python -W ignore examples/dcp_one_import.py runs/examples/dcp
+	STEPS=40 $(BIN)/python -W ignore examples/dcp_one_import.py runs/examples/dcp
+	STEPS=20 $(BIN)/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 examples/dcp_one_import.py runs/examples/dcp-ranks
+	STEPS=40 $(BIN)/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 3 examples/dcp_one_import.py runs/examples/dcp-ranks
 	EPOCHS=2 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 examples/fsdp2_reshard.py runs/examples/fsdp2
 	EPOCHS=4 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/fsdp2_reshard.py runs/examples/fsdp2 --export
 	EPOCHS=2 $(BIN)/python examples/lightning_digits.py runs/examples/lightning

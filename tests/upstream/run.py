@@ -82,7 +82,7 @@ def _options() -> argparse.Namespace:
 
 def _unfit(suite: Suite, checkout: Path, options: argparse.Namespace) -> str | None:
     try:
-        wanted, installed = suite.version(checkout), version(suite.package)
+        wanted, installed = suite.version(checkout), version(suite.package).partition("+")[0]
     except FileNotFoundError as error:
         return f"{checkout} is no checkout of {options.framework}: {error.filename} is missing"
     except PackageNotFoundError:

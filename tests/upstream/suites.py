@@ -51,6 +51,15 @@ class Suite:
 
 
 SUITES = {
+    "torch": Suite(
+        package="torch",
+        version_file="version.txt",
+        folder="test/distributed/checkpoint",
+        importable="test",  # not the checkout: its torch is no built one
+        tests=("test_*.py", "e2e/test_*.py", "fsdp/test_*.py"),
+        variants=("ours",),
+        timeout_s=300,
+    ),
     "lightning": Suite(
         package="lightning",
         version_file="src/version.info",

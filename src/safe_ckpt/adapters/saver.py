@@ -38,6 +38,7 @@ from safe_ckpt.extensions.mirror.fetching import is_copy_of
 if TYPE_CHECKING:
     from safe_ckpt.adapters.tracking import Sinks
     from safe_ckpt.config import CheckpointConfig
+    from safe_ckpt.core.coordination.process_groups import ProcessGroup
     from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.home.file_home import FileHome
     from safe_ckpt.core.home.home import Candidate
@@ -73,6 +74,7 @@ class Saver:
         hooks: called with what happens.
         sinks: the framework's loggers; None for none.
         facts: see ``Tracking``.
+        group: the ranks; None means WORLD.
 
     Attributes:
         config: as given.
@@ -98,9 +100,10 @@ class Saver:
         hooks: Iterable[Hook] = (),
         sinks: Sinks | None = None,
         facts: bool = False,
+        group: ProcessGroup | None = None,
     ) -> None:
         self.config = config
-        self.engine = Engine(config, hooks=hooks, owner=owner, extensions=assemble(config))
+        self.engine = Engine(config, group=group, hooks=hooks, owner=owner, extensions=assemble(config))
         self.tracking = Tracking(self.engine, sinks, facts=facts)
         self.homes: dict[Path, OpenHome] = {}
         self.names = HeldDirectories(self.engine)

@@ -306,7 +306,12 @@ class Coordinator:
     @property
     def orphaned(self) -> bool:
         """Whether the process group that this belonged to is gone and this has no users."""
-        return self.users == 0 and self._meeting is not None and self._meeting() is None
+        return self.users == 0 and self.bereft
+
+    @property
+    def bereft(self) -> bool:
+        """Whether the process group that this belonged to is gone."""
+        return self._meeting is not None and self._meeting() is None
 
     def serves(self, group: process_groups.Group) -> bool:
         """Whether this is the session of ``group``."""

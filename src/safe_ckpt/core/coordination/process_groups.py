@@ -43,15 +43,19 @@ class Group:
     name: str
 
 
+ALONE: Any = object()
+"""Stands for this process by itself in the place of a group, also where there is a process group."""
+
+
 def itself(group: ProcessGroup | None) -> Any:
     """The process group that ``group`` stands for: None means WORLD. None where there is no process group."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if group is ALONE or not (dist.is_available() and dist.is_initialized()):
         return None
     return group if group is not None else dist.group.WORLD
 
 
 def group_of(group: ProcessGroup | None) -> Group:
-    """The facts of ``group``; None means WORLD, or a world of one when there is no process group."""
+    """The facts of ``group``; None means WORLD, or a world of one when there is no process group. See also ``ALONE``."""
     pg = itself(group)
     if pg is None:
         return Group(rank=0, size=1, meeting_store=None, name="single")

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,26 +73,29 @@ class Visit:
         ranks: those that read.
         place: a directory of checkpoints, or one of them.
         step: only the one of this step; None for any.
+        look: on rank 0 lists what there is at ``place``, and says whether that is one checkpoint; None for those with a
+            manifest. It may raise ``OSError``.
     """
 
     ranks: Visitors
     place: Place
     step: int | None = None
+    look: Callable[[], tuple[Sequence[Candidate], bool]] | None = None
 
     def load(self, state: Mapping[str, Any], *, verify: bool) -> CheckpointInfo:
         """Restore the newest into ``state``; see ``safe_ckpt.load``."""
-        return self._first(lambda info: self._load(info, state, verify=verify))
+        return self.first(lambda info: self._load(info, state, verify=verify))
 
     def newest(self, *, verify: bool) -> CheckpointInfo | None:
         """The newest that is in order; see ``safe_ckpt.newest``."""
         try:
-            return self._first(lambda info: self._verify(info) if verify else None)
+            return self.first(lambda info: self._verify(info) if verify else None)
         except NoValidCheckpointError as error:
             if error.rejected:
                 raise
             return None
 
-    def _first(self, use: Callable[[CheckpointInfo], dict[str, Any] | None]) -> CheckpointInfo:
+    def first(self, use: Callable[[CheckpointInfo], dict[str, Any] | None]) -> CheckpointInfo:
         """The first that ``use`` has nothing against; what it says of one is the same on all ranks.
 
         Raises:
@@ -117,9 +120,8 @@ class Visit:
     def _survey(self, until: float) -> dict[str, Any]:
         """On rank 0: what a resume takes, in its order, why it takes nothing else, and whether time is up then."""
         with naming(rank=0, phase="looking for checkpoints", path=str(self.place)):
-            alone = is_there(self.place) and is_one(self.place)
-            found = [candidate_at(self.place)] if alone else listed(self._candidates, self.ranks.config.timeouts)
-        found = [c for c in found if c is not None and (self.step is None or is_of_step(c, self.step))]
+            found, alone = (self.look or self._look)()
+        found = [c for c in found if self.step is None or is_of_step(c, self.step)]
         standing = standing_of(found, named=alone or self.step is not None)
         why = {self._name(c): standing.by_name_only[c.path] for c in found if c.path in standing.by_name_only}
         return {
@@ -132,6 +134,12 @@ class Visit:
     def _home(self) -> Home:
         """Where it lies; it is not opened."""
         return home_at(self.place, lease_s=self.ranks.config.lease_s)
+
+    def _look(self) -> tuple[Sequence[Candidate], bool]:
+        if not (is_there(self.place) and is_one(self.place)):
+            return listed(self._candidates, self.ranks.config.timeouts), False
+        one = candidate_at(self.place)
+        return [one] if one is not None else [], True
 
     def _candidates(self) -> list[Candidate]:
         try:
@@ -160,21 +168,44 @@ class Visit:
                 return verdict
             restoring = Restoring(state, loaded, info.path)
             nowhere = ranks.agree("fits", local=restoring.compare, decide=restoring.agree, phase="restore")
-            apply = functools.partial(self._apply, info, restoring, nowhere)
-            return _verdict_of(ranks, "restored", info, apply)
+            return self.reading(info, functools.partial(restoring.apply, nowhere))
         finally:
             reader.close()
 
-    def _apply(self, info: CheckpointInfo, restoring: Restoring, nowhere: Mapping[str, Any]) -> dict[str, str]:
-        """Put it into place. Shards are read here: another job may have deleted or replaced them since they were verified."""
+    def reading(
+        self, info: CheckpointInfo, action: Callable[[], object], kind: str = "restored"
+    ) -> dict[str, Any] | None:
+        """Read, on all ranks, what they have verified: another job may have deleted or replaced it since.
+
+        Args:
+            info: which one.
+            action: reads, on this rank.
+            kind: of the agreement.
+
+        Returns:
+            Why all pass it over; None when it was there until the end.
+        """
+        verdict: dict[str, Any] | None = self.ranks.coordinator.agree(
+            kind,
+            timeout_s=self.ranks.config.timeouts.lengthy_s,
+            must_match={"path": info.path},
+            local=functools.partial(self._read, info, action),
+            decide=judge,
+            phase=f"reading {info.path}",
+        )
+        return verdict
+
+    def _read(self, info: CheckpointInfo, action: Callable[[], object]) -> dict[str, str]:
         try:
-            restoring.apply(nowhere)
-        except RestoreError:
+            action()
+        except (RestoreError, FileNotFoundError):
             if self._is_still(info):
                 raise
         return {} if self._is_still(info) else {"missing": f"{info.path}: was deleted or replaced while it was read"}
 
     def _is_still(self, info: CheckpointInfo) -> bool:
+        if not info.verified:  # another tool's says nothing
+            return is_there(info.path)
         try:
             return read_manifest(info.path).op_id == info.op_id
         except (OSError, SafeCheckpointError):
@@ -196,18 +227,3 @@ class Visit:
             return reader.try_one(info.path, ours=True)[1]
         finally:
             reader.close()
-
-
-def _verdict_of(
-    ranks: Visitors, kind: str, info: CheckpointInfo, action: Callable[[], dict[str, str]]
-) -> dict[str, Any] | None:
-    """Why all pass it over: what ``action`` said on one of them."""
-    verdict: dict[str, Any] | None = ranks.coordinator.agree(
-        kind,
-        timeout_s=ranks.config.timeouts.lengthy_s,
-        must_match={"path": info.path},
-        local=action,
-        decide=judge,
-        phase=f"reading {info.path}",
-    )
-    return verdict

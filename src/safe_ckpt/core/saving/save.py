@@ -395,6 +395,11 @@ class SaveHandle:
         return self._info
 
     @property
+    def error(self) -> SafeCheckpointError | None:
+        """Why it failed, once that is known. For adapters."""
+        return self._error
+
+    @property
     def skipped(self) -> bool:
         """Whether it was never started, because another one was in flight. For adapters."""
         return isinstance(self._error, SaveSkippedError)

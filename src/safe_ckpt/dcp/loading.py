@@ -1,0 +1,144 @@
+"""``load`` with the signature of ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.stateful import Stateful
+
+from safe_ckpt.core.coordination.agreed_config import config_and_more
+from safe_ckpt.core.coordination.process_groups import group_of
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.core.formats.verify import verify_share
+from safe_ckpt.core.home.candidates import look_at
+from safe_ckpt.core.home.home import Candidate
+from safe_ckpt.core.home.visibility import listed
+from safe_ckpt.core.resuming.candidate import FileReader
+from safe_ckpt.core.resuming.visit import Visit, visiting
+from safe_ckpt.core.sharding.dcp_load import Loading
+from safe_ckpt.core.storage import presence
+from safe_ckpt.dcp.arguments import LATEST, check_loading, check_state, named_rank, path_of
+from safe_ckpt.dcp.saver import candidates, given_config, is_stock, ranks_of, settle, step_of
+from safe_ckpt.layouts.table import DCP_METADATA
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import LoadPlanner
+    from torch.distributed.checkpoint.storage import StorageReader
+
+    from safe_ckpt.config import CheckpointConfig
+    from safe_ckpt.core.coordination.process_groups import ProcessGroup
+    from safe_ckpt.core.formats.manifest import CheckpointInfo
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> None:
+    """Load into a state dict, in place, as ``torch.distributed.checkpoint.load`` does. Every rank calls this.
+
+    Tensors are read into, Statefuls get their state, and other values are replaced in ``state_dict``. Before anything of that
+    is done, the ranks together compare the checkpoint with what was written, and each compares it with its state dict. A
+    checkpoint of stock DCP, which has no checksums, is loaded as it is. What is in flight of this process is waited for.
+
+    Args:
+        state_dict: what to load, with tensors where they are to go. What the checkpoint has besides is left alone.
+        checkpoint_id: the folder of a checkpoint; or a directory of several, which means the newest that is in order; or that
+            with ``/latest`` behind it, where nothing has this name.
+        storage_reader: refused: give ``checkpoint_id``.
+        planner: None, or one that derives from ``DefaultLoadPlanner``, such as with ``allow_partial_load=True``.
+        process_group: the ranks; None means WORLD. It may be others, or another number, than those that saved.
+        no_dist: this rank alone.
+
+    Raises:
+        ConfigError: an argument cannot be honoured; says what to do instead. On every rank.
+        NoValidCheckpointError: there is no checkpoint, or none is usable; says why, name by name.
+        RestoreError: the checkpoint has nothing for a name, or a tensor of another shape. On every rank.
+        HostileCheckpointError: what is asked for cannot be read without running code. On every rank.
+        DirectoryError: a file could not be read; names path and rank.
+        DesyncError: the ranks ask for different paths.
+        RendezvousTimeout: some ranks did not call this; names them.
+    """
+    group = ranks_of(process_group, no_dist=no_dist)
+    settle(group)
+    facts = group_of(group)
+
+    def check(_: CheckpointConfig) -> Path:
+        with named_rank(facts.rank, facts.size):
+            check_loading(storage_reader, planner)
+            check_state(state_dict)
+            return path_of(checkpoint_id, "load")
+
+    config, path = config_and_more(given_config(), check, group)
+    with visiting(config, group) as ranks, ranks.coordinator.together("load"):
+        visit = Visit(ranks=ranks, place=path, look=lambda: _look(path, config))
+        state: dict[str, Any] = {}
+        ranks.agree("state", local=lambda: state.update(_states_of(state_dict)), phase="asking for the state")
+        visit.first(lambda info: _load(visit, info, state, planner))
+        ranks.agree("taken", local=lambda: _give(state, state_dict), phase="restore")
+
+
+def _states_of(state_dict: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name in sorted(state_dict):
+        value = state_dict[name]
+        found[name] = value.state_dict() if isinstance(value, Stateful) else value
+    return found
+
+
+def _give(state: dict[str, Any], state_dict: dict[str, Any]) -> None:
+    for name, loaded in state.items():
+        if name not in state_dict:
+            continue
+        value = state_dict[name]
+        if isinstance(value, Stateful):
+            value.load_state_dict(loaded)
+        else:
+            state_dict[name] = loaded
+
+
+def _look(path: Path, config: CheckpointConfig) -> tuple[Sequence[Candidate], bool]:
+    """On rank 0: what there is, and whether the path is one checkpoint."""
+    if presence.is_there(path / MANIFEST_NAME):
+        one = look_at(path)
+        if not one.problem and not presence.is_there(path / DCP_METADATA):
+            one = dataclasses.replace(one, problem="it was not saved by torch.distributed.checkpoint, nor by this")
+        return [one], True
+    if is_stock(path):
+        return [Candidate(path=path, foreign=True, step=step_of(path.name))], True
+    directory = path.parent if path.name == LATEST and not os.path.lexists(path) else path
+    return listed(lambda: candidates(directory) if directory.is_dir() else [], config.timeouts), False
+
+
+def _load(
+    visit: Visit, info: CheckpointInfo, state: dict[str, Any], planner: LoadPlanner | None
+) -> dict[str, Any] | None:
+    """Load one checkpoint on all ranks. Returns why all pass it over; None when they do not."""
+    ranks, folder = visit.ranks, info.file_path
+    loading: list[Loading] = []
+
+    def share(path: Path) -> None:
+        verify_share(path, ranks.rank, ranks.coordinator.size)
+
+    def compare() -> None:
+        with named_rank(ranks.rank, ranks.coordinator.size):
+            loading.append(Loading(folder, state, planner, is_coordinator=ranks.rank == 0))
+
+    reader = FileReader(ranks, share, held=False)
+    try:
+        verdict = reader.try_one(folder, ours=info.verified)[1]
+    finally:
+        reader.close()
+    if verdict is None:
+        verdict = visit.reading(info, compare, "fits")
+    if verdict is None:
+        verdict = visit.reading(info, loading[0].read)
+    return verdict

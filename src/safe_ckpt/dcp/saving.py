@@ -1,0 +1,233 @@
+"""``save`` and ``async_save`` with the signatures of ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
+
+from safe_ckpt.core.home.visibility import Patience
+from safe_ckpt.core.sharding.dcp_read import read_metadata
+from safe_ckpt.dcp.arguments import check_saving, check_state, check_target, named_rank, path_of
+from safe_ckpt.dcp.saver import DcpSaver, ranks_of, saver_for
+from safe_ckpt.layouts.table import DCP_METADATA
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlanner
+    from torch.distributed.checkpoint.storage import StorageWriter
+
+    from safe_ckpt.core.coordination.process_groups import ProcessGroup
+    from safe_ckpt.core.saving.save import SaveHandle
+
+logger = logging.getLogger(__name__)
+_told: set[str] = set()
+
+
+def save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Save a state dict of which every rank has a part, as ``torch.distributed.checkpoint.save`` does. Every rank calls this.
+
+    The folder appears, or replaces the one before it, in one step, when all of it is durable on all ranks. Other files of
+    yours in it are kept. When this returns, it is committed.
+
+    Args:
+        state_dict: names to tensors, Statefuls, nested state dicts and other values. Sharded tensors are saved in parts; of
+            everything else one rank saves what all have.
+        checkpoint_id: the folder of the checkpoint, on a file system that all ranks share.
+        storage_writer: refused: give ``checkpoint_id``.
+        planner: None or a plain ``DefaultSavePlanner``; others are refused.
+        process_group: the ranks; None means WORLD.
+        no_dist: this rank alone.
+        use_collectives: False is refused. There are no collectives here in any case.
+
+    Returns:
+        What the folder's ``.metadata`` says.
+
+    Raises:
+        ConfigError: an argument cannot be honoured; says what to do instead. On every rank.
+        StateError: something cannot be saved; names it. On every rank.
+        DesyncError: the ranks differ in the path, or in what they have under one name.
+        DirectoryError: the path holds something else, or cannot be used.
+        DirectoryInUseError: a live job saves under this name.
+        RendezvousTimeout: some ranks did not call this; names them.
+        SafeCheckpointError: it could not be made durable or committed, or the error of an earlier ``async_save`` that nobody
+            has looked at; the same on every rank.
+    """
+    saver = saver_for(ranks_of(process_group, no_dist=no_dist))
+    path, handle = _begin(saver, state_dict, checkpoint_id, storage_writer, planner, use_collectives=use_collectives)
+    try:
+        handle.result()
+    finally:
+        saver.names.let_go(path)
+    return _metadata(saver, path)
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Future[Metadata] | AsyncSaveResponse:
+    """As ``save``; returns when the copy is taken, and writes it in the background. The state may change then.
+
+    If a save is in flight, this waits for it first (``max_in_flight``). An error that nobody has got from the future is raised
+    by the next ``save`` or ``async_save``. A program that ends finishes what is in flight.
+
+    Args:
+        state_dict: see ``save``.
+        checkpoint_id: see ``save``.
+        storage_writer: see ``save``.
+        planner: see ``save``.
+        process_group: see ``save``. It needs no backend for the CPU.
+        async_checkpointer_type: ignored: a process writes what is large, a thread what is small.
+        async_stager: torch's ``DefaultStager`` is not used: the copy is taken here. One of your own is asked, and what it
+            returns is saved; where it returns a future, this waits for it.
+        no_dist: see ``save``.
+        use_collectives: see ``save``.
+
+    Returns:
+        A future of what ``save`` returns. With a stager that stages asynchronously an ``AsyncSaveResponse``, of which the
+        staging is complete.
+
+    Raises:
+        SafeCheckpointError: see ``save``. What goes wrong in the background is raised by the future.
+    """
+    if async_checkpointer_type != AsyncCheckpointerType.THREAD:
+        _tell_once("async_checkpointer_type is ignored: safe_ckpt's own process writes, and a thread what is small")
+    saver = saver_for(ranks_of(process_group, no_dist=no_dist))
+    staged = _Staged(async_stager)
+    path, handle = _begin(
+        saver, state_dict, checkpoint_id, storage_writer, planner, use_collectives=use_collectives, staged=staged
+    )
+    upload = _Upload(handle)
+    follow = threading.Thread(target=_follow, args=(saver, path, upload), name="safe_ckpt.dcp", daemon=True)
+    follow.start()
+    if not staged.asynchronously:
+        return upload
+    staging: Future[None] = Future()
+    staging.set_result(None)
+    return AsyncSaveResponse(staging_completion=staging, upload_completion=upload)  # type: ignore[arg-type]
+
+
+class _Staged:
+    """What a stager makes of the state dict.
+
+    Attributes:
+        asynchronously: whether it does so in a future.
+    """
+
+    def __init__(self, stager: AsyncStager | None) -> None:
+        own = type(stager) is DefaultStager
+        self.asynchronously = own and bool(stager._config.use_async_staging)  # type: ignore[union-attr]
+        self._stager = None if own else stager
+
+    def of(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state dict to save."""
+        if self._stager is None:
+            return state
+        staged = self._stager.stage(state)
+        if isinstance(staged, Future):
+            self.asynchronously = True
+            return staged.result()
+        return staged
+
+
+class _Upload(Future[Metadata]):
+    """Of one save. Whoever looks at its error has been told."""
+
+    def __init__(self, handle: SaveHandle) -> None:
+        super().__init__()
+        self.handle = handle
+        self.set_running_or_notify_cancel()  # it cannot be cancelled
+
+    def result(self, timeout: float | None = None) -> Metadata:
+        try:
+            return super().result(timeout)
+        finally:
+            self._looked_at()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            return super().exception(timeout)
+        finally:
+            self._looked_at()
+
+    def _looked_at(self) -> None:
+        if self.done():
+            self.handle.mark_reported()
+
+
+def _follow(saver: DcpSaver, path: Path, upload: _Upload) -> None:
+    """In a thread of its own: tell the future of the outcome."""
+    try:
+        upload.handle.settle()
+        if upload.handle.error is not None:
+            raise upload.handle.error
+        upload.set_result(_metadata(saver, path))
+    except BaseException as error:
+        upload.set_exception(error)
+
+
+def _begin(
+    saver: DcpSaver,
+    state_dict: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_writer: StorageWriter | None,
+    planner: SavePlanner | None,
+    *,
+    use_collectives: bool,
+    staged: _Staged | None = None,
+) -> tuple[Path, SaveHandle]:
+    def check() -> Path:
+        with named_rank(saver.engine.rank, saver.engine.coordinator.size):
+            check_saving(storage_writer, planner, use_collectives=use_collectives)
+            check_state(state_dict)
+            path = path_of(checkpoint_id, "save")
+            check_target(path)
+            return path
+
+    def state() -> dict[str, Any]:
+        plain = {
+            name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state_dict.items()
+        }
+        return plain if staged is None else staged.of(plain)
+
+    def modules() -> list[torch.nn.Module]:
+        return [value for value in state_dict.values() if isinstance(value, torch.nn.Module)]
+
+    return saver.save_state(check, state, modules)
+
+
+def _metadata(saver: DcpSaver, path: Path) -> Metadata:
+    """What was committed. Another host may see it a little later."""
+    Patience(saver.config.timeouts).until_there(path / DCP_METADATA)
+    return read_metadata(path)
+
+
+def _tell_once(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        logger.info("%s", text)

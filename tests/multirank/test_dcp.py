@@ -1,0 +1,442 @@
+"""``safe_ckpt.dcp``: real ranks save and load as with ``torch.distributed.checkpoint``; what fails is seen by all."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from kit.ranks import free_port, spawn_ranks, values
+from safe_ckpt import CheckpointConfig, Retention, Timeouts, dcp
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.errors import (
+    ConfigError,
+    DesyncError,
+    DirectoryError,
+    NoValidCheckpointError,
+    PeerLostError,
+    RendezvousTimeout,
+    RestoreError,
+    SafeCheckpointError,
+    StateError,
+)
+from support import flip_bit
+
+# DCP's own, in a process without a process group.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+QUICK = CheckpointConfig(timeouts=Timeouts(barrier_s=20, lengthy_s=30, peer_stall_s=5))
+
+
+class Run:
+    """A model of FSDP2 and its optimizer as one Stateful, as DCP's tutorial has it."""
+
+    def __init__(self, seed, steps=0):
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(16, 33), nn.ReLU(), nn.Linear(33, 4))
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.train(steps)
+
+    def train(self, steps):
+        for _ in range(steps):
+            self.model(torch.ones(2, 16)).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def state_dict(self):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state):
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def whole(self):
+        """All of it as whole tensors."""
+        found = {name: value.full_tensor() for name, value in self.model.state_dict().items()}
+        for number, kept in self.optimizer.state_dict()["state"].items():
+            for name, value in kept.items():
+                found[f"{number}.{name}"] = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return found
+
+
+def _save(rank, path, module, steps):
+    run = Run(1, steps)
+    (stock if module == "stock" else dcp).save({"run": run, "step": steps, "list": [1, "two"]}, checkpoint_id=path)
+    return run.whole()
+
+
+def _load(rank, path, module):
+    run, state = Run(7), {"step": 0, "list": [0, ""]}
+    (stock if module == "stock" else dcp).load({"run": run} | {"step": 0}, checkpoint_id=path)
+    (stock if module == "stock" else dcp).load(state, checkpoint_id=path)
+    return run.whole(), state
+
+
+def _same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("saves", "loads"), [("ours", "stock"), ("stock", "ours"), ("ours", "ours")])
+def test_saved_by_one_and_loaded_by_the_other(tmp_path, saves, loads):
+    """FSDP2's model and optimizer of 2 ranks, bit for bit on 3 and on 1, whichever of the two saves and whichever loads."""
+    saved = values(spawn_ranks(_save, 2, tmp_path / "one", saves, 3))[0]
+    for size in (3, 1):
+        for found, state in values(spawn_ranks(_load, size, tmp_path / "one", loads)):
+            assert _same(found, saved)
+            assert state == {"step": 3, "list": [1, "two"]}
+    if saves == "ours":
+        listed = {entry.path for entry in read_manifest(tmp_path / "one").files}
+        assert listed == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+
+
+def _in_the_background(rank, path):
+    dcp.configure(retention=Retention(keep_last=2))
+    run, uploads, expected = Run(1, 1), [], []
+    for step in (1, 2, 3, 4):
+        run.train(1)
+        uploads.append(dcp.async_save({"run": run, "step": step}, checkpoint_id=path / f"step-{step}"))
+        expected.append(run.whole())
+        with torch.no_grad():  # at once, while it is written
+            for parameter in run.model.parameters():
+                parameter.zero_()
+    names = [sorted(upload.result(60).state_dict_metadata) for upload in uploads]
+    assert all(upload.done() and upload.exception() is None for upload in uploads)
+    again, state = Run(9), {"step": 0}
+    dcp.load({"run": again, **state}, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path / "latest")
+    return names[0] == names[3], state["step"], _same(again.whole(), expected[3])
+
+
+@pytest.mark.timeout(300)
+def test_in_the_background_with_retention(tmp_path):
+    """Each holds what was there when it was called; two stay; the newest is loaded by the directory and by ``latest``."""
+    assert values(spawn_ranks(_in_the_background, 2, tmp_path / "run")) == [(True, 4, True)] * 2
+    assert sorted(os.listdir(tmp_path / "run")) == [".safe_ckpt", "step-3", "step-4"]
+
+
+class Raises:
+    """A Stateful of which one rank has no state."""
+
+    def __init__(self, here):
+        self.here = here
+
+    def state_dict(self):
+        if self.here:
+            raise ZeroDivisionError("mine alone")
+        return {"a": torch.ones(2)}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def _failing(rank, path, kind):
+    dcp.configure(QUICK)
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=path / "step-1")
+    begun, error = time.monotonic(), None
+    try:
+        if kind == "state":
+            dcp.save({"a": Raises(rank == 1)}, checkpoint_id=path / "step-2")
+        elif kind == "argument":
+            dcp.save({"a": 1}, checkpoint_id=path / "step-2", planner=object() if rank == 1 else None)
+        elif kind == "path":
+            dcp.save({"a": 1}, checkpoint_id=path / f"step-{rank + 2}")
+        elif kind == "shape":
+            dcp.save({"a": torch.ones(2 + rank)}, checkpoint_id=path / "step-2")
+        elif kind == "load":
+            dcp.load({"b" if rank == 1 else "a": torch.ones(2)}, checkpoint_id=path / "step-1")
+        elif kind == "path to load":
+            dcp.load({"a": torch.ones(2)}, checkpoint_id=path / f"step-{rank}")
+    except Exception as raised:
+        error = raised, time.monotonic() - begun
+    dcp.save({"a": torch.full((2,), 3.0)}, checkpoint_id=path / "step-3")  # and the ranks are together again
+    return error
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("kind", "others", "own"),
+    [
+        ("state", SafeCheckpointError, ZeroDivisionError),
+        ("argument", ConfigError, ConfigError),
+        ("path", DesyncError, DesyncError),
+        ("shape", DesyncError, DesyncError),
+        ("load", RestoreError, RestoreError),
+        ("path to load", DesyncError, DesyncError),
+    ],
+)
+def test_one_rank_that_fails_or_differs(tmp_path, kind, others, own):
+    """All ranks raise, within seconds; nothing appears; the next save works."""
+    outcomes = values(spawn_ranks(_failing, 3, tmp_path / "run", kind))
+    for rank, (error, seconds) in enumerate(outcomes):
+        assert isinstance(error, own if rank == 1 else others), error
+        assert seconds < 15
+    if kind in ("state", "argument", "load"):
+        assert "rank 1" in str(outcomes[0][0])
+    assert sorted(os.listdir(tmp_path / "run")) == [".safe_ckpt", "step-1", "step-3"]
+
+
+def _one_stays_away(rank, path):
+    short = CheckpointConfig(timeouts=Timeouts(barrier_s=4, lengthy_s=6, peer_stall_s=3))
+    dcp.configure(short)
+    dcp.save({"a": 1}, checkpoint_id=path / "step-1")
+    if rank == 1:
+        os._exit(3)
+    begun = time.monotonic()
+    try:
+        dcp.save({"a": 2}, checkpoint_id=path / "step-2")
+    except Exception as error:
+        return error, time.monotonic() - begun
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_died_is_named(tmp_path):
+    """The others do not wait for ever in a collective: they raise, with its number."""
+    outcomes = spawn_ranks(_one_stays_away, 3, tmp_path / "run")
+    for rank in (0, 2):
+        error, seconds = outcomes[rank].value
+        assert isinstance(error, PeerLostError | RendezvousTimeout), error
+        assert "1" in str(error)
+        assert seconds < 30
+    assert [name for name in os.listdir(tmp_path / "run") if name != ".safe_ckpt"] == ["step-1"]
+
+
+def _newest(rank, path):
+    state = {"a": torch.zeros(1000), "step": 0}
+    dcp.load(state, checkpoint_id=path)
+    return state["step"], state["a"].unique().tolist()
+
+
+@pytest.mark.timeout(120)
+def test_a_damaged_newest_is_passed_over_by_all(tmp_path):
+    """2 ranks load the older one, whole; a checkpoint that is named is not replaced by another one."""
+    for step in (1, 2):
+        dcp.save({"a": torch.full((1000,), float(step)), "step": step}, checkpoint_id=tmp_path / "run" / f"step-{step}")
+    flip_bit(tmp_path / "run/step-2/__0_0.distcp", 3000)
+    assert values(spawn_ranks(_newest, 2, tmp_path / "run")) == [(1, [1.0])] * 2
+    state = {"a": torch.zeros(1000)}
+    with pytest.raises(NoValidCheckpointError, match="not those that were written"):
+        dcp.load(state, checkpoint_id=tmp_path / "run/step-2")
+    assert not state["a"].any()
+
+
+def test_stock_and_ours_in_one_directory(tmp_path):
+    """Ours come first in the order of their commits, then stock's by number; a torn one of stock's is none."""
+    for step in (7, 20):
+        stock.save({"step": step}, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
+    (tmp_path / "step-20/.metadata").unlink()
+    state = {"step": 0}
+    dcp.load(state, checkpoint_id=tmp_path)
+    assert state == {"step": 7}
+    dcp.save({"step": 5}, checkpoint_id=tmp_path / "step-5")
+    dcp.load(state, checkpoint_id=tmp_path)
+    assert state == {"step": 5}
+    with pytest.raises(NoValidCheckpointError):
+        dcp.load(state, checkpoint_id=tmp_path / "step-20")
+
+
+def _overwriting(rank, path, module):
+    world = dist.get_world_size()
+    whole = torch.arange(12.0) + world
+    mesh = init_device_mesh("cpu", (world,))
+    state = {"w": torch.distributed.tensor.distribute_tensor(whole, mesh, [torch.distributed.tensor.Shard(0)])}
+    (stock if module == "stock" else dcp).save(state, checkpoint_id=path)
+
+
+@pytest.mark.timeout(120)
+def test_a_folder_that_is_saved_again_by_fewer_ranks_has_nothing_of_before(tmp_path):
+    """Stock DCP leaves the files of ranks 2 and 3 there; ours replaces the folder in one step, and keeps what is the user's."""
+    for module in ("stock", "ours"):
+        values(spawn_ranks(_overwriting, 4, tmp_path / module, module))
+        (tmp_path / module / "notes").mkdir()
+        (tmp_path / module / "notes" / "mine.txt").write_text("mine")
+        values(spawn_ranks(_overwriting, 2, tmp_path / module, module))
+    assert (tmp_path / "stock/__3_0.distcp").exists()
+    assert sorted(os.listdir(tmp_path / "ours")) == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "manifest.json",
+        "notes",
+    ]
+    values(spawn_ranks(_overwriting, 2, tmp_path / "stock", "ours"))  # and what stock has left goes, too
+    assert sorted(os.listdir(tmp_path / "stock")) == sorted(os.listdir(tmp_path / "ours"))
+    assert (tmp_path / "stock/notes/mine.txt").read_text() == "mine"
+
+
+def _alone(rank, path):
+    dcp.save({"rank": rank, "t": torch.full((3,), float(rank))}, checkpoint_id=path / f"rank-{rank}", no_dist=True)
+    state = {"rank": -1, "t": torch.zeros(3)}
+    dcp.load(state, checkpoint_id=path / f"rank-{1 - rank}", no_dist=True)
+    return state["rank"], state["t"].tolist()
+
+
+def _groups(rank, path):
+    """The second group's first rank is not WORLD's: torch's own save once broke there."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = rank % 2
+    dcp.save(
+        {"mine": mine, "t": torch.full((4,), float(mine))}, checkpoint_id=path / f"{mine}", process_group=groups[mine]
+    )
+    state = {"mine": -1, "t": torch.zeros(4)}
+    dcp.load(state, checkpoint_id=path / f"{mine}", process_group=groups[mine])
+    return state["mine"], state["t"].tolist()
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_alone_and_a_part_of_the_ranks(tmp_path):
+    """``no_dist`` waits for nobody, and two groups save and load each its own."""
+    assert values(spawn_ranks(_alone, 2, tmp_path / "alone")) == [(1, [1.0] * 3), (0, [0.0] * 3)]
+    found = values(spawn_ranks(_groups, 4, tmp_path / "groups"))
+    assert found == [(rank % 2, [float(rank % 2)] * 4) for rank in range(4)]
+
+
+def _again(rank, path, ports):
+    for step, port in enumerate(ports):
+        dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}")
+        upload = dcp.async_save({"step": step}, checkpoint_id=path / "one")
+        dist.destroy_process_group()
+        upload.result(30)
+    state = {"step": -1}
+    dcp.load(state, checkpoint_id=path / "one")
+    return state["step"]
+
+
+@pytest.mark.timeout(120)
+def test_a_process_group_that_is_destroyed_and_made_again(tmp_path):
+    """What is in flight is finished, and the next group saves under the same name."""
+    ports = [free_port(), free_port()]
+    assert values(spawn_ranks(_again, 2, tmp_path, ports, init=False)) == [1, 1]
+
+
+def test_one_process_without_a_group(tmp_path):
+    """All of it works in a plain script, and a failure in the background is told by the future, or by the next save."""
+    model, optimizer = nn.Linear(4, 2), None
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    metadata = dcp.save({"model": model, "optimizer": optimizer, "n": 3}, checkpoint_id=tmp_path / "one")
+    assert (
+        metadata.state_dict_metadata.keys()
+        == stock.FileSystemReader(tmp_path / "one").read_metadata().state_dict_metadata.keys()
+    )
+    again = nn.Linear(4, 2)
+    state = {"model": again, "n": 0}
+    dcp.load(state, checkpoint_id=tmp_path / "one")
+    assert state["n"] == 3
+    assert torch.equal(again.weight, model.weight)
+    assert state["model"] is again
+    stager = stock.staging.DefaultStager(stock.staging.StagingOptions(False, False, True, False))
+    response = dcp.async_save({"n": 4}, checkpoint_id=tmp_path / "two", async_stager=stager)
+    stager.close()
+    response.staging_completion.result(0)
+    assert response.upload_completion.result(30).state_dict_metadata.keys() == {"n"}
+    response = dcp.async_save(
+        {"n": 4}, checkpoint_id=tmp_path / "two", async_stager=stock.staging.BlockingAsyncStager()
+    )
+    assert response.result(30) is not None
+
+
+def test_what_cannot_be_honoured_is_refused_by_name(tmp_path):
+    """Each with the argument's name and what to do instead; nothing is written."""
+    path = tmp_path / "one"
+    refused = [
+        ({"storage_writer": stock.FileSystemWriter(tmp_path / "x")}, ConfigError, "storage_writer"),
+        ({"planner": type("Mine", (stock.DefaultSavePlanner,), {})()}, ConfigError, "planner"),
+        ({"planner": stock.DefaultSavePlanner(flatten_state_dict=False)}, ConfigError, "flatten_state_dict"),
+        ({"use_collectives": False}, ConfigError, "use_collectives"),
+        ({"checkpoint_id": None}, ConfigError, "checkpoint_id"),
+        ({"checkpoint_id": "s3://bucket/run"}, ConfigError, "checkpoint_id"),
+        ({"checkpoint_id": os.getcwd()}, DirectoryError, "works in it"),
+    ]
+    for arguments, kind, text in refused:
+        with pytest.raises(kind, match=text):
+            dcp.save({"a": 1}, **{"checkpoint_id": path, **arguments})
+    with pytest.raises(StateError, match="expected a dict"):
+        dcp.save([1], checkpoint_id=path)
+    with pytest.raises(ConfigError, match="storage_reader"):
+        dcp.load({"a": 1}, checkpoint_id=path, storage_reader=stock.FileSystemReader(path))
+    with pytest.raises(ConfigError, match="there is no such setting"):
+        dcp.configure(retain=3)
+    with pytest.raises(AttributeError, match="use save"):
+        dcp.save_state_dict  # noqa: B018
+    assert dcp.FileSystemReader is stock.FileSystemReader
+    assert os.listdir(tmp_path) == []
+
+
+def test_planners_of_loads(tmp_path):
+    """``allow_partial_load`` is honoured, and so is a planner of one's own that derives from torch's."""
+
+    class Doubles(stock.DefaultLoadPlanner):
+        def load_bytes(self, read_item, value):
+            super().load_bytes(read_item, value)
+            self.original_state_dict["n"] *= 2
+
+    dcp.save({"n": 3, "t": torch.ones(2)}, checkpoint_id=tmp_path / "one")
+    state = {"n": 0, "more": torch.full((2,), 5.0)}
+    with pytest.raises(RestoreError, match="more"):
+        dcp.load(state, checkpoint_id=tmp_path / "one")
+    dcp.load(state, checkpoint_id=tmp_path / "one", planner=stock.DefaultLoadPlanner(allow_partial_load=True))
+    assert (state["n"], state["more"].tolist()) == (3, [5.0, 5.0])
+    state = {"n": 0}
+    dcp.load(state, checkpoint_id=tmp_path / "one", planner=Doubles())
+    assert state == {"n": 6}
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_is_run_of_what_is_loaded(tmp_path):
+    """An object that would run code is refused, by its name, before a tensor is touched; what is not asked for is let be."""
+    stock.save({"t": torch.ones(2), "evil": Evil(tmp_path / "made")}, checkpoint_id=tmp_path / "one", no_dist=True)
+    state = {"t": torch.zeros(2), "evil": None}
+    with pytest.raises(SafeCheckpointError, match="evil cannot be read without running code"):
+        dcp.load(state, checkpoint_id=tmp_path / "one")
+    assert not state["t"].any()
+    assert not (tmp_path / "made").exists()
+    state = {"t": torch.zeros(2)}
+    dcp.load(state, checkpoint_id=tmp_path / "one")
+    assert state["t"].all()
+
+
+def test_retention_among_siblings_of_one_kind(tmp_path):
+    """Folders whose names differ in more than their number, and those of other tools, are no siblings."""
+    dcp.configure(retention=Retention(keep_last=1))
+    try:
+        for step in (1, 2):
+            dcp.save({"m": step}, checkpoint_id=tmp_path / f"model-{step}")
+            dcp.save({"o": step}, checkpoint_id=tmp_path / f"optimizer-{step}")
+        stock.save({"m": 1}, checkpoint_id=tmp_path / "model-0", no_dist=True)
+        dcp.save({"m": 3}, checkpoint_id=tmp_path / "model-3")
+    finally:
+        dcp.configure(CheckpointConfig())
+    assert sorted(os.listdir(tmp_path)) == [".safe_ckpt", "model-0", "model-3", "optimizer-2"]
+
+
+def test_what_a_folder_holds_besides(tmp_path):
+    """Something of another tool of ours, or with checkpoints in it, is not replaced."""
+    import safe_ckpt
+
+    with safe_ckpt.publishing(tmp_path / "run", 1) as folder:
+        (folder / "file").write_text("x")
+    for path, text in (
+        (tmp_path / "run/step-00000001", "no dcp directory"),
+        (tmp_path / "run", "checkpoints are kept"),
+    ):
+        (tmp_path / "run/.safe_ckpt").mkdir(exist_ok=True)
+        with pytest.raises(DirectoryError, match=text):
+            dcp.save({"a": 1}, checkpoint_id=path)
+    assert (tmp_path / "run/step-00000001/file").read_text() == "x"
