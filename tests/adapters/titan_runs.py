@@ -31,7 +31,9 @@ def on_cpu():
     torch.cpu.get_device_properties = lambda device=None: SimpleNamespace(total_memory=1 << 30)
     torch.cpu.memory_stats = lambda device=None: {}
     torch.cpu.reset_peak_memory_stats = torch.cpu.empty_cache = lambda: None
-    if not hasattr(torch.distributed, "set_timeout"):  # newer than torch 2.13; torchtitan is made for torch's nightly builds
+    if not hasattr(
+        torch.distributed, "set_timeout"
+    ):  # newer than torch 2.13; torchtitan is made for torch's nightly builds
         torch.distributed.set_timeout = lambda timeout, group: None
     if find_spec("triton") is None:  # kernels for experts on GPUs, which every model imports
         kernels = ModuleType("torchtitan.distributed.minimal_async_ep")
@@ -95,6 +97,7 @@ def parts():
 
 def config(folder, steps, manager="safe", **checkpoint):
     """The Config of a small Llama 3: attention without masks, as those of torchtitan need a compiler or a GPU."""
+    import torchtitan.trainer
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.metrics import MetricsProcessor
@@ -104,11 +107,11 @@ def config(folder, steps, manager="safe", **checkpoint):
     from torchtitan.models.llama3 import model_registry
     from torchtitan.trainer import Trainer
 
-    import torchtitan.trainer
-
-    torchtitan.trainer.time = SimpleNamespace(sleep=lambda _: None, perf_counter=time.perf_counter)  # it sleeps at the end
+    torchtitan.trainer.time = SimpleNamespace(
+        sleep=lambda _: None, perf_counter=time.perf_counter
+    )  # it sleeps at the end
     if manager == "safe":
-        from safe_ckpt.torchtitan import SafeCheckpointManager as CheckpointManager  # noqa: F811
+        from safe_ckpt.torchtitan import SafeCheckpointManager as CheckpointManager
     spec = model_registry("debugmodel")
     spec.model.layers = spec.model.layers[:2]
     for layer in spec.model.layers:

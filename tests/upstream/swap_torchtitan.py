@@ -1,8 +1,7 @@
 """A pytest plugin: the ``CheckpointManager`` of torchtitan's own tests is ours.
 
-These tests put mocks in the place of DCP's ``save`` and ``load``, count their calls, and look at what the mocks have written. So
-behind each save of ours, when it is committed, the mock is called as torchtitan's own manager would have called the function; a
-load of ours restores what it has verified first.
+These tests put mocks in the place of DCP's ``save`` and ``load``, count their calls, and look at what the mocks have written.
+So behind each save and load of ours, when it is done, the mock is called as torchtitan's own manager would have called it.
 """
 
 import sys
@@ -17,7 +16,6 @@ from torchtitan.components.checkpointer import dcp
 from safe_ckpt.torchtitan import SafeCheckpointManager
 
 _STOCK = checkpointer.CheckpointManager
-_LOAD = dist_checkpoint.load
 
 
 class CheckpointManager(SafeCheckpointManager):
@@ -33,13 +31,11 @@ class CheckpointManager(SafeCheckpointManager):
             dist_checkpoint.save(state_dict, checkpoint_id=checkpoint_id)
         return outcome
 
-    def _restore(self, state_dict, checkpoint_id):
-        if not isinstance(dist_checkpoint.load, NonCallableMock):
-            super()._restore(state_dict, checkpoint_id)
-            return
-        _LOAD(state_dict, checkpoint_id=checkpoint_id, no_dist=True)
-        dist_checkpoint.load(state_dict, checkpoint_id=checkpoint_id)
-        self.states["model"].load_state_dict(state_dict)
+    def dcp_load(self, state_dict, checkpoint_id, from_hf, from_quantized):
+        super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+        if isinstance(dist_checkpoint.load, NonCallableMock):
+            dist_checkpoint.load(state_dict, checkpoint_id=checkpoint_id)
+            self.states["model"].load_state_dict(state_dict)
 
 
 CheckpointManager.__module__, CheckpointManager.__qualname__ = _STOCK.__module__, _STOCK.__qualname__

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch.distributed.checkpoint as dcp
 import tyro
 from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
 from torchtitan.tools import filesystem
@@ -62,8 +61,8 @@ class SafeCheckpointManager(CheckpointManager):
 
     def __init__(self, config: Config, *, base_folder: str = "", **stock: Any) -> None:
         # With these two torchtitan's own makes a process group and a thread, which nobody would use.
-        without = replace(config, async_mode="disabled", keep_latest_k=0)
-        super().__init__(without, base_folder=base_folder, **stock)
+        without: dict[str, Any] = {"async_mode": "disabled", "keep_latest_k": 0}
+        super().__init__(replace(config, **without), base_folder=base_folder, **stock)
         if not self.enable:
             return
         self.async_mode = AsyncMode.DISABLED if config.async_mode == "disabled" else AsyncMode.ASYNC
@@ -112,6 +111,7 @@ class SafeCheckpointManager(CheckpointManager):
 
         Raises:
             CorruptCheckpointError: it is damaged; on every rank.
+            RestoreError: it has not what is asked for; on every rank.
             SafeCheckpointError: it could not be read; on every rank.
         """
         path = Path(os.path.abspath(checkpoint_id))
@@ -121,11 +121,8 @@ class SafeCheckpointManager(CheckpointManager):
             self._saver.check(path)
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
         else:
-            self._saver.load(path, functools.partial(self._restore, state_dict, checkpoint_id))
-
-    def _restore(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
-        dcp.load(state_dict, checkpoint_id=checkpoint_id, no_dist=True)  # each rank reads its parts, and waits for nobody
-        self.states[MODEL].load_state_dict(state_dict)
+            self._saver.load(path, state_dict)
+            self.states[MODEL].load_state_dict(state_dict)
 
     def _load(self, step: int = -1) -> bool:
         with self._saver.engine.together("CheckpointManager.load"):
@@ -184,11 +181,15 @@ class Outcome(Future[None]):
 
 def _check(config: SafeCheckpointManager.Config, folder: str, settings: CheckpointConfig) -> None:
     if filesystem.is_remote(folder):
-        message = f"{folder!r} is no folder of a file system. Give a local one, and the address as mirror.url in settings"
+        message = (
+            f"{folder!r} is no folder of a file system. Give a local one, and the address as mirror.url in settings"
+        )
         raise ConfigError(key="checkpoint.folder", message=message)
     if settings.save_on_signals:
         message = "is not supported: torchtitan's loop does not ask its manager whether to stop. Leave it empty"
         raise ConfigError(key="save_on_signals", message=message)
     if policy_of(settings.retention) is not None:
         own = "torchtitan has its own: use checkpoint.keep_latest_k"
-        raise refused_retention(key="checkpoint.settings.retention", instead=own, from_environment=config.settings is None)
+        raise refused_retention(
+            key="checkpoint.settings.retention", instead=own, from_environment=config.settings is None
+        )

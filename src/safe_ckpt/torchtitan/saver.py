@@ -58,7 +58,9 @@ class ManagerSaver(Saver):
             with attempt:
                 state = {key: one.state_dict() if isinstance(one, Stateful) else one for key, one in states.items()}
             one_model = {"": self._models[0]} if len(self._models) == 1 else None
-            return self._commit(path, self._sharded.plan({"": state}, attempt, one_model), step, OPTIMIZER not in states)
+            return self._commit(
+                path, self._sharded.plan({"": state}, attempt, one_model), step, OPTIMIZER not in states
+            )
 
     def save_others(self, path: Path, write: Callable[[Path], object], step: int) -> SaveHandle:
         """Save a model alone that other code writes, on every rank, into a folder that nobody sees before the commit.
@@ -100,15 +102,36 @@ class ManagerSaver(Saver):
         self._trusted = info.file_path
         return int(TORCHTITAN.number_of(info.file_path.name) or 0)
 
-    def load(self, path: Path, action: Callable[[], None]) -> None:
-        """Load a checkpoint that all ranks have verified. What fails on one rank fails on all.
+    def load(self, path: Path, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint that all ranks have verified, and that has what each asks for. What fails on one fails on all.
 
         Args:
             path: which one.
-            action: loads it; meets no other rank.
+            state_dict: as for ``torch.distributed.checkpoint.load``.
+
+        Raises:
+            RestoreError: the checkpoint has nothing for a name, or a tensor of another shape.
         """
         self.check(path)
-        resume.apply(self.engine, action, path, _BY_NAME)
+        state: dict[str, Any] = {}
+        reads: list[Callable[[], None]] = []
+
+        def compare() -> None:
+            state.update(
+                {key: one.state_dict() if isinstance(one, Stateful) else one for key, one in state_dict.items()}
+            )
+            reads.append(self._sharded.loading_in_place(path, state))
+
+        def restore() -> None:
+            reads[0]()
+            for key, loaded in state.items():
+                if isinstance(one := state_dict[key], Stateful):
+                    one.load_state_dict(loaded)
+                else:
+                    state_dict[key] = loaded
+
+        resume.apply(self.engine, compare, path, _BY_NAME)
+        resume.apply(self.engine, restore, path, _BY_NAME)
         go_on(self.engine, lambda: self._models)
 
     def check(self, path: Path) -> None:
