@@ -1,4 +1,4 @@
-"""torchtitan's own Trainer with ``SafeCheckpointManager``, on two gloo ranks with FSDP2: kills, options, and stock beside ours."""
+"""torchtitan's own Trainer with ``SafeCheckpointManager``, on two gloo ranks with FSDP2: kills, and stock beside ours."""
 
 import json
 import os

@@ -129,14 +129,13 @@ class SafeCheckpointManager(CheckpointManager):
             return bool(super()._load(step))
 
     def _find_load_step(self, folder: str = "") -> int:
-        if folder or self.load_only:
-            return self._agreed(folder or self.folder)
+        stock = super()._find_load_step
+        if folder:
+            return int(stock(folder))
+        if self.load_only:  # without holding the folder: what torchtitan's own chooses, on rank 0
+            match = {"folder": self._folder}
+            return int(self._saver.engine.agree("latest", must_match=match, decide=lambda _: stock(self.folder)))
         return self._saver.newest_step(self._folder)
-
-    def _agreed(self, folder: str) -> int:
-        """Without holding the folder: what torchtitan's own chooses on rank 0."""
-        find = super()._find_load_step
-        return int(self._saver.engine.agree("latest", must_match={"folder": folder}, decide=lambda _: find(folder)))
 
     def _should_purge(self) -> bool:
         return False  # retention follows each commit

@@ -15,6 +15,7 @@ from safe_ckpt.adapters.planning import go_on, know_models
 from safe_ckpt.adapters.saver import Saver, candidates_in
 from safe_ckpt.adapters.strategy import Sharded, names_in
 from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.layouts.table import TORCHTITAN, WEIGHTS_ONLY
 
 if TYPE_CHECKING:
@@ -159,5 +160,8 @@ def _judged(candidate: Candidate) -> Candidate:
     if candidate.manifest is not None:
         alone = bool(candidate.manifest.notes.get(_WEIGHTS_NOTE))
     else:
-        alone = not any(name.startswith(f"{OPTIMIZER}.") for name in names_in(candidate.file_path))
+        try:
+            alone = not any(name.startswith(f"{OPTIMIZER}.") for name in names_in(candidate.file_path))
+        except CorruptCheckpointError as error:
+            return replace(candidate, problem=f"{error.file}: {error.message}")
     return replace(candidate, problem=WEIGHTS_ONLY) if alone else candidate
