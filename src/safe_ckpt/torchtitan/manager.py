@@ -125,6 +125,7 @@ class SafeCheckpointManager(CheckpointManager):
             self.states[MODEL].load_state_dict(state_dict)
 
     def _load(self, step: int = -1) -> bool:
+        self._saver.wait()  # what is in flight may be what is asked for
         with self._saver.engine.together("CheckpointManager.load"):
             return bool(super()._load(step))
 
