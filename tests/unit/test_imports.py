@@ -7,7 +7,7 @@ from support import run_script
 
 ROOT = Path(__file__).parents[2]
 
-FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "deepspeed", "transformers")
+FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "deepspeed", "transformers", "torchtitan")
 
 
 def test_the_package_imports_no_framework():
