@@ -11,7 +11,9 @@ DEEPSPEED := .venv/with-deepspeed/bin
 DEEPSPEED_ENV := PATH="$(CURDIR)/$(DEEPSPEED):$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu \
   TORCH_EXTENSIONS_DIR="$(CURDIR)/.venv/torch_extensions" CXX="$(CURDIR)/$(DEEPSPEED)/quick-g++"
 
-.PHONY: demo test test-short test-long test-schedulers test-all test-versions test-deepspeed test-upstream faults lint package docs docs-reference bench examples clean
+TORCHTITAN := .venv/with-torchtitan/bin
+
+.PHONY: demo test test-short test-long test-schedulers test-all test-versions test-deepspeed test-upstream test-torchtitan faults lint package docs docs-reference bench examples clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -66,12 +68,27 @@ test-deepspeed: .venv/deepspeed  ## the DeepSpeed adapter with real engines on t
 	EPOCHS=1 $(DEEPSPEED_ENV) $(DEEPSPEED)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/examples/deepspeed
 	EPOCHS=2 $(DEEPSPEED_ENV) $(DEEPSPEED)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/deepspeed_zero3_nvme.py runs/examples/deepspeed
 
-# Nothing is fetched: UPSTREAM_TORCH, _LIGHTNING, _ACCELERATE, _TRANSFORMERS and _DEEPSPEED are checkouts of the installed versions; any of
+test-torchtitan: RUNNER = $(TORCHTITAN)/python
+test-torchtitan: .venv/torchtitan  ## torchtitan's manager with its own Trainer on the CPU
+	$(call tests,-n 2 --dist worksteal,tests/adapters/test_torchtitan*.py tests/docs/test_torchtitan_page.py)
+
+# An environment on top of .venv: torchtitan asks for an older release of datasets than what is there, which it runs with, and for
+# wandb, which it imports only to log there. What its import needs takes 60 MB.
+.venv/torchtitan: .venv/ready
+	$(BIN)/python -m venv .venv/with-torchtitan
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(TORCHTITAN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	$(TORCHTITAN)/pip install --quiet --disable-pip-version-check --no-deps torchtitan==0.3.0 torch_checkpointing==0.1.1 \
+	  spmd_types==0.2.3 tyro typeguard einops tensorboard protobuf absl-py pillow
+	touch $@
+
+# Nothing is fetched: UPSTREAM_TORCH, _LIGHTNING, _ACCELERATE, _TRANSFORMERS, _TORCHTITAN and _DEEPSPEED are checkouts of the installed versions; any of
 # them. WITH and WITH_DEEPSPEED: a Python that has what those tests need besides: see tests/upstream/README.md.
 WITH ?= $(BIN)/python
 WITH_DEEPSPEED ?= $(DEEPSPEED)/python
+WITH_TORCHTITAN ?= $(TORCHTITAN)/python
 test-upstream: .venv/ready  ## the frameworks' own checkpoint tests, with their parts and with ours, and why they differ
-	@[ -n "$(UPSTREAM_TORCH)$(UPSTREAM_LIGHTNING)$(UPSTREAM_ACCELERATE)$(UPSTREAM_TRANSFORMERS)$(UPSTREAM_DEEPSPEED)" ] || \
+	@[ -n "$(UPSTREAM_TORCH)$(UPSTREAM_LIGHTNING)$(UPSTREAM_ACCELERATE)$(UPSTREAM_TRANSFORMERS)$(UPSTREAM_TORCHTITAN)$(UPSTREAM_DEEPSPEED)" ] || \
 	  { echo "say which: make test-upstream UPSTREAM_LIGHTNING=a/checkout; see tests/upstream/README.md"; exit 2; }
 	@failed=0; \
 	run() { [ -z "$$2" ] || "$$3" tests/upstream/run.py "$$1" "$$2" $(UPSTREAM_OPTIONS) || failed=1; }; \
@@ -79,6 +96,7 @@ test-upstream: .venv/ready  ## the frameworks' own checkpoint tests, with their 
 	run lightning "$(UPSTREAM_LIGHTNING)" "$(WITH)"; \
 	run accelerate "$(UPSTREAM_ACCELERATE)" "$(WITH)"; \
 	run transformers "$(UPSTREAM_TRANSFORMERS)" "$(WITH)"; \
+	run torchtitan "$(UPSTREAM_TORCHTITAN)" "$(WITH_TORCHTITAN)"; \
 	export $(DEEPSPEED_ENV); run deepspeed "$(UPSTREAM_DEEPSPEED)" "$(WITH_DEEPSPEED)"; \
 	exit $$failed
 

@@ -62,6 +62,12 @@ SUPPORTED: Mapping[str, Supported] = {
     "pytorch-lightning": _LIGHTNING,
     "accelerate": Supported(lowest="1.8", newest="1.15.0", extra="accelerate"),
     "transformers": Supported(lowest="4.50", newest="5.24.0", extra="transformers"),
+    "torchtitan": Supported(
+        lowest="0.3.0",
+        newest="0.3.0",
+        because="they have no BaseCheckpointManager that a Config chooses",
+        extra="torchtitan",
+    ),
     "deepspeed": Supported(lowest="0.17.5", newest="0.19.8", extra="deepspeed"),
 }
 

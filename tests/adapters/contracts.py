@@ -80,18 +80,18 @@ class Part:
         assert f"{self.name}" in (SOURCES / self.used_by).read_text(encoding="utf-8"), f"{self} is not used any more"
 
 
-def private_names(*folders: str, but: str = "") -> dict[str, str]:
+def private_names(*folders: str, but: tuple[str, ...] = ()) -> dict[str, str]:
     """Private names in our sources below ``folders`` that our own modules do not define -> where the first use is.
 
     What is asked of ``super()`` is theirs, whatever we define.
 
     Args:
         folders: below ``src/safe_ckpt``.
-        but: the folder that is left out.
+        but: the folders that are left out.
     """
     found: dict[str, str] = {}
     for path in sorted({path for folder in folders for path in (SOURCES / folder).rglob("*.py")}):
-        if but and path.is_relative_to(SOURCES / but):
+        if any(path.is_relative_to(SOURCES / folder) for folder in but):
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         own = _own(tree)

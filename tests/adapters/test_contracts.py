@@ -1,7 +1,8 @@
 """The private parts of torch, torchdata, Accelerate, Transformers and Lightning that we use.
 
 When one of these fails with a new release, the message names the file of ours to change. Lightning's hooks, which we override
-as a whole, are in test_lightning_contract.py. DeepSpeed's parts are in test_deepspeed_contracts.py.
+as a whole, are in test_lightning_contract.py. DeepSpeed's parts are in test_deepspeed_contracts.py,
+torchtitan's in test_torchtitan_contracts.py.
 """
 
 import ast
@@ -256,9 +257,11 @@ def test_no_private_part_is_used_without_a_contract():
     """Every private API that any of our files uses or overrides must be listed here with the reason."""
     known = {part.name for part in [*TORCH, *ACCELERATE, *TRANSFORMERS, *LIGHTNING]} | set(ELSEWHERE)
     folders = [
-        path.name for path in SOURCES.iterdir() if path.is_dir() and path.name not in ("deepspeed", "__pycache__")
+        path.name
+        for path in SOURCES.iterdir()
+        if path.is_dir() and path.name not in ("deepspeed", "torchtitan", "__pycache__")
     ]
-    found = private_names(".", but="deepspeed") | overridden(*folders)
+    found = private_names(".", but=("deepspeed", "torchtitan")) | overridden(*folders)
     assert {name: where for name, where in found.items() if name not in known} == {}
     assert set(ELSEWHERE) <= set(found), "no longer used"
 

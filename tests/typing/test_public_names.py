@@ -10,7 +10,7 @@ import pytest
 import safe_ckpt
 
 SOURCES = Path(safe_ckpt.__file__).parent
-MODULES = ("", "lightning", "accelerate", "deepspeed", "transformers")
+MODULES = ("", "lightning", "accelerate", "deepspeed", "transformers", "torchtitan")
 
 
 def parsed(path):

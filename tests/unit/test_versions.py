@@ -135,6 +135,9 @@ def test_both_ends_of_the_table_were_run():
     """``make test-versions`` ran the oldest and the newest release of each: what it wrote down says when, and with what."""
     record = versions_page.read()
     for package, supported in SUPPORTED.items():
+        if package == "torchtitan":  # one release, which make test-torchtitan runs
+            assert supported.lowest == supported.newest
+            continue
         for end, claimed in (("oldest", supported.lowest), ("newest", supported.newest)):
             ran = versions_page.base(record[end]["packages"][package])
             if package == "python":

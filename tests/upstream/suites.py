@@ -102,6 +102,15 @@ SUITES = {
         importable=".",
         tests=("tests/trainer/test_trainer*.py",),
     ),
+    "torchtitan": Suite(
+        package="torchtitan",
+        version_file="assets/version.txt",
+        folder=".",
+        importable=".",
+        tests=("tests/unit_tests/test_checkpoint.py", "tests/unit_tests/cpu/test_checkpoint.py"),
+        variants=("ours",),
+        workers=0,
+    ),
     "deepspeed": Suite(
         package="deepspeed",
         version_file="version.txt",

@@ -80,6 +80,25 @@ class Sharded(Strategy):
             files = self._planner.images(self._known.sharded_states(states, models or {}), attempt.error)
         return Planned(files=files, folders=sorted(filter(None, states)), error=attempt.error)
 
+    def loading_in_place(self, path: Path, state: dict[str, Any]) -> Callable[[], None]:
+        """Compare a checkpoint that all ranks have verified with a state dict, on this rank.
+
+        Args:
+            path: a directory in the layout of ``torch.distributed.checkpoint``.
+            state: names to tensors, nested state dicts and other values. What the checkpoint has besides is left alone.
+
+        Returns:
+            What reads this rank's parts, into the tensors, and meets no other rank. Other values are replaced in ``state``.
+
+        Raises:
+            RestoreError: the checkpoint has nothing for a name, or a tensor of another shape.
+            HostileCheckpointError: what is asked for cannot be read without running code.
+            OSError: a file could not be read.
+        """
+        from safe_ckpt.core.sharding.dcp_load import Loading
+
+        return Loading(path, state, is_coordinator=self._engine.rank == 0).read
+
 
 class Whole(Strategy):
     """Rank 0 gathers whole tensors and writes them, watched: a collective of the framework's own would wait for ever.
@@ -102,3 +121,19 @@ class Whole(Strategy):
             gathered = gather_nested(states, engine.config.timeouts.lengthy_s, engine.group)
             files = [] if gathered is None else list(self._files_of(gathered))
         return Planned(files=files, error=attempt.error)
+
+
+def names_in(path: Path) -> set[str]:
+    """The names of what a directory in the layout of ``torch.distributed.checkpoint`` holds; none where it is no such.
+
+    Raises:
+        CorruptCheckpointError: its ``.metadata`` cannot be read as that.
+        HostileCheckpointError: it would run code.
+        OSError: it could not be read.
+    """
+    from safe_ckpt.core.sharding.dcp_read import read_metadata  # DCP takes a while to import
+
+    try:
+        return set(read_metadata(path).state_dict_metadata)
+    except FileNotFoundError:
+        return set()

@@ -21,7 +21,7 @@ from safe_ckpt._version import __version__
 from safe_ckpt.events import Event
 
 logger = logging.getLogger(__name__)
-_BESIDE = ("torch", "lightning", "pytorch_lightning", "accelerate", "transformers", "deepspeed")
+_BESIDE = ("torch", "lightning", "pytorch_lightning", "accelerate", "transformers", "deepspeed", "torchtitan")
 
 
 class JsonlHook:

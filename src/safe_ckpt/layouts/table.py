@@ -26,6 +26,8 @@ TRAINER_STATE = "trainer_state.json"
 """The file that the Transformers Trainer writes last."""
 LIGHTNING_TAG = "checkpoint"
 """The tag that Lightning's ``DeepSpeedStrategy`` gives."""
+HF_INDEX = "model.safetensors.index.json"
+"""The file that names the weights in files of Hugging Face's layout."""
 _RANDOM_STATES = "random_states_0.pkl"
 
 
@@ -146,6 +148,15 @@ def _problem_of_transformers(path: Path) -> str:
     return f"it has no manifest, and {cut_off[0]} was not written to its end" if cut_off else ""
 
 
+def _problem_of_torchtitan(path: Path) -> str:
+    # DCP writes .metadata last, when all ranks have written.
+    if presence.is_there(path / DCP_METADATA):
+        return ""
+    if presence.is_there(path / HF_INDEX):
+        return WEIGHTS_ONLY
+    return f"it has no manifest, and without {DCP_METADATA} it is not complete either"
+
+
 LIGHTNING_FILE = Kind(
     name="Lightning file",
     named=re.compile(r"step=([0-9]{1,18})"),
@@ -178,6 +189,12 @@ DEEPSPEED = Kind(
 )
 DCP = Kind(
     name="torch.distributed.checkpoint directory", named=None, is_one=lambda path: presence.is_file(path / DCP_METADATA)
+)
+TORCHTITAN = Kind(
+    name="torchtitan checkpoint",
+    named=re.compile(r"^step-(0|[1-9][0-9]{0,17})\Z"),
+    is_one=lambda path: presence.is_file(path / DCP_METADATA) or presence.is_file(path / HF_INDEX),
+    problem=_problem_of_torchtitan,
 )
 KINDS: tuple[Kind, ...] = (LIGHTNING_SHARDED, LIGHTNING_DEEPSPEED, ACCELERATE, TRANSFORMERS, DEEPSPEED, DCP)
 """Those of directories, in the order in which they are recognised."""

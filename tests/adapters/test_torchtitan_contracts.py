@@ -1,0 +1,49 @@
+"""The parts of torchtitan that the manager overrides, calls or reads; the messages say which file of ours needs a look."""
+
+import inspect
+
+import pytest
+
+pytest.importorskip("torchtitan")
+import dataclasses
+
+from contracts import Part, overridden, private_names
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer.base import BaseCheckpointManager, ModelWrapper
+
+MANAGER = "torchtitan/manager.py"
+SELF = ("self",)
+PARTS = [
+    Part(CheckpointManager, "dcp_save", MANAGER, "is overridden: writes one checkpoint",
+         ("self", "state_dict", "checkpoint_id", "async_mode", "enable_garbage_collection", "to_hf")),
+    Part(CheckpointManager, "dcp_load", MANAGER, "is overridden: reads one checkpoint",
+         ("self", "state_dict", "checkpoint_id", "from_hf", "from_quantized")),
+    Part(CheckpointManager, "_load", MANAGER, "is overridden: decides what is loaded", ("self", "step")),
+    Part(CheckpointManager, "_find_load_step", MANAGER, "is overridden: the newest step", ("self", "folder")),
+    Part(CheckpointManager, "_should_purge", MANAGER, "is overridden: retention is ours", SELF),
+    Part(CheckpointManager, "_close", MANAGER, "is overridden", SELF),
+    Part(BaseCheckpointManager, "close", MANAGER, "calls _close of one that is enabled", SELF),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_a_private_part_is_as_it_was(part):
+    """It is there, takes what we give it, and the file that is named does use it."""
+    part.check()
+
+
+def test_no_private_part_is_used_without_a_contract():
+    """Every private part of torchtitan that we use is listed with the reason."""
+    known = {part.name for part in PARTS}
+    found = private_names("torchtitan") | overridden("torchtitan")
+    assert {name: where for name, where in found.items() if name not in known} == {}
+
+
+def test_its_own_decisions_call_what_is_ours():
+    """What is saved when and under which name is torchtitan's code: it comes to these two methods, and purges by that one."""
+    source = inspect.getsource(CheckpointManager)
+    for call in ("self.dcp_save(", "self.dcp_load(", "self._find_load_step()", "if self._should_purge()"):
+        assert call in source, f"torchtitan's manager has no {call} any more: look at safe_ckpt/{MANAGER}"
+    assert "assert isinstance(result, Future)" in source
+    assert {"async_mode", "keep_latest_k"} <= {field.name for field in dataclasses.fields(CheckpointManager.Config)}
+    assert "self.model =" in inspect.getsource(ModelWrapper)

@@ -1,0 +1,14 @@
+"""The page about torchtitan, for ``make test-torchtitan``: it is not installed for the other tests."""
+
+import pytest
+from blocks import ROOT, needs, pages
+from running import run_page
+
+pytest.importorskip("torchtitan")
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if needs(page) == "torchtitan"])
+def test_every_block_of_a_page_runs_with_torchtitan(page, tmp_path):
+    """Pasted in order into an empty folder, the blocks of the page work, and their output is the output shown."""
+    done = run_page(ROOT / page, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
