@@ -39,14 +39,14 @@ def data(count=24):
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def trainer(folder, kind=SafeTrainer, *, hidden=16, callbacks=(), arguments=TrainingArguments, **more):
+def trainer(folder, kind=SafeTrainer, *, of=None, hidden=16, callbacks=(), arguments=TrainingArguments, **more):
     settings = {
         "output_dir": str(folder), "max_steps": 6, "per_device_train_batch_size": 4, "save_steps": 2, "use_cpu": True,
         "save_strategy": "steps", "report_to": [], "disable_tqdm": True, "logging_steps": 100, "learning_rate": 1e-2,
         **more,
     }  # fmt: skip
     return kind(
-        model=model(hidden), args=arguments(**settings), train_dataset=data(), eval_dataset=data(4),
+        model=model(hidden) if of is None else of, args=arguments(**settings), train_dataset=data(), eval_dataset=data(4),
         callbacks=list(callbacks),
     )  # fmt: skip
 
