@@ -24,12 +24,13 @@ class SafeTrainer(SafeCheckpointMixin, Trainer):
     checkpoint_config = CONFIG
 
 
-def model(hidden=16):
+def model(hidden=16, *, bias=False):
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=32, hidden_size=hidden, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
             max_position_embeddings=32, tie_word_embeddings=True, attention_dropout=0.1,
+            attention_bias=bias,
         )
     )  # fmt: skip
 
