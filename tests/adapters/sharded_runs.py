@@ -50,10 +50,13 @@ def loaded(source, layout):
     return AutoModelForCausalLM.from_pretrained(source, distributed_config=DistributedConfig(**layout))
 
 
-def made(rank, folder, source, layout, kind=Safe, **more):
+def made(rank, folder, source, layout, kind=Safe, *, model_init=None, of=None, **more):
+    """A Trainer; its model is loaded from ``source``, if it is not ``of`` or what ``model_init`` makes."""
     size = os.environ["WORLD_SIZE"]
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=size)
-    return trainer(folder, kind, of=loaded(source, layout), **{"save_steps": 1, **more})
+    if model_init is None and of is None:
+        of = loaded(source, layout)
+    return trainer(folder, kind, of=of, model_init=model_init, **{"save_steps": 1, **more})
 
 
 class Die(TrainerCallback):
