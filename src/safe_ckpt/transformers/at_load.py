@@ -202,7 +202,7 @@ def _whole(path: Path) -> dict[str, parts.WholeTensor]:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     tensors: dict[str, parts.WholeTensor] = {}
     for name in names:
-        file = safetensors.safe_open(path / name, framework="pt")
+        file: Any = safetensors.safe_open(path / name, framework="pt")
         for key in file.keys():  # noqa: SIM118 - it is no mapping
             shape = tuple(file.get_slice(key).get_shape())
             tensors[key] = parts.WholeTensor(shape=shape, fetch=functools.partial(file.get_tensor, key))

@@ -28,7 +28,7 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from safe_ckpt.core.formats import dcp, torch_reading
@@ -77,7 +77,45 @@ def _is_record(found: object, module: str) -> bool:
     return dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
 
 
+class _Boxes:
+    """A tensor to read into whose part of this rank is no box of the whole: DCP takes it for as many tensors as there are.
+
+    Args:
+        tensor: a DTensor that is scattered.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._pieces = {piece.offsets: piece for piece in dtensor.pieces_of(tensor)}
+
+    def size(self) -> torch.Size:
+        """Of the whole."""
+        return self._tensor.size()
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.sizes))
+            for piece in self._pieces.values()
+        ]
+
+    def at(self, offset: Sequence[int]) -> torch.Tensor:
+        """One of its boxes, by where it lies in the whole."""
+        piece = self._pieces[tuple(offset)]
+        return dtensor.cut(dtensor.local_of(self._tensor), piece.begin, piece.sizes)
+
+
 class _Planner(DefaultLoadPlanner):
+    def set_up_planner(self, *args: Any, **options: Any) -> None:
+        super().set_up_planner(*args, **options)
+        self.state_dict = {name: _Boxes(v) if dtensor.is_scattered(v) else v for name, v in self.state_dict.items()}
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        room = self.state_dict[index.fqn]
+        if isinstance(room, _Boxes):
+            return room.at(index.offset or ())
+        found: torch.Tensor = super().lookup_tensor(index)
+        return found
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         torch_reading.load_plain(value)  # raises where the next line would run code
         value.seek(0)
