@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainerCallback
 from transformers.distributed import DistributedConfig
 from transformers_runs import SafeTrainer, model, trainer
 
 TP = {"tp_size": 2}
 TP_FSDP = {"tp_size": 2, "fsdp_size": 2}
 FSDP = {"fsdp_size": 2}
+EP = {"fsdp_size": 2, "ep_size": 2}
 WHOLE = {}
 
 
@@ -36,11 +37,19 @@ class Stock(OnCpus, Trainer):
     """A stock Trainer that saves nothing: the only one that trains such a model to its end."""
 
 
-def base(folder, **sizes):
-    """A tiny model's files, as if they had been downloaded."""
-    made = model(**sizes)
-    made.save_pretrained(folder)
-    return folder
+def base(folder, *, experts=False, bias=False):
+    """A tiny model's files, as if they had been downloaded; ``experts`` have two weights in one."""
+    (mixture() if experts else model(bias=bias)).save_pretrained(folder)
+
+
+def mixture():
+    torch.manual_seed(0)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32,
+        )
+    )  # fmt: skip
 
 
 def loaded(source, layout):

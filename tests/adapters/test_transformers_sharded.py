@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from sharded_runs import (
+    EP,
     FSDP,
     TP,
     TP_FSDP,
@@ -115,18 +116,21 @@ MESHES = {
     "tp on one rank": (TP, 2, 3, WHOLE, 1, 2),
     "tp and fsdp on fsdp": (TP_FSDP, 4, 3, FSDP, 2, 2),
     "fsdp on tp": (FSDP, 2, 2, TP, 2, 3),
+    "experts, tp on one rank": (TP, 2, 3, WHOLE, 1, 2),
+    "experts, each on a rank of its own, on tp": (EP, 2, 3, TP, 2, 3),
 }
 """How and on how many ranks it is sharded, and the groups of its optimizer; then and now."""
 
 
-@pytest.mark.parametrize("meshes", MESHES.values(), ids=MESHES)
-def test_another_mesh_gets_what_was_saved(tmp_path, meshes):
+@pytest.mark.parametrize("name", MESHES)
+def test_another_mesh_gets_what_was_saved(tmp_path, name):
     """Weights, optimizer and schedule are those that were saved, although a mesh has parameter groups of its own.
 
     With biases the Trainer makes one group for what is sharded and one for what is not; on one rank that is one group.
+    Experts have gate and up in one weight: each rank of tensor parallelism has rows of both.
     """
-    then, count, groups_then, now, on, groups_now = meshes
-    base(tmp_path / "base", bias=True)
+    then, count, groups_then, now, on, groups_now = MESHES[name]
+    base(tmp_path / "base", bias=True, experts="experts" in name)
     (saved, groups), *_ = values(ranks(_saves, count, tmp_path, then))
     assert len(groups) == groups_then
     for state, found, step in values(ranks(_loads, on, tmp_path, now)):

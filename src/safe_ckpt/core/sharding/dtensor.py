@@ -16,8 +16,6 @@ import torch
 
 from safe_ckpt.errors import StateError
 
-Span = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LEAVES = frozenset({*_PLAIN, int, float, str, bool, type(None)})
 _HOMES = {"DTensor": "torch.distributed.tensor", "ShardedTensor": "torch.distributed._shard.sharded_tensor"}
