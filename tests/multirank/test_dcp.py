@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -316,6 +318,30 @@ def test_a_folder_that_is_saved_again_by_fewer_ranks_has_nothing_of_before(tmp_p
     values(spawn_ranks(_overwriting, 2, tmp_path / "stock", "ours"))  # and what stock has left goes, too
     assert sorted(os.listdir(tmp_path / "stock")) == sorted(os.listdir(tmp_path / "ours"))
     assert (tmp_path / "stock/notes/mine.txt").read_text() == "mine"
+
+
+def _sharded_tensors(rank, path):
+    few = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
+    many = ChunkShardingSpec(dim=1, placements=["rank:1/cpu", "rank:0/cpu", "rank:0/cpu", "rank:1/cpu"])
+    found = []
+    for saves, loads in ((few, many), (many, few)):
+        saved = sharded_tensor.rand(saves, 10, 20)
+        dcp.save({"t": saved}, checkpoint_id=path / "one")
+        for module in (dcp, stock):
+            state = {"t": sharded_tensor.zeros(loads, 10, 20)}
+            module.load(state, checkpoint_id=path / "one")
+            whole = [torch.zeros(10, 20) if rank == 0 else None for _ in range(2)]
+            saved.gather(out=whole[0])
+            state["t"].gather(out=whole[1])
+            found.append(rank != 0 or torch.equal(*whole))
+    return found
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore")
+def test_the_older_sharded_tensor(tmp_path):
+    """Several shards on one rank, saved in one way and loaded in another."""
+    assert values(spawn_ranks(_sharded_tensors, 2, tmp_path)) == [[True] * 4] * 2
 
 
 def _alone(rank, path):

@@ -90,7 +90,7 @@ def saver_for(group: ProcessGroup | None) -> DcpSaver:
     found = next((one for one in _savers if not one.closed and one.engine.coordinator.serves(facts)), None)
     if found is None:
         settings, _ = config_and_more(given_config(), lambda _: None, group)
-        found = DcpSaver(settings, ADAPTER, find=candidates, owner=_OWNER, group=group)
+        found = DcpSaver(settings, ADAPTER, owner=_OWNER, group=group)
         _savers.append(found)
     return found
 

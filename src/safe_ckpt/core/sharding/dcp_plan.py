@@ -429,12 +429,14 @@ def _admit(key: str, value: object) -> None:
         return
     if dtensor.is_partial(value):
         raise StateError(key=key, message="a DTensor whose parts are still to be reduced: redistribute it first")
-    if value.is_meta:
+    parts = dtensor.parts_of(value)
+    if any(part.is_meta for part in parts):
         raise StateError(key=key, message="a tensor on the meta device: it has no data. Materialise it first")
-    for part in dtensor.parts_of(value):
+    for part in parts:
         refuse_short(key, part)
-    odd = value.layout is not torch.strided or value.is_quantized or value.is_nested
-    if odd and not dtensor.is_sharded(value):
+    if dtensor.is_sharded(value):  # a ShardedTensor answers no such question
+        return
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
         raise StateError(key=key, message="a sparse, quantized or nested tensor beside sharded ones")
 
 

@@ -44,7 +44,11 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
     from torch.futures import Future
 
-_HOMES_OF_RECORDS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_HOMES_OF_RECORDS = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed._shard.sharded_tensor.metadata",  # older releases had a part of the first one there
+)
 _RECORDS = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
