@@ -1,7 +1,7 @@
 """torchtitan's own Trainer on the CPU, with gloo: what it asks of an accelerator, and a CPU does not have, is given to it here.
 
-As a program (one of several ranks): ``titan_runs.py FOLDER STEPS JSON``, where JSON has options of the checkpoint Config and, as
-``"manager"``, whether it is ``"safe"`` or ``"stock"``.
+As a program (one of several ranks): ``titan_runs.py FOLDER STEPS JSON``, where JSON has options of the checkpoint Config and,
+as ``"manager"``, whether it is ``"safe"`` or ``"stock"``.
 """
 
 import hashlib
