@@ -27,6 +27,7 @@ from safe_ckpt.errors import (
 )
 from support import writer_processes
 
+titan_runs.ready()
 QUICK = CheckpointConfig(timeouts=Timeouts(barrier_s=20, lengthy_s=40, peer_stall_s=3, shutdown_s=10))
 
 

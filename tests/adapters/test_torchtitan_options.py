@@ -13,6 +13,7 @@ from kit.ranks import spawn_ranks, values
 from safe_ckpt.errors import NoValidCheckpointError
 from support import holding_lock
 
+titan_runs.ready()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 

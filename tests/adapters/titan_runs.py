@@ -42,6 +42,13 @@ def on_cpu():
         sys.modules[kernels.__name__] = sys.modules[f"{kernels.__name__}.api"] = kernels
 
 
+def ready():
+    """From now on the ranks that this process starts are forked from one that has imported torchtitan."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    os.environ["RANKS_PRELOAD"] = f"{os.environ.get('RANKS_PRELOAD', '')},titan_ready"
+
+
 def parts():
     """What the Trainer builds from its Config besides the model: a tokenizer that knows no words, and data that are counted."""
     from torchtitan.components.dataloader import ParallelAwareDataloader
@@ -175,9 +182,10 @@ def on_rank(rank, folder, jobs):
     on_cpu()
     os.environ["LOCAL_RANK"] = str(rank)
     told = []
-    for steps, options in jobs:
+    for steps, given in jobs:
+        options = {"dump": folder, **given}
         try:
-            told.append(fingerprint(train(options.pop("dump", folder), steps, **options)))
+            told.append(fingerprint(train(options.pop("dump"), steps, **options)))
         except (Exception, CheckpointException) as error:  # DCP's own is no Exception
             told.append(error)
     return told
