@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torchtitan")
+import titan_runs
 import torch.distributed.checkpoint as dcp
-from titan_runs import on_rank
 
 from kit.patience import scaled
 from kit.ranks import spawn_ranks, values
@@ -21,6 +21,7 @@ from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import NoValidCheckpointError, SafeCheckpointError
 from support import flip_bit, kill_all, writer_processes
 
+titan_runs.ready()
 RUNS = Path(__file__).with_name("titan_runs.py")
 
 
@@ -43,7 +44,7 @@ def ended(process):
 
 def trained(folder, *jobs):
     """Trainings one after the other on two ranks: of each what both ranks tell, which is the same."""
-    outcomes = values(spawn_ranks(on_rank, 2, folder, jobs, timeout_s=240))
+    outcomes = values(spawn_ranks(titan_runs.on_rank, 2, folder, jobs, timeout_s=240))
     both = []
     for number, one in enumerate(outcomes[0]):
         other = outcomes[1][number]

@@ -8,10 +8,10 @@ import time
 import pytest
 
 pytest.importorskip("torchtitan")
+import titan_runs
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import titan_runs
 
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Retention, StorageConfig, Timeouts
@@ -27,6 +27,7 @@ from safe_ckpt.errors import (
 )
 from support import writer_processes
 
+titan_runs.ready()
 QUICK = CheckpointConfig(timeouts=Timeouts(barrier_s=20, lengthy_s=40, peer_stall_s=3, shutdown_s=10))
 
 
@@ -54,7 +55,14 @@ def build(base, width=8, **options):
     torch.manual_seed(0)
     parts = [torch.nn.Linear(64, width), Counted(exp_avg=torch.full((3,), 2.0)), Counted(), Counted(step=0)]
     parts[2].state = {f"dp_rank_{rank}": b"place", "world_size": 2}
-    chosen = {"enable": True, "interval": 1, "last_save_model_only": False, "folder": "run", "settings": QUICK, **options}
+    chosen = {
+        "enable": True,
+        "interval": 1,
+        "last_save_model_only": False,
+        "folder": "run",
+        "settings": QUICK,
+        **options,
+    }
     manager = SafeCheckpointManager.Config(**chosen).build(
         dataloader=parts[2],
         model_parts=[parts[0]],
@@ -88,7 +96,7 @@ def _changes_at_once(rank, folder, mode):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
 def test_what_was_saved_is_what_was_there(tmp_path, mode):
-    """The state may change, and be loaded, as soon as an asynchronous save has returned; each rank gets its own loader's state."""
+    """The state may change, and be loaded, as soon as an asynchronous save has returned; each rank has its loader's state."""
     for rank, told in enumerate(values(spawn_ranks(_changes_at_once, 2, tmp_path, mode))):
         assert told == (True, [2.0] * 3, {f"dp_rank_{rank}": b"place", "world_size": 2}, {"step": 1})
     assert writer_processes() == []
@@ -231,7 +239,7 @@ def test_a_folder_has_one_manager_at_a_time(tmp_path, cpu):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_stock_reads_what_is_saved_and_a_seed_is_the_model_alone(tmp_path, cpu):
-    """DCP itself reads a checkpoint under torchtitan's names; the type of a last save of the model alone is the one asked for."""
+    """DCP itself reads a checkpoint under torchtitan's names; a last save of the model alone has the type that is asked for."""
     manager, model, *_ = build(tmp_path, last_save_model_only=True, export_dtype="bfloat16", interval=2)
     manager.save(curr_step=0, last_step=True)
     manager.save(curr_step=2)

@@ -1,4 +1,4 @@
-"""The options of torchtitan's manager with ``SafeCheckpointManager``, on two gloo ranks; what stock does otherwise is shown beside."""
+"""The options of torchtitan's manager with ``SafeCheckpointManager``, on two gloo ranks, and what stock does otherwise."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from kit.ranks import spawn_ranks, values
 from safe_ckpt.errors import NoValidCheckpointError
 from support import holding_lock
 
+titan_runs.ready()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
@@ -47,7 +48,11 @@ def test_what_is_kept_and_what_is_taken_goes_by_commits(tmp_path):
     assert isinstance(refused, NoValidCheckpointError), refused
     assert "without .metadata" in str(refused)
     assert names(tmp_path / "mine/checkpoint") == ["step-6", "step-8", "step-90", "step-91"]
-    assert names(tmp_path / "theirs/checkpoint") == ["step-8", "step-90", "step-91"]  # and before the last save, no good one
+    assert names(tmp_path / "theirs/checkpoint") == [
+        "step-8",
+        "step-90",
+        "step-91",
+    ]  # and before the last save, no good one
     back = {"dump": tmp_path / "back", "keep_latest_k": 0}
     trained(tmp_path, (8, back), (4, {**back, "load_step": 2}), (6, back))
     assert resumed(tmp_path / "back/checkpoint") == ["step-4"]

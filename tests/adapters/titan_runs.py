@@ -1,7 +1,7 @@
 """torchtitan's own Trainer on the CPU, with gloo: what it asks of an accelerator, and a CPU does not have, is given to it here.
 
-As a program (one of several ranks): ``titan_runs.py FOLDER STEPS JSON``, where JSON has options of the checkpoint Config and, as
-``"manager"``, whether it is ``"safe"`` or ``"stock"``.
+As a program (one of several ranks): ``titan_runs.py FOLDER STEPS JSON``, where JSON has options of the checkpoint Config and,
+as ``"manager"``, whether it is ``"safe"`` or ``"stock"``.
 """
 
 import hashlib
@@ -40,6 +40,13 @@ def on_cpu():
         kernels.combine_op = kernels.dispatch_op = kernels.init_buffer = kernels.MinimalAsyncEPDispatchMetadata = None
         kernels.maybe_update_minimal_async_ep_config = lambda *_: None
         sys.modules[kernels.__name__] = sys.modules[f"{kernels.__name__}.api"] = kernels
+
+
+def ready():
+    """From now on the ranks that this process starts are forked from one that has imported torchtitan."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    os.environ["RANKS_PRELOAD"] = f"{os.environ.get('RANKS_PRELOAD', '')},titan_ready"
 
 
 def parts():
@@ -175,9 +182,10 @@ def on_rank(rank, folder, jobs):
     on_cpu()
     os.environ["LOCAL_RANK"] = str(rank)
     told = []
-    for steps, options in jobs:
+    for steps, given in jobs:
+        options = {"dump": folder, **given}
         try:
-            told.append(fingerprint(train(options.pop("dump", folder), steps, **options)))
+            told.append(fingerprint(train(options.pop("dump"), steps, **options)))
         except (Exception, CheckpointException) as error:  # DCP's own is no Exception
             told.append(error)
     return told

@@ -318,7 +318,9 @@ class Planner:
     def _frozen_within(self, state: Mapping[str, Any], model: torch.nn.Module | None) -> frozenset[str]:
         names = frozen_names(model) if self._apart and model is not None else ()
         inner = [key for key, value in state.items() if isinstance(value, Mapping)] if names else ()
-        return frozenset([*(name for name in names if name in state), *(f"{k}.{name}" for k in inner for name in names)])
+        return frozenset(
+            [*(name for name in names if name in state), *(f"{k}.{name}" for k in inner for name in names)]
+        )
 
     def _keep(self, item: SavedItem, images: Sequence[FilePlan], now: Fingerprint | None) -> Sequence[FilePlan]:
         self._known.pop(item.name, None)
