@@ -503,7 +503,8 @@ def test_how_a_trainer_takes_a_model_that_is_sharded_at_load():
     )
     made = source.index("create_accelerator_and_postprocess()")
     assert made < source.index("call_model_init()") < asks < refuses
-    assert "not self.is_distributed_loading_by_transformers" in inspect.getsource(Trainer._save)
+    saves = inspect.getsource(Trainer.save_model) + inspect.getsource(Trainer._save)
+    assert "self.is_distributed_loading_by_transformers" in saves
     source = inspect.getsource(PreTrainedModel.save_pretrained)
     gathers, waits = (source.index(f"self.{name}(") for name in (at_load._GATHER, at_load._BARRIER))
     assert gathers < source.index("safe_save_file(") < waits

@@ -74,7 +74,7 @@ class SafeCheckpointMixin(_Base):
     def create_accelerator_and_postprocess(self) -> None:
         """See ``Trainer.create_accelerator_and_postprocess``."""
         super().create_accelerator_and_postprocess()  # type: ignore[no-untyped-call, unused-ignore]
-        self._admit(self.model)
+        self._admit(getattr(self, "model", None))  # releases before 5 set it later
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
         """See ``Trainer.call_model_init``."""
