@@ -346,6 +346,7 @@ def test_the_older_sharded_tensor(tmp_path):
 
 def _alone(rank, path):
     dcp.save({"rank": rank, "t": torch.full((3,), float(rank))}, checkpoint_id=path / f"rank-{rank}", no_dist=True)
+    dist.barrier()  # of the test: it reads what the other one saves
     state = {"rank": -1, "t": torch.zeros(3)}
     dcp.load(state, checkpoint_id=path / f"rank-{1 - rank}", no_dist=True)
     return state["rank"], state["t"].tolist()
