@@ -36,8 +36,8 @@ from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.sharding import gather_transport
 from safe_ckpt.errors import ConfigError, PeerLostError, RestoreError, SafeCheckpointError
 
-pytestmark = pytest.mark.timeout(300)
-LIMIT_S = 200
+pytestmark = pytest.mark.timeout(600)
+LIMIT_S = 280
 
 
 def ranks(function, count, *args):
@@ -160,8 +160,9 @@ def test_the_three_failures_of_tensor_parallel_checkpoints(tmp_path):
     base(tmp_path / "base")
     found = values(ranks(_three_failures, 2, tmp_path))
     assert [(optimizer, weights) for _, optimizer, weights, _ in found] == [(True, True)] * 2
-    assert max(took_s for took_s, *_ in found) < 100, "it waited for a rank that never gathered"
+    assert max(took_s for took_s, *_ in found) < 200, "it waited for a rank that never gathered"
     (*_, first), (*_, second) = found
+    assert not (tmp_path / "run" / "checkpoint-2" / "optimizer.pt").exists(), "that of rank 0, for every rank"
     parts = [name for name in first if name.endswith("q_proj.weight.exp_avg")]
     assert parts
     assert not any(first[name].equal(second[name]) for name in parts)
@@ -191,7 +192,7 @@ def _fails(rank, folder, layout):
         begun = time.monotonic()
         with pytest.raises(RuntimeError if rank == number else SafeCheckpointError, match="mine"):
             run.train()
-        assert time.monotonic() - begun < 60, "the others waited in a collective"
+        assert time.monotonic() - begun < 120, "the others waited in a collective"
 
 
 @pytest.mark.parametrize("layout", [TP, FSDP], ids=["tp", "fsdp"])
@@ -220,7 +221,7 @@ def test_a_rank_that_dies_in_the_gather_is_named(tmp_path, layout):
     assert dead.exit_code == -9
     assert alive.error is None, alive.error
     assert alive.value[0] == (1,)
-    assert alive.value[1] < 90
+    assert alive.value[1] < 120
     assert names(tmp_path / "run") == []
 
 

@@ -26,7 +26,7 @@ from safe_ckpt.errors import ConfigError, RestoreError
 
 MODEL_FOLDER = f"{FSDP_MODEL_NAME}_0"
 OPTIMIZER_FOLDER = f"{OPTIMIZER_STEM}_0"
-"""The names of Accelerate's FSDP2: its Trainer reads the same folders."""
+"""The names that Accelerate gives with FSDP2."""
 SCHEDULER = "scheduler.pt"
 NOT_WRITTEN = ("optimizer.pt",)
 """What the Trainer writes of process 0 alone."""
