@@ -152,6 +152,9 @@ examples: .venv/ready  ## run every example, twice where it resumes
 	EPOCHS=4 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/fsdp2_reshard.py runs/examples/fsdp2 --export
 	EPOCHS=2 $(BIN)/python examples/lightning_digits.py runs/examples/lightning
 	EPOCHS=4 DEVICES=2 $(BIN)/python examples/lightning_digits.py runs/examples/lightning
+	STEPS=20 $(BIN)/python -W ignore examples/fabric_loop.py runs/examples/fabric
+	STEPS=40 DEVICES=2 $(BIN)/python -W ignore examples/fabric_loop.py runs/examples/fabric-ddp
+	STEPS=40 $(BIN)/python -W ignore examples/fabric_loop.py runs/examples/fabric
 	EPOCHS=2 $(ACCELERATE) examples/accelerate_digits.py runs/examples/accelerate
 	EPOCHS=4 $(ACCELERATE) examples/accelerate_digits.py runs/examples/accelerate
 	STEPS=20 $(BIN)/python examples/transformers_tiny.py runs/examples/transformers

@@ -21,8 +21,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint._traverse
 import torch.distributed.checkpoint.filesystem
 import torch.distributed.checkpoint.metadata
+import torch.distributed.checkpoint.staging
 import torch.distributed.fsdp
 import torch.distributed.tensor
+import torch.distributed.tensor.placement_types
 import torch.utils.data._utils.pin_memory
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
@@ -35,10 +37,11 @@ from torch.distributed.checkpoint import metadata, planner
 from torch.storage import TypedStorage
 from torch.utils.data import dataloader
 from torchdata.stateful_dataloader import StatefulDataLoader
-from transformers import Trainer, modeling_utils, trainer
+from transformers import PreTrainedModel, Trainer, modeling_utils, trainer
 
 from accelerate_runs import forget
 from safe_ckpt.core.formats import names
+from safe_ckpt.transformers import at_load
 
 STORAGE = ("storage", "storage_offset", "size", "stride", "requires_grad", "backward_hooks")
 TENSOR = torch.zeros(1)
@@ -46,6 +49,7 @@ OPTIMIZER = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 TYPED = TypedStorage(wrap_storage=TENSOR.untyped_storage(), dtype=torch.float32, _internal=True)
 LOADER = torch.utils.data.DataLoader([1])
 SELF = ("self",)
+STAGING = torch.distributed.checkpoint.staging.StagingOptions(False, False, False, False)
 
 TORCH = [
     Part(NamedTuple("Pair", [("one", int)]), "_make", "core/sharding/gather.py", "a named tuple takes its fields one by one"),
@@ -101,6 +105,8 @@ TORCH = [
     Part(torch.distributed.checkpoint, "_traverse", "core/sharding/dcp_read.py", "the module of set_element"),
     Part(torch.distributed.checkpoint._traverse, "set_element", "core/sharding/dcp_read.py", "puts what is missing",
          ("root_dict", "path", "value")),
+    Part(torch.distributed.checkpoint.staging.DefaultStager(STAGING), "_config",
+         "dcp/saving.py", "whether a stager returns a future"),
     Part(torch.distributed.checkpoint.filesystem, "_StorageInfo", "core/sharding/dcp_plan.py", "where an entry lies in a file",
          ("relative_path", "offset", "length")),
 ]  # fmt: skip
@@ -138,6 +144,17 @@ TRANSFORMERS = [
         "its errors name the checkpoint",
         ("self", "resume_from_checkpoint", "model"),
     ),
+    Part(Trainer, "_load_optimizer_and_scheduler", "transformers/mixin.py", "is overridden", ("self", "checkpoint")),
+    Part(torch.optim.lr_scheduler.LambdaLR(OPTIMIZER, lambda _: 1), "_last_lr", "transformers/at_load.py",
+         "the rates of the groups of a schedule"),
+    Part(Trainer, "create_accelerator_and_postprocess", "transformers/mixin.py", "is overridden", SELF),
+    Part(Trainer, "call_model_init", "transformers/mixin.py", "is overridden", ("self", "trial")),
+    Part(PreTrainedModel, "gather_sharded_state_dict_for_save", "transformers/at_load.py",
+         "gathers: is stood in for while a Trainer saves", ("self", "model_to_save", "state_dict"), optional=True),
+    Part(PreTrainedModel, "barrier_after_gathered_checkpoint_save", "transformers/at_load.py",
+         "is left out while a Trainer saves", ("self", "distributed_config"), optional=True),
+    Part(PreTrainedModel, "is_distributed_loading_by_transformers", "transformers/at_load.py",
+         "whether it is sharded when it is loaded", optional=True),
     Part(Trainer, "_get_output_dir", "transformers/mixin.py", "where the checkpoints go", ("self", "trial")),
     Part(Trainer, "_push_from_checkpoint", "transformers/mixin.py", "pushes one", ("self", "checkpoint_folder")),
     Part(Trainer, "store_flos", "transformers/mixin.py", "is called before a save", SELF),
@@ -383,6 +400,8 @@ def test_a_sharded_tensor_has_its_part_and_its_placement():
         assert type(part) is torch.distributed.tensor.DTensor
         assert part._local_tensor.data_ptr() == part.to_local().data_ptr()
         assert part._spec.placements == part.placements
+        strided = torch.distributed.tensor.placement_types._StridedShard(0, split_factor=2)
+        assert (strided.dim, strided.split_factor) == (0, 2), "core/sharding/dtensor.py: is_scattered"
         layer(torch.zeros(1, 2))
         hooks = layer._state_dict_pre_hooks.values()
         assert [hook.__module__ for hook in hooks] == ["torch.distributed.fsdp._fully_shard._fsdp_param_group"]
@@ -471,6 +490,24 @@ def test_the_trainer_saves_what_we_save():
     assert hasattr(torch.distributed.checkpoint.FileSystemWriter("there"), "path"), "transformers/contents.py"
     end = [name for name in ("_finalize_training", "_sorted_checkpoints") if hasattr(Trainer, name)]
     assert end, "transformers/mixin.py: nothing keeps the end of training from deleting the newest checkpoint"
+
+
+def test_how_a_trainer_takes_a_model_that_is_sharded_at_load():
+    """transformers/at_load.py: its refusal asks for ``save_only_model``, and all ranks come to ``save_pretrained``."""
+    if not hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"):
+        pytest.skip("this release has no such models")
+    source = inspect.getsource(Trainer.__init__)
+    asks, refuses = (
+        source.index("not args.save_only_model"),
+        source.index("Resuming is not supported for models sharded"),
+    )
+    made = source.index("create_accelerator_and_postprocess()")
+    assert made < source.index("call_model_init()") < asks < refuses
+    saves = inspect.getsource(Trainer.save_model) + inspect.getsource(Trainer._save)
+    assert "self.is_distributed_loading_by_transformers" in saves
+    source = inspect.getsource(PreTrainedModel.save_pretrained)
+    gathers, waits = (source.index(f"self.{name}(") for name in (at_load._GATHER, at_load._BARRIER))
+    assert gathers < source.index("safe_save_file(") < waits
 
 
 def test_the_fields_of_lightnings_loops():

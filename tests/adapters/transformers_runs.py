@@ -24,12 +24,13 @@ class SafeTrainer(SafeCheckpointMixin, Trainer):
     checkpoint_config = CONFIG
 
 
-def model(hidden=16):
+def model(hidden=16, *, bias=False):
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=32, hidden_size=hidden, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
             max_position_embeddings=32, tie_word_embeddings=True, attention_dropout=0.1,
+            attention_bias=bias,
         )
     )  # fmt: skip
 
@@ -39,16 +40,18 @@ def data(count=24):
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def trainer(folder, kind=SafeTrainer, *, hidden=16, callbacks=(), arguments=TrainingArguments, **more):
+def trainer(
+    folder, kind=SafeTrainer, *, of=None, model_init=None, hidden=16, callbacks=(), arguments=TrainingArguments, **more
+):
     settings = {
         "output_dir": str(folder), "max_steps": 6, "per_device_train_batch_size": 4, "save_steps": 2, "use_cpu": True,
         "save_strategy": "steps", "report_to": [], "disable_tqdm": True, "logging_steps": 100, "learning_rate": 1e-2,
         **more,
     }  # fmt: skip
+    known = {"model_init": model_init} if model_init is not None else {"model": model(hidden) if of is None else of}
     return kind(
-        model=model(hidden), args=arguments(**settings), train_dataset=data(), eval_dataset=data(4),
-        callbacks=list(callbacks),
-    )  # fmt: skip
+        **known, args=arguments(**settings), train_dataset=data(), eval_dataset=data(4), callbacks=list(callbacks)
+    )
 
 
 def fingerprint(made):

@@ -1,16 +1,24 @@
 """``safe_ckpt.dcp``: real ranks save and load as with ``torch.distributed.checkpoint``; what fails is seen by all."""
 
+import datetime
+import io
 import os
+import resource
+import signal
 import time
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from kit.ranks import free_port, spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Retention, Timeouts, dcp
@@ -108,8 +116,12 @@ def _in_the_background(rank, path):
                 parameter.zero_()
     names = [sorted(upload.result(60).state_dict_metadata) for upload in uploads]
     assert all(upload.done() and upload.exception() is None for upload in uploads)
+    dcp.async_save({"step": 5, "large": torch.ones(4 << 20)}, checkpoint_id=path / "other-5")
+    large = {"large": torch.zeros(4 << 20)}
+    dcp.load(large, checkpoint_id=path / "other-5")  # waits for what is on its way
+    assert large["large"].all()
     again, state = Run(9), {"step": 0}
-    dcp.load({"run": again, **state}, checkpoint_id=path)
+    dcp.load({"run": again, **state}, checkpoint_id=path / "step-4")
     dcp.load(state, checkpoint_id=path / "latest")
     return names[0] == names[3], state["step"], _same(again.whole(), expected[3])
 
@@ -117,8 +129,8 @@ def _in_the_background(rank, path):
 @pytest.mark.timeout(300)
 def test_in_the_background_with_retention(tmp_path):
     """Each holds what was there when it was called; two stay; the newest is loaded by the directory and by ``latest``."""
-    assert values(spawn_ranks(_in_the_background, 2, tmp_path / "run")) == [(True, 4, True)] * 2
-    assert sorted(os.listdir(tmp_path / "run")) == [".safe_ckpt", "step-3", "step-4"]
+    assert values(spawn_ranks(_in_the_background, 2, tmp_path / "run")) == [(True, 5, True)] * 2
+    assert sorted(os.listdir(tmp_path / "run")) == [".safe_ckpt", "other-5", "step-3", "step-4"]
 
 
 class Raises:
@@ -207,6 +219,39 @@ def test_a_rank_that_died_is_named(tmp_path):
     assert [name for name in os.listdir(tmp_path / "run") if name != ".safe_ckpt"] == ["step-1"]
 
 
+def _full_on_one(rank, path):
+    dcp.configure(QUICK)
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"w": distribute_tensor(torch.ones(2 << 20), mesh, [Shard(0)])}
+    dcp.save(state, checkpoint_id=path / "step-1")
+    if rank == 1:  # of this rank no file gets larger, as on a disk that is full
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    upload = dcp.async_save(state, checkpoint_id=path / "step-2")
+    error = upload.exception(60)
+    unseen = dcp.async_save(state, checkpoint_id=path / "step-3")
+    unseen.handle.settle()  # nobody looks at its error
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    try:
+        dcp.save(state, checkpoint_id=path / "step-4")
+    except SafeCheckpointError as raised:
+        dcp.save(state, checkpoint_id=path / "step-5")
+        return error, raised
+    return error, None
+
+
+@pytest.mark.timeout(120)
+def test_a_failure_in_the_background_is_known_to_every_rank(tmp_path):
+    """Every rank's future raises what one rank's disk has said; an error that nobody looked at is raised by the next save."""
+    for error, raised in values(spawn_ranks(_full_on_one, 2, tmp_path / "run")):
+        assert isinstance(error, SafeCheckpointError)
+        assert "rank 1" in str(error)
+        assert isinstance(raised, SafeCheckpointError)
+        assert "step-3" in str(raised)
+    assert sorted(os.listdir(tmp_path / "run")) == [".safe_ckpt", "step-1", "step-5"]
+
+
 def _newest(rank, path):
     state = {"a": torch.zeros(1000), "step": 0}
     dcp.load(state, checkpoint_id=path)
@@ -237,15 +282,20 @@ def test_stock_and_ours_in_one_directory(tmp_path):
     dcp.save({"step": 5}, checkpoint_id=tmp_path / "step-5")
     dcp.load(state, checkpoint_id=tmp_path)
     assert state == {"step": 5}
-    with pytest.raises(NoValidCheckpointError):
+    with pytest.raises(NoValidCheckpointError, match="there is no checkpoint"):
         dcp.load(state, checkpoint_id=tmp_path / "step-20")
+    (tmp_path / "step-5/.metadata").unlink()
+    with pytest.raises(NoValidCheckpointError, match=r"step-5.*\n.*\.metadata"):
+        dcp.load(state, checkpoint_id=tmp_path / "step-5")
+    os.symlink("step-7", tmp_path / "latest")  # a name that is there is that
+    dcp.load(state, checkpoint_id=tmp_path / "latest")
+    assert state == {"step": 7}
 
 
 def _overwriting(rank, path, module):
     world = dist.get_world_size()
-    whole = torch.arange(12.0) + world
     mesh = init_device_mesh("cpu", (world,))
-    state = {"w": torch.distributed.tensor.distribute_tensor(whole, mesh, [torch.distributed.tensor.Shard(0)])}
+    state = {"w": distribute_tensor(torch.arange(12.0) + world, mesh, [Shard(0)])}
     (stock if module == "stock" else dcp).save(state, checkpoint_id=path)
 
 
@@ -268,6 +318,30 @@ def test_a_folder_that_is_saved_again_by_fewer_ranks_has_nothing_of_before(tmp_p
     values(spawn_ranks(_overwriting, 2, tmp_path / "stock", "ours"))  # and what stock has left goes, too
     assert sorted(os.listdir(tmp_path / "stock")) == sorted(os.listdir(tmp_path / "ours"))
     assert (tmp_path / "stock/notes/mine.txt").read_text() == "mine"
+
+
+def _sharded_tensors(rank, path):
+    few = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
+    many = ChunkShardingSpec(dim=1, placements=["rank:1/cpu", "rank:0/cpu", "rank:0/cpu", "rank:1/cpu"])
+    found = []
+    for saves, loads in ((few, many), (many, few)):
+        saved = sharded_tensor.rand(saves, 10, 20)
+        dcp.save({"t": saved}, checkpoint_id=path / "one")
+        for module in (dcp, stock):
+            state = {"t": sharded_tensor.zeros(loads, 10, 20)}
+            module.load(state, checkpoint_id=path / "one")
+            whole = [torch.zeros(10, 20) if rank == 0 else None for _ in range(2)]
+            saved.gather(out=whole[0])
+            state["t"].gather(out=whole[1])
+            found.append(rank != 0 or torch.equal(*whole))
+    return found
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore")
+def test_the_older_sharded_tensor(tmp_path):
+    """Several shards on one rank, saved in one way and loaded in another."""
+    assert values(spawn_ranks(_sharded_tensors, 2, tmp_path)) == [[True] * 4] * 2
 
 
 def _alone(rank, path):
@@ -410,6 +484,29 @@ def test_nothing_is_run_of_what_is_loaded(tmp_path):
     state = {"t": torch.zeros(2)}
     dcp.load(state, checkpoint_id=tmp_path / "one")
     assert state["t"].all()
+
+
+def test_what_a_load_will_refuse_is_said_at_the_save(tmp_path, caplog):
+    """Once for each class, with what to do; then it is loaded. Arrays and ``BytesIO`` need nothing."""
+    state = {
+        "at": datetime.date(2026, 1, 2),
+        "array": numpy.arange(3),
+        "bytes": io.BytesIO(b"abc"),
+        "scalar": numpy.float64(2),
+    }
+    for _ in range(2):
+        dcp.save(state, checkpoint_id=tmp_path / "one")
+    assert [record.message for record in caplog.records if "a load will refuse" in record.message] == [
+        record.message for record in caplog.records if "datetime.date" in record.message
+    ]
+    assert caplog.text.count("datetime.date") == 1
+    found = dict.fromkeys(state)
+    with pytest.raises(SafeCheckpointError, match="at cannot be read"):
+        dcp.load(found, checkpoint_id=tmp_path / "one")
+    with torch.serialization.safe_globals([datetime.date]):
+        dcp.load(found, checkpoint_id=tmp_path / "one")
+    assert (found["at"], found["scalar"], found["bytes"].getvalue()) == (state["at"], 2, b"abc")
+    assert (found["array"] == state["array"]).all()
 
 
 def test_retention_among_siblings_of_one_kind(tmp_path):

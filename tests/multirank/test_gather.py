@@ -140,7 +140,8 @@ def test_bad_arguments_are_refused_at_the_call(arguments, match):
 def test_chunks_that_do_not_make_up_a_tensor_are_refused():
     """A part that no rank has is named, not filled with whatever memory held."""
     with pytest.raises(StateError, match="6 of its 9 elements"):
-        gather_plan.plan(["w"], [(9,)], [4], {0: [((0,), (3,))], 1: [((3,), (3,))]}, 100)
+        pieces = {rank: [[dtensor.Piece.first((at,), (3,))]] for rank, at in enumerate((0, 3))}
+        gather_plan.plan(["w"], [(9,)], [4], pieces, 100)
 
 
 def _differ(rank):

@@ -175,3 +175,29 @@ def test_of_another_user(tmp_path):
             capture_output=True, text=True, check=False, timeout=60, env=environment, cwd=Path("/"),
         )  # fmt: skip
         assert done.stdout.split() == ["5", "5", "5"], done.stderr
+
+
+def _beside_a_job(rank, url):
+    """Ranks 0 and 1 hold the bucket's directory and save in it; 2 and 3 read it meanwhile."""
+    jobs, readers = dist.new_group([0, 1]), dist.new_group([2, 3])
+    if rank < 2:
+        with Checkpointer(url, group=jobs) as ckpt:
+            for step in (1, 2):
+                ckpt.save(step, {"model": {"w": torch.full((1000,), float(step))}, "mine": PerRank(rank)}).result()
+                dist.barrier()  # a checkpoint is there
+                dist.barrier()  # it was read
+        return None
+    found = []
+    for _ in (1, 2):
+        dist.barrier()
+        state = {"model": {"w": torch.zeros(1000)}}
+        info, newest = safe_ckpt.load(url, state, group=readers), safe_ckpt.newest(url, readers)
+        found.append((info.step, newest.step, state["model"]["w"].unique().tolist()))
+        dist.barrier()
+    return found
+
+
+def test_from_a_bucket_that_a_live_job_holds(bucket):
+    """The address of a directory in an object store is read beside the job that saves there, and as one step alone."""
+    outcomes = values(spawn_ranks(_beside_a_job, 4, bucket.url()))
+    assert outcomes[2] == outcomes[3] == [(1, 1, [1.0]), (2, 2, [2.0])]

@@ -1,4 +1,4 @@
-"""A pytest plugin: ``save``, ``async_save`` and ``load`` of ``torch.distributed.checkpoint`` are ours, in every process of a test.
+"""A pytest plugin: ``save``, ``async_save`` and ``load`` of ``torch.distributed.checkpoint`` are ours in every process.
 
 A ``FileSystemWriter`` or ``FileSystemReader`` becomes ``checkpoint_id``, as docs/start/dcp.md tells users to write it; other
 storages are given to ours, which refuses them. The two deprecated names are swapped as well: most of these tests use them.
@@ -22,7 +22,8 @@ def _translated(call, storage, state_dict, *old, **given):
     given = {storage if name == "storage" else name: value for name, value in named.items()} | given
     given.pop("coordinator_rank", None)
     where = given.get(storage)
-    if type(where) in _PLAIN and not getattr(where, "_extensions", None):
+    transforms = getattr(where, "transforms", None)
+    if type(where) in _PLAIN and not getattr(transforms, "extensions", None):
         given[storage] = None
         given["checkpoint_id"] = given.get("checkpoint_id") or where.path
     return call(state_dict, **given)

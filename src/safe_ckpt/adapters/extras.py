@@ -23,6 +23,7 @@ from safe_ckpt.core.saving.export import Exporter
 from safe_ckpt.core.saving.homes import refuse
 from safe_ckpt.core.saving.save import Destination, Facts, SaveRequest, check_step, checked_metrics
 from safe_ckpt.core.sharding import dtensor
+from safe_ckpt.core.sharding.gather import gather_nested
 from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
 from safe_ckpt.core.storage import durable, presence

@@ -68,7 +68,7 @@ def load(
         RendezvousTimeout: some ranks did not call this; names them.
     """
     group = ranks_of(process_group, no_dist=no_dist)
-    settle(group)
+    settle()
     facts = group_of(group)
 
     def check(_: CheckpointConfig) -> Path:
@@ -109,7 +109,8 @@ def _look(path: Path, config: CheckpointConfig) -> tuple[Sequence[Candidate], bo
     """On rank 0: what there is, and whether the path is one checkpoint."""
     if presence.is_there(path / MANIFEST_NAME):
         one = look_at(path)
-        if not one.problem and not presence.is_there(path / DCP_METADATA):
+        files = [entry.path for entry in one.manifest.files] if one.manifest is not None else []
+        if not one.problem and DCP_METADATA not in files:
             one = dataclasses.replace(one, problem="it was not saved by torch.distributed.checkpoint, nor by this")
         return [one], True
     if is_stock(path):

@@ -21,6 +21,7 @@ from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.saving.homes import refuse
 from safe_ckpt.core.saving.save import OnCommit, SaveHandle
+from safe_ckpt.core.sharding.dcp_load import warn_of_refused
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.layouts.table import DCP_METADATA
@@ -89,17 +90,15 @@ def saver_for(group: ProcessGroup | None) -> DcpSaver:
     found = next((one for one in _savers if not one.closed and one.engine.coordinator.serves(facts)), None)
     if found is None:
         settings, _ = config_and_more(given_config(), lambda _: None, group)
-        found = DcpSaver(settings, ADAPTER, find=candidates, owner=_OWNER, group=group)
+        found = DcpSaver(settings, ADAPTER, owner=_OWNER, group=group)
         _savers.append(found)
     return found
 
 
-def settle(group: ProcessGroup | None) -> None:
-    """Wait until what these ranks save is over, whatever came of it."""
-    facts = group_of(group)
+def settle() -> None:
+    """Wait until what this process saves is over, whatever came of it."""
     for one in _savers:
-        if not one.closed and one.engine.coordinator.serves(facts):
-            one.engine.settle()
+        one.engine.settle()
 
 
 class DcpSaver(Saver):
@@ -130,28 +129,43 @@ class DcpSaver(Saver):
             SafeCheckpointError: see ``safe_ckpt.dcp.save``.
         """
         engine = self.engine
-        values: dict[str, object] = {}
+        found: list[Path] = []
+        values: dict[str, object] = {}  # compared once ``look`` has filled it
 
         def look() -> None:
-            values["checkpoint_id"] = check()
+            found.append(check())
+            values["checkpoint_id"] = found[0]
 
         with engine.together("save"):
-            engine.agree("dcp", must_match=values, local=look, decide=lambda _: refuse(_path(values), ADAPTER))
-            path = _path(values)
+            engine.agree("dcp", must_match=values, local=look, decide=lambda _: refuse(found[0], ADAPTER))
+            path = found[0]
             home = self._hold(path)
-            attempt, state = Attempt(), dict[str, Any]()
-            with attempt:  # a state_dict() of the user's may raise anything
-                state = state_of()
-            planned = self._parts.plan({"": state}, attempt)
-            know_models(engine, modules)
-            handle = self.save(
-                home,
-                path,
-                planned.content(),
-                step=step_of(path.name),
-                on_commit=OnCommit(carry=_is_users, retention=retention.policy_of(self.config.retention)),
-            )
-        return path, handle
+            try:
+                return path, self._save(home, path, state_of, modules)
+            except Exception:  # nothing of it is in flight: others may save there
+                self.names.let_go(path)
+                raise
+
+    def _save(
+        self,
+        home: OpenHome,
+        path: Path,
+        state_of: Callable[[], dict[str, Any]],
+        modules: Callable[[], list[torch.nn.Module]],
+    ) -> SaveHandle:
+        attempt, state = Attempt(), dict[str, Any]()
+        with attempt:  # a state_dict() of the user's may raise anything
+            state = state_of()
+        planned = self._parts.plan({"": state}, attempt)
+        know_models(self.engine, modules)
+        warn_of_refused(state)
+        return self.save(
+            home,
+            path,
+            planned.content(),
+            step=step_of(path.name),
+            on_commit=OnCommit(carry=_is_users, retention=retention.policy_of(self.config.retention)),
+        )
 
     def _hold(self, path: Path) -> OpenHome:
         for other in _savers:
@@ -204,10 +218,3 @@ def family_of(name: str) -> str:
 def _is_users(name: str) -> bool:
     """Whether a file of the folder that is replaced is kept: all but stock DCP's own."""
     return not _OF_DCP.fullmatch(name)
-
-
-def _path(values: dict[str, object]) -> Path:
-    path = values["checkpoint_id"]
-    if not isinstance(path, Path):
-        raise TypeError(path)
-    return path

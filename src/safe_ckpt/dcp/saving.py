@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint import staging, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 
 from safe_ckpt.core.home.visibility import Patience
@@ -23,6 +23,8 @@ from safe_ckpt.layouts.table import DCP_METADATA
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
+    from torch.distributed.checkpoint.staging import AsyncStager
+    from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
     from torch.distributed.checkpoint.storage import StorageWriter
 
     from safe_ckpt.core.coordination.process_groups import ProcessGroup
@@ -127,9 +129,9 @@ def async_save(
     follow.start()
     if not staged.asynchronously:
         return upload
-    staging: Future[None] = Future()
-    staging.set_result(None)
-    return AsyncSaveResponse(staging_completion=staging, upload_completion=upload)  # type: ignore[arg-type]
+    copied: Future[None] = Future()
+    copied.set_result(None)
+    return state_dict_saver.AsyncSaveResponse(staging_completion=copied, upload_completion=upload)  # type: ignore[arg-type]
 
 
 class _Staged:
@@ -140,8 +142,9 @@ class _Staged:
     """
 
     def __init__(self, stager: AsyncStager | None) -> None:
-        own = type(stager) is DefaultStager
-        self.asynchronously = own and bool(stager._config.use_async_staging)  # type: ignore[union-attr]
+        own = stager is not None and type(stager) is getattr(staging, "DefaultStager", None)  # where torch has one
+        options: Any = getattr(stager, "_config", None)
+        self.asynchronously = own and bool(options.use_async_staging)
         self._stager = None if own else stager
 
     def of(self, state: dict[str, Any]) -> dict[str, Any]:

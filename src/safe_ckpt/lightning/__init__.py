@@ -1,4 +1,4 @@
-"""Safe checkpoints for Lightning, ``lightning.pytorch`` and ``pytorch_lightning`` alike."""
+"""Safe checkpoints for Lightning, ``lightning.pytorch`` and ``pytorch_lightning`` alike, and for Fabric."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from safe_ckpt import versions
 versions.check_either("lightning", "pytorch-lightning")  # before what fails on an older one
 
 from safe_ckpt.lightning.callback import SafeCheckpointCallback  # noqa: E402
+from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO  # noqa: E402
 from safe_ckpt.lightning.dataloader import resumable  # noqa: E402
 
-__all__ = ["SafeCheckpointCallback", "resumable"]
+__all__ = ["SafeCheckpointCallback", "SafeCheckpointIO", "resumable"]

@@ -1,4 +1,4 @@
-"""The CheckpointIO that the callback installs in the strategy, and the classes of Lightning that ours derive from.
+"""The CheckpointIO that the callback installs in the strategy, and that Fabric takes as a plugin.
 
 Each package, ``lightning`` and ``pytorch_lightning``, has its own ``ModelCheckpoint``, and each Trainer recognises only its
 own. Where both are installed our classes derive from both, so that it does not matter which Trainer they are given to.
@@ -22,6 +22,7 @@ from safe_ckpt.layouts.table import has_training
 from safe_ckpt.lightning.resume import WEIGHTS_NOTE
 
 if TYPE_CHECKING:
+    from lightning.fabric.plugins import TorchCheckpointIO
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -36,6 +37,10 @@ else:
 
     ModelCheckpoint = _derive("ModelCheckpoint", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
     CheckpointIO = _derive("CheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins")
+    TorchCheckpointIO = _derive("TorchCheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins")
+
+TRAINERS_MARK = "pytorch-lightning_version"
+"""What a Trainer's checkpoint has, and a dict of Fabric's user has not."""
 
 __all__ = ["CheckpointIO", "ModelCheckpoint"]
 
@@ -43,20 +48,26 @@ __all__ = ["CheckpointIO", "ModelCheckpoint"]
 class SafeCheckpointIO(CheckpointIO):
     """Saves atomically, loads verified, and keeps saves and removals in one order.
 
-    Within ``saving_to`` a checkpoint is put into a list, and the caller saves it on all ranks together. Outside, as in the
-    launcher of ``ddp_spawn`` after the end of ``fit``, it is written at once, in this process.
+    In a Trainer the callback installs it. In Fabric it is a plugin: what ``fabric.save`` writes is complete, durable and has a
+    manifest, or is not there; ``fabric.load`` compares it with that manifest first, and runs none of its code::
+
+        fabric = Fabric(plugins=[SafeCheckpointIO()])
+
+    Within ``saving_to`` a checkpoint is put into a list, and the caller saves it on all ranks together. Outside, as in Fabric,
+    or in the launcher of ``ddp_spawn`` after the end of ``fit``, it is written at once, in this process. Fabric calls it on
+    rank 0 alone. If it raises there, the other ranks wait in Fabric's own barrier; ``Checkpointer`` tells them.
 
     Args:
-        base: the I/O that was installed before; it still does the reading.
+        base: the I/O that was installed before; it still does the reading. None for Lightning's own.
 
     Attributes:
         saver: what saves while ``fit`` runs; None outside.
         trusted: a file that was verified a moment ago.
     """
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: Any = None) -> None:
         super().__init__()
-        self.base = base
+        self.base = base if base is not None else TorchCheckpointIO()
         self.saver: TrainerSaver | None = None
         self._caught: list[dict[str, Any]] | None = None
         self.trusted: Path | None = None
@@ -89,9 +100,11 @@ class SafeCheckpointIO(CheckpointIO):
         refuse_url(path, "save_checkpoint: filepath")
         target = Path(os.path.abspath(path))
         next_sequence = self.saver.next_sequence if self.saver is not None else one_shot.sequence_beside
-        step = int(checkpoint.get("global_step", 0))
-        notes = {WEIGHTS_NOTE: not has_training(checkpoint)}
-        one_shot.save_archive(checkpoint, target, sequence=next_sequence(target), step=step, notes=notes)
+        of_trainer = TRAINERS_MARK in checkpoint
+        step = checkpoint.get("global_step" if of_trainer else "step")
+        notes = {WEIGHTS_NOTE: of_trainer and not has_training(checkpoint)}
+        known = step if type(step) is int and step >= 0 else 0
+        one_shot.save_archive(checkpoint, target, sequence=next_sequence(target), step=known, notes=notes)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load, once no save is in flight. A checkpoint with our manifest is verified first.

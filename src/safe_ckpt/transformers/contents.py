@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +46,21 @@ class Catch:
 
 
 @contextlib.contextmanager
-def catching(folder: Path, *, shards: bool = False) -> Iterator[Catch]:
+def catching(folder: Path, *, shards: bool = False, besides: Collection[str] = ()) -> Iterator[Catch]:
     """While this is entered, files that this thread saves into ``folder`` are caught instead of written.
 
     Args:
         folder: where they would go.
         shards: whether what goes to ``torch.distributed.checkpoint`` is caught, too.
+        besides: names that ``torch.save`` must not write at all.
     """
     catch = Catch(folder)
     save, save_file = torch.save, safetensors.torch.save_file
 
     def caught_save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         name = catch.name_of(f)
+        if name in besides:
+            return
         # Transformers deletes its empty placeholder files itself, so they must be on disk.
         if name is None or (isinstance(obj, dict) and not obj):
             save(obj, f, *args, **kwargs)

@@ -20,7 +20,7 @@ from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
-from safe_ckpt.transformers import strategies
+from safe_ckpt.transformers import at_load, strategies
 from safe_ckpt.transformers.data_place import DataPlace
 from safe_ckpt.transformers.saver import TrainerSaver
 
@@ -61,12 +61,30 @@ class SafeCheckpointMixin(_Base):
     _safe_saver: TrainerSaver | None = None
     _begun_in = ""
     _data_place: DataPlace | None = None
+    _while_made: Patch | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         for given in (*args, *kwargs.values()):
             if isinstance(given, TrainingArguments):  # before the Trainer makes a folder of it
                 refuse_url(given.output_dir or ".", "output_dir")
-        super().__init__(*args, **kwargs)
+        with Patch() as self._while_made:
+            super().__init__(*args, **kwargs)
+        self._while_made = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """See ``Trainer.create_accelerator_and_postprocess``."""
+        super().create_accelerator_and_postprocess()  # type: ignore[no-untyped-call, unused-ignore]
+        self._admit(getattr(self, "model", None))  # releases before 5 set it later
+
+    def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``Trainer.call_model_init``."""
+        model = super().call_model_init(*args, **kwargs)
+        self._admit(model)
+        return model
+
+    def _admit(self, model: Any) -> None:
+        if self._while_made is not None:
+            at_load.admit(model, self.args, self._while_made)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """See ``Trainer.save_model``.
@@ -110,8 +128,19 @@ class SafeCheckpointMixin(_Base):
                 self._safe_saver = self._data_place = None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        with resume.naming_older(Path(resume_from_checkpoint), "train(resume_from_checkpoint=...)"):
-            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+        path, saver = Path(resume_from_checkpoint), self._safe_saver
+        with resume.naming_older(path, "train(resume_from_checkpoint=...)"):
+            if saver is None or not at_load.load_model(saver.engine, self, path):
+                super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        saver = self._safe_saver
+        if checkpoint is None or saver is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        with resume.naming_older(Path(checkpoint), "train(resume_from_checkpoint=...)"):
+            if not at_load.load_optimizer(saver.engine, self, Path(checkpoint)):
+                super()._load_optimizer_and_scheduler(checkpoint)
 
     def get_train_dataloader(self) -> Any:
         """See ``Trainer.get_train_dataloader``. Within ``train()`` the loader counts what it gives."""
@@ -179,7 +208,11 @@ class SafeCheckpointMixin(_Base):
             self._safe_saver.wait()
             self._safe_saver.spare_marked(self.state)
         if self._safe_saver is not None and self.state.best_model_checkpoint is not None:
-            self._safe_saver.verify_if_there(Path(self.state.best_model_checkpoint))
+            path = Path(self.state.best_model_checkpoint)
+            self._safe_saver.verify_if_there(path)
+            if at_load.is_sharded(self):
+                at_load.load_model(self._safe_saver.engine, self, path)
+                return
         super()._load_best_model()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:

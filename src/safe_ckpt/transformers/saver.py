@@ -121,7 +121,8 @@ class TrainerSaver(Saver):
         know_models(self.engine, lambda: [trainer.model])
         attempt = Attempt()
         noting = self.sharing.noting(trainer, folder)
-        with noting as noted, catching(folder, shards=trainer.is_fsdp_enabled) as caught, attempt:
+        besides = self.sharing.besides(trainer)
+        with noting as noted, catching(folder, shards=trainer.is_fsdp_enabled, besides=besides) as caught, attempt:
             if not is_shared(trainer):  # Transformers looks for shared memory in them: its error names none
                 for name, parameter in trainer.model.named_parameters():
                     refuse_short(name, parameter)

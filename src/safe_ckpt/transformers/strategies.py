@@ -1,10 +1,11 @@
-"""DeepSpeed and FSDP2 under a Trainer: the files that all processes write together.
+"""DeepSpeed, FSDP2 and models sharded at load under a Trainer: the files that all processes write together.
 
 The code of the Trainer, of Accelerate and of DeepSpeed decides what each file holds. While it runs, its requests are noted.
-They are planned when all processes have reached the end.
+They are planned when all processes have reached the end. What is the Trainer's own way with models that are sharded when
+they are loaded is in ``at_load``.
 
-Neither is offered on CPUs. Both were run here on two gloo processes whose Accelerate was set by hand that it has accelerators;
-on GPUs they were never run.
+DeepSpeed and FSDP2 are not offered on CPUs. Both were run here on two gloo processes whose Accelerate was set by hand that
+it has accelerators; on GPUs they were never run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from safe_ckpt.adapters.extras import reraise
 from safe_ckpt.adapters.strategy import Sharded
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError, CoordinationError
+from safe_ckpt.transformers import at_load
 from safe_ckpt.transformers.contents import Catch
 
 
@@ -42,11 +44,13 @@ def check(trainer: Any, config: CheckpointConfig) -> None:
         raise ConfigError(key="TrainingArguments.fsdp_config['version']", message=message)
     if is_shared(trainer):
         accelerate.check(trainer.accelerator, config)
+    if at_load.is_sharded(trainer):
+        at_load.check(trainer)
 
 
 def is_shared(trainer: Any) -> bool:
     """Whether several processes have parts of the model or of the optimizer."""
-    return bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+    return bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled) or at_load.is_sharded(trainer)
 
 
 def _gathers(trainer: Any) -> bool:
@@ -90,6 +94,10 @@ class Sharing:
         with Patch(upstream, {"deepspeed_load_checkpoint": load}):
             yield
 
+    def besides(self, trainer: Any) -> tuple[str, ...]:
+        """Files that the Trainer would write into a checkpoint's folder and that are not in ours."""
+        return at_load.NOT_WRITTEN if at_load.is_sharded(trainer) else ()
+
     @contextlib.contextmanager
     def noting(self, trainer: Any, folder: Path) -> Iterator[Noted]:
         """While this is entered, nothing that the processes write together into ``folder`` is written."""
@@ -98,6 +106,10 @@ class Sharing:
             if _gathers(trainer):
                 gathers = {"get_state_dict": noted.after_meeting(trainer.accelerator.get_state_dict)}
                 patch.put(trainer.accelerator, gathers)
+            if at_load.is_sharded(trainer):
+                at_load.gather_with(
+                    patch, trainer, noted.after_meeting(functools.partial(at_load.gathered, self._core))
+                )
             if trainer.is_fsdp_enabled:
                 names = ("save_fsdp_model", "save_fsdp_optimizer")
                 patch.put(upstream, {name: noted.after_meeting(getattr(upstream, name)) for name in names})
@@ -131,6 +143,11 @@ class Sharing:
         attempt = Attempt()  # what it gets is the same on all processes
         if trainer.is_fsdp_enabled:
             return self._sharded.plan(caught.shards, attempt, dict.fromkeys(caught.shards, trainer.model))
+        if at_load.is_sharded(trainer):
+            states: dict[str, Any] = {}
+            with attempt:
+                states = at_load.states(trainer)
+            return self._sharded.plan(states, attempt, {at_load.MODEL_FOLDER: trainer.model})
         from safe_ckpt.deepspeed.nested import EngineWrites
 
         return EngineWrites(self._core, dict.fromkeys(noted.tags, trainer.model_wrapped)).plan(noted.tags, attempt)

@@ -55,10 +55,19 @@ def itself(group: ProcessGroup | None) -> Any:
 
 
 def group_of(group: ProcessGroup | None) -> Group:
-    """The facts of ``group``; None means WORLD, or a world of one when there is no process group. See also ``ALONE``."""
+    """The facts of ``group``; None means WORLD, or a world of one when there is no process group. See also ``ALONE``.
+
+    Raises:
+        ConfigError: it is no process group that this rank is in.
+    """
     pg = itself(group)
     if pg is None:
         return Group(rank=0, size=1, meeting_store=None, name="single")
+    if not isinstance(pg, dist.ProcessGroup):  # such as what new_group() gives to ranks outside
+        message = (
+            f"expected a process group that this rank is in, or None, got {pg!r}: only its own ranks make this call"
+        )
+        raise ConfigError(key="group", message=message)
     store = dist.distributed_c10d._get_default_store()
     name = str(getattr(pg, "group_name", "world"))
     return Group(rank=dist.get_rank(pg), size=dist.get_world_size(pg), meeting_store=store, name=name)

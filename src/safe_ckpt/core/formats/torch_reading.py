@@ -38,7 +38,7 @@ def load_plain(stream: IO[bytes]) -> Any:
 
 
 def load_data(stream: IO[bytes], classes: Sequence[type] = ()) -> Any:
-    """As ``load_plain``. Admits arrays of numpy and objects of ``classes`` as well: making them runs their own code alone."""
+    """As ``load_plain``. Admits arrays and numbers of numpy, and objects of ``classes``: making one runs its own code alone."""
     with torch.serialization.safe_globals([*classes, *_arrays()]):
         return load_plain(stream)
 
@@ -49,9 +49,9 @@ def _arrays() -> list[Any]:
     except ImportError:
         return []
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"}
-    rebuild: Any = np.zeros(0).__reduce__()[0]
-    names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
-    return [np.ndarray, np.dtype, *kinds, *((rebuild, name) for name in names)]
+    rebuild: dict[str, Any] = {"_reconstruct": np.zeros(0).__reduce__()[0], "scalar": np.float64(0).__reduce__()[0]}
+    homes = ("numpy.core.multiarray", "numpy._core.multiarray")
+    return [np.ndarray, np.dtype, *kinds, *((how, f"{home}.{name}") for name, how in rebuild.items() for home in homes)]
 
 
 @contextlib.contextmanager

@@ -31,7 +31,8 @@ from safe_ckpt.errors import NoValidCheckpointError, RestoreError, SafeCheckpoin
 
 logger = logging.getLogger(__name__)
 _SURVEYS_S = 60.0
-"""For how long what there is is listed again. A job that saves quickly and keeps one may delete each while it is read."""
+"""For how long what there is is listed again. A job that saves quickly and keeps one may delete each while it is read.
+Where it is the same twice, a file that is missing stays missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +104,13 @@ class Visit:
         """
         rejected: dict[str, str] = {}
         until, goes_on = time.monotonic() + min(_SURVEYS_S, self.ranks.config.timeouts.barrier_s), True
+        before: object = None
         while goes_on:
             must_match = {"directory": self.place, "step": self.step}
             seen = self.ranks.agree("look", must_match=must_match, decide=lambda _: self._survey(until))
             rejected, goes_on = dict(seen["rejected"]), False
+            now = [(facts["path"], facts["op_id"]) for facts in seen["order"]]
+            changes, before = now != before, now
             for facts in seen["order"]:
                 info = CheckpointInfo.from_json(facts, beside=self.place)
                 verdict = use(info)
@@ -114,7 +118,7 @@ class Visit:
                     return info
                 logger.warning("%s is passed over: %s", info.path, verdict["why"])
                 rejected[info.name] = verdict["why"]
-                goes_on |= verdict["kind"] == "missing" and not seen["last"]
+                goes_on |= verdict["kind"] == "missing" and changes and not seen["last"]
         raise self._nothing(rejected)
 
     def _survey(self, until: float) -> dict[str, Any]:
@@ -148,7 +152,8 @@ class Visit:
             return []
 
     def _name(self, candidate: Candidate) -> str:
-        return name_below(self.place, candidate.path) or candidate.path.name
+        below = name_below(self.place, candidate.path)
+        return candidate.path.name if below in (None, ".") else str(below)
 
     def _nothing(self, rejected: Mapping[str, str]) -> NoValidCheckpointError:
         path = str(self.place)

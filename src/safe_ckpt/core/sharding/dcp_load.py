@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import logging
 import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from safe_ckpt.core.formats.torch_reading import load_data
+from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dcp_plan import METADATA
 from safe_ckpt.core.sharding.dcp_read import StraightReader, read_metadata
 from safe_ckpt.errors import HostileCheckpointError, RestoreError
@@ -23,8 +26,11 @@ from safe_ckpt.errors import HostileCheckpointError, RestoreError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
+logger = logging.getLogger(__name__)
 ADMITTED: tuple[type, ...] = (io.BytesIO,)
 """Besides what ``torch.load(weights_only=True)`` admits and arrays: classes of which making one runs their own code alone."""
+_PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None), torch.Tensor, torch.nn.Parameter})
+_judged: set[type] = set()
 _MISFITS = (RuntimeError, ValueError, KeyError, AssertionError)
 
 
@@ -77,6 +83,28 @@ class Loading:
 
     def _read(self, plan: LoadPlan, checks: _Checks) -> None:
         self._reader.read_data(plan, cast("LoadPlanner", checks)).wait()
+
+
+def warn_of_refused(state: object) -> None:
+    """Log, once for each class, that ``Loading`` will refuse what is saved."""
+    for leaf in dtensor.leaves(state):
+        kind = type(leaf)
+        if kind in _PLAIN or kind in _judged or isinstance(leaf, torch.Tensor):
+            continue
+        _judged.add(kind)
+        buffer = io.BytesIO()
+        try:
+            torch.save(leaf, buffer)
+            buffer.seek(0)
+            load_data(buffer, ADMITTED)
+        except pickle.UnpicklingError:
+            text = (
+                "the state has a %s.%s, which a load will refuse, as reading it runs code of its class. If that is yours, "
+                "call torch.serialization.add_safe_globals([...]) with it at the start of the script, or leave it out"
+            )
+            logger.warning(text, kind.__module__, kind.__qualname__)
+        except Exception as error:  # the save itself says what is wrong
+            logger.debug("%s was not looked at: %s", kind, error)
 
 
 class _Checks:

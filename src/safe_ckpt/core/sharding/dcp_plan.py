@@ -18,8 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from safe_ckpt.core.coordination.rounds import Scatter
 from safe_ckpt.core.formats import dcp
@@ -91,6 +97,9 @@ class _Local:
         if self.planner is None:
             self.planner = DefaultSavePlanner()
             self.planner.set_up_planner(dict(self.item.state_dict()), is_coordinator=False)
+        value = self.planner.state_dict.get(index.fqn)
+        if isinstance(value, torch.Tensor) and dtensor.is_scattered(value):
+            return _part_at(value, index)
         found: torch.Tensor = self.planner.lookup_object(index)
         return found
 
@@ -279,7 +288,7 @@ class ShardPlanner:
             raise StateError(key=folder, message=f"beside shards DCP joins keys by dots: {error}") from error
         for fqn, value in planner.state_dict.items():
             _admit(f"{folder}: {fqn}", value)
-        plan = planner.create_local_plan()
+        plan = _in_boxes(planner.create_local_plan(), planner.state_dict)
         paths = plan.planner_data or {}
         objects, with_floats = {}, {}
         for number, entry in enumerate(plan.items):
@@ -342,6 +351,32 @@ class ShardPlanner:
         return _Global(token=uuid.uuid4().hex, plans=plans, apart=apart, kept=kept, metadata=metadata)
 
 
+def _in_boxes(plan: SavePlan, state: Mapping[str, Any]) -> SavePlan:
+    """The plan with an entry for each box of what is no box, for which DCP plans one."""
+    if not any(map(dtensor.is_scattered, state.values())):
+        return plan
+    items: list[WriteItem] = []
+    for item in plan.items:
+        tensor = state.get(item.index.fqn)
+        if not isinstance(tensor, torch.Tensor) or not dtensor.is_scattered(tensor) or item.tensor_data is None:
+            items.append(item)
+            continue
+        for piece in dtensor.pieces_of(tensor):
+            chunk = ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.sizes))
+            index = MetadataIndex(item.index.fqn, chunk.offsets)
+            data = dataclasses.replace(item.tensor_data, chunk=chunk)
+            items.append(dataclasses.replace(item, index=index, tensor_data=data))
+    return dataclasses.replace(plan, items=items)
+
+
+def _part_at(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
+    local = dtensor.local_of(tensor)
+    for piece in dtensor.pieces_of(tensor):
+        if index.offset is not None and tuple(index.offset) == piece.offsets:
+            return dtensor.cut(local, piece.begin, piece.sizes)
+    raise StateError(key=index.fqn, message="its parts are not those that were planned")
+
+
 def _kept(plan: SavePlan, final: SavePlan) -> list[int]:
     chosen = {item.index for item in final.items}
     return [number for number, item in enumerate(plan.items) if item.index in chosen]
@@ -394,12 +429,14 @@ def _admit(key: str, value: object) -> None:
         return
     if dtensor.is_partial(value):
         raise StateError(key=key, message="a DTensor whose parts are still to be reduced: redistribute it first")
-    if value.is_meta:
+    parts = dtensor.parts_of(value)
+    if any(part.is_meta for part in parts):
         raise StateError(key=key, message="a tensor on the meta device: it has no data. Materialise it first")
-    for part in dtensor.parts_of(value):
+    for part in parts:
         refuse_short(key, part)
-    odd = value.layout is not torch.strided or value.is_quantized or value.is_nested
-    if odd and not dtensor.is_sharded(value):
+    if dtensor.is_sharded(value):  # a ShardedTensor answers no such question
+        return
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
         raise StateError(key=key, message="a sparse, quantized or nested tensor beside sharded ones")
 
 

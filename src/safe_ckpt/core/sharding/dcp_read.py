@@ -28,7 +28,7 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from safe_ckpt.core.formats import dcp, torch_reading
@@ -44,7 +44,11 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
     from torch.futures import Future
 
-_HOMES_OF_RECORDS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_HOMES_OF_RECORDS = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed._shard.sharded_tensor.metadata",  # older releases had a part of the first one there
+)
 _RECORDS = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
@@ -77,7 +81,45 @@ def _is_record(found: object, module: str) -> bool:
     return dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
 
 
+class _Boxes:
+    """A tensor to read into whose part of this rank is no box of the whole: DCP takes it for as many tensors as there are.
+
+    Args:
+        tensor: a DTensor that is scattered.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._pieces = {piece.offsets: piece for piece in dtensor.pieces_of(tensor)}
+
+    def size(self) -> torch.Size:
+        """Of the whole."""
+        return self._tensor.size()
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.sizes))
+            for piece in self._pieces.values()
+        ]
+
+    def at(self, offset: Sequence[int]) -> torch.Tensor:
+        """One of its boxes, by where it lies in the whole."""
+        piece = self._pieces[tuple(offset)]
+        return dtensor.cut(dtensor.local_of(self._tensor), piece.begin, piece.sizes)
+
+
 class _Planner(DefaultLoadPlanner):
+    def set_up_planner(self, *args: Any, **options: Any) -> None:
+        super().set_up_planner(*args, **options)
+        self.state_dict = {name: _Boxes(v) if dtensor.is_scattered(v) else v for name, v in self.state_dict.items()}
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        room = self.state_dict[index.fqn]
+        if isinstance(room, _Boxes):
+            return room.at(index.offset or ())
+        found: torch.Tensor = super().lookup_tensor(index)
+        return found
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         torch_reading.load_plain(value)  # raises where the next line would run code
         value.seek(0)
@@ -123,16 +165,20 @@ class _Stored:
 
     Args:
         folder: with ``.metadata`` and ``*.distcp``.
+        within: the key of the saved state below which all of it lies that is wanted; "" for the whole.
 
     Raises:
         RestoreError: an object cannot be read. See also ``read_metadata``.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, within: str = "") -> None:
         self._folder = folder
         self._metadata = read_metadata(folder)
         entries, paths = self._metadata.state_dict_metadata, self._metadata.planner_data or {}
         self.paths = {name: tuple(paths.get(name, (name,))) for name in entries}
+        if within:
+            self.paths = {name: path[1:] for name, path in self.paths.items() if path[0] == within and path[1:]}
+            entries = {name: entries[name] for name in self.paths}
         self.tensors = {name: known for name, known in entries.items() if isinstance(known, TensorStorageMetadata)}
         self.objects: dict[str, Any] = self._read({name: None for name in entries if name not in self.tensors})
 
@@ -321,13 +367,18 @@ def optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     return {"state": state, "param_groups": groups, _NAMES: {key: stepped}}
 
 
-def fit_module(folder: Path, module: torch.nn.Module) -> Fitted:
+def fit_module(folder: Path, module: torch.nn.Module, within: str = "") -> Fitted:
     """Compare a sharded item with a module, sharded or not.
+
+    Args:
+        folder: of the item, verified.
+        module: that gets it.
+        within: the key of the saved state that has the module's; "" where that is the whole.
 
     Raises:
         RestoreError: the checkpoint has nothing for a name, or a tensor of another shape or type.
     """
-    stored, own = _Stored(folder), module.state_dict()
+    stored, own = _Stored(folder, within), module.state_dict()
     saved = {path[0] for path in stored.paths.values()}
     names = matched(own, saved, module)
     today = {then: now for now, then in names.items()}
@@ -352,13 +403,22 @@ def fit_module(folder: Path, module: torch.nn.Module) -> Fitted:
     return Fitted(apply=apply, besides=besides, refusal="the module has no place for")
 
 
-def fit_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Fitted:
+def fit_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer, within: str = "") -> Fitted:
     """Compare a sharded item with an optimizer, of sharded parameters or not. It gets state for what had some.
 
+    Parameters may be in other groups than they were, as with one group for each mesh, where all that come to one group had
+    the same settings.
+
+    Args:
+        folder: of the item, verified.
+        module: whose parameters it steps.
+        optimizer: that gets it.
+        within: the key of the saved state that has the optimizer's; "" where that is the whole.
+
     Raises:
-        RestoreError: the checkpoint is of other parameters, or of other groups of them.
+        RestoreError: the checkpoint is of other parameters, or of groups with other settings.
     """
-    stored, names = _Stored(folder), _names(module)
+    stored, names = _Stored(folder, within), _names(module)
     owned = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     order = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     objects = stored.nested(stored.objects)
@@ -371,7 +431,8 @@ def fit_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.optim.
     saved = with_state.union(*grouped)
     today = {then: now for now, then in matched(owned, saved).items()}
     places = [{today[name] for name in known if name in today} for known in grouped]
-    if len(groups) != len(order) or any(not known.issuperset(own) for known, own in zip(places, order, strict=True)):
+    sources = _sources(groups, places, order)
+    if sources is None:
         stored.refuse("its groups hold other parameters than those in the checkpoint")
     rooms: dict[str, Any] = {}
     for name, path in stored.paths.items():
@@ -385,14 +446,53 @@ def fit_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.optim.
         state = stored.read(rooms)
         numbers = {name: number for number, name in enumerate(name for own in order for name in own)}
         again = [
-            {**group, "params": [numbers[name] for name in own]}
-            for group, own in zip(state["param_groups"], order, strict=True)
+            {**(optimizer.param_groups[i] if source is None else state["param_groups"][source])}
+            | {"params": [numbers[name] for name in order[i]]}
+            for i, source in enumerate(sources)
         ]
         by_number = {numbers[today[name]]: kept for name, kept in state.get("state", {}).items()}
         optimizer.load_state_dict({"state": by_number, "param_groups": again})
         return optimizer
 
     return Fitted(apply=apply, besides=sorted(saved - today.keys()), refusal="this optimizer does not step")
+
+
+def _sources(
+    groups: Sequence[Mapping[str, Any]], places: Sequence[Collection[str]], order: Sequence[Collection[str]]
+) -> list[int | None] | None:
+    """Which saved group has the settings of each group of today.
+
+    Args:
+        groups: the saved ones.
+        places: which of the parameters of today they have.
+        order: the parameters of the groups of today.
+
+    Returns:
+        None for an empty group that has no counterpart, and None for all where there is no such assignment.
+    """
+    if len(groups) == len(order) and all(set(had).issuperset(own) for had, own in zip(places, order, strict=True)):
+        return list(range(len(order)))
+    found: list[int | None] = []
+    for own in order:
+        having = [number for number, had in enumerate(places) if any(name in had for name in own)]
+        covered = {name for number in having for name in places[number]}
+        alike = all(_same_settings(groups[having[0]], groups[number]) for number in having)
+        if not covered.issuperset(own) or not alike:
+            return None
+        found.append(having[0] if having else None)
+    return found
+
+
+def _same_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    keys = (one.keys() | other.keys()) - {"params"}
+    absent = object()
+    return all(_equal(one.get(key, absent), other.get(key, absent)) for key in keys)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def spread_optimizer(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:

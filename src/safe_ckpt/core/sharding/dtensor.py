@@ -6,6 +6,7 @@ Their classes are not imported here, which takes long. If they were never import
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,6 @@ import torch
 
 from safe_ckpt.errors import StateError
 
-Span = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LEAVES = frozenset({*_PLAIN, int, float, str, bool, type(None)})
 _HOMES = {"DTensor": "torch.distributed.tensor", "ShardedTensor": "torch.distributed._shard.sharded_tensor"}
@@ -80,19 +79,107 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [local_of(tensor)]
 
 
-def chunk_of(tensor: torch.Tensor) -> Span | None:
-    """Where this rank's part lies in the whole; None where it has none."""
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A box of a tensor that this rank has.
+
+    Attributes:
+        offsets: where it lies in the whole.
+        begin: where it lies in this rank's part.
+        sizes: of both.
+    """
+
+    offsets: tuple[int, ...]
+    begin: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def first(cls, offsets: Sequence[int], sizes: Sequence[int]) -> Piece:
+        """All that a rank has."""
+        return cls(offsets=tuple(offsets), begin=(0,) * len(sizes), sizes=tuple(sizes))
+
+    def to_json(self) -> list[Sequence[int]]:
+        """As plain lists."""
+        return [self.offsets, self.begin, self.sizes]
+
+    @classmethod
+    def from_json(cls, data: Sequence[Sequence[int]]) -> Piece:
+        """What ``to_json`` returned."""
+        offsets, begin, sizes = map(tuple, data)
+        return cls(offsets=offsets, begin=begin, sizes=sizes)
+
+
+def is_scattered(tensor: object) -> bool:
+    """Whether the ranks' parts are no boxes of the whole. The same on every rank.
+
+    Of several weights in one, such as gate and up, tensor parallelism gives each rank rows of each. DCP takes such a part for
+    one box. What FSDP2 makes of rows that are one run is a box.
+    """
     if not is_dtensor(tensor):
-        return (0,) * tensor.dim(), tuple(tensor.shape)
+        return False
+    whole: Any = tensor
+    return any(
+        getattr(placement, "split_factor", None) is not None and not _is_behind(whole, at)
+        for at, placement in enumerate(whole.placements)
+    )
+
+
+def pieces_of(tensor: torch.Tensor) -> list[Piece]:
+    """What this rank has of a tensor, as boxes of the whole. Without communication."""
+    if not is_dtensor(tensor):
+        return [Piece.first((0,) * tensor.dim(), tensor.shape)]
     whole: Any = tensor
     if whole.device_mesh.get_coordinate() is None:
-        return None
+        return []
     if is_partial(tensor):
-        return (0,) * tensor.dim(), tuple(tensor.shape)  # once it is reduced
-    (chunk,) = whole.__create_chunk_list__()
-    if any(size == 0 for size in chunk.sizes):
-        return None
-    return tuple(chunk.offsets), tuple(chunk.sizes)
+        return [Piece.first((0,) * tensor.dim(), tensor.shape)]  # once it is reduced
+    if not is_scattered(tensor):
+        (chunk,) = whole.__create_chunk_list__()
+        return [] if 0 in chunk.sizes else [Piece.first(chunk.offsets, chunk.sizes)]
+    runs = [_runs(_indices(whole, dim)) for dim in range(tensor.dim())]
+    return [
+        Piece(
+            offsets=tuple(at for at, _, _ in box), begin=tuple(n for _, n, _ in box), sizes=tuple(n for _, _, n in box)
+        )
+        for box in itertools.product(*runs)
+    ]
+
+
+def _is_behind(tensor: Any, at: int) -> bool:
+    """Whether a mesh dimension divides what those behind it have left: so FSDP2 says that it came after them."""
+    placements, mesh = tensor.placements, tensor.device_mesh
+    dim, factor = getattr(placements[at], "dim", None), getattr(placements[at], "split_factor", None)
+    others = range(at + 1, len(placements))
+    return factor is not None and factor == math.prod(
+        mesh.size(other) for other in others if getattr(placements[other], "dim", None) == dim
+    )
+
+
+def _indices(tensor: Any, dim: int) -> list[int]:
+    """Which indices of a dimension this rank has, in their order."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    dividing = [at for at, placement in enumerate(tensor.placements) if getattr(placement, "dim", None) == dim]
+    last = [at for at in dividing if _is_behind(tensor, at)]
+    found = list(range(tensor.shape[dim]))
+    for at in [*(at for at in dividing if at not in last), *reversed(last)]:
+        factor = 1 if at in last else getattr(tensor.placements[at], "split_factor", 1)
+        found = [
+            n for group in _chunks(found, factor) for n in _chunks(group, tensor.device_mesh.size(at))[coordinate[at]]
+        ]
+    return found
+
+
+def _chunks(indices: list[int], count: int) -> list[list[int]]:
+    """As ``torch.chunk``, with empty ones at the end."""
+    size = -(-len(indices) // count)
+    return [indices[number * size : (number + 1) * size] for number in range(count)]
+
+
+def _runs(indices: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The runs of indices: where each begins in the whole, where in ``indices``, and how long it is."""
+    starts = [n for n, index in enumerate(indices) if n == 0 or index != indices[n - 1] + 1]
+    ends = [*starts[1:], len(indices)]
+    return [(indices[start], start, end - start) for start, end in zip(starts, ends, strict=True)]
 
 
 def is_partial(tensor: object) -> bool:
@@ -125,9 +212,8 @@ def cut(tensor: torch.Tensor, begin: Sequence[int], sizes: Sequence[int]) -> tor
 
 def copy_part(target: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy into a DTensor what of a whole tensor belongs to this rank."""
-    span = chunk_of(target)
-    if span is not None:
-        local_of(target).copy_(cut(whole, *span))
+    for piece in pieces_of(target):
+        cut(local_of(target), piece.begin, piece.sizes).copy_(cut(whole, piece.offsets, piece.sizes))
 
 
 def refuse_partitioned(module: torch.nn.Module) -> None:

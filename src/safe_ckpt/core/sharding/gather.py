@@ -158,15 +158,15 @@ class _Gather:
         def describe() -> dict[str, Any]:
             gather_transport.refuse_if_given_up(self._group)
             self.tensors = named_tensors(state)
-            spans = [dtensor.chunk_of(tensor) for tensor in self.tensors.values()]
+            pieces = [[one.to_json() for one in dtensor.pieces_of(tensor)] for tensor in self.tensors.values()]
             lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in self.tensors.items()]
             digest = hashlib.sha256("\n".join([*lines, str(self._dtype)]).encode()).hexdigest()[:16]
-            return {"spans": spans, "tensors": f"{len(lines)} tensors, digest {digest}", "first": lines[:3]}
+            return {"pieces": pieces, "tensors": f"{len(lines)} tensors, digest {digest}", "first": lines[:3]}
 
         def decide(answers: Mapping[int, Any]) -> Scatter:
             what = f"the tensors to gather (rank 0 begins with {', '.join(answers[0]['first'])})"
             refuse_differences({rank: {what: answer["tensors"]} for rank, answer in answers.items()})
-            self._rounds = self._plan({rank: answer["spans"] for rank, answer in answers.items()}, staging_bytes)
+            self._rounds = self._plan({rank: answer["pieces"] for rank, answer in answers.items()}, staging_bytes)
             common = {"op": uuid.uuid4().hex, "ends": list(self._rounds.ends)}
             return Scatter({rank: {**common, "sends": self._rounds.share(rank)} for rank in answers})
 
@@ -175,13 +175,13 @@ class _Gather:
         self._ends: list[int] = share["ends"]
         self._sends: list[list[Any]] = share["sends"]
 
-    def _plan(self, parts: Mapping[int, Sequence[dtensor.Span | None]], staging_bytes: int) -> GatherPlan:
+    def _plan(self, parts: Mapping[int, Sequence[Any]], staging_bytes: int) -> GatherPlan:
         tensors = list(self.tensors.values())
         return gather_plan.plan(
             list(self.tensors),
             [tuple(tensor.shape) for tensor in tensors],
             [self._wire_dtype(tensor).itemsize for tensor in tensors],
-            parts,
+            {rank: [[dtensor.Piece.from_json(one) for one in of] for of in told] for rank, told in parts.items()},
             staging_bytes,
             late=[dtensor.is_partial(tensor) for tensor in tensors],
         )
@@ -193,9 +193,9 @@ class _Gather:
         """The whole tensor, with what rank 0 has of it."""
         tensor = self.tensors[self._names[index]]
         full = torch.empty(tuple(tensor.shape), dtype=self._wire_dtype(tensor))
-        own = self._rounds.own[index]
-        if own is not None:
-            dtensor.cut(full, *own).copy_(self._local_of(index))
+        for own in self._rounds.own[index]:
+            local = dtensor.cut(self._local_of(index), own.begin, own.sizes)
+            dtensor.cut(full, own.offsets, own.sizes).copy_(local)
         return full
 
     def _reduce(self, index: int, barrier: RoundBarrier, timeout_s: float) -> bool:

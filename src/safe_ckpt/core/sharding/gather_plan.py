@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from safe_ckpt.core.sharding.dtensor import Span
+from safe_ckpt.core.sharding.dtensor import Piece
 from safe_ckpt.errors import StateError
 
 
@@ -41,12 +41,12 @@ class GatherPlan:
     Attributes:
         rounds: what travels together, in order.
         ends: for every tensor how many rounds must be over before it is complete.
-        own: for every tensor the part that the writing rank has itself, None where it has none.
+        own: for every tensor what the writing rank has of it itself.
     """
 
     rounds: Sequence[Sequence[Chunk]]
     ends: Sequence[int]
-    own: Sequence[Span | None] = field(default_factory=list)
+    own: Sequence[Sequence[Piece]] = field(default_factory=list)
 
     def share(self, rank: int) -> list[list[tuple[int, tuple[int, ...], tuple[int, ...]]]]:
         """What ``rank`` sends, round by round: tensor, beginning, sizes."""
@@ -60,7 +60,7 @@ def plan(
     names: Sequence[str],
     shapes: Sequence[Sequence[int]],
     item_bytes: Sequence[int],
-    parts: Mapping[int, Sequence[Span | None]],
+    parts: Mapping[int, Sequence[Sequence[Piece]]],
     most_bytes: int,
     late: Sequence[bool] = (),
 ) -> GatherPlan:
@@ -79,22 +79,22 @@ def plan(
     """
     rounds: list[list[Chunk]] = []
     ends: list[int] = []
-    own: list[Span | None] = []
+    own: list[Sequence[Piece]] = []
     filled = 0
     for index, name in enumerate(names):
         owners = _owners(name, index, shapes[index], parts)
-        own.append(next((span for rank, span in owners if rank == 0), None))
+        own.append([piece for rank, piece in owners if rank == 0])
         if late and late[index]:
             filled = most_bytes
-        for rank, (offsets, sizes) in owners:
+        for rank, piece in owners:
             if rank == 0:
                 continue
-            for begin, part in _cut(sizes, item_bytes[index], most_bytes):
+            for inner, part in _cut(piece.sizes, item_bytes[index], most_bytes):
                 size = math.prod(part) * item_bytes[index]
                 if not rounds or filled + padded(size) > most_bytes:
                     rounds.append([])
                     filled = 0
-                at = tuple(offset + inner for offset, inner in zip(offsets, begin, strict=True))
+                at, begin = _moved(piece.offsets, inner), _moved(piece.begin, inner)
                 rounds[-1].append(Chunk(tensor=index, rank=rank, begin=begin, sizes=part, at=at, size_bytes=size))
                 filled += padded(size)
         ends.append(len(rounds))
@@ -106,23 +106,26 @@ def padded(size_bytes: int) -> int:
     return -(-size_bytes // 16) * 16
 
 
+def _moved(begin: Sequence[int], by: Sequence[int]) -> tuple[int, ...]:
+    return tuple(one + other for one, other in zip(begin, by, strict=True))
+
+
 def _owners(
-    name: str, index: int, shape: Sequence[int], parts: Mapping[int, Sequence[Span | None]]
-) -> list[tuple[int, Span]]:
-    owners: dict[tuple[int, ...], tuple[int, Span]] = {}
+    name: str, index: int, shape: Sequence[int], parts: Mapping[int, Sequence[Sequence[Piece]]]
+) -> list[tuple[int, Piece]]:
+    owners: dict[tuple[int, ...], tuple[int, Piece]] = {}
     for rank in sorted(parts):
-        span = parts[rank][index]
-        if span is not None and 0 not in span[1]:
-            offsets, sizes = tuple(span[0]), tuple(span[1])  # lists, where they came as JSON
-            owners.setdefault(offsets, (rank, (offsets, sizes)))
+        for piece in parts[rank][index]:
+            if 0 not in piece.sizes:
+                owners.setdefault(piece.offsets, (rank, piece))
     whole = math.prod(shape)
-    covered = sum(math.prod(span[1]) for _, span in owners.values())
+    covered = sum(math.prod(piece.sizes) for _, piece in owners.values())
     if covered != whole:
         raise StateError(key=name, message=f"the ranks together have {covered} of its {whole} elements")
-    return sorted(owners.values(), key=lambda owner: owner[1][0])
+    return sorted(owners.values(), key=lambda owner: owner[1].offsets)
 
 
-def _cut(sizes: Sequence[int], item_bytes: int, most_bytes: int) -> list[Span]:
+def _cut(sizes: Sequence[int], item_bytes: int, most_bytes: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cut a part into chunks of at most ``most_bytes``, in the order of its memory."""
     whole = tuple(sizes)
     if math.prod(whole) * item_bytes <= most_bytes:
@@ -132,7 +135,7 @@ def _cut(sizes: Sequence[int], item_bytes: int, most_bytes: int) -> list[Span]:
         return [((0,) * len(whole), whole)]
     row = math.prod(whole[along + 1 :]) * item_bytes
     step = max(1, most_bytes // max(row, 1))
-    spans: list[Span] = []
+    spans: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for start in range(0, whole[along], step):
         part = (*whole[:along], min(step, whole[along] - start), *whole[along + 1 :])
         begin = tuple(start if dim == along else 0 for dim in range(len(whole)))
