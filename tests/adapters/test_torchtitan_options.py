@@ -101,3 +101,15 @@ def test_a_start_from_elsewhere_only_reads(tmp_path):
     assert isinstance(told[2], str), told
     assert told[2] != told[3]
     assert sorted(os.listdir(folder)) == before
+
+
+def test_another_number_of_ranks_goes_on_without_the_place_in_the_data(tmp_path):
+    """torchtitan's loader refuses another number of ranks; without its state one rank goes on where two were, and back."""
+    (two,) = trained(tmp_path, (4, {}))
+    refused, one = trained(tmp_path, (6, {}), (5, {"exclude_from_loading": ["dataloader"]}), ranks=1)
+    assert "dp_degree is inconsistent" in str(refused), refused
+    assert isinstance(one, str), one
+    (again,) = trained(tmp_path, (7, {"exclude_from_loading": ["dataloader"]}))
+    assert isinstance(again, str), again
+    assert resumed(tmp_path / "checkpoint")[-2:] == ["step-4", "step-5"]
+    assert len({two, one, again}) == 3

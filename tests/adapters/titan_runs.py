@@ -157,7 +157,7 @@ def fingerprint(trainer):
         value = states[name]
         data = whole(value).detach().numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
         found.update(name.encode() + data)
-    found.update(repr((trainer.lr_schedulers.state_dict(), trainer.step)).encode())
+    found.update(repr((trainer.lr_schedulers.state_dict(), trainer.state_dict())).encode())
     return found.hexdigest()[:16]
 
 
@@ -195,5 +195,5 @@ if __name__ == "__main__":
     on_cpu()
     torch.set_num_threads(1)
     made = train(sys.argv[1], int(sys.argv[2]), **json.loads(sys.argv[3]))
-    os.write(1, f"RANK {os.environ['RANK']} {fingerprint(made)} {made.step} {made.ntokens_seen}\n".encode())
+    os.write(1, f"RANK {os.environ['RANK']} {fingerprint(made)}\n".encode())
     torch.distributed.destroy_process_group()

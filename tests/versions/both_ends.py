@@ -112,7 +112,12 @@ def _project() -> dict[str, Any]:
 def _ours() -> list[str]:
     """What a user may install with this package, but DeepSpeed and torchtitan: they have environments of their own."""
     extras = _project()["optional-dependencies"]
-    rows = [row for name in extras if name not in ("dev", "docs", "bench", "deepspeed", "torchtitan") for row in extras[name]]
+    rows = [
+        row
+        for name in extras
+        if name not in ("dev", "docs", "bench", "deepspeed", "torchtitan")
+        for row in extras[name]
+    ]
     (lightning,) = extras["lightning"]
     return [*_project()["dependencies"], *rows, f"pytorch-{lightning}"]
 
