@@ -324,7 +324,8 @@ def _number_of(name: str) -> int | None:
 
 def _problem_of(path: Path) -> str:
     """Why a directory without a manifest cannot be used; "" if another tool may have written it to its end."""
-    if path.name.startswith("step-"):
+    named_by_other = layouts.TORCHTITAN.number_of(path.name) is not None and layouts.TORCHTITAN.is_one(path)
+    if path.name.startswith("step-") and not named_by_other:
         return "has no manifest.json: never committed, or altered"
     layout = layouts.layout_of(path)
     if layout is not None:
