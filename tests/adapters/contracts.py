@@ -35,6 +35,7 @@ OURS = {
         ["_discard_each", "_lease", "_lease_s", "_period_s"],
         "of core/home, of what files and objects there derive from",
     ),
+    "_reconstruct": "the name by which numpy pickles arrays; torch_reading asks numpy for the function",
     "_asked_in_vain": "of data/loader.py",
     "_detach": "of adapters/handle.py",
     "_lock": "of hooks/event_log.py",
