@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.stateful import Stateful
-
+from safe_ckpt.adapters.stateful import give_back, states_of
 from safe_ckpt.core.coordination.agreed_config import config_and_more
 from safe_ckpt.core.coordination.process_groups import group_of
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
@@ -81,28 +80,10 @@ def load(
     with visiting(config, group) as ranks, ranks.coordinator.together("load"):
         visit = Visit(ranks=ranks, place=path, look=lambda: _look(path, config))
         state: dict[str, Any] = {}
-        ranks.agree("state", local=lambda: state.update(_states_of(state_dict)), phase="asking for the state")
+        in_order = dict(sorted(state_dict.items()))  # on every rank alike: a state_dict() may be a collective
+        ranks.agree("state", local=lambda: state.update(states_of(in_order)), phase="asking for the state")
         visit.first(lambda info: _load(visit, info, state, planner))
-        ranks.agree("taken", local=lambda: _give(state, state_dict), phase="restore")
-
-
-def _states_of(state_dict: dict[str, Any]) -> dict[str, Any]:
-    found = {}
-    for name in sorted(state_dict):
-        value = state_dict[name]
-        found[name] = value.state_dict() if isinstance(value, Stateful) else value
-    return found
-
-
-def _give(state: dict[str, Any], state_dict: dict[str, Any]) -> None:
-    for name, loaded in state.items():
-        if name not in state_dict:
-            continue
-        value = state_dict[name]
-        if isinstance(value, Stateful):
-            value.load_state_dict(loaded)
-        else:
-            state_dict[name] = loaded
+        ranks.agree("taken", local=lambda: give_back(state, state_dict), phase="restore")
 
 
 def _look(path: Path, config: CheckpointConfig) -> tuple[Sequence[Candidate], bool]:

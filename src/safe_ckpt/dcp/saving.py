@@ -13,8 +13,8 @@ import torch
 from torch.distributed.checkpoint import staging, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.checkpoint.stateful import Stateful
 
+from safe_ckpt.adapters.stateful import states_of
 from safe_ckpt.core.home.visibility import Patience
 from safe_ckpt.core.sharding.dcp_read import read_metadata
 from safe_ckpt.dcp.arguments import check_saving, check_state, check_target, named_rank, path_of
@@ -213,9 +213,7 @@ def _begin(
             return path
 
     def state() -> dict[str, Any]:
-        plain = {
-            name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state_dict.items()
-        }
+        plain = states_of(state_dict)
         return plain if staged is None else staged.of(plain)
 
     def modules() -> list[torch.nn.Module]:

@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.stateful import Stateful
-
 from safe_ckpt.adapters import Attempt, OnCommit, Planned, SaveHandle
 from safe_ckpt.adapters.extras import Candidate, keep_newest, resume
 from safe_ckpt.adapters.planning import go_on, know_models
 from safe_ckpt.adapters.saver import Saver, candidates_in
+from safe_ckpt.adapters.stateful import give_back, states_of
 from safe_ckpt.adapters.strategy import Sharded, names_in
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import CorruptCheckpointError
@@ -57,7 +56,7 @@ class ManagerSaver(Saver):
             attempt = Attempt()
             state: dict[str, Any] = {}
             with attempt:
-                state = {key: one.state_dict() if isinstance(one, Stateful) else one for key, one in states.items()}
+                state = states_of(states)
             one_model = {"": self._models[0]} if len(self._models) == 1 else None
             return self._commit(
                 path, self._sharded.plan({"": state}, attempt, one_model), step, OPTIMIZER not in states
@@ -118,18 +117,12 @@ class ManagerSaver(Saver):
         reads: list[Callable[[], None]] = []
 
         def compare() -> None:
-            state.update(
-                {key: one.state_dict() if isinstance(one, Stateful) else one for key, one in state_dict.items()}
-            )
+            state.update(states_of(state_dict))
             reads.append(self._sharded.loading_in_place(path, state))
 
         def restore() -> None:
             reads[0]()
-            for key, loaded in state.items():
-                if isinstance(one := state_dict[key], Stateful):
-                    one.load_state_dict(loaded)
-                else:
-                    state_dict[key] = loaded
+            give_back(state, state_dict)
 
         resume.apply(self.engine, compare, path, _BY_NAME)
         resume.apply(self.engine, restore, path, _BY_NAME)

@@ -1,0 +1,25 @@
+"""State dicts with objects in them that have a state of their own, as ``torch.distributed.checkpoint`` treats them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from torch.distributed.checkpoint.stateful import Stateful
+
+
+def states_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Names to states: of a Stateful its ``state_dict()``, of anything else what it is."""
+    return {name: one.state_dict() if isinstance(one, Stateful) else one for name, one in state_dict.items()}
+
+
+def give_back(states: Mapping[str, Any], state_dict: MutableMapping[str, Any]) -> None:
+    """Give every Stateful its state, and put everything else in its place; a name that is not there is left out."""
+    for name, loaded in states.items():
+        if name not in state_dict:
+            continue
+        one = state_dict[name]
+        if isinstance(one, Stateful):
+            one.load_state_dict(loaded)
+        else:
+            state_dict[name] = loaded
