@@ -141,6 +141,7 @@ examples: .venv/ready  ## run every example, twice where it resumes
 	EPOCHS=2 $(BIN)/python examples/plain_torch.py runs/examples/plain
 	EPOCHS=4 $(BIN)/python examples/plain_torch.py runs/examples/plain
 	EPOCHS=2 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/plain_torch.py runs/examples/ranks
+	$(BIN)/python examples/evaluate_run.py runs/examples/plain
 	STEPS=20 $(BIN)/python -W ignore examples/publish_any_saver.py runs/examples/publish
 	STEPS=40 $(BIN)/python -W ignore examples/publish_any_saver.py runs/examples/publish
 	STEPS=20 $(BIN)/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 examples/publish_any_saver.py runs/examples/publish-ranks
