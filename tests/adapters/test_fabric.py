@@ -77,7 +77,7 @@ def run(file, *args, **environment):
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("devices", ["1", "2"])
+@pytest.mark.parametrize("devices", [pytest.param("1", marks=pytest.mark.thorough), "2"])
 def test_a_killed_loop_ends_as_an_uninterrupted_one(tmp_path, monkeypatch, devices):
     """The example, killed after its first save was announced and begun again, has the weights of one that was not killed."""
     monkeypatch.setenv("DEVICES", devices)

@@ -62,7 +62,14 @@ def same(one, other):
     return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
-@pytest.mark.parametrize(("layout", "count"), [(TP, 2), (FSDP, 2), (TP_FSDP, 4)], ids=["tp", "fsdp", "tp and fsdp"])
+@pytest.mark.parametrize(
+    ("layout", "count"),
+    [
+        pytest.param(TP, 2, id="tp"),
+        pytest.param(FSDP, 2, id="fsdp", marks=pytest.mark.thorough),
+        pytest.param(TP_FSDP, 4, id="tp and fsdp"),
+    ],
+)
 def test_a_killed_trainer_goes_on_bit_for_bit(tmp_path, layout, count):
     """As an uninterrupted stock run, on every rank; and ``from_pretrained`` reads whole weights from its checkpoints."""
     base(tmp_path / "base")
@@ -120,9 +127,12 @@ MESHES = {
     "experts, each on a rank of its own, on tp": (EP, 2, 3, TP, 2, 3),
 }
 """How and on how many ranks it is sharded, and the groups of its optimizer; then and now."""
+ALWAYS = ("tp and fsdp on fsdp", "experts, tp on one rank")
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.thorough) for name in MESHES]
+)
 def test_another_mesh_gets_what_was_saved(tmp_path, name):
     """Weights, optimizer and schedule are those that were saved, although a mesh has parameter groups of its own.
 
@@ -195,7 +205,9 @@ def _fails(rank, folder, layout):
         assert time.monotonic() - begun < 120, "the others waited in a collective"
 
 
-@pytest.mark.parametrize("layout", [TP, FSDP], ids=["tp", "fsdp"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(TP, id="tp"), pytest.param(FSDP, id="fsdp", marks=pytest.mark.thorough)]
+)
 def test_an_error_of_one_rank_is_raised_on_all(tmp_path, layout):
     """Before the gather or behind it; no checkpoint appears."""
     base(tmp_path / "base")
@@ -213,7 +225,9 @@ def _dies(rank, folder, layout):
     return caught.value.ranks, time.monotonic() - begun
 
 
-@pytest.mark.parametrize("layout", [TP, FSDP], ids=["tp", "fsdp"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(FSDP, id="fsdp"), pytest.param(TP, id="tp", marks=pytest.mark.thorough)]
+)
 def test_a_rank_that_dies_in_the_gather_is_named(tmp_path, layout):
     """Within seconds, and no checkpoint appears."""
     base(tmp_path / "base")
@@ -266,7 +280,9 @@ def _plain(rank, folder):
     torch.save(run.model.state_dict(), folder / "plain.pt")
 
 
-@pytest.mark.parametrize("layout", [TP, FSDP], ids=["tp", "fsdp"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(FSDP, id="fsdp"), pytest.param(TP, id="tp", marks=pytest.mark.thorough)]
+)
 def test_whole_weights_are_read_into_parts(tmp_path, layout):
     """Of the best checkpoint, of one with weights alone, of a plain Trainer; a whole optimizer is refused by name."""
     base(tmp_path / "base")
