@@ -1,7 +1,6 @@
 """Loops of Lightning's Fabric: ``Checkpointer`` on one device, DDP and FSDP2, and ``fabric.save`` through the plugin."""
 
 import os
-import subprocess
 import sys
 import textwrap
 import time
@@ -15,6 +14,7 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
+from kit import warm
 from kit.patience import scaled
 from safe_ckpt import Checkpointer
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, DirectoryError, HostileCheckpointError, StateError
@@ -68,8 +68,8 @@ def weights(output):
 
 
 def run(file, *args, **environment):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", file, *map(str, args)], capture_output=True, text=True, timeout=scaled(90),
+    done = warm.run(
+        [sys.executable, "-W", "ignore", str(file), *map(str, args)], capture_output=True, text=True, timeout=scaled(90),
         check=False, env={**os.environ, **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from kit import warm
 from kit.thorough import THOROUGH
 
 TRIALS = 20 if THOROUGH else 6
@@ -28,7 +29,7 @@ def killed(job: str, *args: Any) -> Iterator[tuple[str, int]]:
     chance, announced = random.Random(seed), 0
     for trial in range(TRIALS):
         which = f"seed {seed}, trial {trial}"
-        process = subprocess.Popen(
+        process = warm.Popen(
             [sys.executable, "-W", "ignore", "-c", job, *map(str, args)], stdout=subprocess.PIPE, text=True
         )
         try:
