@@ -148,3 +148,10 @@ def _mentioned(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):  # getattr, stand-ins, tables of names
         return [node.value]
     return []
+
+
+def unlisted(package: str, parts: list[Part]) -> dict[str, Any]:
+    """The private parts of a framework that the sources use, and that no contract of ``parts`` covers."""
+    known = {part.name for part in parts}
+    found = private_names(package) | overridden(package)
+    return {name: where for name, where in found.items() if name not in known}

@@ -19,6 +19,7 @@ from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dtensor import Fitted
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import RestoreError
+from safe_ckpt.layouts.table import DCP_METADATA
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 MODEL = "model"
 OPTIMIZER = "optimizer"
 """The keys below which the states lie."""
-_METADATA = ".metadata"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class WholeTensor:
 
 def is_saved(folder: Path) -> bool:
     """Whether a directory is one of ``torch.distributed.checkpoint``."""
-    return presence.is_there(folder / _METADATA)
+    return presence.is_there(folder / DCP_METADATA)
 
 
 def model_state(model: torch.nn.Module) -> dict[str, Any]:
@@ -132,12 +132,7 @@ def _load(engine: Engine, path: Path, what: str, fit: Callable[[], Fitted]) -> N
         return {"besides": list(fitted[0].besides), "refusal": fitted[0].refusal}
 
     def decide(answers: Mapping[int, Mapping[str, Any]]) -> list[str]:
-        of_all = [frozenset(answer["besides"]) for answer in answers.values()]
-        nowhere = sorted(frozenset.intersection(*of_all))
-        refusal = answers[0]["refusal"]
-        if nowhere and refusal:
-            raise RestoreError(path=str(path), key=what, message=f"{refusal} {nowhere}, which the checkpoint has")
-        return nowhere
+        return dtensor.without_place([answers[rank] for rank in sorted(answers)], path=str(path), key=what)
 
     nowhere = engine.agree(f"{what} fits", must_match={"path": path}, local=compare, decide=decide, phase="restore")
 

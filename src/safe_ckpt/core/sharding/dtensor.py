@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from safe_ckpt.errors import StateError
+from safe_ckpt.errors import RestoreError, StateError
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LEAVES = frozenset({*_PLAIN, int, float, str, bool, type(None)})
@@ -281,3 +281,21 @@ class Fitted:
     apply: Callable[[Collection[str]], Any]
     besides: Sequence[str] = ()
     refusal: str = ""
+
+
+def without_place(said: Sequence[Mapping[str, Any]], *, path: str, key: str) -> list[str]:
+    """Which names of an item no rank has a place for, in the order of the first rank.
+
+    Args:
+        said: ``besides`` of every rank's ``Fitted``; of the first rank's its ``refusal``, too.
+        path: of the checkpoint, for the error.
+        key: the item, for the error.
+
+    Raises:
+        RestoreError: there are some, and they cannot be added.
+    """
+    others = [frozenset(one["besides"]) for one in said[1:]]
+    nowhere = [name for name in said[0]["besides"] if all(name in other for other in others)]
+    if nowhere and said[0]["refusal"]:
+        raise RestoreError(path=path, key=key, message=f"{said[0]['refusal']} {nowhere}, which the checkpoint has")
+    return nowhere

@@ -612,11 +612,8 @@ class Restoring:
         """
         nowhere = {}
         for name, said in answers[0].items():
-            of_all = [answer.get(name, {}).get("besides", ()) for answer in answers.values()]
-            nowhere[name] = [one for one in said["besides"] if all(one in others for others in map(frozenset, of_all))]
-            if nowhere[name] and said["refusal"]:
-                message = f"{said['refusal']} {nowhere[name]}, which the checkpoint has"
-                raise RestoreError(path=str(self._path), key=f"state[{name!r}]", message=message)
+            others = [answer.get(name, {"besides": ()}) for rank, answer in answers.items() if rank]
+            nowhere[name] = dtensor.without_place([said, *others], path=str(self._path), key=f"state[{name!r}]")
         return nowhere
 
     def apply(self, nowhere: Mapping[str, Collection[str]]) -> None:
