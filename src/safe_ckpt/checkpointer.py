@@ -201,7 +201,8 @@ class Checkpointer:
         from safe_ckpt.core.sharding.dcp_plan import ShardPlanner  # DCP takes a while to import
 
         if self._shards is None:
-            self._shards = ShardPlanner(self._engine.coordinator, barrier_s=self._engine.config.timeouts.barrier_s)
+            barrier_s = self._engine.config.timeouts.barrier_s
+            self._shards = ShardPlanner(self._engine.coordinator, barrier_s=barrier_s, together=True)
         parts = self._shards.agree(states, kind="save", must_match=view)
         try:
             return self._shards.lay_out(parts), None

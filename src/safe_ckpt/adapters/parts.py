@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.formats.names import plain_names
 from safe_ckpt.core.resuming import resume
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dtensor import Fitted
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import RestoreError
-from safe_ckpt.layouts.table import DCP_METADATA
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from safe_ckpt.adapters.stateful import give_back, states_of
 from safe_ckpt.core.coordination.agreed_config import config_and_more
 from safe_ckpt.core.coordination.process_groups import group_of
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME
 from safe_ckpt.core.formats.verify import verify_share
 from safe_ckpt.core.home.candidates import look_at
 from safe_ckpt.core.home.home import Candidate
@@ -22,7 +22,6 @@ from safe_ckpt.core.sharding.dcp_load import Loading
 from safe_ckpt.core.storage import presence
 from safe_ckpt.dcp.arguments import LATEST, check_loading, check_state, named_rank, path_of
 from safe_ckpt.dcp.saver import candidates, given_config, is_stock, ranks_of, settle, step_of
-from safe_ckpt.layouts.table import DCP_METADATA
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlanner

@@ -14,7 +14,7 @@ from safe_ckpt.adapters.strategy import Sharded
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.agreed_config import config_and_more
 from safe_ckpt.core.coordination.process_groups import ALONE, ProcessGroup, group_of
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME
 from safe_ckpt.core.home import retention
 from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.home.standing import Catalog
@@ -24,7 +24,6 @@ from safe_ckpt.core.saving.save import OnCommit, SaveHandle
 from safe_ckpt.core.sharding.dcp_load import warn_of_refused
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.layouts.table import DCP_METADATA
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from safe_ckpt.adapters.stateful import states_of
+from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.home.visibility import Patience
 from safe_ckpt.core.sharding.dcp_read import read_metadata
 from safe_ckpt.dcp.arguments import check_saving, check_state, check_target, named_rank, path_of
 from safe_ckpt.dcp.saver import DcpSaver, ranks_of, saver_for
-from safe_ckpt.layouts.table import DCP_METADATA
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner

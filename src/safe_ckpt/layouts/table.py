@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.storage import presence
 
 WEIGHTS_ONLY = "holds weights only, no state of the training"
@@ -20,8 +21,6 @@ LATEST = "latest"
 """The file in which DeepSpeed names a tag."""
 META = "meta.pt"
 """The file that Lightning writes last into a sharded checkpoint."""
-DCP_METADATA = ".metadata"
-"""The file that ``torch.distributed.checkpoint`` writes last."""
 TRAINER_STATE = "trainer_state.json"
 """The file that the Transformers Trainer writes last."""
 LIGHTNING_TAG = "checkpoint"

@@ -46,6 +46,8 @@ from safe_ckpt.errors import (
 FORMAT = "safe_ckpt"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+DCP_METADATA = ".metadata"
+"""The file in which ``torch.distributed.checkpoint`` says what lies where. It writes it last."""
 RECORD_NAME = "archive/.safe_ckpt/manifest.json"
 # What zipfile raises on damaged archives; RuntimeError for a flag that says "encrypted".
 UNREADABLE = (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, RuntimeError, zlib.error)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import mmap
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from safe_ckpt.core.formats import file_plan, hugging_face, safetensors, torch_reading
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
+from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Ranks, Reader
 from safe_ckpt.core.resuming.host_cache import Host
@@ -119,7 +119,7 @@ class StoredItems:
         for name, file in needed.items():
             item = manifest.items[name]
             if item["form"] == SHARDED:
-                shards = Shards(folder / file)
+                shards = _shards(folder, file, manifest)
                 loaded[name] = shards.refuse_code() if self._rank == 0 else shards
             else:
                 shared = len(host.ranks) > 1 and not item["per_rank"]
@@ -130,7 +130,7 @@ class StoredItems:
 
     def _sharded(self, manifest: Manifest, needed: Mapping[str, str]) -> list[str]:
         folders = [file for name, file in needed.items() if manifest.items[name]["form"] == SHARDED]
-        return files_in(folders, manifest)
+        return files_in(folders, manifest, besides=DCP_METADATA)
 
     def _needed(self, manifest: Manifest, place: Place | str) -> Mapping[str, str]:
         return files_for(manifest, self._state, rank=self._rank, path=place)
@@ -174,11 +174,17 @@ def files_of(file: str, manifest: Manifest) -> list[str]:
     return [file, *hugging_face.shards_of(file, (entry.path for entry in manifest.files))]
 
 
-def files_in(folders: Iterable[str], manifest: Manifest) -> list[str]:
-    """The files of sharded items, the largest first."""
+def files_in(folders: Collection[str], manifest: Manifest, besides: str = "") -> list[str]:
+    """The files in the folders of sharded items, and the one that says of all such items, the largest first."""
     chosen = set(folders)
-    entries = [entry for entry in manifest.files if entry.path.rpartition("/")[0] in chosen]
+    entries = [e for e in manifest.files if e.path.rpartition("/")[0] in chosen or (chosen and e.path == besides)]
     return [entry.path for entry in sorted(entries, key=lambda entry: (-entry.size_bytes, entry.path))]
+
+
+def _shards(root: Path, folder: str, manifest: Manifest) -> Shards:
+    """A sharded item. Before 2026-11-26 each had a ``.metadata`` of its own, in its folder."""
+    own = any(entry.path == f"{folder}/{DCP_METADATA}" for entry in manifest.files)
+    return Shards(root / folder) if own else Shards(root, within=folder)
 
 
 def check_there(path: Place, entries: Iterable[FileEntry]) -> None:

@@ -17,9 +17,9 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType
 
+from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.formats.torch_reading import load_data
 from safe_ckpt.core.sharding import dtensor
-from safe_ckpt.core.sharding.dcp_plan import METADATA
 from safe_ckpt.core.sharding.dcp_read import StraightReader, read_metadata
 from safe_ckpt.errors import HostileCheckpointError, RestoreError
 
@@ -132,7 +132,7 @@ class _Checks:
                 f"{read_item.storage_index.fqn} cannot be read without running code: {text}. Nothing of it was run. If its "
                 "class is yours, call torch.serialization.add_safe_globals([...]) with it before you load"
             )
-            raise HostileCheckpointError(path=str(self._folder), file=METADATA, message=message) from error
+            raise HostileCheckpointError(path=str(self._folder), file=DCP_METADATA, message=message) from error
         value.seek(0)
         if self._planner is not None:
             self._planner.load_bytes(read_item, value)

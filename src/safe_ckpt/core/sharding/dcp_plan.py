@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from safe_ckpt.core.coordination.rounds import Scatter
 from safe_ckpt.core.formats import dcp
 from safe_ckpt.core.formats.file_plan import FilePlan, FileTemplate, bytes_image
+from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.formats.refusals import refuse_short, unchanging
 from safe_ckpt.core.formats.torch_archive import saved_bytes
 from safe_ckpt.core.sharding import dtensor, plan_data
@@ -41,7 +42,6 @@ from safe_ckpt.errors import SaveError, StateError
 if TYPE_CHECKING:
     from safe_ckpt.core.coordination.coordinator import Coordinator
 
-METADATA = ".metadata"
 _VERSION = "1.0.0"  # of DCP's format
 
 
@@ -118,7 +118,7 @@ class ShardPlan:
 
     Attributes:
         items: what this rank has, by folder.
-        metadata: on rank 0, what goes into ``.metadata``.
+        metadata: on rank 0, what goes into ``.metadata``, by the folder that has it.
     """
 
     items: Mapping[str, _Local]
@@ -161,12 +161,17 @@ class ShardPlanner:
         coordinator: where the ranks meet.
         barrier_s: how long one waits for another there.
         strict: refuse objects that ``torch.load(weights_only=True)`` would refuse.
+        together: one ``.metadata`` in the checkpoint's own folder says of all items; else each folder has one. The names in
+            different items are different then.
     """
 
-    def __init__(self, coordinator: Coordinator, *, barrier_s: float, strict: bool = True) -> None:
+    def __init__(
+        self, coordinator: Coordinator, *, barrier_s: float, strict: bool = True, together: bool = False
+    ) -> None:
         self._coordinator = coordinator
         self._barrier_s = barrier_s
         self._strict = strict
+        self._together = together
         self._agreed: dict[str, _Agreed] = {}
         self._known: dict[str, _Local] = {}  # what was planned last, without tensors
         self._global: dict[str, _Global] = {}  # on rank 0
@@ -198,7 +203,8 @@ class ShardPlanner:
             DesyncError: the ranks have different items.
         """
         local: dict[str, _Local] = {}
-        made: dict[str, tuple[_Global, bytes]] = {}
+        wholes: dict[str, _Global] = {}
+        metadata: dict[str, bytes] = {}
 
         def plan() -> dict[str, Any]:
             if problem is not None:
@@ -215,7 +221,7 @@ class ShardPlanner:
                 timeout_s=self._barrier_s,
                 must_match={**(must_match or {}), "sharded items": ", ".join(states)},
                 local=plan,
-                decide=lambda answers: self._decide(answers, made),
+                decide=lambda answers: self._decide(answers, wholes, metadata),
                 phase="planning shards",
             )
         except Exception:
@@ -229,10 +235,9 @@ class ShardPlanner:
             else:
                 kept = plan_data.kept_from_json(kept, item.plan, rank=self._coordinator.rank)
             self._agreed[folder] = _Agreed(token=share[folder]["token"], plan=item.plan, apart=item.apart, kept=kept)
-        for folder, (whole, _) in made.items():
-            self._global[folder] = whole
+        self._global.update(wholes)
         self._known = {folder: known for folder, known in self._known.items() if folder in local}
-        return ShardPlan(items=local, metadata={folder: data for folder, (_, data) in made.items()})
+        return ShardPlan(items=local, metadata=metadata)
 
     def lay_out(self, parts: ShardPlan) -> list[FilePlan]:
         """The files of this rank. What goes wrong here is this rank's own to tell.
@@ -243,7 +248,7 @@ class ShardPlanner:
         files: list[FilePlan] = []
         for folder, local in parts.items.items():
             files += self._lay_out(folder, local, self._agreed[folder].kept)
-        return [*files, *(bytes_image(under(folder, METADATA), data) for folder, data in parts.metadata.items())]
+        return [*files, *(bytes_image(under(folder, DCP_METADATA), data) for folder, data in parts.metadata.items())]
 
     def _lay_out(self, folder: str, local: _Local, kept: Sequence[int]) -> Sequence[FilePlan]:
         if local.templates and local.kept is kept:
@@ -273,32 +278,36 @@ class ShardPlanner:
                     value = item.at(path)
                 except (LookupError, TypeError):
                     return None
-                objects[number] = self._bytes_of(f"{folder}: {known.plan.items[number].index.fqn}", value)
+                objects[number] = self._bytes_of(self._key(folder, known.plan.items[number].index.fqn), value)
         return dataclasses.replace(known, item=item, objects=objects)
 
     def _plan(self, folder: str, item: ShardedItem) -> _Local:
         with unchanging(folder or "the sharded state"):
             state = item.state_dict()
         if self._strict:
-            _refuse_other_keys(folder, state)
+            _refuse_other_keys("state" if self._together else folder, state)
         planner = _Planner()
         try:
             planner.set_up_planner(dict(state), is_coordinator=self._coordinator.rank == 0)
         except ValueError as error:  # "a.b" beside "b" in "a"
             raise StateError(key=folder, message=f"beside shards DCP joins keys by dots: {error}") from error
         for fqn, value in planner.state_dict.items():
-            _admit(f"{folder}: {fqn}", value)
+            _admit(self._key(folder, fqn), value)
         plan = _in_boxes(planner.create_local_plan(), planner.state_dict)
         paths = plan.planner_data or {}
         objects, with_floats = {}, {}
         for number, entry in enumerate(plan.items):
             if entry.type == WriteItemType.BYTE_IO:
                 name, value = entry.index.fqn, planner.lookup_object(entry.index)
-                objects[number] = self._bytes_of(f"{folder}: {name}", value)
+                objects[number] = self._bytes_of(self._key(folder, name), value)
                 if any(isinstance(leaf, float) for leaf in dtensor.leaves(value)):
                     with_floats[number] = paths.get(name, (name,))
         apart = frozen_entries(plan, item.frozen())
         return _Local(item=item, plan=plan, objects=objects, with_floats=with_floats, planner=planner, apart=apart)
+
+    def _key(self, folder: str, name: str) -> str:
+        """What errors call an entry."""
+        return name if self._together else f"{folder}: {name}"
 
     def _bytes_of(self, key: str, value: object) -> bytes:
         return saved_bytes(value, strict=self._strict, key=key)
@@ -314,22 +323,23 @@ class ShardPlanner:
             "lengths": {str(number): len(data) for number, data in item.objects.items()},
         }
 
-    def _decide(self, answers: Mapping[int, Any], made: dict[str, tuple[_Global, bytes]]) -> Scatter:
+    def _decide(self, answers: Mapping[int, Any], wholes: dict[str, _Global], metadata: dict[str, bytes]) -> Scatter:
         shares: dict[int, dict[str, Any]] = {rank: {} for rank in answers}
+        lengths: dict[str, Mapping[int, Any]] = {}
         for folder in answers[0]:
             reports = {rank: answer[folder] for rank, answer in answers.items()}
-            whole = self._whole(folder, reports)
-            made[folder] = whole, self._metadata(folder, whole, reports)
+            whole = wholes[folder] = self._whole(folder, reports)
+            lengths[folder] = {rank: report["lengths"] for rank, report in reports.items()}
             for rank, report in reports.items():
                 kept = None if report["token"] == whole.token else list(whole.kept[rank])
                 shares[rank][folder] = {"token": whole.token, "kept": kept}
+        for place, folders in ({"": [*wholes]} if self._together else {name: [name] for name in wholes}).items():
+            facts = [(wholes[folder].token, lengths[folder]) for folder in folders]
+            if place not in self._written or self._written[place][0] != facts:
+                parts = {folder: (wholes[folder], lengths[folder]) for folder in folders}
+                self._written[place] = facts, _metadata_of(place, parts)
+            metadata[place] = self._written[place][1]
         return Scatter(shares)
-
-    def _metadata(self, folder: str, whole: _Global, reports: Mapping[int, Any]) -> bytes:
-        facts = whole.token, {rank: one["lengths"] for rank, one in reports.items()}
-        if folder not in self._written or self._written[folder][0] != facts:
-            self._written[folder] = facts, _metadata_of(folder, whole, reports)
-        return self._written[folder][1]
 
     def _whole(self, folder: str, reports: Mapping[int, Any]) -> _Global:
         known = self._global.get(folder)
@@ -345,7 +355,7 @@ class ShardPlanner:
                 plans[rank], apart[rank] = known.plans[rank], known.apart[rank]
             else:
                 raise SaveError(name=folder, cause="its plan is not known here any more; save again", rank=rank)
-        shares = divided(folder, plans)
+        shares = divided("" if self._together else folder, plans)
         final, metadata = DefaultSavePlanner().create_global_plan(list(shares.values()))
         kept = {rank: _kept(plans[rank], final[number]) for number, rank in enumerate(shares)}
         return _Global(token=uuid.uuid4().hex, plans=plans, apart=apart, kept=kept, metadata=metadata)
@@ -382,22 +392,35 @@ def _kept(plan: SavePlan, final: SavePlan) -> list[int]:
     return [number for number, item in enumerate(plan.items) if item.index in chosen]
 
 
-def _metadata_of(folder: str, whole: _Global, reports: Mapping[int, Any]) -> bytes:
+def _metadata_of(place: str, parts: Mapping[str, tuple[_Global, Mapping[int, Any]]]) -> bytes:
+    """The ``.metadata`` at ``place``, of what was agreed on for these folders, and of the lengths of each rank's objects."""
+    known: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    for rank, plan in whole.plans.items():
-        lengths = plan_data.lengths_from_json(reports[rank]["lengths"], plan, rank=rank)
-        for item, _, file, at, length in entries(plan, whole.kept[rank], whole.apart[rank], lengths):
-            places[item.index] = _StorageInfo(file_of(rank, file), at, length)
-    planned = sum(
-        len(known.chunks) if isinstance(known, TensorStorageMetadata) else 1
-        for known in whole.metadata.state_dict_metadata.values()
-    )
+    for folder, (whole, lengths) in parts.items():
+        for both in known.keys() & whole.metadata.state_dict_metadata.keys():
+            raise StateError(key=both, message="beside shards DCP joins keys by dots, and two items come to this name")
+        known.update(whole.metadata.state_dict_metadata)
+        paths.update(whole.metadata.planner_data or {})
+        places.update(_places("" if folder == place else folder, whole, lengths))
+    planned = sum(len(one.chunks) if isinstance(one, TensorStorageMetadata) else 1 for one in known.values())
     if planned != len(places):
-        raise SaveError(name=folder, cause=f"{planned} entries are planned and {len(places)} would be written")
-    facts: dict[str, Any] = {"storage_data": places, "storage_meta": StorageMeta(save_id=whole.token)}
-    if hasattr(whole.metadata, "version"):  # since torch 2.9
+        raise SaveError(name=place, cause=f"{planned} entries are planned and {len(places)} would be written")
+    saved_by = StorageMeta(save_id=".".join(whole.token for whole, _ in parts.values()))
+    facts: dict[str, Any] = {"planner_data": paths, "storage_data": places, "storage_meta": saved_by}
+    if "version" in {field.name for field in dataclasses.fields(Metadata)}:  # since torch 2.9
         facts["version"] = _VERSION
-    return pickle.dumps(dataclasses.replace(whole.metadata, **facts))
+    return pickle.dumps(Metadata(state_dict_metadata=known, **facts))
+
+
+def _places(folder: str, whole: _Global, by_rank: Mapping[int, Any]) -> dict[MetadataIndex, _StorageInfo]:
+    """Where everything lies, from where ``.metadata`` does."""
+    places = {}
+    for rank, plan in whole.plans.items():
+        lengths = plan_data.lengths_from_json(by_rank[rank], plan, rank=rank)
+        for item, _, file, at, length in entries(plan, whole.kept[rank], whole.apart[rank], lengths):
+            places[item.index] = _StorageInfo(under(folder, file_of(rank, file)), at, length)
+    return places
 
 
 def _lay_out(folder: str, local: _Local, kept: Sequence[int], rank: int) -> tuple[list[FilePlan], list[int]]:
@@ -415,7 +438,7 @@ def _lay_out(folder: str, local: _Local, kept: Sequence[int], rank: int) -> tupl
         tensor = local.lookup(entry.index).detach().resolve_conj().resolve_neg()
         if (tensor.dtype, tuple(tensor.shape)) != kind_of(entry):
             message = f"planned as {kind_of(entry)}, it is {tuple(tensor.shape)} {tensor.dtype}"
-            raise StateError(key=f"{folder}: {entry.index.fqn}", message=message)
+            raise StateError(key=entry.index.fqn, message=message)
         file.add(entry.index.fqn, tensor, at, around)
     files = [
         file.planned(under(folder, file_of(rank, which)), () if which else objects.values(), frozen=which > 0)

@@ -45,7 +45,8 @@ class _Said:
         self._paths: set[tuple[Any, ...]] = set()
         self._above: set[tuple[Any, ...]] = set()  # beginnings of those
         # What is empty here may have something in it on another rank.
-        self._filled = {path[:-1] for plan in plans.values() for path in (plan.planner_data or {}).values() if path}
+        paths = (path for plan in plans.values() for path in (plan.planner_data or {}).values())
+        self._filled = {above for path in paths for above in itertools.accumulate((key,) for key in path[:-1])}
 
     def by(self, rank: int, plan: SavePlan) -> list[WriteItem]:
         """What this rank says of its plan."""

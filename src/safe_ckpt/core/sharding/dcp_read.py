@@ -32,9 +32,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from safe_ckpt.core.formats import dcp, torch_reading
+from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.formats.names import matched, plain_names
 from safe_ckpt.core.sharding import dtensor
-from safe_ckpt.core.sharding.dcp_plan import METADATA
+from safe_ckpt.core.sharding.dcp_ranks import name_of_empty
 from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state
 from safe_ckpt.core.storage.inside import checked_name, inside
 from safe_ckpt.core.storage.presence import ShortReadError, opened
@@ -135,24 +136,32 @@ def read_metadata(folder: Path) -> Metadata:
         OSError: it could not be read.
     """
     try:
-        with (folder / METADATA).open("rb") as stream:
+        with (folder / DCP_METADATA).open("rb") as stream:
             metadata = _Unpickler(stream).load()
     except OSError:
         raise
     except HostileCheckpointError as error:
-        raise HostileCheckpointError(path=str(folder), file=METADATA, message=error.message) from None
+        raise HostileCheckpointError(path=str(folder), file=DCP_METADATA, message=error.message) from None
     except Exception as error:  # whatever a pickle machine makes of bytes that are none
-        raise CorruptCheckpointError(path=str(folder), file=METADATA, message=str(error)) from error
+        raise CorruptCheckpointError(path=str(folder), file=DCP_METADATA, message=str(error)) from error
     if not isinstance(metadata, Metadata):
-        raise CorruptCheckpointError(path=str(folder), file=METADATA, message="is no metadata of DCP")
+        raise CorruptCheckpointError(path=str(folder), file=DCP_METADATA, message="is no metadata of DCP")
     refuse_outside(folder, metadata)
     return metadata
 
 
-def refuse_code(folder: Path) -> None:
-    """Read what is no tensor, before anything is restored. Raises as ``read_metadata`` does."""
-    with torch_reading.refusing(folder, METADATA), contextlib.suppress(RestoreError):  # that comes once it is restored
-        _Stored(folder)
+def refuse_code(folder: Path, within: str = "") -> None:
+    """Read what is no tensor, before anything is restored. Raises as ``read_metadata`` does.
+
+    Args:
+        folder: with ``.metadata``.
+        within: see ``fit_module``.
+    """
+    with (
+        torch_reading.refusing(folder, DCP_METADATA),
+        contextlib.suppress(RestoreError),
+    ):  # that comes once it is restored
+        _Stored(folder, within)
 
 
 class _Stored:
@@ -165,7 +174,7 @@ class _Stored:
 
     Args:
         folder: with ``.metadata`` and ``*.distcp``.
-        within: the key of the saved state below which all of it lies that is wanted; "" for the whole.
+        within: the key of the saved state that has all of it that is wanted, below it or as its value; "" for the whole.
 
     Raises:
         RestoreError: an object cannot be read. See also ``read_metadata``.
@@ -177,7 +186,8 @@ class _Stored:
         entries, paths = self._metadata.state_dict_metadata, self._metadata.planner_data or {}
         self.paths = {name: tuple(paths.get(name, (name,))) for name in entries}
         if within:
-            self.paths = {name: path[1:] for name, path in self.paths.items() if path[0] == within and path[1:]}
+            chosen = {name: path for name, path in self.paths.items() if path[0] == within}
+            self.paths = {name: path[1:] or path for name, path in chosen.items() if name != name_of_empty((within,))}
             entries = {name: entries[name] for name in self.paths}
         self.tensors = {name: known for name, known in entries.items() if isinstance(known, TensorStorageMetadata)}
         self.objects: dict[str, Any] = self._read({name: None for name in entries if name not in self.tensors})
@@ -251,7 +261,11 @@ _NOTHING = object()
 
 
 def fit_value(
-    folder: Path, own: Any, check: Callable[[dict[str, Any]], None], take: Callable[[dict[str, Any]], Any]
+    folder: Path,
+    own: Any,
+    check: Callable[[dict[str, Any]], None],
+    take: Callable[[dict[str, Any]], Any],
+    within: str = "",
 ) -> Fitted:
     """Compare a sharded item with a nested state. What is no DTensor comes back as it was saved, whatever the state has there.
 
@@ -260,11 +274,12 @@ def fit_value(
         own: the nested state; what of its tensors has the shape and type of the saved one is read into, in place.
         check: gets the saved state with tensors that have no data. It may raise.
         take: gets the saved state, to apply it.
+        within: the key of the saved state that has the item's; "" where that is the whole.
 
     Raises:
         RestoreError: a DTensor has another shape or type, or the checkpoint has nothing for it.
     """
-    stored = _Stored(folder)
+    stored = _Stored(folder, within)
     rooms: dict[str, Any] = {}
     besides = []
     for name, path in stored.paths.items():
@@ -537,7 +552,7 @@ def refuse_outside(folder: Path, metadata: Metadata) -> None:
         HostileCheckpointError: one would lie elsewhere.
     """
     for file in {getattr(place, "relative_path", "") for place in (metadata.storage_data or {}).values()}:
-        checked_name(file, folder, METADATA)
+        checked_name(file, folder, DCP_METADATA)
 
 
 class StraightReader(FileSystemReader):

@@ -147,7 +147,11 @@ class SavedItem:
         check_into(self.value, loaded)
         return Fitted(apply=lambda _: restore_into(self.value, loaded))
 
-    def fit_shards(self, folder: Path) -> Fitted:
+    def below(self, state: Any) -> dict[str, Any]:
+        """What is saved of it, as it lies in the state of a whole checkpoint."""
+        return {self.name: state}
+
+    def fit_shards(self, shards: Shards) -> Fitted:
         """The same with a sharded item, which is verified and not read yet. This rank's parts are read when it is applied.
 
         Raises:
@@ -158,13 +162,13 @@ class SavedItem:
                 f"it was saved in parts; give an object or a dict of tensors to read it into, not {self.value!r:.50}"
             )
             raise RestoreError(message=message)
-        return self._fit_parts(folder, self.value)
+        return self._fit_parts(shards, self.value)
 
-    def _fit_parts(self, folder: Path, own: dict[str, Any]) -> Fitted:
+    def _fit_parts(self, shards: Shards, own: dict[str, Any]) -> Fitted:
         from safe_ckpt.core.sharding import dcp_read  # DCP takes a while to import
 
         take = self._giving(lambda saved: restore_into(own, saved))
-        return dcp_read.fit_value(folder, own, lambda saved: check_into(own, saved), take)
+        return dcp_read.fit_value(shards.folder, own, lambda saved: check_into(own, saved), take, shards.within)
 
     def _giving(self, action: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A function that does the action and returns the object."""
@@ -190,8 +194,11 @@ class _Tensor(SavedItem):
     def state(self) -> Any:
         return {self.name: self.value} if self.form == "tensor" else self.value
 
-    def fit_shards(self, folder: Path) -> Fitted:
-        return self._fit_parts(folder, {self.name: self.value})
+    def below(self, state: Any) -> dict[str, Any]:
+        return dict(state)  # it is under its name already
+
+    def fit_shards(self, shards: Shards) -> Fitted:
+        return self._fit_parts(shards, {self.name: self.value})
 
 
 class _Stateful(SavedItem):
@@ -206,12 +213,12 @@ class _Stateful(SavedItem):
     def fit(self, loaded: Any) -> Fitted:
         return Fitted(apply=self._giving(lambda _: self.value.load_state_dict(loaded)))
 
-    def fit_shards(self, folder: Path) -> Fitted:
+    def fit_shards(self, shards: Shards) -> Fitted:
         from safe_ckpt.core.sharding import dcp_read
 
         own = self.value.state_dict()
         take = self._giving(lambda saved: self.value.load_state_dict(dcp_read.with_types_of(own, saved)))
-        return dcp_read.fit_value(folder, own, lambda _: None, take)
+        return dcp_read.fit_value(shards.folder, own, lambda _: None, take, shards.within)
 
 
 class _Module(_Stateful):
@@ -253,10 +260,10 @@ class _Module(_Stateful):
             _check_module(own, loaded)
         return super().fit(loaded)
 
-    def fit_shards(self, folder: Path) -> Fitted:
+    def fit_shards(self, shards: Shards) -> Fitted:
         from safe_ckpt.core.sharding import dcp_read
 
-        return dcp_read.fit_module(folder, self.module)
+        return dcp_read.fit_module(shards.folder, self.module, shards.within)
 
 
 class _Optimizer(_Stateful):
@@ -296,10 +303,11 @@ class _Optimizer(_Stateful):
 
         return Fitted(apply=self._giving(lambda _: dcp_read.spread_optimizer(self.optimizer, loaded)))
 
-    def fit_shards(self, folder: Path) -> Fitted:
+    def fit_shards(self, shards: Shards) -> Fitted:
         from safe_ckpt.core.sharding import dcp_read
 
-        return dcp_read.fit_optimizer(folder, dcp_read.owner_of(self.optimizer, self.modules), self.optimizer)
+        owner = dcp_read.owner_of(self.optimizer, self.modules)
+        return dcp_read.fit_optimizer(shards.folder, owner, self.optimizer, shards.within)
 
 
 _KINDS: Sequence[tuple[type, type[SavedItem]]] = (
@@ -596,7 +604,7 @@ class Restoring:
                 if not isinstance(self._state, MutableMapping) and not item.changes_in_place:
                     raise ValueError("its value cannot change in place and the state is read-only: pass a dict")
                 loaded = self._loaded[item.name]
-                fit = item.fit_shards(loaded.folder) if isinstance(loaded, Shards) else item.fit(loaded)
+                fit = item.fit_shards(loaded) if isinstance(loaded, Shards) else item.fit(loaded)
                 self._fitted.append((item, fit))
         return {
             item.name: {"besides": list(fitted.besides), "refusal": fitted.refusal}
@@ -648,13 +656,19 @@ class Restoring:
 
 @dataclass(frozen=True)
 class Shards:
-    """A sharded item, verified and not read yet."""
+    """A sharded item, verified and not read yet.
+
+    Attributes:
+        folder: with the ``.metadata`` that says of it.
+        within: its name, where that says of other items, too; else "".
+    """
 
     folder: Path
+    within: str = ""
 
     def refuse_code(self) -> Self:
         """Before anything is restored: raise ``HostileCheckpointError`` where it would run code. Returns itself."""
         from safe_ckpt.core.sharding import dcp_read
 
-        dcp_read.refuse_code(self.folder)
+        dcp_read.refuse_code(self.folder, self.within)
         return self

@@ -228,7 +228,10 @@ class Planner:
     def _one(self, item: SavedItem, now: Fingerprint | None) -> Sequence[FilePlan] | ShardedItem:
         known = self._still_known(item, now)
         if now is not None and now.sharded and not item.per_rank:
-            return self._sharded(item, item.state, now, known)
+            found = self._sharded(item, lambda: item.below(item.state()), now, known)
+            return dataclasses.replace(
+                found, at=lambda path: item.at(path[1:]), frozen=functools.partial(self._frozen_below, item)
+            )
         if now is not None and known is not None:
             again = _again(known, now)
             if again is not None:
@@ -240,7 +243,7 @@ class Planner:
             # An optimizer of sharded parameters has no sharded state before its first step.
             if dtensor.any_sharded(dtensor.leaves(resolved)) or (item.optimizer is not None and item.sharded):
                 self._known.pop(item.name, None)
-                return ShardedItem.of(resolved, functools.partial(self._frozen, item))
+                return ShardedItem.of(item.below(resolved), functools.partial(self._frozen_below, item))
             if not self._alone:
                 self._held[item.name] = held(item, resolved)
         planned: Sequence[FilePlan] = ()
@@ -309,11 +312,13 @@ class Planner:
             tensors=now.tensors,
             floats=now.float_bytes,
             at=item.at,
-            frozen=functools.partial(self._frozen, item),
         )
 
     def _frozen(self, item: SavedItem) -> frozenset[str]:
         return item.frozen_names() if self._apart else frozenset()
+
+    def _frozen_below(self, item: SavedItem) -> frozenset[str]:
+        return frozenset(f"{item.name}.{name}" for name in self._frozen(item))
 
     def _frozen_within(self, state: Mapping[str, Any], model: torch.nn.Module | None) -> frozenset[str]:
         names = frozen_names(model) if self._apart and model is not None else ()

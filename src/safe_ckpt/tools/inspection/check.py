@@ -14,7 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest, archive_digest, read_manifest
+from safe_ckpt.core.formats.manifest import (
+    DCP_METADATA,
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    archive_digest,
+    read_manifest,
+)
 from safe_ckpt.core.formats.verify import UNEQUAL, identity_of, verify_archive, verify_entry
 from safe_ckpt.core.home.home import is_one
 from safe_ckpt.core.home.object_head import manifest_in
@@ -308,7 +315,7 @@ def _archive(path: Path, progress: ReadProgress | None) -> Judgement:
 def _located(folder: Path, name: str, size: int) -> Judgement:
     """A file whose digest is wrong, with the names of the damaged tensors where its format has checksums."""
     place = inside(folder, name)
-    metadata = _metadata(place.parent) if place.suffix == ".distcp" else None
+    metadata = _metadata(place.parent) or _metadata(folder) if place.suffix == ".distcp" else None
     judgement = check_file(CheckpointFile(path=place, name=name, size_bytes=size), metadata, None)
     reason = UNEQUAL
     if judgement.state == "damaged" and judgement.reason != UNEQUAL:
@@ -339,8 +346,9 @@ def _others(path: Path, *, follow_symlinks: bool) -> Task:
     files = walk(path, follow_symlinks=follow_symlinks)
     if not files:
         raise UnsupportedFormatError(path=str(path), message="is empty: there is no checkpoint in it")
-    folders = {f.path.parent: _metadata(f.path.parent) for f in files if f.path.name == dcp_reader.METADATA}
-    jobs: list[Job] = [partial(check_file, file, folders.get(file.path.parent)) for file in files]
+    folders = {f.path.parent: _metadata(f.path.parent) for f in files if f.path.name == DCP_METADATA}
+    above = {file: next((of for at in file.path.parents if (of := folders.get(at))), None) for file in files}
+    jobs: list[Job] = [partial(check_file, file, above[file]) for file in files]
     jobs += map(known, _missing(path, files, folders))
     size = sum(file.size_bytes for file in files)
     return Task(path=path, kind=kind_of(files), size_bytes=size, jobs=jobs)
@@ -391,7 +399,7 @@ def check_file(file: CheckpointFile, metadata: Metadata, progress: ReadProgress 
 
 def _structure_alone(file: CheckpointFile, metadata: Metadata) -> str:
     """Check a file of a format without checksums; returns what it is, and "" for a file of another format."""
-    if file.path.name == dcp_reader.METADATA:
+    if file.path.name == DCP_METADATA:
         if isinstance(metadata, Exception):
             raise metadata
         return "its structure is in order, and it"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, MOST_BYTES, FileEntry, Manifest, parse_json
+from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, MOST_BYTES, FileEntry, Manifest, parse_json
 from safe_ckpt.core.home.object_head import in_parallel
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.objects.second_look import look_twice
@@ -24,7 +25,7 @@ _MOST_NODES = 2_000_000
 _MOST_DEPTH = 64
 _MOST_JSON_BYTES = 8 << 20
 _NOTHING = "has no file that can be read without running it"
-_BESIDE = (MANIFEST_NAME, dcp_reader.METADATA)
+_BESIDE = (MANIFEST_NAME, DCP_METADATA)
 
 
 def read_content(path: Path, *, follow_symlinks: bool = False) -> Content:
@@ -44,7 +45,8 @@ def read_content(path: Path, *, follow_symlinks: bool = False) -> Content:
     folders, others = _parts_of(files)
     parts = []
     for folder in folders:
-        content = dcp_reader.content_of_directory(dcp_reader.read_directory(folder))
+        directory = dcp_reader.read_directory(folder)
+        content = _by_item(dcp_reader.content_of_directory(directory), directory)
         parts.append(content if folder == path else content.under(folder.relative_to(path).as_posix()))
     parts += [part.under(stem_of(file.name)) for file in others if (part := _content_of_file(file)) is not None]
     if not parts:
@@ -82,11 +84,25 @@ def read_structure(path: Path, *, follow_symlinks: bool = False) -> Any:
     return whole
 
 
-def _parts_of(files: Sequence[CheckpointFile]) -> tuple[list[Path], list[CheckpointFile]]:
+def _parts_of(files: Sequence[CheckpointFile]) -> tuple[Collection[Path], list[CheckpointFile]]:
     """The folders that DCP wrote, and the files that are read one by one."""
-    folders = [file.path.parent for file in files if file.path.name == dcp_reader.METADATA]
+    folders = dict.fromkeys(file.path.parent for file in files if file.path.name == DCP_METADATA).keys()
     others = [file for file in files if file.path.name not in _BESIDE]
-    return folders, [file for file in others if file.path.suffix != ".distcp" or file.path.parent not in folders]
+    return folders, [file for file in others if file.path.suffix != ".distcp" or folders.isdisjoint(file.path.parents)]
+
+
+def _by_item(content: Content, directory: dcp_reader.Directory) -> Content:
+    """With the name of an item and a colon before the names in it, where the files of items lie in folders of their own."""
+    items = sorted({file.rpartition("/")[0] for file in directory.items} - {""}, key=len, reverse=True)
+
+    def shown(name: str) -> str:
+        item = next((one for one in items if name == one or name.startswith(f"{one}.")), None)
+        return name if item is None else f"{item}:{name[len(item) + 1 :] or item}"
+
+    return Content(
+        tensors=tuple(replace(one, name=shown(one.name)) for one in content.tensors),
+        values=tuple(replace(one, name=shown(one.name)) for one in content.values),
+    )
 
 
 def stem_of(name: str) -> str:

@@ -10,6 +10,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.tools.inspection.files import Window, inside
 from safe_ckpt.tools.inspection.pickle_objects import Global, Opaque, counts_of
@@ -17,7 +18,6 @@ from safe_ckpt.tools.inspection.pickle_reader import MOST_BYTES, read_pickle
 from safe_ckpt.tools.inspection.tensors import Content, Entry, Piece
 from safe_ckpt.tools.inspection.torch_reader import Archive, content_of, looks_like_archive, open_archive
 
-METADATA = ".metadata"
 _MOST_CHUNKS = 1_000_000
 # Of all tensors together: a million parts in two dimensions. Each takes up to 300 bytes and 3 µs.
 _MOST_CORNERS = 4_000_000
@@ -74,17 +74,17 @@ def read_directory(folder: Path) -> Directory:
         CorruptCheckpointError: it is not what DCP writes, or contradicts itself.
         OSError: it could not be read.
     """
-    with Window(folder / METADATA) as window:
+    with Window(folder / DCP_METADATA) as window:
         if window.size > MOST_BYTES:
-            raise CorruptCheckpointError(path=str(folder), file=METADATA, message="is too large")
-        metadata = read_pickle(window.read(0, window.size), str(folder / METADATA))
+            raise CorruptCheckpointError(path=str(folder), file=DCP_METADATA, message="is too large")
+        metadata = read_pickle(window.read(0, window.size), str(folder / DCP_METADATA))
     try:
         return _directory(folder, metadata)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         if isinstance(error, CorruptCheckpointError):
             raise
         message = f"is no metadata of DCP ({type(error).__name__}: {str(error)[:100]})"
-        raise CorruptCheckpointError(path=str(folder), file=METADATA, message=message) from error
+        raise CorruptCheckpointError(path=str(folder), file=DCP_METADATA, message=message) from error
 
 
 def _directory(folder: Path, metadata: Any) -> Directory:

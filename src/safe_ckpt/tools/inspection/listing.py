@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from safe_ckpt.core.formats.health_section import described
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
+from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, read_manifest
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.holders import Held, hidden_folders, holders
 from safe_ckpt.core.home.home import HIDDEN, NAMES, Candidate, OnError, is_one, name_below
@@ -26,7 +26,6 @@ from safe_ckpt.layouts.judges import is_tag, judges_of
 from safe_ckpt.layouts.table import Layout
 from safe_ckpt.layouts.top_level import look_inside
 from safe_ckpt.text import listed
-from safe_ckpt.tools.inspection.dcp_reader import METADATA
 from safe_ckpt.tools.inspection.files import CheckpointFile, Window
 from safe_ckpt.tools.inspection.torch_reader import looks_like_archive, open_archive, read_old_file
 
@@ -37,7 +36,7 @@ _P = TypeVar("_P", Path, ObjectPath, Place)
 _NAME = re.compile(r"^(?:step-|epoch_|step_)([0-9]{1,18})\Z")  # ours, and those of Accelerate's examples
 _DIRECTORIES: Sequence[tuple[str, Callable[[str], bool]]] = (
     ("DeepSpeed directory", lambda name: name.startswith(("zero_pp_rank_", "mp_rank_"))),
-    ("DCP directory", lambda name: name == METADATA),
+    ("DCP directory", lambda name: name == DCP_METADATA),
     ("Accelerate directory", lambda name: name.startswith("random_states_")),
     ("Transformers Trainer directory", lambda name: name == "trainer_state.json"),
     ("Hugging Face directory", lambda name: name.endswith(".safetensors")),
