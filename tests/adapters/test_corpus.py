@@ -23,6 +23,7 @@ HELD = {
     "plain_marked": [(2, "unhealthy"), (1, "valid")],
     "plain_ranks": BOTH,
     "plain_sharded": BOTH,
+    "plain_together": BOTH,
     "lightning_file": [(2, "valid")],
     "lightning_sharded": [(2, "valid")],
     "accelerate": [(0, "valid")],
@@ -71,9 +72,10 @@ def test_checkpointer_resumes_them(saved, name):
     plain.ONE_RANK[name][1](saved / name)
 
 
-def test_one_rank_resumes_what_two_have_sharded(saved):
+@pytest.mark.parametrize("name", plain.SHARDED)
+def test_one_rank_resumes_what_two_have_sharded(saved, name):
     """The parts of both are put together."""
-    plain.resume_sharded_on_one_rank(saved / "plain_sharded")
+    plain.resume_sharded_on_one_rank(saved / name)
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")  # Lightning's, of what it knows of the best ones

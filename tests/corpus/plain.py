@@ -16,6 +16,8 @@ from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngSta
 CONFIG = CheckpointConfig(
     timeouts=Timeouts(lengthy_s=60, barrier_s=30, peer_stall_s=10, shutdown_s=10), retention=Retention(keep_last=2)
 )
+SHARDED = ("plain_sharded", "plain_together")
+"""At first each sharded item had a ``.metadata`` of its own; now one says of all of them."""
 INPUTS = torch.linspace(-1, 1, 8).reshape(1, 8)
 
 
@@ -148,12 +150,13 @@ def resume_marked(folder):
 
 def save_ranks(rank, folder):
     save(folder / "plain_ranks", Job(rank))
-    save(folder / "plain_sharded", Job(rank, sharded=True))
+    save(folder / SHARDED[-1], Job(rank, sharded=True))
 
 
 def resume_ranks(rank, folder):
     resume(folder / "plain_ranks", Job(rank))
-    resume(folder / "plain_sharded", Job(rank, sharded=True))
+    for name in SHARDED:
+        resume(folder / name, Job(rank, sharded=True))
 
 
 def resume_sharded_on_one_rank(folder):

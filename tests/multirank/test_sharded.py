@@ -8,28 +8,23 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from fsdp_runs import CONFIG, build, same, train, train_and_save, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts
+from safe_ckpt import Checkpointer, PerRank
 from safe_ckpt.core.coordination import store
 from safe_ckpt.core.formats import dcp as distcp
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.sharding import dcp_plan, dcp_read
-from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.errors import CorruptCheckpointError, DesyncError, RestoreError, SafeCheckpointError, StateError
 from support import flip_bit, placements, spreads_empty_shards
 
-QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=3, shutdown_s=10)
-CONFIG = CheckpointConfig(timeouts=QUICK)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
 
 
@@ -108,59 +103,6 @@ def test_four_ranks_save_and_die_and_any_number_goes_on(tmp_path):
 # ---------------------------------------------------------------- FSDP2
 
 
-def build(world, *, shape=None, shard=True):
-    torch.manual_seed(world)
-    model = torch.nn.Sequential(torch.nn.Linear(9, 17), torch.nn.LayerNorm(17), torch.nn.Linear(17, 5))
-    model.register_buffer("count", torch.arange(3.0) * world)
-    if shard:
-        names = ("replicate", "shard")[-len(shape or (world,)) :]
-        mesh = init_device_mesh("cpu", shape or (world,), mesh_dim_names=names)
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01 * world)
-
-
-def train(model, optimizer, steps, rank=0):
-    for step in range(steps):
-        torch.manual_seed(10 * step + rank)
-        model(torch.randn(4, 9)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def whole(model, optimizer):
-    def full(value):
-        return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-
-    kept = get_optimizer_state_dict(model, optimizer)
-    found = {name: full(value) for name, value in model.state_dict().items()}
-    found.update({f"{n}/{key}": full(v) for n, state in kept["state"].items() for key, v in state.items()})
-    return found, kept["param_groups"][0]["lr"]
-
-
-def same(one, other):
-    assert one[0].keys() == other[0].keys()
-    for name in one[0]:
-        assert torch.equal(one[0][name], other[0][name]), name
-    assert one[1] == other[1]
-
-
-def _train_and_save(rank, world, folder, shape, snapshot, shard):
-    model, optimizer = build(world, shape=shape, shard=shard)
-    config = CheckpointConfig(timeouts=QUICK, snapshot=snapshot)
-    with Checkpointer(folder, config) as ckpt:
-        state = {"model": model, "optimizer": optimizer, "own": PerRank({"rank": rank}), "x": {"a": 3}}
-        for step in (1, 2):
-            train(model, optimizer, 1, rank)
-            handle = ckpt.save(step, state)
-            taken = whole(model, optimizer)
-            train(model, optimizer, 1, rank)  # changes everything while it is written
-        assert OverlapPlan([model], [optimizer])
-        handle.result()
-    return taken if rank == 0 else None
-
-
 def _go_on(rank, world, folder, shape, shard):
     model, optimizer = build(world, shape=shape, shard=shard)
     with Checkpointer(folder, CONFIG) as ckpt:
@@ -184,24 +126,10 @@ def _go_on(rank, world, folder, shape, shard):
 def test_a_model_and_its_optimizer_go_on_in_another_mesh(tmp_path, saves, resumes, snapshot):
     """1 to 4 ranks, 1-D and 2-D meshes, unsharded on one rank, in either direction: weights and optimizer bit for bit."""
     world, shape, shard = saves
-    taken = values(spawn_ranks(_train_and_save, world, world, str(tmp_path), shape, snapshot, shard))[0]
+    taken = values(spawn_ranks(train_and_save, world, world, str(tmp_path), shape, snapshot, shard))[0]
     for world, shape, shard in resumes:
         for found in values(spawn_ranks(_go_on, world, world, str(tmp_path), shape, shard)):
             same(found, taken)
-
-
-def test_stock_tools_read_what_was_written(tmp_path):
-    """``dcp.load`` with the stock FileSystemReader, and DCP's own conversion to one file."""
-    taken, _ = values(spawn_ranks(_train_and_save, 2, 2, str(tmp_path), None, "eager", True))[0]
-    folder = tmp_path / "step-00000002"
-    state = {name: torch.zeros_like(value) for name, value in taken.items() if "/" not in name}
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder / "model"), no_dist=True)
-    for name, value in state.items():
-        assert torch.equal(value, taken[name])
-    dcp_to_torch_save(folder / "optimizer", tmp_path / "one.pt")
-    loaded = torch.load(tmp_path / "one.pt", weights_only=True)
-    assert torch.equal(loaded["state"]["0.weight"]["exp_avg"], taken["0.weight/exp_avg"])
 
 
 def test_replicated_tensors_are_written_once_and_spread(tmp_path):
@@ -212,7 +140,7 @@ def test_replicated_tensors_are_written_once_and_spread(tmp_path):
     assert len(sizes) == 4
     assert max(sizes) < 1.2 * min(sizes)
     assert sum(sizes) < 1.1 * 40 * 4 * 10_000
-    metadata = dcp_read.read_metadata(folder / "w")
+    metadata = dcp_read.read_metadata(folder)
     chunks = sum(
         len(known.chunks) for known in metadata.state_dict_metadata.values() if isinstance(known, TensorStorageMetadata)
     )
@@ -398,6 +326,7 @@ def _refused(rank, folder, what):
         "meta": {"w": {"a": part, "b": torch.ones(2, device="meta")}},
         "keys": {"w": {"a": part, "b": {1: 2}}},
         "dots": {"w": {"a": part, "b": {"c": {"d": 1}, "c.d": 2}}},
+        "both": {"w": {"b.c": part}, "w.b": {"c": part}},
         "file": {"x": 1, "X.json": {"a": part}},
         "manifest": {"manifest.json": {"a": part}},
         "fails": {"w": _Fails(rank == 1, {"a": part})},
@@ -430,7 +359,8 @@ def _refused(rank, folder, what):
         ("own", StateError, "DTensor"),
         ("meta", StateError, "meta"),
         ("keys", StateError, "keys must be text"),
-        ("dots", StateError, "joins keys by dots: duplicated flatten key b.c.d"),
+        ("dots", StateError, "joins keys by dots: duplicated flatten key w.b.c.d"),
+        ("both", StateError, "two items come to this name"),
         ("file", StateError, "a file of state['x']"),
         ("manifest", StateError, "the manifest's name"),
         ("fails", RuntimeError, "mine"),
@@ -470,11 +400,11 @@ def test_damage_is_found_on_whichever_rank_reads_it(tmp_path, damage):
     What lost a shard stays where it is: it may come back.
     """
     values(spawn_ranks(_save_two, 2, str(tmp_path)))
-    folder = tmp_path / "step-00000002" / "w"
+    folder = tmp_path / "step-00000002"
     if damage == "missing":
-        (folder / "__1_0.distcp").unlink()
+        (folder / "w/__1_0.distcp").unlink()
     else:
-        file = folder / ("__1_0.distcp" if damage == "bit" else ".metadata")
+        file = folder / ("w/__1_0.distcp" if damage == "bit" else ".metadata")
         flip_bit(file, file.stat().st_size // 2)
     assert values(spawn_ranks(_resume_only, 2, str(tmp_path))) == [(1, 153.0)] * 2
     assert (tmp_path / "step-00000002").exists() is (damage == "missing")
