@@ -1,8 +1,8 @@
 """Save the checkpoints of ``tests/corpus/checkpoints`` anew: ``python tests/corpus/make.py SOURCE [NAME ...]``.
 
-``SOURCE`` is a checkout whose code saves them. Those that are kept were saved by commit 7441619, ``plain_together`` by its own. Once a format has been
-released nothing is made anew: what a later format writes gets a corpus of its own beside this one. DeepSpeed's need the
-environment of ``make test-deepspeed`` and are made when they are named.
+``SOURCE`` is a checkout whose code saves them. Those that are kept were saved by commit 7441619, ``plain_together`` by the one
+that added it. Once a format has been released nothing is made anew: what a later format writes gets a corpus of its own beside
+this one. DeepSpeed's need the environment of ``make test-deepspeed`` and are made when they are named.
 """
 
 from __future__ import annotations

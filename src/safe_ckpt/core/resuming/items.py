@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -116,10 +117,12 @@ class StoredItems:
         if sharded and self._whole:
             verify(folder, manifest, only=set(sharded[host.place :: len(host.ranks)]), cached=True)
         loaded: dict[str, Any] = {}
+        metadata = functools.cache(_metadata_in)
         for name, file in needed.items():
             item = manifest.items[name]
             if item["form"] == SHARDED:
-                shards = _shards(folder, file, manifest)
+                own = any(entry.path == f"{file}/{DCP_METADATA}" for entry in manifest.files)  # until 2026-11-26
+                shards = Shards(folder / file, "", metadata) if own else Shards(folder, file, metadata)
                 loaded[name] = shards.refuse_code() if self._rank == 0 else shards
             else:
                 shared = len(host.ranks) > 1 and not item["per_rank"]
@@ -181,10 +184,10 @@ def files_in(folders: Collection[str], manifest: Manifest, besides: str = "") ->
     return [entry.path for entry in sorted(entries, key=lambda entry: (-entry.size_bytes, entry.path))]
 
 
-def _shards(root: Path, folder: str, manifest: Manifest) -> Shards:
-    """A sharded item. Before 2026-11-26 each had a ``.metadata`` of its own, in its folder."""
-    own = any(entry.path == f"{folder}/{DCP_METADATA}" for entry in manifest.files)
-    return Shards(root / folder) if own else Shards(root, within=folder)
+def _metadata_in(folder: Path) -> Any:
+    from safe_ckpt.core.sharding.dcp_read import read_metadata  # DCP takes a while to import
+
+    return read_metadata(folder)
 
 
 def check_there(path: Place, entries: Iterable[FileEntry]) -> None:

@@ -150,18 +150,19 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def refuse_code(folder: Path, within: str = "") -> None:
+def refuse_code(folder: Path, within: str = "", metadata: Metadata | None = None) -> None:
     """Read what is no tensor, before anything is restored. Raises as ``read_metadata`` does.
 
     Args:
         folder: with ``.metadata``.
         within: see ``fit_module``.
+        metadata: see ``fit_module``.
     """
     with (
         torch_reading.refusing(folder, DCP_METADATA),
         contextlib.suppress(RestoreError),
     ):  # that comes once it is restored
-        _Stored(folder, within)
+        _Stored(folder, within, metadata)
 
 
 class _Stored:
@@ -175,14 +176,15 @@ class _Stored:
     Args:
         folder: with ``.metadata`` and ``*.distcp``.
         within: the key of the saved state that has all of it that is wanted, below it or as its value; "" for the whole.
+        metadata: what ``.metadata`` says, where it was read before.
 
     Raises:
         RestoreError: an object cannot be read. See also ``read_metadata``.
     """
 
-    def __init__(self, folder: Path, within: str = "") -> None:
+    def __init__(self, folder: Path, within: str = "", metadata: Metadata | None = None) -> None:
         self._folder = folder
-        self._metadata = read_metadata(folder)
+        self._metadata = read_metadata(folder) if metadata is None else metadata
         entries, paths = self._metadata.state_dict_metadata, self._metadata.planner_data or {}
         self.paths = {name: tuple(paths.get(name, (name,))) for name in entries}
         if within:
@@ -266,6 +268,7 @@ def fit_value(
     check: Callable[[dict[str, Any]], None],
     take: Callable[[dict[str, Any]], Any],
     within: str = "",
+    metadata: Metadata | None = None,
 ) -> Fitted:
     """Compare a sharded item with a nested state. What is no DTensor comes back as it was saved, whatever the state has there.
 
@@ -275,11 +278,12 @@ def fit_value(
         check: gets the saved state with tensors that have no data. It may raise.
         take: gets the saved state, to apply it.
         within: the key of the saved state that has the item's; "" where that is the whole.
+        metadata: what ``.metadata`` says, where it was read before.
 
     Raises:
         RestoreError: a DTensor has another shape or type, or the checkpoint has nothing for it.
     """
-    stored = _Stored(folder, within)
+    stored = _Stored(folder, within, metadata)
     rooms: dict[str, Any] = {}
     besides = []
     for name, path in stored.paths.items():
@@ -382,18 +386,19 @@ def optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     return {"state": state, "param_groups": groups, _NAMES: {key: stepped}}
 
 
-def fit_module(folder: Path, module: torch.nn.Module, within: str = "") -> Fitted:
+def fit_module(folder: Path, module: torch.nn.Module, within: str = "", metadata: Metadata | None = None) -> Fitted:
     """Compare a sharded item with a module, sharded or not.
 
     Args:
         folder: of the item, verified.
         module: that gets it.
         within: the key of the saved state that has the module's; "" where that is the whole.
+        metadata: what ``.metadata`` says, where it was read before.
 
     Raises:
         RestoreError: the checkpoint has nothing for a name, or a tensor of another shape or type.
     """
-    stored, own = _Stored(folder, within), module.state_dict()
+    stored, own = _Stored(folder, within, metadata), module.state_dict()
     saved = {path[0] for path in stored.paths.values()}
     names = matched(own, saved, module)
     today = {then: now for now, then in names.items()}
@@ -418,7 +423,13 @@ def fit_module(folder: Path, module: torch.nn.Module, within: str = "") -> Fitte
     return Fitted(apply=apply, besides=besides, refusal="the module has no place for")
 
 
-def fit_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer, within: str = "") -> Fitted:
+def fit_optimizer(
+    folder: Path,
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    within: str = "",
+    metadata: Metadata | None = None,
+) -> Fitted:
     """Compare a sharded item with an optimizer, of sharded parameters or not. It gets state for what had some.
 
     Parameters may be in other groups than they were, as with one group for each mesh, where all that come to one group had
@@ -429,11 +440,12 @@ def fit_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.optim.
         module: whose parameters it steps.
         optimizer: that gets it.
         within: the key of the saved state that has the optimizer's; "" where that is the whole.
+        metadata: what ``.metadata`` says, where it was read before.
 
     Raises:
         RestoreError: the checkpoint is of other parameters, or of groups with other settings.
     """
-    stored, names = _Stored(folder, within), _names(module)
+    stored, names = _Stored(folder, within, metadata), _names(module)
     owned = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     order = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     objects = stored.nested(stored.objects)

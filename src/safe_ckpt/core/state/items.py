@@ -168,7 +168,7 @@ class SavedItem:
         from safe_ckpt.core.sharding import dcp_read  # DCP takes a while to import
 
         take = self._giving(lambda saved: restore_into(own, saved))
-        return dcp_read.fit_value(shards.folder, own, lambda saved: check_into(own, saved), take, shards.within)
+        return dcp_read.fit_value(shards.folder, own, lambda saved: check_into(own, saved), take, *shards.said())
 
     def _giving(self, action: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A function that does the action and returns the object."""
@@ -218,7 +218,7 @@ class _Stateful(SavedItem):
 
         own = self.value.state_dict()
         take = self._giving(lambda saved: self.value.load_state_dict(dcp_read.with_types_of(own, saved)))
-        return dcp_read.fit_value(shards.folder, own, lambda _: None, take, shards.within)
+        return dcp_read.fit_value(shards.folder, own, lambda _: None, take, *shards.said())
 
 
 class _Module(_Stateful):
@@ -263,7 +263,7 @@ class _Module(_Stateful):
     def fit_shards(self, shards: Shards) -> Fitted:
         from safe_ckpt.core.sharding import dcp_read
 
-        return dcp_read.fit_module(shards.folder, self.module, shards.within)
+        return dcp_read.fit_module(shards.folder, self.module, *shards.said())
 
 
 class _Optimizer(_Stateful):
@@ -307,7 +307,7 @@ class _Optimizer(_Stateful):
         from safe_ckpt.core.sharding import dcp_read
 
         owner = dcp_read.owner_of(self.optimizer, self.modules)
-        return dcp_read.fit_optimizer(shards.folder, owner, self.optimizer, shards.within)
+        return dcp_read.fit_optimizer(shards.folder, owner, self.optimizer, *shards.said())
 
 
 _KINDS: Sequence[tuple[type, type[SavedItem]]] = (
@@ -661,14 +661,20 @@ class Shards:
     Attributes:
         folder: with the ``.metadata`` that says of it.
         within: its name, where that says of other items, too; else "".
+        metadata: reads that of a folder, once for all items.
     """
 
     folder: Path
-    within: str = ""
+    within: str
+    metadata: Callable[[Path], Any]
+
+    def said(self) -> tuple[str, Any]:
+        """Of ``.metadata``: whose names are the item's, and what it says."""
+        return self.within, self.metadata(self.folder)
 
     def refuse_code(self) -> Self:
         """Before anything is restored: raise ``HostileCheckpointError`` where it would run code. Returns itself."""
         from safe_ckpt.core.sharding import dcp_read
 
-        dcp_read.refuse_code(self.folder, self.within)
+        dcp_read.refuse_code(self.folder, *self.said())
         return self
