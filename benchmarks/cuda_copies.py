@@ -50,11 +50,13 @@ class Transformer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self._rows = torch.randn(batch, TOKENS, WIDTH, device=device)
 
-    def step(self) -> None:
+    def step(self, gate: Callable[[], None] | None = None) -> None:
         self.optimizer.zero_grad()
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = (self.model(self._rows) - self._rows).square().mean()
         loss.backward()
+        if gate is not None:
+            gate()
         self.optimizer.step()
 
     def wait(self) -> None:

@@ -265,6 +265,6 @@ def test_stock_dcp_reads_the_plain_data_too(tmp_path):
     values(spawn_ranks(_data, 2, str(tmp_path)))
     state = {"t": torch.zeros(4), "grew": {"a": {"b": 0}}, "counter": Counter(a=0), "pair": None, "emptied": {}}
     with pytest.warns(UserWarning, match="single process"):
-        dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "step-00000001" / "beside"), no_dist=True)
+        dcp.load({"beside": state}, storage_reader=dcp.FileSystemReader(tmp_path / "step-00000001"), no_dist=True)
     assert state["t"].tolist() == [0, 1, 2, 3]
     assert (state["grew"], state["counter"]["a"], state["pair"]) == ({"a": {"b": 2}}, 3, (1, 2))

@@ -94,7 +94,7 @@ def test_fields_classes_and_types_that_are_not_known_here_are_saved_and_resumed(
     for kind, name in ((Properties, "TensorProperties"), (Order, "Order")):
         monkeypatch.setattr(kind, "__module__", metadata.__name__)
         monkeypatch.setattr(metadata, name, kind, raising=False)
-    folder = tmp_path / "step-00000002" / "model"
-    found = dcp_read.read_metadata(folder).state_dict_metadata["weight"].properties
+    folder = tmp_path / "step-00000002"
+    found = dcp_read.read_metadata(folder).state_dict_metadata["model.weight"].properties
     assert (type(found), found.order) == (Properties, (2, 1))
-    assert read_directory(folder).tensors["weight"].dtype == "float32"
+    assert read_directory(folder).tensors["model.weight"].dtype == "float32"

@@ -88,7 +88,7 @@ def spread(fill, dim):
 
 def _write(rank, folder, tool):
     if tool == "torch":
-        dcp.save(spread(3, 0), checkpoint_id=folder / "step-1" / "w")
+        dcp.save({"w": spread(3, 0)}, checkpoint_id=folder / "step-1")
     else:
         with Checkpointer(folder, CONFIG) as ckpt:
             ckpt.save(1, {"w": spread(3, 0)}).result()
@@ -105,8 +105,8 @@ def _load(rank, folder, dim, turned):
     state = spread(0, dim)
     if turned:  # memory that is not in the order of the elements
         state["rows"]._local_tensor = state["rows"]._local_tensor.t().contiguous().t()
-    (place,) = folder.glob("step-*/w")
-    dcp_read.fit_value(place, state, lambda _: None, lambda saved: saved).apply(())
+    (place,) = folder.glob("step-*")
+    dcp_read.fit_value(place, state, lambda _: None, lambda saved: saved, "w").apply(())
     for name, expected in spread(3, dim).items():
         assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (state[name], expected))), name
     return others

@@ -80,7 +80,7 @@ def _every_way(rank, folder, name):
     with Checkpointer(folder / "whole") as checkpointer:
         checkpointer.resume(again)
     stock = {"w": torch.zeros_like(whole)}
-    (saved,) = (folder / "parts").glob("*2/w")
+    (saved,) = (folder / "parts").glob("step-*2")
     dcp.load(stock, checkpoint_id=saved)
     local = dtensor.local_of(parts)
     found = [states[0]["w"].equal(whole), stock["w"].equal(whole)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -15,7 +14,7 @@ from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, FileEnt
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Ranks, Reader
 from safe_ckpt.core.resuming.host_cache import Host
-from safe_ckpt.core.state.items import PerRank, Shards
+from safe_ckpt.core.state.items import PerRank, Shards, read_once
 from safe_ckpt.core.state.planner import SHARDED
 from safe_ckpt.core.storage.inside import checked_name
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
@@ -117,7 +116,7 @@ class StoredItems:
         if sharded and self._whole:
             verify(folder, manifest, only=set(sharded[host.place :: len(host.ranks)]), cached=True)
         loaded: dict[str, Any] = {}
-        metadata = functools.cache(_metadata_in)
+        metadata = read_once()
         for name, file in needed.items():
             item = manifest.items[name]
             if item["form"] == SHARDED:
@@ -182,12 +181,6 @@ def files_in(folders: Collection[str], manifest: Manifest, besides: str = "") ->
     chosen = set(folders)
     entries = [e for e in manifest.files if e.path.rpartition("/")[0] in chosen or (chosen and e.path == besides)]
     return [entry.path for entry in sorted(entries, key=lambda entry: (-entry.size_bytes, entry.path))]
-
-
-def _metadata_in(folder: Path) -> Any:
-    from safe_ckpt.core.sharding.dcp_read import read_metadata  # DCP takes a while to import
-
-    return read_metadata(folder)
 
 
 def check_there(path: Place, entries: Iterable[FileEntry]) -> None:

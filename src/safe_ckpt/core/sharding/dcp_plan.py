@@ -258,7 +258,7 @@ class ShardPlanner:
                 last = [local.objects[number] for number in local.last]
                 return [first.filled(local.item.tensors, last), *(t.filled(local.item.tensors) for t in others)]
         files: Sequence[FilePlan]
-        files, numbers = _lay_out(folder, local, kept, self._coordinator.rank)
+        files, numbers = _lay_out(folder, local, kept, self._coordinator.rank, self._within(folder))
         self._known.pop(folder, None)
         if local.item.known is not None:
             local.templates, files = FileTemplate.of_all(files, local.item.tensors)
@@ -307,7 +307,11 @@ class ShardPlanner:
 
     def _key(self, folder: str, name: str) -> str:
         """What errors call an entry."""
-        return name if self._together else f"{folder}: {name}"
+        return f"{folder}: {name.removeprefix(self._within(folder))}"
+
+    def _within(self, folder: str) -> str:
+        """What the names in an item begin with."""
+        return f"{folder}." if self._together else ""
 
     def _bytes_of(self, key: str, value: object) -> bytes:
         return saved_bytes(value, strict=self._strict, key=key)
@@ -355,7 +359,7 @@ class ShardPlanner:
                 plans[rank], apart[rank] = known.plans[rank], known.apart[rank]
             else:
                 raise SaveError(name=folder, cause="its plan is not known here any more; save again", rank=rank)
-        shares = divided("" if self._together else folder, plans)
+        shares = divided(folder, plans, within=self._within(folder))
         final, metadata = DefaultSavePlanner().create_global_plan(list(shares.values()))
         kept = {rank: _kept(plans[rank], final[number]) for number, rank in enumerate(shares)}
         return _Global(token=uuid.uuid4().hex, plans=plans, apart=apart, kept=kept, metadata=metadata)
@@ -423,8 +427,13 @@ def _places(folder: str, whole: _Global, by_rank: Mapping[int, Any]) -> dict[Met
     return places
 
 
-def _lay_out(folder: str, local: _Local, kept: Sequence[int], rank: int) -> tuple[list[FilePlan], list[int]]:
-    """This rank's files, as far as it has them, and the objects that are the last pieces of the first one."""
+def _lay_out(
+    folder: str, local: _Local, kept: Sequence[int], rank: int, within: str
+) -> tuple[list[FilePlan], list[int]]:
+    """This rank's files, as far as it has them, and the objects that are the last pieces of the first one.
+
+    What the health of a file is told by are the names without what they all begin with, ``within``.
+    """
     made: dict[int, File] = {}
     objects: dict[int, tuple[int, bytes]] = {}
     lengths = {number: len(data) for number, data in local.objects.items()}
@@ -434,12 +443,12 @@ def _lay_out(folder: str, local: _Local, kept: Sequence[int], rank: int) -> tupl
         if number in local.objects:
             objects[number] = at, local.objects[number]
             continue
-        around = dcp.envelope(*kind_of(entry))
+        name, around = entry.index.fqn.removeprefix(within), dcp.envelope(*kind_of(entry))
         tensor = local.lookup(entry.index).detach().resolve_conj().resolve_neg()
         if (tensor.dtype, tuple(tensor.shape)) != kind_of(entry):
             message = f"planned as {kind_of(entry)}, it is {tuple(tensor.shape)} {tensor.dtype}"
-            raise StateError(key=entry.index.fqn, message=message)
-        file.add(entry.index.fqn, tensor, at, around)
+            raise StateError(key=f"{folder}: {name}", message=message)
+        file.add(name, tensor, at, around)
     files = [
         file.planned(under(folder, file_of(rank, which)), () if which else objects.values(), frozen=which > 0)
         for which, file in sorted(made.items())

@@ -17,17 +17,18 @@ from safe_ckpt.core.sharding.dtensor import is_extra_state
 from safe_ckpt.errors import DesyncError
 
 
-def divided(folder: str, plans: Mapping[int, SavePlan]) -> dict[int, SavePlan]:
+def divided(folder: str, plans: Mapping[int, SavePlan], within: str = "") -> dict[int, SavePlan]:
     """The plans of all ranks with what each is to say.
 
     Args:
         folder: of the item, for errors.
         plans: what each rank has.
+        within: what all names begin with, which errors leave out.
 
     Raises:
         DesyncError: two ranks have other tensors under one name; names it.
     """
-    said = _Said(folder, plans)
+    said = _Said(folder, plans, within)
     return {rank: dataclasses.replace(plans[rank], items=said.by(rank, plans[rank])) for rank in sorted(plans)}
 
 
@@ -39,8 +40,9 @@ def name_of_empty(path: Sequence[Any]) -> str:
 class _Said:
     """What the ranks so far have said."""
 
-    def __init__(self, folder: str, plans: Mapping[int, SavePlan]) -> None:
+    def __init__(self, folder: str, plans: Mapping[int, SavePlan], within: str) -> None:
         self._folder = folder
+        self._within = within
         self._first: dict[str, tuple[int, WriteItem]] = {}
         self._paths: set[tuple[Any, ...]] = set()
         self._above: set[tuple[Any, ...]] = set()  # beginnings of those
@@ -76,6 +78,7 @@ class _Said:
         return path not in self._above and self._paths.isdisjoint(itertools.accumulate((key,) for key in path[:-1]))
 
     def _refuse(self, name: str, texts: Mapping[int, str]) -> None:
+        name = name.removeprefix(self._within)
         what = f"state[{self._folder!r}]: {name}" if self._folder else name
         raise DesyncError(what=what, values={str(rank): text for rank, text in texts.items()})
 

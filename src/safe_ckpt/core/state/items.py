@@ -6,6 +6,7 @@ What was loaded is put back where it belongs, in place as far as types allow: on
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
@@ -678,3 +679,15 @@ class Shards:
 
         dcp_read.refuse_code(self.folder, *self.said())
         return self
+
+
+def read_once() -> Callable[[Path], Any]:
+    """What reads the ``.metadata`` of a folder, for the first who asks, and gives it to all others."""
+
+    @functools.cache
+    def read(folder: Path) -> Any:
+        from safe_ckpt.core.sharding.dcp_read import read_metadata
+
+        return read_metadata(folder)
+
+    return read
