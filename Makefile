@@ -13,7 +13,7 @@ DEEPSPEED_ENV := PATH="$(CURDIR)/$(DEEPSPEED):$(CURDIR)/$(BIN):$$PATH" DS_ACCELE
 
 TORCHTITAN := .venv/with-torchtitan/bin
 
-.PHONY: demo test test-short test-long test-schedulers test-all test-versions test-deepspeed test-upstream test-torchtitan faults lint package docs docs-reference bench examples clean
+.PHONY: demo test test-short test-long test-schedulers test-all test-versions test-deepspeed test-upstream test-torchtitan faults lint package docs docs-reference bench gpu-check examples clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -135,6 +135,10 @@ docs-reference: .venv/ready  ## docs/reference: the page of all settings and the
 bench: .venv/ready  ## what a save costs, against every peer that installs; BENCH=--quick to see that it works
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[bench]'
 	$(BIN)/python benchmarks/bench.py $(BENCH)
+
+gpu-check: .venv/ready  ## on a machine with a GPU: copies, gate, kills, what a save costs; at most 20 minutes, prints a table
+	! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || $(BIN)/pip install --quiet --disable-pip-version-check -e '.[bench]'
+	$(BIN)/python benchmarks/gpu/check.py $(GPU)
 
 examples: .venv/ready  ## run every example, twice where it resumes
 	rm -rf runs/examples

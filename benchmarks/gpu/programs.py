@@ -1,6 +1,6 @@
 """Train, kill, resume, on one device: the end must be bit for bit that of a run that nobody disturbed.
 
-One process trains (``--act``); the one that ``check.py`` starts runs it three times: undisturbed, killed behind a save, resumed.
+One process trains (``--act``). The one that ``check.py`` starts runs it three times: undisturbed, killed, resumed.
 """
 
 from __future__ import annotations
@@ -216,7 +216,9 @@ def act(options: argparse.Namespace, folder: Path, *, dies: bool) -> dict[str, s
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if options.device == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"
-    done = subprocess.run([sys.executable, __file__, *own], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, *own], env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode != (-signal.SIGKILL if dies else 0):
         raise SystemExit(
             f"{done.stdout}{done.stderr}\nstatus {done.returncode} of a run that {'dies' if dies else 'ends'}"
@@ -236,7 +238,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.act:
         warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(mode=True)
         print("digest", KINDS[options.kind](options), flush=True)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
