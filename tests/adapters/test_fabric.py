@@ -104,7 +104,9 @@ def test_fsdp2_goes_on_from_what_every_rank_saved(tmp_path):
 
 
 PUBLISHED = FSDP2.replace("from safe_ckpt import Checkpointer", "import safe_ckpt")
-PUBLISHED = PUBLISHED[: PUBLISHED.index("        with Checkpointer")] + """
+PUBLISHED = (
+    PUBLISHED[: PUBLISHED.index("        with Checkpointer")]
+    + """
         newest = safe_ckpt.newest(sys.argv[1])
         if newest is not None:
             fabric.load(newest.path / "state", state)
@@ -117,6 +119,7 @@ PUBLISHED = PUBLISHED[: PUBLISHED.index("        with Checkpointer")] + """
         whole = [p.full_tensor().flatten().tolist() for p in model.parameters()]
         fabric.print("WEIGHTS", whole)
 """
+)
 
 
 @pytest.mark.timeout(180)

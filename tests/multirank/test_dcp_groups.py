@@ -1,4 +1,4 @@
-"""``safe_ckpt.dcp`` where the ranks are in several groups: what was reported of DCP, and of trainers with groups of their own."""
+"""``safe_ckpt.dcp`` where the ranks are in several groups: what was reported of DCP, and of trainers with their own groups."""
 
 import time
 
