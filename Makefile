@@ -70,7 +70,7 @@ test-deepspeed: .venv/deepspeed  ## the DeepSpeed adapter with real engines on t
 
 test-torchtitan: RUNNER = $(TORCHTITAN)/python
 test-torchtitan: .venv/torchtitan  ## torchtitan's manager with its own Trainer on the CPU
-	$(call tests,-n 2 --dist worksteal,tests/adapters/test_torchtitan*.py tests/docs/test_torchtitan_page.py)
+	$(call tests,-n 2 --dist worksteal,tests/adapters/test_torchtitan*.py tests/faults/test_torchtitan_kills.py tests/docs/test_torchtitan_page.py)
 
 # An environment on top of .venv: torchtitan asks for an older release of datasets than what is there, which it runs with, and for
 # wandb, which it imports only to log there. What its import needs takes 60 MB.
