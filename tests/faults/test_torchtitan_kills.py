@@ -1,14 +1,11 @@
 """SIGKILL of two ranks that train by torchtitan's own Trainer, for ``make test-torchtitan``."""
 
-import sys
+import importlib
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torchtitan")
-TESTS = Path(__file__).parents[1]
-sys.path.append(str(TESTS / "adapters"))
-import titan_runs
 import torch
 import torch.distributed.checkpoint as dcp
 from kills import killed
@@ -16,6 +13,7 @@ from kills import killed
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 
+TESTS = Path(__file__).parents[1]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 JOB = """
 import sys
@@ -53,10 +51,11 @@ trainer.train()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_kills_lose_nothing_that_torchtitan_saved(tmp_path):
+@pytest.mark.timeout(1500)
+def test_kills_lose_nothing_that_torchtitan_saved(tmp_path, monkeypatch):
     """6 SIGKILLs of both ranks (20): each start goes on from what was announced or newer, and what has a name is whole."""
-    titan_runs.ready()
+    monkeypatch.syspath_prepend(TESTS / "adapters")
+    importlib.import_module("titan_runs").ready()
     folder, folders = tmp_path / "run/checkpoint", [Path(__file__).parent, TESTS, TESTS / "adapters"]
     for which, announced in killed(JOB, tmp_path / "run", *folders):
         steps = {int(path.name.removeprefix("step-")): path for path in folder.glob("step-*")}
