@@ -104,7 +104,7 @@ def test_two_ranks_resume_theirs(saved):
 
 
 def test_two_ranks_resume_what_came_in_by_other_doors(saved):
-    """DCP's one import and its parts, any saver's files, and a model that is sharded at load with the rows left of the epoch."""
+    """DCP's one import, any saver's files, and a model that is sharded at load with the rows left of the epoch."""
     left = [[14, 17, 4, 13], [8, 9, 1, 5], [12, 23, 21, 20], [7, 11, 16, 0]]
     assert values(spawn_ranks(of_doors.resume, 2, saved, init=False)) == [left] * 2
 

@@ -38,7 +38,6 @@ _BASE = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distri
 # The first whose word is in the script or the command.
 _MODULES = (
     ("deepspeed", (*_BASE, "deepspeed")),
-    ("titan_runs", (*_BASE, "titan_ready")),  # of the tests' own folders: see titan_runs.ready
     ("pytorch_lightning", (*_BASE, "pytorch_lightning")),
     ("lightning", (*_BASE, "lightning.pytorch")),
     ("transformers", (*_BASE, "accelerate", "transformers.trainer")),
