@@ -70,7 +70,10 @@ test-deepspeed: .venv/deepspeed  ## the DeepSpeed adapter with real engines on t
 
 test-torchtitan: RUNNER = $(TORCHTITAN)/python
 test-torchtitan: .venv/torchtitan  ## torchtitan's manager with its own Trainer on the CPU
-	$(call tests,-n 2 --dist worksteal,tests/adapters/test_torchtitan*.py tests/docs/test_torchtitan_page.py)
+	$(call tests,-n 2 --dist worksteal,tests/adapters/test_torchtitan*.py tests/faults/test_torchtitan_kills.py tests/docs/test_torchtitan_page.py)
+	rm -rf runs/examples/torchtitan
+	STEPS=20 OMP_NUM_THREADS=1 $(TORCHTITAN)/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 examples/torchtitan_debug.py runs/examples/torchtitan
+	STEPS=40 OMP_NUM_THREADS=1 $(TORCHTITAN)/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 examples/torchtitan_debug.py runs/examples/torchtitan
 
 # An environment on top of .venv: torchtitan asks for an older release of datasets than what is there, which it runs with, and for
 # wandb, which it imports only to log there. What its import needs takes 60 MB.
@@ -164,6 +167,8 @@ examples: .venv/ready  ## run every example, twice where it resumes
 	EPOCHS=4 $(ACCELERATE) examples/accelerate_digits.py runs/examples/accelerate
 	STEPS=20 $(BIN)/python examples/transformers_tiny.py runs/examples/transformers
 	STEPS=40 $(BIN)/python examples/transformers_tiny.py runs/examples/transformers
+	STEPS=20 $(BIN)/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 examples/transformers_sharded.py runs/examples/sharded tp
+	STEPS=40 $(BIN)/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 examples/transformers_sharded.py runs/examples/sharded fsdp
 	@for way in plain accelerate lightning transformers; do for steps in 10 20; do \
 	  echo "lora $$way $$steps"; STEPS=$$steps $(BIN)/python -W ignore examples/lora.py runs/examples/lora-$$way $$way || exit 1; done; done
 	$(BIN)/safe-ckpt list runs/examples/lora-plain/checkpoints

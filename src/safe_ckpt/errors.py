@@ -107,7 +107,8 @@ class RestoreError(SafeCheckpointError, ValueError):
     key: str = ""
 
     def __str__(self) -> str:
-        return f"cannot restore{f' {self.key}' if self.key else ''} from {self.path}: {self.message}"
+        where = f" from {self.path}" if self.path else ""
+        return f"cannot restore{f' {self.key}' if self.key else ''}{where}: {self.message}"
 
 
 @dataclass(eq=False, kw_only=True)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import threading
 import uuid
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core.coordination.agreed_config import config_and_more
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME
 from safe_ckpt.core.home import candidates, extra_files, retention
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from safe_ckpt.core.formats.manifest import CheckpointInfo
 
 ADAPTER = "published"
+_OF_DCP = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 _RESERVED = (MANIFEST_NAME, HIDDEN, HIDDEN_TOO)
 _under_way: dict[Path, publishing] = {}
 """What was left and may not be committed yet, by directory: this process holds it until then."""
@@ -77,7 +79,7 @@ class publishing:  # noqa: N801 - it is used as a function
 
     Raises:
         ConfigError: the settings are not allowed, or ``directory`` is the address of an object store; on every rank.
-        StateError: ``step`` or a metric is none.
+        StateError: ``step`` or a metric is none; no rank has written a file, or DCP has not written its last one.
         DesyncError: the ranks are at different steps or directories.
         DirectoryError: the directory cannot be used, or holds something else under this name.
         DirectoryInUseError: a live job holds it.
@@ -260,6 +262,7 @@ class publishing:  # noqa: N801 - it is used as a function
         stamps = extra_files.stamps_in(self._folder)
         if reserved := sorted(path for path in stamps if path.partition("/")[0] in _RESERVED):
             raise StateError(key=reserved[0], message="safe_ckpt keeps this name for itself: give the file another one")
+        _refuse_unfinished(stamps)
         if missing := sorted(known.keys() - stamps.keys()):
             raise StateError(key=missing[0], message="it was named as hashed, and is not in the folder")
         order = sorted(stamps, key=lambda path: (-stamps[path].size_bytes, path))
@@ -274,3 +277,16 @@ class publishing:  # noqa: N801 - it is used as a function
             if engine.rank == 0:
                 self._home.drop_pending(self._key)
         engine.close(quiet=True)
+
+
+def _refuse_unfinished(stamps: Mapping[str, Stamp]) -> None:
+    """A saver that works in the background has not begun, or has not written what DCP writes last."""
+    remedy = "wait in the block for what saves in the background, such as by async_save(...).result()"
+    if not stamps:
+        raise StateError(key="publishing", message=f"no rank has written a file into the folder: {remedy}")
+    described = {path.rpartition("/")[0] for path in stamps if path.endswith(DCP_METADATA)}
+    for path in sorted(stamps):
+        folder, _, name = path.rpartition("/")
+        if _OF_DCP.fullmatch(name) and folder not in described:
+            message = f"torch.distributed.checkpoint has written no {DCP_METADATA} beside it: {remedy}"
+            raise StateError(key=path, message=message)

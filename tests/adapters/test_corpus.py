@@ -11,7 +11,7 @@ import obstore
 import pytest
 from typer.testing import CliRunner
 
-from corpus import of_accelerate, of_lightning, of_transformers, plain, ranks
+from corpus import of_accelerate, of_doors, of_lightning, of_transformers, plain, ranks
 from corpus.make import CHECKPOINTS
 from kit.ranks import spawn_ranks, values
 from safe_ckpt.tools.cli.app import app
@@ -31,6 +31,9 @@ HELD = {
     "transformers": [(2, "valid")],
     "deepspeed_zero2": [(2, "valid")],
     "deepspeed_zero3": [(2, "valid")],
+    "dcp": BOTH,
+    "published": BOTH,
+    "transformers_sharded": [(2, "valid")],
 }
 
 
@@ -100,3 +103,15 @@ def test_two_ranks_resume_theirs(saved):
     with_accelerate, with_lightning = zip(*values(spawn_ranks(ranks.resume, 2, saved, init=False)), strict=True)
     assert with_accelerate == ([[9, 5, 22, 10]], [[19, 21, 14, 16]])
     assert with_lightning == ([[5, 1, 15, 4]], [[14, 18, 9, 7]])
+
+
+def test_two_ranks_resume_what_came_in_by_other_doors(saved):
+    """DCP's one import, any saver's files, and a model that is sharded at load with the rows left of the epoch."""
+    left = [[14, 17, 4, 13], [8, 9, 1, 5], [12, 23, 21, 20], [7, 11, 16, 0]]
+    assert values(spawn_ranks(of_doors.resume, 2, saved, init=False)) == [left] * 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_one_process_reads_what_two_ranks_saved_by_dcp(saved):
+    """Whole tensors of both ranks' parts, the newest and one by its name."""
+    of_doors.resume_dcp(0, saved / "dcp")

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from kit import warm
 from kit.patience import scaled
 from safe_ckpt import Checkpointer
+from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, DirectoryError, HostileCheckpointError, StateError
 from safe_ckpt.lightning import SafeCheckpointIO
 from safe_ckpt.tools.cli.app import app
@@ -102,6 +103,42 @@ def test_fsdp2_goes_on_from_what_every_rank_saved(tmp_path):
     assert weights(run(file, tmp_path / "run", 6)) == reference
 
 
+PUBLISHED = FSDP2.replace("from safe_ckpt import Checkpointer", "import safe_ckpt")
+PUBLISHED = (
+    PUBLISHED[: PUBLISHED.index("        with Checkpointer")]
+    + """
+        newest = safe_ckpt.newest(sys.argv[1])
+        if newest is not None:
+            fabric.load(newest.path / "state", state)
+        for state["step"] in range(state["step"] + 1, int(sys.argv[2]) + 1):
+            fabric.backward(model(torch.full((2, 4), float(state["step"]))).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            with safe_ckpt.publishing(sys.argv[1], state["step"]) as folder:
+                fabric.save(folder / "state", state)
+        whole = [p.full_tensor().flatten().tolist() for p in model.parameters()]
+        fabric.print("WEIGHTS", whole)
+"""
+)
+
+
+@pytest.mark.timeout(180)
+def test_what_fabric_saves_in_shards_is_published(tmp_path):
+    """``fabric.save`` of ``ModelParallelStrategy``, within ``publishing``: a folder that is whole, and goes on bit for bit.
+
+    Alone it writes into the folder of before; once it refused a folder that was there (Lightning, issues 18853 and 18881).
+    """
+    file = tmp_path / "train.py"
+    file.write_text(textwrap.dedent(PUBLISHED))
+    reference = weights(run(file, tmp_path / "reference", 4))
+    run(file, tmp_path / "run", 2)
+    (folder,) = (tmp_path / "run").glob("step-*2")
+    assert {".metadata", "meta.pt"} < set(os.listdir(folder / "state"))
+    listed = {entry.path for entry in read_manifest(folder).files}
+    assert {f"state/{name}" for name in os.listdir(folder / "state")} == listed
+    assert weights(run(file, tmp_path / "run", 4)) == reference
+
+
 def test_the_plugin_saves_whole_files_that_stock_fabric_reads(tmp_path):
     """``fabric.save`` writes a verified file with the state's step. Stock Fabric and torch read it, and list knows it."""
     fabric, path = one_device(SafeCheckpointIO()), tmp_path / "run/a.ckpt"
@@ -129,6 +166,10 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path):
     assert torch.load(path)["step"] == 1
     with pytest.raises(DirectoryError):
         fabric.save(path / "below.ckpt", {"step": 2})
+    (tmp_path / "sharded").mkdir()  # by a strategy that writes folders: stock Fabric puts a file into it
+    with pytest.raises(DirectoryError, match="sharded: there is a folder of this name"):
+        fabric.save(tmp_path / "sharded", {"step": 2})
+    assert list((tmp_path / "sharded").iterdir()) == []
     with pytest.raises(ConfigError):
         fabric.save("s3://bucket/a.ckpt", {"step": 2})
     flip_bit(path, path.stat().st_size // 2)

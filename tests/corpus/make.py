@@ -1,8 +1,9 @@
 """Save the checkpoints of ``tests/corpus/checkpoints`` anew: ``python tests/corpus/make.py SOURCE [NAME ...]``.
 
 ``SOURCE`` is a checkout whose code saves them. Those that are kept were saved by commit 7441619, ``plain_together`` by the one
-that added it. Once a format has been released nothing is made anew: what a later format writes gets a corpus of its own beside
-this one. DeepSpeed's need the environment of ``make test-deepspeed`` and are made when they are named.
+that added it, those of the group ``doors`` by bb84bab6. Once a format has been released nothing is made anew: what a later
+format writes gets a corpus of its own beside this one. DeepSpeed's need the environment of ``make test-deepspeed``; they, and
+``doors``, are made when they are named.
 """
 
 from __future__ import annotations
@@ -73,6 +74,13 @@ def objects():
             file.write_bytes(bucket.read(key))
 
 
+def doors():
+    from corpus.of_doors import save
+    from kit.ranks import spawn_ranks, values
+
+    values(spawn_ranks(save, 2, PLACE, init=False, timeout_s=200))
+
+
 def deepspeed():
     from corpus.of_deepspeed import save
     from kit.ranks import spawn_ranks, values
@@ -82,7 +90,9 @@ def deepspeed():
         script.unlink()
 
 
-GROUPS = {"plain": plain, "ranks": ranks, "frameworks": frameworks, "objects": objects, "deepspeed": deepspeed}
+GROUPS = {
+    "plain": plain, "ranks": ranks, "frameworks": frameworks, "objects": objects, "doors": doors, "deepspeed": deepspeed,
+}  # fmt: skip
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -538,3 +538,49 @@ def test_what_a_folder_holds_besides(tmp_path):
         with pytest.raises(DirectoryError, match=text):
             dcp.save({"a": 1}, checkpoint_id=path)
     assert (tmp_path / "run/step-00000001/file").read_text() == "x"
+
+
+def test_a_link_is_saved_through(tmp_path):
+    """As torch does: what it leads to is replaced, and the link stays; also where there is nothing behind it yet."""
+    for name in ("there", "new"):
+        link, target = tmp_path / f"to-{name}", tmp_path / "elsewhere" / name
+        if name == "there":
+            dcp.save({"a": 1}, checkpoint_id=target)
+        link.symlink_to(target)
+        dcp.async_save({"a": 2}, checkpoint_id=link).result(30)
+        dcp.save({"a": 3}, checkpoint_id=link)
+        assert link.is_symlink()
+        for path in (link, target):
+            state = {"a": 0}
+            dcp.load(state, checkpoint_id=path)
+            assert state == {"a": 3}
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "to-new", "to-there"]
+
+
+def _in_a_block(rank, path):
+    import safe_ckpt
+
+    said = []
+    for name in (".", "model"):
+        for save in (dcp.save, dcp.async_save):
+            try:
+                with safe_ckpt.publishing(path, 1, config=QUICK) as folder:
+                    save({"a": 1}, checkpoint_id=folder / name)
+            except ConfigError as error:
+                said.append(str(error))
+    with safe_ckpt.publishing(path, 1, config=QUICK) as folder:
+        stock.save({"a": 1}, checkpoint_id=folder / "model")
+    return said, folder.exists()
+
+
+@pytest.mark.timeout(180)
+def test_within_publishing_it_is_torchs_turn(tmp_path):
+    """All ranks are told what to do instead, nothing appears; then torch's own save makes the block's folder a checkpoint."""
+    for said, still in values(spawn_ranks(_in_a_block, 2, tmp_path / "run")):
+        assert len(said) == 4
+        assert all("torch.distributed.checkpoint's own save" in text for text in said)
+        assert not still  # the folder has its name
+    assert sorted(os.listdir(tmp_path / "run/step-00000001")) == ["manifest.json", "model"]
+    state = {"a": 0}
+    stock.load(state, checkpoint_id=tmp_path / "run/step-00000001/model", no_dist=True)
+    assert state == {"a": 1}

@@ -7,13 +7,14 @@ import time
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import xxhash
 
 import safe_ckpt
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Retention, Timeouts
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.errors import DesyncError, PeerLostError, RendezvousTimeout, SafeCheckpointError
+from safe_ckpt.errors import DesyncError, PeerLostError, RendezvousTimeout, SafeCheckpointError, StateError
 
 QUICK = CheckpointConfig(timeouts=Timeouts(barrier_s=20, lengthy_s=30, peer_stall_s=5))
 
@@ -167,3 +168,29 @@ def test_what_is_named_as_hashed_is_not_read(tmp_path):
         wrong.hashed({"w": "0" * 32})
     assert [entry.xxh3_128 for entry in read_manifest(tmp_path / "run/step-00000002").files] == ["0" * 32]
     assert safe_ckpt.newest(tmp_path / "run").step == 1
+
+
+def _in_the_background(rank, path):
+    said = []
+    for step in (1, 2):
+        try:
+            with safe_ckpt.publishing(path, step, config=QUICK) as folder:
+                if step == 2:
+                    dcp.async_save({"t": torch.ones(8)}, checkpoint_id=folder / "model").result()
+                    dist.barrier()
+                    (folder / "model/.metadata").unlink(missing_ok=True)  # DCP writes it last: as if it had not yet
+        except StateError as error:
+            said.append(str(error))
+    with safe_ckpt.publishing(path, 3, config=QUICK) as folder:
+        dcp.async_save({"t": torch.ones(8)}, checkpoint_id=folder / "model").result()
+    return said, safe_ckpt.newest(path).step
+
+
+def test_a_saver_in_the_background_that_nobody_waits_for(tmp_path):
+    """An empty folder is no checkpoint, nor is what DCP has not described: all ranks are told to wait, and nothing appears."""
+    for said, newest in values(spawn_ranks(_in_the_background, 2, tmp_path / "run")):
+        assert "no rank has written a file" in said[0]
+        assert "has written no .metadata" in said[1]
+        assert all("wait in the block" in text for text in said)
+        assert newest == 3
+    assert sorted(os.listdir(tmp_path / "run")) == [".safe_ckpt", "step-00000003"]

@@ -12,6 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from safe_ckpt.adapters.spool import refuse_url
+from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO
 from safe_ckpt.errors import ConfigError, DirectoryError, RestoreError, StateError
 
 LATEST = "latest"
@@ -42,15 +43,25 @@ def path_of(checkpoint_id: str | os.PathLike[str] | None, call: str) -> Path:
     return Path(os.path.abspath(os.fspath(checkpoint_id)))
 
 
-def check_target(path: Path) -> None:
-    """Refuse to replace what contains the working directory, the root of the file system among it.
+def target_of(path: Path) -> Path:
+    """Where a save puts a checkpoint: behind a link, where ``path`` is one. The link stays.
 
     Raises:
-        DirectoryError: it does.
+        ConfigError: another save of safe_ckpt makes that folder, such as ``publishing``.
+        DirectoryError: it contains the working directory, or the root of the file system.
     """
-    if Path.cwd().is_relative_to(path):
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))
+    if not {HIDDEN, HIDDEN_TOO}.isdisjoint(path.parts):
+        message = (
+            f"{str(path)!r} is in a folder that becomes a checkpoint by itself, as that of safe_ckpt.publishing: save there "
+            "with torch.distributed.checkpoint's own save, or leave publishing out and name the final folder"
+        )
+        raise ConfigError(key="checkpoint_id", message=message)
+    if Path.cwd().is_relative_to(os.path.realpath(path)):
         message = "this process works in it, so it cannot be replaced by a checkpoint: name a folder below it"
         raise DirectoryError(path=str(path), message=message)
+    return path
 
 
 def check_state(state_dict: object) -> None:

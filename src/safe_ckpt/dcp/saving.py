@@ -18,7 +18,7 @@ from safe_ckpt.adapters.stateful import states_of
 from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.home.visibility import Patience
 from safe_ckpt.core.sharding.dcp_read import read_metadata
-from safe_ckpt.dcp.arguments import check_saving, check_state, check_target, named_rank, path_of
+from safe_ckpt.dcp.arguments import check_saving, check_state, named_rank, path_of, target_of
 from safe_ckpt.dcp.saver import DcpSaver, ranks_of, saver_for
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def save(
     Args:
         state_dict: names to tensors, Statefuls, nested state dicts and other values. Sharded tensors are saved in parts; of
             everything else one rank saves what all have.
-        checkpoint_id: the folder of the checkpoint, on a file system that all ranks share.
+        checkpoint_id: the folder of the checkpoint, on a file system that all ranks share. Where it is a link, what it leads
+            to is replaced.
         storage_writer: refused: give ``checkpoint_id``.
         planner: None or a plain ``DefaultSavePlanner``; others are refused.
         process_group: the ranks; None means WORLD.
@@ -208,9 +209,7 @@ def _begin(
         with named_rank(saver.engine.rank, saver.engine.coordinator.size):
             check_saving(storage_writer, planner, use_collectives=use_collectives)
             check_state(state_dict)
-            path = path_of(checkpoint_id, "save")
-            check_target(path)
-            return path
+            return target_of(path_of(checkpoint_id, "save"))
 
     def state() -> dict[str, Any]:
         plain = states_of(state_dict)

@@ -21,9 +21,10 @@ from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.writer.content import MemoryContent
 from safe_ckpt.core.writer.sink import FileSink, write_file
-from safe_ckpt.errors import SafeCheckpointError, named
+from safe_ckpt.errors import DirectoryError, SafeCheckpointError, named
 
 _given: dict[Path, int] = {}
+_FOLDER = "there is a folder of this name, and what is saved is one file: give another name, or move the folder away"
 
 
 def save_archive(
@@ -56,6 +57,8 @@ def save_archive(
     try:
         try:
             durable.make_directory(path.parent)
+            if path.is_dir():
+                raise DirectoryError(path=str(path), message=_FOLDER, rank=rank, phase=f"saving {path.name}")
             plan = file_plan.single(image, near.name)
             (task,) = snapshot.take([plan], buffer, str(path.parent), manifest.to_json())
             options = WriteOptions(direct=True, chunk_bytes=8 << 20, flush_every_bytes=64 << 20)

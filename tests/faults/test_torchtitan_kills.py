@@ -1,0 +1,67 @@
+"""SIGKILL of two ranks that train by torchtitan's own Trainer, for ``make test-torchtitan``."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchtitan")
+import torch
+import torch.distributed.checkpoint as dcp
+from kills import killed
+
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify
+
+TESTS = Path(__file__).parents[1]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+JOB = """
+import sys
+sys.path[:0] = sys.argv[2:]
+import titan_runs, two_ranks
+rank = two_ranks.fork()
+titan_runs.on_cpu()
+import torch
+torch.set_num_threads(1)
+config = titan_runs.config(sys.argv[1], 100000, interval=1, async_mode="async", keep_latest_k=2)
+config.lr_scheduler.total_steps = 100000
+trainer = config.build()
+for module in trainer.model_parts[0].modules():
+    if isinstance(module, torch.distributed.fsdp.FSDPModule):
+        module.set_force_sum_reduction_for_comms(True)
+manager = trainer.checkpointer
+load, save = manager.load, manager.save
+
+def loads(step=-1):
+    found = load(step=step)
+    two_ranks.tell(rank, f"BEGUN {trainer.step}")
+    return found
+
+def saves(step, *args, **more):
+    before = trainer.told
+    done = save(step, *args, **more)  # it has waited for the one before
+    trainer.told = step
+    if before:
+        two_ranks.tell(rank, f"DONE {before}")
+    return done
+
+manager.load, manager.save, trainer.told = loads, saves, 0
+trainer.train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_kills_lose_nothing_that_torchtitan_saved(tmp_path, monkeypatch):
+    """6 SIGKILLs of both ranks (20): each start goes on from what was announced or newer, and what has a name is whole."""
+    monkeypatch.syspath_prepend(TESTS / "adapters")
+    importlib.import_module("titan_runs").ready()
+    folder, folders = tmp_path / "run/checkpoint", [Path(__file__).parent, TESTS, TESTS / "adapters"]
+    for which, announced in killed(JOB, tmp_path / "run", *folders):
+        steps = {int(path.name.removeprefix("step-")): path for path in folder.glob("step-*")}
+        assert max(steps, default=0) >= announced, which
+        for step, path in steps.items():
+            verify(path, read_manifest(path))
+            state = {"train_state": {"step": torch.zeros((), dtype=torch.int32)}}
+            dcp.load(state, checkpoint_id=path, no_dist=True)
+            assert int(state["train_state"]["step"]) == read_manifest(path).step == step, which
