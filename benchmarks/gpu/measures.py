@@ -21,9 +21,10 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import backends
+import cuda_copies
 import psutil
 import torch
-from cuda_copies import GIB, WARM_UP, Transformer, ceiling_gb_s, clocked, measure
+from cuda_copies import GIB, Transformer, ceiling_gb_s, clocked, measure
 from safetensors.torch import load_file
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Unchanged
@@ -83,7 +84,7 @@ def stall(options: argparse.Namespace, way: str) -> str:
     backend = backends.make(way)
     backend.setup(training.model, training.optimizer, options.folder)
     backend.prepare()
-    for _ in range(WARM_UP):
+    for _ in range(cuda_copies.WARM_UP):
         training.step()
     undisturbed_s = training.undisturbed_s()
     size = sum(tensor.nbytes for tensor in training.tensors())
@@ -164,7 +165,10 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=2048)
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
-    options.batch = 8 if options.device == "cuda" else 1
+    options.batch = 8
+    if options.device == "cpu":  # to see that it works
+        options.batch = cuda_copies.WINDOW = cuda_copies.WINDOWS = cuda_copies.WARM_UP = 1
+        cuda_copies.WIDTH, cuda_copies.TOKENS = 128, 32
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     print(ACTIONS[options.action](options, options.how), flush=True)

@@ -113,11 +113,11 @@ except NoValidCheckpointError as error:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # minutes: each start is one of the framework
 @pytest.mark.timeout(1500)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP's own, which reads what ours saved
 def test_kills_lose_nothing_of_a_model_that_is_sharded_at_load(tmp_path, monkeypatch):
-    """Tensor parallel on two ranks, 6 SIGKILLs of both (20): whole weights and parts of what has a name are of one step.
+    """Tensor parallel on two ranks, 20 SIGKILLs of both: whole weights and parts of what has a name are of one step.
 
     Each start goes on from what was announced or newer, with its weights and optimizer.
     """

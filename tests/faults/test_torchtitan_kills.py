@@ -50,10 +50,10 @@ trainer.train()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # minutes: each start is one of the framework
 @pytest.mark.timeout(1500)
 def test_kills_lose_nothing_that_torchtitan_saved(tmp_path, monkeypatch):
-    """6 SIGKILLs of both ranks (20): each start goes on from what was announced or newer, and what has a name is whole."""
+    """20 SIGKILLs of both ranks: each start goes on from what was announced or newer, and what has a name is whole."""
     monkeypatch.syspath_prepend(TESTS / "adapters")
     importlib.import_module("titan_runs").ready()
     folder, folders = tmp_path / "run/checkpoint", [Path(__file__).parent, TESTS, TESTS / "adapters"]
