@@ -140,7 +140,7 @@ def _state(token: int, facts: dict[str, Any], per_rank: Any) -> dict[str, Any]:
         "model": {"w": torch.full((8,), token, dtype=torch.int64), "fixed": torch.arange(4)},
         "optimizer": {"m": torch.full((4,), token, dtype=torch.int64), "n": token},
     }
-    if facts["size"] > 1:
+    if facts["size"] > 1 and facts["job"].facts["per_rank"]:
         state["own"] = per_rank({"r": torch.tensor([token, facts["rank"]])})
     return state
 
@@ -148,7 +148,7 @@ def _state(token: int, facts: dict[str, Any], per_rank: Any) -> dict[str, Any]:
 def _tokens_of(state: dict[str, Any], facts: dict[str, Any]) -> list[int]:
     found = [int(one) for one in state["model"]["w"]] + [int(one) for one in state["optimizer"]["m"]]
     found.append(int(state["optimizer"]["n"]))
-    if facts["size"] > 1:
+    if "own" in state:
         own = state["own"]
         own = getattr(own, "value", own)
         found.append(int(own["r"][0]))

@@ -23,8 +23,10 @@ class Commit:
     op_id: str
     who: Any
     at: float
+    node: Any
     announced: bool = False
-    removed: bool = False
+    undone: bool = False
+    deleted: bool = False
 
 
 @dataclass
@@ -79,11 +81,28 @@ class Oracle:
         if change.other is root and change.other_name.startswith("step-"):
             self._committed(change.other_name, root.children[change.other_name])
         if change.node is root and change.name.startswith("step-") and change.kind == "rename":
-            self.world.log("leaves", hub.task.proc.name, change.name)
+            self._left(change.other.children[change.other_name], change.other, change.name)
+        if change.other is root and change.kind == "exchange":
+            self._left(change.node.children[change.name], change.node, change.name)
+
+    def _left(self, node: Node, to: Node | None, name: str) -> None:
+        """Something lost its name. Back to where it was built: its commit was taken back."""
+        self.world.log("leaves", hub.task.proc.name, name)
+        pending = self._at(f"{self.directory}/.safe_ckpt/pending")
+        for one in self.commits.values():
+            if one.node is node and to is not None and to not in pending.children.values():
+                one.deleted = True
+        if to is not None and to in pending.children.values():
+            for one in self.commits.values():
+                if one.node is node and one.who is hub.task.proc and not one.announced:
+                    one.undone = True
 
     def _root(self) -> Node:
+        return self._at(self.directory)
+
+    def _at(self, path: str) -> Node:
         node = self.world.disk.root
-        for part in self.directory.strip("/").split("/"):
+        for part in path.strip("/").split("/"):
             node = node.children.get(part) or Node(0, "folder", 0, 0)
         return node  # type: ignore[no-any-return]
 
@@ -99,8 +118,10 @@ class Oracle:
             self.world.violate("torn", f"{name} got its name with half a manifest, by {proc.name}")
             return
         known = self.commits.get(data["op_id"])
-        if known is None:
-            self.commits[data["op_id"]] = Commit(name, data["sequence"], data["op_id"], proc, self.world.now)
+        if known is None or known.undone:
+            self.commits[data["op_id"]] = Commit(
+                name, data["sequence"], data["op_id"], proc, self.world.now, node
+            )
             self.count("commits")
             self.world.log("committed", proc.name, name, data["sequence"])
             began = max((at for at, owner in self.owners if owner is proc), default=0.0)
@@ -166,7 +187,7 @@ class Oracle:
             if "ok" in outcomes and len(outcomes) > 1:
                 self.world.violate("ranks differ", f"{attempt} step {step}: {save.outcomes}")
             elif outcomes and "ok" not in outcomes and "unknown" not in save.outcomes.values():
-                if save.op_id in self.commits and len(save.outcomes) == save.size:
+                if save.op_id in self.commits and not self.commits[save.op_id].undone and len(save.outcomes) == save.size:
                     self.world.violate("failed and there", f"{attempt} step {step}: {save.outcomes}")
         self._judge_disk()
 
@@ -174,11 +195,13 @@ class Oracle:
         there: dict[str, int] = {}
         for name, node in self._root().children.items():
             if name.startswith("step-"):
+                if any(one.node is node and one.deleted for one in self.commits.values()):
+                    continue  # a power cut between its way to the trash and its deletion: it had retention's leave
                 if (problem := _problem(node)) is not None:
                     self.world.violate("torn", f"{name} {problem}")
                 else:
                     there[name] = json.loads(bytes(node.children[MANIFEST].data))["sequence"]
-        sequences = sorted(one.sequence for one in self.commits.values())
+        sequences = sorted(one.sequence for one in self.commits.values() if not one.undone)
         for one in self.commits.values():
             if not one.announced or there.get(one.name) == one.sequence:
                 continue

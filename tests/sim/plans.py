@@ -58,8 +58,10 @@ def plan_of(seed: int) -> Plan:
     placed = sorted(rng.randrange(hosts) for _ in range(size))
     faults = _faults(rng, hosts, size, local=local)
     facts["patience_s"] = _PATIENCE_S + sum(one.length_s for one in faults)
+    rivals = rng.random() < 0.35
+    facts["per_rank"] = not rivals
     jobs = [JobPlan("job", placed, 0.0, {**facts, "base": 0})]
-    if rng.random() < 0.35:
+    if rivals:
         others = sorted(rng.randrange(hosts) for _ in range(rng.choice((1, 1, 2))))
         rival = {**facts, "base": 10_000_000, "steps": steps + rng.randint(0, 3), "attempts": 4}
         rival["namespace"] = rng.choice((4026531836, 4026531837, 4026531838))

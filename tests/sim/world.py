@@ -11,12 +11,13 @@ import hashlib
 import heapq
 import itertools
 import random
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import greenlet
 
-_MOST_STEPS = 3_000_000
+_MOST_STEPS = 400_000
 _MOST_DEATHS = 2_000
 
 
@@ -257,8 +258,6 @@ class World:
 
     def uncaught(self, task: Task, error: BaseException) -> None:
         """A thread ended by an error."""
-        import traceback
-
         text = "".join(traceback.format_exception(error))
         self.log("uncaught", f"{task.proc.name}/{task.name}", text if self._trace else type(error).__name__)
         self.violate("uncaught", f"{task.name}: {type(error).__name__}: {error}")
@@ -297,7 +296,8 @@ class World:
                     continue
                 self.steps += 1
                 if self.steps > _MOST_STEPS:
-                    raise Stuck(f"{self.steps} steps at {self.now:.3f} s; {task.proc.name}/{task.name} runs")
+                    where = "".join(traceback.format_stack(task.greenlet.gr_frame)[-6:])
+                    raise Stuck(f"{self.steps} steps at {self.now:.3f} s; {task.proc.name}/{task.name} runs: {where}")
                 hub.task = task
                 task.greenlet.switch()
                 hub.task = None

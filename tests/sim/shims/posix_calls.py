@@ -552,7 +552,8 @@ def _chmod(path: Any, mode: int, *, dir_fd: int | None = None, follow_symlinks: 
 
 
 def _utime(path: Any, *_: Any, **__: Any) -> None:
-    del path
+    if not isinstance(path, int):
+        _stat(path)
 
 
 def _statvfs(path: Any) -> Any:
