@@ -210,22 +210,7 @@ class History:
 
 
 def _probe(slot: Any) -> None:
-    """See, and change nothing: when a home is opened and given back, and in which phase of a save a process is."""
-    home = slot.load("safe_ckpt.core.home.file_home")
-    opened, closed = home.FileHome.open, home.FileHome.close
-
-    def open_(self: Any, *given: Any, **named: Any) -> None:
-        opened(self, *given, **named)
-        proc = here().proc
-        proc.world.history.oracle.opened(proc)
-
-    def close(self: Any) -> None:
-        held = self._lock.is_held
-        closed(self)
-        if held and hub.task is not None:
-            hub.task.proc.world.history.oracle.gave_back(hub.task.proc)
-
-    home.FileHome.open, home.FileHome.close = open_, close
+    """See, and change nothing: in which phase of a save a process is."""
     for module, kind, method, name in (
         ("core.home.file_home", "FilePublication", "prepare", "prepare"),
         ("core.home.file_home", "FilePublication", "commit", "commit"),

@@ -26,6 +26,8 @@ from sim.world import hub
 SOURCES = Path(__file__).parents[2] / "src"
 _EXECUTED = ("os", "posixpath", "genericpath", "pathlib", "shutil", "concurrent", "tempfile", "zipfile", "safe_ckpt")
 _STATEFUL = (dict, list, set, deque, weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+_KEPT = ("versions",)
+"""What is remembered of the installation, which no process changes; looking it up takes milliseconds."""
 _compiled: dict[tuple[str, str], types.CodeType] = {}
 Patch = Callable[[str], str]
 
@@ -54,7 +56,11 @@ class Slot:
     def __init__(self, patches: Mapping[str, Patch] | None = None) -> None:
         self.table = Table()
         self._patches = patches or {}
-        self._pristine: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._pristine: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._state: list[tuple[Any, Any]] = []
+        self._renewing: list[Callable[[], None]] = []
+        self._seen: set[int] = set()
+        self._known_hints: dict[Any, Any] = {}
         self._builtins = dict(vars(builtins))
         self._builtins["__import__"] = self._import
         self._builtins["open"] = posix_calls.open_file
@@ -155,39 +161,44 @@ class Slot:
         return module
 
     def _hints(self, one: Any, globalns: Any = None, localns: Any = None, include_extras: bool = False) -> Any:
-        home = self.table.get(getattr(one, "__module__", ""))
-        return typing.get_type_hints(one, globalns or vars(home), localns, include_extras)
+        if one not in self._known_hints:
+            home = self.table.get(getattr(one, "__module__", ""))
+            hints = typing.get_type_hints(one, globalns or vars(home), localns, include_extras)
+            self._known_hints[one] = hints
+        return dict(self._known_hints[one])
 
     def _remember(self, name: str, module: types.ModuleType) -> None:
-        state = {key: copy.copy(value) for key, value in vars(module).items() if isinstance(value, _STATEFUL)}
-        state.pop("__builtins__", None)
-        self._pristine[name] = (dict(vars(module)), state)
+        facts = dict(vars(module))
+        for key, value in facts.items():
+            if key.startswith("__"):
+                continue
+            if isinstance(value, _STATEFUL) and id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._state.append((value, copy.copy(value)))
+            elif isinstance(value, (threads.Lock, threads.Condition, threads.Event)):
+                self._renewing.append(value.reset)
+            elif key not in _KEPT and hasattr(value, "cache_clear") and hasattr(value, "cache_info"):
+                self._renewing.append(value.cache_clear)
+        self._pristine.append((vars(module), facts))
 
     def renew(self) -> None:
         """As after the loading: for a process that starts."""
-        for name, (facts, state) in self._pristine.items():
-            module = self.table[name]
-            vars(module).clear()
-            vars(module).update(facts)
-            for key, saved in state.items():
-                _restore(facts[key], saved)
-            for value in facts.values():
-                if isinstance(value, (threads.Lock, threads.Condition, threads.Event)):
-                    value.reset()
-                elif hasattr(value, "cache_clear") and hasattr(value, "cache_info"):
-                    value.cache_clear()
+        for now, facts in self._pristine:
+            now.clear()
+            now.update(facts)
+        for value, saved in self._state:
+            _restore(value, saved)
+        for reset in self._renewing:
+            reset()
 
 
 def _restore(value: Any, saved: Any) -> None:
-    if len(value) == len(saved) and not isinstance(value, weakref.WeakSet) and list(value) == list(saved):
-        if isinstance(value, dict):
-            value.update(saved)
-        return
-    value.clear()
-    if isinstance(value, (list, deque)):
-        value.extend(saved)
-    else:
+    if isinstance(value, weakref.WeakSet):
+        value.clear()
         value.update(saved)
+    elif value != saved:
+        value.clear()
+        (value.extend if isinstance(value, (list, deque)) else value.update)(saved)
 
 
 def _file_of(name: str) -> Path:

@@ -55,7 +55,7 @@ class Oracle:
         self.tokens: dict[int, tuple[Any, int]] = {}
         self.commits: dict[str, Commit] = {}
         self.owners: list[tuple[float, Any]] = []
-        self.closed: set[Any] = set()
+        self.leases: dict[str, Any] = {}
         self.resumed_to: dict[tuple[Any, int], Any] = {}
         self.counts: dict[str, int] = {}
         self.root: Node | None = None
@@ -65,17 +65,25 @@ class Oracle:
         """Something happened that is counted."""
         self.counts[what] = self.counts.get(what, 0) + 1
 
-    def opened(self, proc: Any) -> None:
-        """A process holds the directory from now on."""
-        self.owners.append((self.world.now, proc))
-        self.world.log("owns", proc.name)
-
-    def gave_back(self, proc: Any) -> None:
-        """It does no longer."""
-        self.closed.add(proc)
+    def _locked(self, node: Node) -> None:
+        """A lock file got its name: whose it is, holds the directory from now on."""
+        try:
+            lease = json.loads(bytes(node.data))
+        except ValueError:
+            return
+        if lease["token"] not in self.leases:
+            host = next(host for host in self.world.hosts if host.name == lease["host"])
+            proc = next(proc for proc in host.procs if proc.pid == lease["pid"])
+            self.leases[lease["token"]] = proc
+            self.owners.append((self.world.now, proc))
+            self.world.log("owns", proc.name)
 
     def _changed(self, change: Change) -> None:
-        if change.kind not in ("rename", "exchange") or hub.task is None:
+        if hub.task is None:
+            return
+        if change.kind == "enter" and change.name == "lock" and change.child is not None:
+            self._locked(change.child)
+        if change.kind not in ("rename", "exchange"):
             return
         root = self._root()
         if change.other is root and change.other_name.startswith("step-"):
