@@ -26,6 +26,8 @@ class Mounts:
         self.world = world
         self.down: dict[int, float] = {}
         self.failing: list[tuple[int, tuple[str, ...], int, float, float]] = []
+        self.troubles: dict[int, list[tuple[float, float]]] = {}
+        self.wrong_reads: dict[int, int] = {}
         self.slow = 0.0
         self.calls = 0
         self._known: dict[tuple[int, str, bool], tuple[Any, float, int, str]] = {}
@@ -56,6 +58,25 @@ class Mounts:
                 world.log("disk fails", task.proc.name, name, path, errno.errorcode[code])
                 raise fail(code, path)
         return _nothing
+
+    def hang(self, host: int, seconds: float) -> None:
+        """From now on calls of a host hang, for so long."""
+        self.down[host] = max(self.down.get(host, 0.0), self.world.now + seconds)
+        self.trouble(host, self.world.now, self.down[host])
+
+    def trouble(self, host: int, start: float, end: float) -> None:
+        """A host could not use the disk then."""
+        self.troubles.setdefault(host, []).append((start, end))
+
+    def read(self, task: Any, data: bytes) -> bytes:
+        """What a read brings: now and then other bytes, once."""
+        host = task.proc.host.number
+        if not data or not self.wrong_reads.get(host):
+            return data
+        self.wrong_reads[host] -= 1
+        at = self.world.rng.randrange(len(data))
+        self.world.log("read wrongly", task.proc.name, at)
+        return data[:at] + bytes([data[at] ^ 0x41]) + data[at + 1 :]
 
     def _lose(self, task: Any, name: str, path: object) -> None:
         self.world.log("disk fails after it is done", task.proc.name, name, path)

@@ -21,6 +21,11 @@ from sim.shims.network import Network
 from sim.world import Host, Killed, Proc, Stuck, World, here, hub
 
 DIRECTORY = "/data/run"
+_NEVER = (
+    "RestoreError", "UnexpectedError", "UnsupportedFormatError", "HostileCheckpointError", "TamperedError", "DesyncError",
+    "ForkedError", "ClosedError", "ConfigError", "StateError",
+)  # fmt: skip
+"""Errors of which no fault here is a cause."""
 
 
 @dataclass
@@ -183,6 +188,8 @@ class History:
     def raised(self, proc: Proc, error: BaseException, *, known: bool) -> None:
         """A rank ended by an error."""
         self.oracle.count(f"raised {type(error).__name__}")
+        if type(error).__name__ in _NEVER:
+            self.world.violate("unexpected", f"{proc.name}: {type(error).__name__}: {error}")
         if not known:
             import traceback
 
@@ -250,6 +257,7 @@ class _Lines(logging.Handler):
 
 def quiet() -> None:
     """Set up logging and what happens to destructors of dead processes; once in an interpreter."""
+    logging.getLogger("concurrent.futures").disabled = True  # it reports that a dead process's thread ends
     logger = logging.getLogger("safe_ckpt")
     if not any(isinstance(handler, _Lines) for handler in logger.handlers):
         logger.addHandler(_Lines())

@@ -182,15 +182,20 @@ def _train(proc: Proc, slot: Any, attempt: Attempt) -> None:
                 begun.remove((save, handle))
                 oracle.ended(save, facts["rank"], _outcome(handle), handle.op_id)
 
+    def again(step: int) -> bool:
+        """Whether this step is saved twice; the same on every rank."""
+        return bool(plan["again"]) and (step * 7 + attempt.number + history.seed) % 10 < 10 * plan["again"]
+
     try:
         last = first + 1 if plan.get("once") else plan["steps"]
-        for step in range(first, last):
+        steps = [one for step in range(first, last) for one in ([step, step] if again(step) else [step])]
+        for number, step in enumerate(steps):
             phase("train")
             task = here()
             task.sleep(plan["pace_s"] * world.rng.uniform(0.5, 1.5))
             look()
             stop = plan["signals"] and ckpt.stop_requested
-            token = attempt.number * 100_000 + step + 1 + job.facts["base"]
+            token = attempt.number * 100_000 + number + 1 + job.facts["base"]
             save = oracle.saving(attempt, step, token, facts["size"])
             phase("save")
             with history.timed("save", plan["patience_s"]):

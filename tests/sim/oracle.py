@@ -54,8 +54,9 @@ class Oracle:
         self.saves: dict[tuple[Any, int], Save] = {}
         self.tokens: dict[int, tuple[Any, int]] = {}
         self.commits: dict[str, Commit] = {}
-        self.owners: list[tuple[float, Any]] = []
+        self.owners: list[tuple[float, Any, float]] = []
         self.leases: dict[str, Any] = {}
+        self.given_back: dict[Any, float] = {}
         self.resumed_to: dict[tuple[Any, int], Any] = {}
         self.counts: dict[str, int] = {}
         self.root: Node | None = None
@@ -75,14 +76,37 @@ class Oracle:
             host = next(host for host in self.world.hosts if host.name == lease["host"])
             proc = next(proc for proc in host.procs if proc.pid == lease["pid"])
             self.leases[lease["token"]] = proc
-            self.owners.append((self.world.now, proc))
+            if self.owners:
+                self._refuse_robbery(self.owners[-1][1], proc, self.owners[-1][2], self.owners[-1][0])
+            self.owners.append((self.world.now, proc, lease["lease_s"]))
             self.world.log("owns", proc.name)
+
+    def _refuse_robbery(self, holder: Any, taker: Any, lease_s: float, since: float) -> None:
+        """Nobody takes the directory from a job that lives and could show itself whenever the taker could look."""
+        if not holder.alive or self.gave_back_at(holder) >= since:
+            return
+        now = self.world.now
+        mine, yours = self._hindered(holder, now - 2 * lease_s), self._hindered(taker, now - 2 * lease_s)
+        if all(any(start >= a and end <= b for a, b in yours) for start, end in mine):
+            self.world.violate("robbed", f"{taker.name} took the directory from {holder.name}, which was well")
+
+    def gave_back_at(self, proc: Any) -> float:
+        """When a process gave the directory back; before all time if it did not."""
+        return self.given_back.get(proc, -1.0)
+
+    def _hindered(self, proc: Any, since: float) -> list[tuple[float, float]]:
+        """When a process could not reach the disk."""
+        spans = [*proc.stops, *self.world.mounts.troubles.get(proc.host.number, ())]
+        return [(start, end) for start, end in spans if end > since]
 
     def _changed(self, change: Change) -> None:
         if hub.task is None:
             return
         if change.kind == "enter" and change.name == "lock" and change.child is not None:
             self._locked(change.child)
+        if change.kind == "rename" and change.name == "lock" and hub.task.proc.facts.get("phase", "").startswith(("close", "open")):
+            if hub.task.proc in self.leases.values():
+                self.given_back[hub.task.proc] = self.world.now
         if change.kind not in ("rename", "exchange"):
             return
         root = self._root()
@@ -132,15 +156,15 @@ class Oracle:
             )
             self.count("commits")
             self.world.log("committed", proc.name, name, data["sequence"])
-            began = max((at for at, owner in self.owners if owner is proc), default=0.0)
-            later = [owner for at, owner in self.owners if at > began and owner is not proc]
+            began = max((at for at, owner, _ in self.owners if owner is proc), default=0.0)
+            later = [owner for at, owner, _ in self.owners if at > began and owner is not proc]
             if later:
                 rule = "two owners"
                 self.world.violate(rule, f"{proc.name} committed {name} after {later[-1].name} had taken over")
 
     def saving(self, attempt: Any, step: int, token: int, size: int) -> Save:
         """A rank begins a save."""
-        save = self.saves.setdefault((attempt, step), Save(token, step, size))
+        save = self.saves.setdefault((attempt, token), Save(token, step, size))
         self.tokens[token] = (attempt, step)
         return save
 
@@ -190,7 +214,8 @@ class Oracle:
 
     def judge_end(self) -> None:
         """All jobs are over: hold the rules against what is there."""
-        for (attempt, step), save in self.saves.items():
+        for (attempt, _), save in self.saves.items():
+            step = save.step
             outcomes = set(save.outcomes.values()) - {"unknown", "skipped"}
             if "ok" in outcomes and len(outcomes) > 1:
                 self.world.violate("ranks differ", f"{attempt} step {step}: {save.outcomes}")

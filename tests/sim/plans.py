@@ -51,13 +51,14 @@ def plan_of(seed: int) -> Plan:
     config = _config(rng)
     keep = config.get("retention", {}).get("keep_last")
     wait = rng.choice((0.0, 0.5, 1.0))
-    pace_s = rng.choice((0.05, 0.5, 3.0))
+    pace_s = rng.choice((0.05, 0.5, 3.0, 6.0))
     facts = {"steps": steps, "config": config, "wait": wait, "pace_s": pace_s, "signals": bool(config.get("save_on_signals"))}
     if rng.random() < 0.2:
         facts["namespace"] = 4026531837
     placed = sorted(rng.randrange(hosts) for _ in range(size))
-    faults = _faults(rng, hosts, size, local=local)
+    faults = _faults(rng, hosts, size, 2.0 + steps * pace_s * 1.6, local=local)
     facts["patience_s"] = _PATIENCE_S + sum(one.length_s for one in faults)
+    facts["again"] = rng.choice((0.0, 0.0, 0.3))
     rivals = rng.random() < 0.35
     facts["per_rank"] = not rivals
     jobs = [JobPlan("job", placed, 0.0, {**facts, "base": 0})]
@@ -65,7 +66,7 @@ def plan_of(seed: int) -> Plan:
         others = sorted(rng.randrange(hosts) for _ in range(rng.choice((1, 1, 2))))
         rival = {**facts, "base": 10_000_000, "steps": steps + rng.randint(0, 3), "attempts": 4}
         rival["namespace"] = rng.choice((4026531836, 4026531837, 4026531838))
-        jobs.append(JobPlan("rival", others, rng.uniform(0.0, 30.0), rival))
+        jobs.append(JobPlan("rival", others, rng.uniform(0.0, 3.0 + steps * pace_s), rival))
     audited = {**facts, "base": 90_000_000, "steps": 100, "attempts": 1, "signals": False, "once": True, "wait": 1.0}
     audited["config"] = {key: value for key, value in config.items() if key != "save_on_signals"}
     return Plan(
@@ -104,7 +105,7 @@ def _config(rng: random.Random) -> dict[str, Any]:
     return config
 
 
-def _faults(rng: random.Random, hosts: int, size: int, *, local: bool) -> list[Fault]:
+def _faults(rng: random.Random, hosts: int, size: int, within_s: float, *, local: bool) -> list[Fault]:
     count = rng.choices((0, 1, 2, 3, 5), (6, 34, 30, 20, 10))[0]
     kinds = [kind for kind, only in KINDS.items() if only != "shared" or not local]
     found = []
@@ -117,5 +118,5 @@ def _faults(rng: random.Random, hosts: int, size: int, *, local: bool) -> list[F
         if rng.random() < 0.65 and kind in AT_PHASES:
             phase = rng.choice(PHASES)
             place |= {"phase": phase, "nth": rng.randint(1, 12 if phase in ("prepare", "retain", "lock") else 40)}
-        found.append(Fault(kind=kind, at=rng.uniform(0.2, 45.0), length_s=length_s, chance=rng.choice((0.1, 0.5, 1.0)), **place))
+        found.append(Fault(kind=kind, at=rng.uniform(0.1, within_s), length_s=length_s, chance=rng.choice((0.1, 0.5, 1.0)), **place))
     return found

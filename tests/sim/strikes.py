@@ -12,10 +12,10 @@ from sim.world import Proc, Task, here
 PHASES = ("lock", "repair", "sweep", "open", "resume", "prepare", "write", "commit", "retain", "close", "save", "wait")
 KINDS = {
     "kill": "", "power": "", "pause": "", "cut": "shared", "down": "shared", "eio": "", "estale": "shared", "full": "",
-    "answer lost": "", "delays": "", "clock": "", "signal": "", "kill all": "",
+    "outage": "shared", "wrong read": "", "answer lost": "", "delays": "", "clock": "", "signal": "", "kill all": "",
 }  # fmt: skip
 """What it is for: "shared" makes no sense on the disk of one host."""
-AT_PHASES = ("kill", "power", "pause", "down", "eio", "estale", "full", "kill all", "cut", "clock", "signal")
+AT_PHASES = ("kill", "power", "pause", "down", "eio", "estale", "full", "kill all", "outage", "wrong read", "cut", "clock", "signal")
 _READS = ("stat", "open", "list", "read")
 _CHANGES = ("create", "write", "fsync", "mkdir", "rename", "unlink", "rmdir", "link", "truncate")
 
@@ -98,17 +98,25 @@ class Fault:
 
     def _pause(self, history: Any, host: Any, proc: Proc | None) -> None:
         if proc is not None and proc.alive:
-            proc.pause()
+            proc.pause(self.length_s)
             history.world.at(history.world.now + self.length_s, proc.go_on)
 
     def _cut(self, history: Any, host: Any, proc: Proc | None) -> None:
         host.cut_off = history.world.now + self.length_s
 
     def _down(self, history: Any, host: Any, proc: Proc | None) -> None:
-        history.world.mounts.down[host.number] = history.world.now + self.length_s
+        history.world.mounts.hang(host.number, self.length_s)
+
+    def _outage(self, history: Any, host: Any, proc: Proc | None) -> None:
+        for one in history.world.hosts:
+            history.world.mounts.hang(one.number, self.length_s)
+
+    def _wrong_read(self, history: Any, host: Any, proc: Proc | None) -> None:
+        history.world.mounts.wrong_reads[host.number] = 1
 
     def _fails(self, history: Any, host: Any, calls: tuple[str, ...], code: int) -> None:
         until = history.world.now + min(self.length_s, 12.0)
+        history.world.mounts.trouble(host.number, history.world.now, until)
         history.world.mounts.failing.append((host.number, calls, code, self.chance, until))
 
     def _eio(self, history: Any, host: Any, proc: Proc | None) -> None:
@@ -121,6 +129,8 @@ class Fault:
     def _full(self, history: Any, host: Any, proc: Proc | None) -> None:
         disk = history.world.disk
         disk.free_bytes = 0
+        for one in history.world.hosts:
+            history.world.mounts.trouble(one.number, history.world.now, history.world.now + self.length_s)
         history.world.at(history.world.now + self.length_s, setattr, disk, "free_bytes", 1 << 40)
 
     def _answer_lost(self, history: Any, host: Any, proc: Proc | None) -> None:

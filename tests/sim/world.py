@@ -112,7 +112,7 @@ class Proc:
         self.slot: Any = None
         self.facts: dict[str, Any] = {}
         self.at_end: list[Callable[[], None]] = []
-        self.stopped_s = 0.0
+        self.stops: list[tuple[float, float]] = []
         host.procs.append(self)
 
     def start(self, work: Callable[..., None], *arguments: Any) -> Task:
@@ -129,17 +129,16 @@ class Proc:
             action()
         self.world.dying.append(self)
 
-    def pause(self) -> None:
+    def pause(self, seconds: float) -> None:
         """Stop all its threads (SIGSTOP); clocks go on."""
         if self.alive and not self.paused:
             self.paused = True
-            self.stopped_s -= self.world.now
+            self.stops.append((self.world.now, self.world.now + seconds))
 
     def go_on(self) -> None:
         """Let it run again."""
         if self.paused:
             self.paused = False
-            self.stopped_s += self.world.now
             self.world.ready += self.held
             self.held = []
 

@@ -290,7 +290,8 @@ def _read_at(opened: Open, size: int, at: int) -> bytes:
     done = _call("read", opened.path)
     data = bytes(opened.node.data[at : at + size])
     done()
-    return data
+    task = here()
+    return task.world.mounts.read(task, data) if task.world.mounts.wrong_reads else data  # type: ignore[no-any-return]
 
 
 def _write_at(opened: Open, data: Any, at: int) -> int:
@@ -298,7 +299,7 @@ def _write_at(opened: Open, data: Any, at: int) -> int:
     done = _call("write", opened.path)
     data = bytes(data)
     disk, rng = task.world.disk, task.world.rng
-    if disk.free_bytes < len(data) and len(data) > 0:
+    if disk.free_bytes < len(data) and at + len(data) > len(opened.node.data):
         raise fail(errno.ENOSPC, opened.path)
     if len(data) > 1 and rng.random() < 0.02:
         data = data[: rng.randrange(1, len(data))]  # a short write

@@ -1,0 +1,158 @@
+"""Runs many histories, in several processes; shrinks the faults of one that fails; adds up what they met."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sim import history
+from sim.loader import Slots
+
+_COLLECT_EVERY = 25
+
+
+@dataclass
+class Total:
+    """What many histories came to.
+
+    Attributes:
+        failed: seeds to what was violated.
+        coverage: how often each fault met each phase.
+    """
+
+    histories: int = 0
+    cpu_s: float = 0.0
+    virtual_s: float = 0.0
+    steps: int = 0
+    counts: collections.Counter[str] = field(default_factory=collections.Counter)
+    coverage: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
+    failed: dict[int, list[str]] = field(default_factory=dict)
+
+    def add(self, result: history.Result) -> None:
+        """One more."""
+        self.histories += 1
+        self.virtual_s += result.virtual_s
+        self.steps += result.steps
+        self.counts.update(result.counts)
+        self.coverage.update(result.coverage)
+        if result.violations:
+            self.failed[result.seed] = list(dict.fromkeys(result.violations))
+
+    def merge(self, other: Total) -> None:
+        """Those of another process."""
+        self.histories += other.histories
+        self.cpu_s += other.cpu_s
+        self.virtual_s += other.virtual_s
+        self.steps += other.steps
+        self.counts.update(other.counts)
+        self.coverage.update(other.coverage)
+        self.failed.update(other.failed)
+
+    def lines(self) -> list[str]:
+        """In words."""
+        faults = collections.Counter[str]()
+        for (kind, _), count in self.coverage.items():
+            faults[kind] += count
+        told = [
+            f"{self.histories} histories of {self.virtual_s / 3600:.1f} simulated hours in {self.cpu_s:.0f} CPU seconds",
+            f"{self.counts['commits']} commits, {self.counts['resumes']} resumes, {sum(faults.values())} faults",
+            "faults: " + ", ".join(f"{kind} {count}" for kind, count in faults.most_common()),
+            "outcomes: " + ", ".join(f"{k.removeprefix('outcome ')} {n}" for k, n in self.counts.most_common() if "outcome" in k),
+            f"violations: {len(self.failed)}",
+        ]
+        return told + [f"  seed {seed}: {'; '.join(self.failed[seed])[:600]}" for seed in sorted(self.failed)]
+
+
+def here_only(seeds: Iterable[int], found: Callable[[history.Result], None] | None = None) -> Total:
+    """Run these in this process."""
+    total, slots, began = Total(), Slots(), time.process_time()
+    for number, seed in enumerate(seeds):
+        result = history.run(seed, slots)
+        total.add(result)
+        if result.violations and found is not None:
+            found(result)
+        if number % _COLLECT_EVERY == _COLLECT_EVERY - 1:
+            gc.collect()
+    total.cpu_s = time.process_time() - began
+    return total
+
+
+def _part(arguments: tuple[int, int, int]) -> Total:
+    first, last, _ = arguments
+    return here_only(range(first, last))
+
+
+def many(first: int, count: int, processes: int, told: Callable[[str], None] | None = None) -> Total:
+    """Run seeds ``first`` and the ``count - 1`` after it, in so many processes."""
+    if processes == 1:
+        return here_only(range(first, first + count), None if told is None else lambda one: told(_one_line(one)))
+    step = max(1, min(250, -(-count // processes)))
+    parts = [(at, min(at + step, first + count), 0) for at in range(first, first + count, step)]
+    total = Total()
+    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=8) as pool:
+        for part in pool.imap_unordered(_part, parts):
+            total.merge(part)
+            if told is not None:
+                told(f"{total.histories} of {count}, {total.cpu_s:.0f} CPU seconds, {len(total.failed)} with violations")
+                for seed in sorted(part.failed):
+                    told(f"  seed {seed}: {'; '.join(part.failed[seed])[:600]}")
+    return total
+
+
+def _one_line(result: history.Result) -> str:
+    return f"seed {result.seed}: {'; '.join(result.violations)[:600]}"
+
+
+def shrink(seed: int, slots: Slots) -> tuple[list[str], history.Result]:
+    """Leave out faults as long as one of the rules is still violated. Returns those that are left, and what they do."""
+    last = history.run(seed, slots)
+    rules = {one.partition(":")[0] for one in last.violations}
+    kept = list(range(len(last.faults)))
+    faults = list(last.faults)
+    for number in list(kept):
+        fewer = [one for one in kept if one != number]
+        result = history.run(seed, slots, faults=fewer)
+        if rules & {one.partition(":")[0] for one in result.violations}:
+            kept, last = fewer, result
+    return [f"{number}: {faults[number]}" for number in kept], last
+
+
+def with_fixed_hashes() -> None:
+    """Start this program anew with a hash of text that is the same each time: sets are walked in its order."""
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, "-m", "sim", *sys.argv[1:]])  # noqa: S606
+
+
+def limit_memory(most_bytes: int = 3 << 30) -> None:
+    """A history that loops fails by itself, and takes nothing else with it."""
+    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
+
+
+def coverage_table(total: Total) -> str:
+    """How often each fault met each phase, as Markdown."""
+    kinds = sorted({kind for kind, _ in total.coverage})
+    phases = sorted({phase for _, phase in total.coverage})
+    rows = ["| Phase | " + " | ".join(kinds) + " |", "|---|" + "---|" * len(kinds)]
+    for phase in phases:
+        cells = (str(total.coverage.get((kind, phase), 0) or "") for kind in kinds)
+        rows.append(f"| {phase} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def as_json(total: Total) -> str:
+    """To be added up later."""
+    facts: dict[str, Any] = {key: getattr(total, key) for key in ("histories", "cpu_s", "virtual_s", "steps")}
+    facts["counts"] = dict(total.counts)
+    facts["coverage"] = [[kind, phase, count] for (kind, phase), count in sorted(total.coverage.items())]
+    facts["failed"] = {str(seed): lines for seed, lines in total.failed.items()}
+    return json.dumps(facts, indent=1)
