@@ -67,12 +67,20 @@ def plan_of(seed: int) -> Plan:
         rival = {**facts, "base": 10_000_000, "steps": steps + rng.randint(0, 3), "attempts": 4}
         rival["namespace"] = rng.choice((4026531836, 4026531837, 4026531838))
         jobs.append(JobPlan("rival", others, rng.uniform(0.0, 3.0 + steps * pace_s), rival))
+    scenario = rng.choices(list(_SCENARIOS), [share for share, _ in _SCENARIOS.values()])[0]
+    exchanges = rng.random() < 0.7
+    if scenario != "plain" and not (local and scenario == "outage"):
+        rivals_facts = {**facts, "per_rank": False, "base": 10_000_000, "attempts": 4, "namespace": 4026531838}
+        _SCENARIOS[scenario][1](rng, facts, jobs, faults, rivals_facts)
+        exchanges &= scenario != "replace"
+        for job in jobs:
+            job.facts["patience_s"] = _PATIENCE_S + sum(one.length_s for one in faults)
     audited = {**facts, "base": 90_000_000, "steps": 100, "attempts": 1, "signals": False, "once": True, "wait": 1.0}
     audited["config"] = {key: value for key, value in config.items() if key != "save_on_signals"}
     return Plan(
         hosts=hosts,
         local=local,
-        exchanges=rng.random() < 0.7,
+        exchanges=exchanges,
         links=rng.random() < 0.85,
         stale_s=0.0 if local else rng.choice((0.0, 0.3, 3.0)),
         slow=rng.choice((0.0, 0.0, 0.02)),
@@ -82,6 +90,68 @@ def plan_of(seed: int) -> Plan:
         horizon_s=rng.choice((60.0, 90.0, 120.0)),
         faults=faults,
     )
+
+
+def _takeover(
+    rng: random.Random, facts: dict[str, Any], jobs: list[JobPlan], faults: list[Fault], rival: dict[str, Any]
+) -> None:
+    """A job stands still for longer than its lease; another one comes meanwhile; then the first one goes on."""
+    facts["config"]["lease_s"] = 4.0
+    facts["config"]["on_failure"] = rng.choice(("warn", "raise"))
+    at = 0.5 + rng.random() * facts["pace_s"] * 3
+    kind = rng.choice(("pause", "pause", "down"))
+    where: dict[str, Any] = {"host": jobs[0].hosts[0], "rank": 0, "job": "job"}
+    if rng.random() < 0.7:
+        where |= {"phase": rng.choice(("train", "save", "write", "prepare", "commit", "retain")), "nth": rng.randint(1, 30)}
+    faults.insert(0, Fault(kind=kind, at=at, length_s=rng.choice((12.0, 30.0)), chance=1.0, **where))
+    del jobs[1:]
+    jobs[0].facts |= {"per_rank": False, "steps": facts["steps"] + 2}
+    jobs.append(JobPlan("rival", [rng.choice((0, jobs[0].hosts[-1]))], at + rng.uniform(0.5, 6.0), rival))
+
+
+def _outage(
+    rng: random.Random, facts: dict[str, Any], jobs: list[JobPlan], faults: list[Fault], rival: dict[str, Any]
+) -> None:
+    """The storage stands still for all while another job waits for a sign of life."""
+    facts["config"]["lease_s"] = rng.choice((4.0, 10.0))
+    jobs[0].facts |= {"per_rank": False, "pace_s": 3.0, "steps": 8}
+    del jobs[1:]
+    jobs.append(JobPlan("rival", [jobs[0].hosts[-1]], 2.0 + 6.0 * rng.random(), rival))
+    where: dict[str, Any] = {"host": 0, "rank": 0, "phase": "lock", "nth": rng.randint(2, 14), "job": "rival"}
+    faults[:] = [Fault(kind="outage", at=0.0, length_s=rng.choice((12.0, 30.0)), chance=1.0, **where)]
+
+
+def _replace(
+    rng: random.Random, facts: dict[str, Any], jobs: list[JobPlan], faults: list[Fault], rival: dict[str, Any]
+) -> None:
+    """Steps are saved twice where two names cannot be swapped, and somebody dies in a commit."""
+    del rival
+    for job in jobs:
+        job.facts["again"] = 1.0
+    kind = rng.choice(("kill", "power", "kill all", "eio"))
+    where: dict[str, Any] = {"host": jobs[0].hosts[0], "rank": 0, "phase": "commit", "nth": rng.randint(3, 60)}
+    faults[:] = [Fault(kind=kind, at=0.0, length_s=3.0, chance=0.5, **where), *faults[:1]]
+
+
+def _resume(
+    rng: random.Random, facts: dict[str, Any], jobs: list[JobPlan], faults: list[Fault], rival: dict[str, Any]
+) -> None:
+    """A job dies, and a read is wrong, once, while it resumes."""
+    del rival, facts
+    kind = rng.choice(("kill all", "power"))
+    first: dict[str, Any] = {"host": jobs[0].hosts[0], "rank": 0, "phase": rng.choice(("train", "save", "retain"))}
+    second: dict[str, Any] = {"host": jobs[0].hosts[0], "rank": 0, "phase": "resume", "nth": rng.randint(4, 40)}
+    first["phase"] = "close" if rng.random() < 0.3 else "retain"
+    faults[:] = [
+        Fault(kind=kind, at=0.0, length_s=1.0, chance=1.0, nth=rng.randint(1, 20), **first),
+        Fault(kind="wrong read", at=0.0, length_s=1.0, chance=1.0, **second),
+    ]
+
+
+_SCENARIOS = {
+    "plain": (55, _resume), "takeover": (18, _takeover), "outage": (9, _outage), "replace": (9, _replace), "resume": (9, _resume),
+}  # fmt: skip
+"""How often, and what makes it of a plan; "plain" is left as it is."""
 
 
 def _config(rng: random.Random) -> dict[str, Any]:

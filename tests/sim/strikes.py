@@ -39,6 +39,7 @@ class Fault:
     chance: float
     phase: str = ""
     nth: int = 0
+    job: str = ""
     seen: int = 0
 
     def __str__(self) -> str:
@@ -57,6 +58,8 @@ class Fault:
         """A process calls the disk."""
         facts = task.proc.facts
         if "rank" not in facts or (facts.get("inner") or facts.get("phase")) != self.phase:
+            return
+        if self.job and facts["job"].name != self.job:
             return
         if facts["rank"] != self.rank and self.phase not in ("lock", "repair", "sweep", "prepare", "commit", "retain"):
             return
