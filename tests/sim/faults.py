@@ -73,14 +73,14 @@ class Mounts:
         """A host could not use the disk then."""
         self.troubles.setdefault(host, []).append((start, end))
 
-    def read(self, task: Any, data: bytes) -> bytes:
+    def read(self, task: Any, path: str, data: bytes) -> bytes:
         """What a read brings: now and then other bytes, once."""
         host = task.proc.host.number
-        if not data or not self.wrong_reads.get(host):
+        if not data or not self.wrong_reads.get(host) or path.startswith("/proc/"):
             return data
         self.wrong_reads[host] -= 1
         at = self.world.rng.randrange(len(data))
-        self.world.log("read wrongly", task.proc.name, at)
+        self.world.log("read wrongly", task.proc.name, path, at)
         return data[:at] + bytes([data[at] ^ 0x41]) + data[at + 1 :]
 
     def _lose(self, task: Any, name: str, path: object) -> None:

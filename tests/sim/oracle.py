@@ -150,6 +150,8 @@ class Oracle:
             self.world.violate("torn", f"{name} got its name with half a manifest, by {proc.name}")
             return
         known = self.commits.get(data["op_id"])
+        if known is not None:
+            known.deleted = False  # an undone replacement
         if known is None or known.undone:
             self.commits[data["op_id"]] = Commit(
                 name, data["sequence"], data["op_id"], proc, self.world.now, node

@@ -291,7 +291,7 @@ def _read_at(opened: Open, size: int, at: int) -> bytes:
     data = bytes(opened.node.data[at : at + size])
     done()
     task = here()
-    return task.world.mounts.read(task, data) if task.world.mounts.wrong_reads else data  # type: ignore[no-any-return]
+    return task.world.mounts.read(task, opened.path, data) if task.world.mounts.wrong_reads else data  # type: ignore[no-any-return]
 
 
 def _write_at(opened: Open, data: Any, at: int) -> int:
