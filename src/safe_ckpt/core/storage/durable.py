@@ -170,7 +170,7 @@ def publish_directory(staged: Path, final: Path, aside: Path) -> None:
             sync_directory(str(final.parent))
         _tidy(lambda: os.rename(staged, aside))
         return
-    os.rename(final, aside)
+    _settled(lambda: os.rename(final, aside), final, aside)
     with _undone_by(lambda: os.rename(aside, final)):
         sync_directory(str(aside.parent))
         _settled(lambda: os.rename(staged, final), staged, final)
