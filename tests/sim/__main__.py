@@ -11,10 +11,14 @@ from sim import runner
 
 def main() -> int:
     """Returns 1 where something was violated."""
-    parser = argparse.ArgumentParser(prog="python -m sim", description="histories of the real modules on simulated hosts")
+    parser = argparse.ArgumentParser(
+        prog="python -m sim", description="histories of the real modules on simulated hosts"
+    )
     parser.add_argument("--seed", type=int, help="run this one; a violation is shrunk to the faults that it needs")
     parser.add_argument("--trace", action="store_true", help="with --seed: print what happens")
-    parser.add_argument("--faults", help="with --seed: these faults of its plan alone, such as 0,2; an empty text for none")
+    parser.add_argument(
+        "--faults", help="with --seed: these faults of its plan alone, such as 0,2; an empty text for none"
+    )
     parser.add_argument("--count", type=int, default=1500, help="how many histories")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--processes", type=int, default=2)

@@ -25,7 +25,19 @@ class Node:
         pending: changes of it that are not durable yet.
     """
 
-    __slots__ = ("base", "children", "ctime_ns", "data", "kind", "mode", "mtime_ns", "nlink", "number", "pending", "target")
+    __slots__ = (
+        "base",
+        "children",
+        "ctime_ns",
+        "data",
+        "kind",
+        "mode",
+        "mtime_ns",
+        "nlink",
+        "number",
+        "pending",
+        "target",
+    )
 
     def __init__(self, number: int, kind: str, mode: int, now_ns: int) -> None:
         self.number, self.kind, self.mode = number, kind, mode

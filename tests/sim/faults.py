@@ -8,7 +8,6 @@ from typing import Any
 
 from sim.disk import Node, fail
 
-
 _AT_ONCE = 0.55
 """So many calls are over before anybody else runs: they find what they need in a cache."""
 

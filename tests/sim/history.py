@@ -73,7 +73,7 @@ class History:
         world.disk = Disk(world, local=self.plan.local, exchanges=self.plan.exchanges, links=self.plan.links)
         world.disk.stale_s = self.plan.stale_s
         world.disk.make_folder("/data")
-        world.disk.make_folder("/tmp")  # noqa: S108 - of the simulated disk
+        world.disk.make_folder("/tmp")
         world.mounts = Mounts(world)
         world.mounts.slow = self.plan.slow
         world.net = Network(world)
@@ -162,9 +162,9 @@ class History:
         self.oracle.judge_end()
         for path in world.disk.tree():
             hidden = path.removeprefix(f"{DIRECTORY}/.safe_ckpt")
-            if hidden != path and hidden not in ("", "/events.jsonl") and not hidden.startswith("/events.jsonl"):
-                if not hidden.startswith("/quarantine"):
-                    world.violate("left behind", path)
+            stays = hidden == "" or hidden.startswith(("/events.jsonl", "/quarantine"))
+            if hidden != path and not stays:
+                world.violate("left behind", path)
 
     def _refuse_living(self, what: str) -> None:
         for host in self.world.hosts:

@@ -122,7 +122,7 @@ def rank_main() -> None:
         code = 0
     except Killed:
         raise
-    except Exception as error:  # noqa: BLE001 - the job ends by it, and is started again
+    except Exception as error:
         known = slot.load("safe_ckpt.errors").SafeCheckpointError
         proc.world.log("raises", proc.name, type(error).__name__, error)
         attempt.job.history.raised(proc, error, known=isinstance(error, known))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sim.shims import clocks, machine, network, objects, posix_calls, threads
+from sim.shims import clocks, machine, network, posix_calls, streams, threads
 from sim.world import hub
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -40,7 +40,7 @@ class Table(dict[str, Any]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """See ``dict``."""
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401 - that would call this
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or name in sys.modules
@@ -63,8 +63,8 @@ class Slot:
         self._known_hints: dict[Any, Any] = {}
         self._builtins = dict(vars(builtins))
         self._builtins["__import__"] = self._import
-        self._builtins["open"] = posix_calls.open_file
-        for part in (threads, posix_calls, clocks, machine, network, objects):
+        self._builtins["open"] = streams.open_file
+        for part in (threads, posix_calls, streams, clocks, machine, network):
             self.table.update(part.modules())
         fake_sys = types.ModuleType("sys")
         vars(fake_sys).update(vars(sys))
@@ -109,7 +109,7 @@ class Slot:
         sys.modules[name] = module  # dataclasses look here for what an annotation means
         hub.task, hub.loading = None, True
         try:
-            exec(self._code(name, file), vars(module))  # noqa: S102 - that is what this is for
+            exec(self._code(name, file), vars(module))
         except BaseException:
             del self.table[name]
             raise

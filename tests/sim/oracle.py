@@ -104,9 +104,10 @@ class Oracle:
             return
         if change.kind == "enter" and change.name == "lock" and change.child is not None:
             self._locked(change.child)
-        if change.kind == "rename" and change.name == "lock" and hub.task.proc.facts.get("phase", "").startswith(("close", "open")):
-            if hub.task.proc in self.leases.values():
-                self.given_back[hub.task.proc] = self.world.now
+        proc = hub.task.proc
+        ends = proc.facts.get("phase", "").startswith(("close", "open"))
+        if change.kind == "rename" and change.name == "lock" and ends and proc in self.leases.values():
+            self.given_back[proc] = self.world.now
         if change.kind not in ("rename", "exchange"):
             return
         root = self._root()
@@ -153,9 +154,7 @@ class Oracle:
         if known is not None:
             known.deleted = False  # an undone replacement
         if known is None or known.undone:
-            self.commits[data["op_id"]] = Commit(
-                name, data["sequence"], data["op_id"], proc, self.world.now, node
-            )
+            self.commits[data["op_id"]] = Commit(name, data["sequence"], data["op_id"], proc, self.world.now, node)
             self.count("commits")
             self.world.log("committed", proc.name, name, data["sequence"])
             began = max((at for at, owner, _ in self.owners if owner is proc), default=0.0)
@@ -221,9 +220,13 @@ class Oracle:
             outcomes = set(save.outcomes.values()) - {"unknown", "skipped"}
             if "ok" in outcomes and len(outcomes) > 1:
                 self.world.violate("ranks differ", f"{attempt} step {step}: {save.outcomes}")
-            elif outcomes and "ok" not in outcomes and "unknown" not in save.outcomes.values():
-                if save.op_id in self.commits and not self.commits[save.op_id].undone and len(save.outcomes) == save.size:
-                    self.world.violate("failed and there", f"{attempt} step {step}: {save.outcomes}")
+                continue
+            commit = self.commits.get(save.op_id)
+            failed = (
+                outcomes and not {"ok", "unknown"} & set(save.outcomes.values()) and len(save.outcomes) == save.size
+            )
+            if failed and commit is not None and not commit.undone:
+                self.world.violate("failed and there", f"{attempt} step {step}: {save.outcomes}")
         self._judge_disk()
 
     def _judge_disk(self) -> None:

@@ -52,7 +52,13 @@ def plan_of(seed: int) -> Plan:
     keep = config.get("retention", {}).get("keep_last")
     wait = rng.choice((0.0, 0.5, 1.0))
     pace_s = rng.choice((0.05, 0.5, 3.0, 6.0))
-    facts = {"steps": steps, "config": config, "wait": wait, "pace_s": pace_s, "signals": bool(config.get("save_on_signals"))}
+    facts = {
+        "steps": steps,
+        "config": config,
+        "wait": wait,
+        "pace_s": pace_s,
+        "signals": bool(config.get("save_on_signals")),
+    }
     if rng.random() < 0.2:
         facts["namespace"] = 4026531837
     placed = sorted(rng.randrange(hosts) for _ in range(size))
@@ -102,7 +108,10 @@ def _takeover(
     kind = rng.choice(("pause", "pause", "down"))
     where: dict[str, Any] = {"host": jobs[0].hosts[0], "rank": 0, "job": "job"}
     if rng.random() < 0.7:
-        where |= {"phase": rng.choice(("train", "save", "write", "prepare", "commit", "retain")), "nth": rng.randint(1, 30)}
+        where |= {
+            "phase": rng.choice(("train", "save", "write", "prepare", "commit", "retain")),
+            "nth": rng.randint(1, 30),
+        }
     faults.insert(0, Fault(kind=kind, at=at, length_s=rng.choice((12.0, 30.0)), chance=1.0, **where))
     del jobs[1:]
     jobs[0].facts |= {"per_rank": False, "steps": facts["steps"] + 2}
@@ -149,7 +158,8 @@ def _resume(
 
 
 _SCENARIOS = {
-    "plain": (55, _resume), "takeover": (18, _takeover), "outage": (9, _outage), "replace": (9, _replace), "resume": (9, _resume),
+    "plain": (55, _resume), "takeover": (18, _takeover), "outage": (9, _outage), "replace": (9, _replace),
+    "resume": (9, _resume),
 }  # fmt: skip
 """How often, and what makes it of a plan; "plain" is left as it is."""
 
@@ -188,5 +198,9 @@ def _faults(rng: random.Random, hosts: int, size: int, within_s: float, *, local
         if rng.random() < 0.65 and kind in AT_PHASES:
             phase = rng.choice(PHASES)
             place |= {"phase": phase, "nth": rng.randint(1, 12 if phase in ("prepare", "retain", "lock") else 40)}
-        found.append(Fault(kind=kind, at=rng.uniform(0.1, within_s), length_s=length_s, chance=rng.choice((0.1, 0.5, 1.0)), **place))
+        found.append(
+            Fault(
+                kind=kind, at=rng.uniform(0.1, within_s), length_s=length_s, chance=rng.choice((0.1, 0.5, 1.0)), **place
+            )
+        )
     return found

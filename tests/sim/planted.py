@@ -33,32 +33,44 @@ def _both(*patches: Patch) -> Patch:
 
 _HOME, _LOCK, _LEASE = "safe_ckpt.core.home.file_home", "safe_ckpt.core.home.file_lock", "safe_ckpt.core.home.lease"
 _DURABLE, _COMMIT = "safe_ckpt.core.storage.durable", "safe_ckpt.core.saving.commit_protocol"
-_NAME = '''        with _undone_by(lambda: os.rename(final, staged)):
+_NAME = """        with _undone_by(lambda: os.rename(final, staged)):
             sync_directory(str(final.parent))
-'''
+"""
 _WRITE = "            durable.write_durably(self._pending / MANIFEST_NAME, manifest.to_bytes())\n            self._publish()\n"
-_LATE = "            self._publish()\n            durable.write_durably(self._final / MANIFEST_NAME, manifest.to_bytes())\n"
+_LATE = (
+    "            self._publish()\n            durable.write_durably(self._final / MANIFEST_NAME, manifest.to_bytes())\n"
+)
 _EXCHANGE = "    if _settled(lambda: exchange(staged, final), staged, final) is not False:"
-_EARLY = '''        if (catalog := self._job.request.on_commit.catalog) is not None and self._job.request.on_commit.retention:
+_EARLY = """        if (catalog := self._job.request.on_commit.catalog) is not None and self._job.request.on_commit.retention:
             self._job.workspace.discard([one.path for one in catalog.committed])
-        return self._publication.commit('''
+        return self._publication.commit("""
 
 PLANTED: dict[str, dict[str, Patch]] = {
     "the lock is not confirmed before a commit": {
-        _HOME: _swap("        self._home.confirm()\n        durable.publish(self._pending", "        durable.publish(self._pending")
+        _HOME: _swap(
+            "        self._home.confirm()\n        durable.publish(self._pending",
+            "        durable.publish(self._pending",
+        )
     },
     "nothing is swept at the start": {_HOME: _swap("                self._sweep()\n", "")},
     "nothing is repaired at the start": {_HOME: _swap("                self._repair()\n", "")},
     "files are not synced": {
-        "safe_ckpt.core.storage.direct_io": _swap('            progress.entered("fsync")\n            os.fsync(fd)\n', "")
+        "safe_ckpt.core.storage.direct_io": _swap(
+            '            progress.entered("fsync")\n            os.fsync(fd)\n', ""
+        )
     },
     "the manifest is not synced": {
-        _DURABLE: _swap("            view = view[os.write(fd, view) :]\n        os.fsync(fd)\n", "            view = view[os.write(fd, view) :]\n")
+        _DURABLE: _swap(
+            "            view = view[os.write(fd, view) :]\n        os.fsync(fd)\n",
+            "            view = view[os.write(fd, view) :]\n",
+        )
     },
     "the new name is not synced": {_DURABLE: _swap(_NAME, "")},
     "the name comes before the manifest": {_HOME: _swap(_WRITE, _LATE)},
     "the lease runs on during an outage": {_LEASE: _swap("outage=overslept or seen.was_out", "outage=False")},
-    "one read is believed": {"safe_ckpt.core.resuming.candidate": _swap("    differed = False\n", "    differed = True\n")},
+    "one read is believed": {
+        "safe_ckpt.core.resuming.candidate": _swap("    differed = False\n", "    differed = True\n")
+    },
     "a verdict that did not come is a failure": {
         _COMMIT: _swap(
             'raise CommitOutcomeUnknown(name=self._job.name, cause=cause, phase="commit") from error\n        if "error"',
@@ -73,29 +85,42 @@ PLANTED: dict[str, dict[str, Patch]] = {
         _LEASE: _both(
             _swap("if silence.is_broken_by(seen) and", "if False and"),
             _swap("or seen.state != self._before.state:", "or False:"),
-            _swap('        if fate == "alive":\n            raise', '        if False:\n            raise'),
+            _swap('        if fate == "alive":\n            raise', "        if False:\n            raise"),
         )
     },
     "the old one is deleted, then replaced": {
-        _DURABLE: _swap(_EXCHANGE, "    remove_tree(final)\n    os.rename(staged, final)\n    sync_directory(str(final.parent))\n    return\n" + _EXCHANGE)
+        _DURABLE: _swap(
+            _EXCHANGE,
+            "    remove_tree(final)\n    os.rename(staged, final)\n    sync_directory(str(final.parent))\n    return\n"
+            + _EXCHANGE,
+        )
     },
     "the clock alone decides the order": {
         "safe_ckpt.core.home.home": _swap("max(last + 1, int(time.time() * 1000))", "int(time.time() * 1000)")
     },
-    "the others' reports are left out": {_COMMIT: _swap("info = self._commit({**own, **others})", "info = self._commit(own or others)")},
+    "the others' reports are left out": {
+        _COMMIT: _swap("info = self._commit({**own, **others})", "info = self._commit(own or others)")
+    },
     "a commit whose sync failed stays": {
-        _DURABLE: _swap("        with _undone_by(lambda: os.rename(final, staged)):\n", "        with contextlib.nullcontext():\n")
+        _DURABLE: _swap(
+            "        with _undone_by(lambda: os.rename(final, staged)):\n", "        with contextlib.nullcontext():\n"
+        )
     },
     "a checkpoint is deleted where it stands": {
         _HOME: _swap("            os.rename(path, bin_ / path.name)\n", "            durable.remove_tree(path)\n")
     },
     "a lost answer of a rename is a failure": {
-        _DURABLE: _swap("        if (there.st_dev, there.st_ino) != (moved.st_dev, moved.st_ino):\n            raise\n", "        raise\n")
+        _DURABLE: _swap(
+            "        if (there.st_dev, there.st_ino) != (moved.st_dev, moved.st_ino):\n            raise\n",
+            "        raise\n",
+        )
     },
 }
 
 
-def first_seed(name: str, most: int, first: int = 0, within_s: float | None = None) -> tuple[int | None, list[str], int]:
+def first_seed(
+    name: str, most: int, first: int = 0, within_s: float | None = None
+) -> tuple[int | None, list[str], int]:
     """The first seed that finds a planted bug, what it violates, and how many histories that took."""
     from sim import history
     from sim.loader import Slots

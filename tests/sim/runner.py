@@ -66,7 +66,8 @@ class Total:
             f"{self.histories} histories of {self.virtual_s / 3600:.1f} simulated hours in {self.cpu_s:.0f} CPU seconds",
             f"{self.counts['commits']} commits, {self.counts['resumes']} resumes, {sum(faults.values())} faults",
             "faults: " + ", ".join(f"{kind} {count}" for kind, count in faults.most_common()),
-            "outcomes: " + ", ".join(f"{k.removeprefix('outcome ')} {n}" for k, n in self.counts.most_common() if "outcome" in k),
+            "outcomes: "
+            + ", ".join(f"{k.removeprefix('outcome ')} {n}" for k, n in self.counts.most_common() if "outcome" in k),
             f"violations: {len(self.failed)}",
         ]
         return told + [f"  seed {seed}: {'; '.join(self.failed[seed])[:600]}" for seed in sorted(self.failed)]
@@ -102,7 +103,9 @@ def many(first: int, count: int, processes: int, told: Callable[[str], None] | N
         for part in pool.imap_unordered(_part, parts):
             total.merge(part)
             if told is not None:
-                told(f"{total.histories} of {count}, {total.cpu_s:.0f} CPU seconds, {len(total.failed)} with violations")
+                told(
+                    f"{total.histories} of {count}, {total.cpu_s:.0f} CPU seconds, {len(total.failed)} with violations"
+                )
                 for seed in sorted(part.failed):
                     told(f"  seed {seed}: {'; '.join(part.failed[seed])[:600]}")
     return total
@@ -130,7 +133,7 @@ def with_fixed_hashes() -> None:
     """Start this program anew with a hash of text that is the same each time: sets are walked in its order."""
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.environ["PYTHONHASHSEED"] = "0"
-        os.execv(sys.executable, [sys.executable, "-m", "sim", *sys.argv[1:]])  # noqa: S606
+        os.execv(sys.executable, [sys.executable, "-m", "sim", *sys.argv[1:]])
 
 
 def limit_memory(most_bytes: int = 3 << 30) -> None:

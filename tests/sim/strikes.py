@@ -15,7 +15,21 @@ KINDS = {
     "outage": "shared", "wrong read": "", "answer lost": "", "delays": "", "clock": "", "signal": "", "kill all": "",
 }  # fmt: skip
 """What it is for: "shared" makes no sense on the disk of one host."""
-AT_PHASES = ("kill", "power", "pause", "down", "eio", "estale", "full", "kill all", "outage", "wrong read", "cut", "clock", "signal")
+AT_PHASES = (
+    "kill",
+    "power",
+    "pause",
+    "down",
+    "eio",
+    "estale",
+    "full",
+    "kill all",
+    "outage",
+    "wrong read",
+    "cut",
+    "clock",
+    "signal",
+)
 _READS = ("stat", "open", "list", "read")
 _CHANGES = ("create", "write", "fsync", "mkdir", "rename", "unlink", "rmdir", "link", "truncate")
 

@@ -170,7 +170,7 @@ class Task:
             pass
         except greenlet.GreenletExit:
             pass
-        except BaseException as error:  # noqa: BLE001 - reported by the world
+        except BaseException as error:
             if self.proc.alive:
                 self.world.uncaught(self, error)
         finally:

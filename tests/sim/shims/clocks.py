@@ -1,4 +1,4 @@
-"""``time``, ``datetime``, ``uuid``, ``secrets`` and ``random`` of the simulated processes: the clock and the chance of the world."""
+"""``time``, ``datetime``, ``uuid``, ``secrets`` and ``random`` of the simulated processes: the world's clock and chance."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from sim.disk import errno, fail
 from sim.shims import posix_calls
+from sim.shims.paths import descriptor
 from sim.world import here, hub
 
 
@@ -31,7 +32,7 @@ class FileLock:
         """See ``filelock``."""
         task = here()
         fd = posix_calls._open(self._path, real_fcntl.F_RDLCK | 0o102)
-        node = posix_calls._descriptor(fd).node
+        node = descriptor(fd).node
         posix_calls._close(fd)
         table = task.proc.host.__dict__.setdefault("kernel_locks", {})
         limit = self._timeout if timeout is None else timeout
@@ -136,7 +137,7 @@ def modules() -> dict[str, types.ModuleType]:
     for real in (real_ctypes, real_fcntl, real_gc, real_signal, real_subprocess):
         made[real.__name__] = types.ModuleType(real.__name__)
         vars(made[real.__name__]).update(vars(real))
-    made["ctypes"].CDLL = lambda *_, **__: _Library()  # type: ignore[attr-defined]  # noqa: ARG005
+    made["ctypes"].CDLL = lambda *_, **__: _Library()  # type: ignore[attr-defined]
     made["ctypes"].get_errno = _get_errno  # type: ignore[attr-defined]
     made["fcntl"].ioctl = _ioctl  # type: ignore[attr-defined]
     made["fcntl"].fcntl = lambda *_: 0  # type: ignore[attr-defined]

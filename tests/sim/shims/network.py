@@ -1,8 +1,8 @@
 """``socket`` and ``torch.distributed`` of the simulated processes: hosts with addresses, and the store in which ranks meet.
 
-A store lives in the process that hosts it. A request takes time; it waits while the network is cut or the host is stopped. Where
-the process is dead the connection breaks; where its host lost power, nothing answers before it is up again. A lost answer is
-one whose request was carried out: the connection is broken then, as TCP has it, and nobody repeats a request by itself.
+A store lives in the process that hosts it. A request takes time; it waits while the network is cut or the host is stopped.
+Where the process is dead the connection breaks; where its host lost power, nothing answers before it is up again. A lost answer
+is one whose request was carried out: the connection is broken then, as TCP has it, and nobody repeats a request by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as real_dist
+from typing_extensions import Self
 
 from sim.world import here, hub
 
@@ -219,7 +220,7 @@ class _Groups:
 
 class _Listening:
     def __init__(self, address: str, port: int) -> None:
-        self._name = (address or "0.0.0.0", port)  # noqa: S104
+        self._name = (address or "0.0.0.0", port)
 
     def getsockname(self) -> tuple[str, int]:
         return self._name
@@ -237,7 +238,7 @@ class _Probe:
     def __init__(self, *_: Any) -> None:
         pass
 
-    def __enter__(self) -> _Probe:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -281,7 +282,7 @@ def modules() -> dict[str, types.ModuleType]:
     socket.socket = _Probe  # type: ignore[attr-defined]
     socket.has_dualstack_ipv6 = lambda: False  # type: ignore[attr-defined]
     socket.if_nameindex = list  # type: ignore[attr-defined]
-    socket.getaddrinfo = lambda *_, **__: []  # type: ignore[attr-defined]  # noqa: ARG005
+    socket.getaddrinfo = lambda *_, **__: []  # type: ignore[attr-defined]
     dist = types.ModuleType("torch.distributed")
     vars(dist).update(vars(real_dist))
     rooms = types.SimpleNamespace(_get_default_store=lambda: here().proc.facts["meeting"])

@@ -1,183 +1,47 @@
-"""The system calls of the simulated processes: ``posix``, from which the real ``os.py`` is made, and ``open``.
+"""The system calls of the simulated processes: ``posix``, from which the real ``os.py`` is made.
 
-Each call takes a moment of virtual time and can meet a fault of its host's mount. Descriptors below ``_FIRST`` are real: those
-of anonymous memory, which is no part of the disk.
+Each call takes a moment of virtual time and can meet a fault of its host's mount.
 """
 
 from __future__ import annotations
 
 import errno
-import io
 import os as real_os
 import posix as real_posix
 import types
-from collections.abc import Callable, Iterator
 from typing import Any
 
-from sim.disk import DEVICE, Node, fail
-from sim.world import Killed, here, hub
+from sim.disk import Node, fail
+from sim.shims.paths import (
+    FIRST,
+    Entry,
+    Open,
+    Scan,
+    begin_call,
+    descriptor,
+    folder_of,
+    follow,
+    is_kernels,
+    kernel_text,
+    open_files,
+    text_of,
+)
+from sim.world import here, hub
 
-_FIRST = 1_000_000
 _BLOCKED = (
     "sendfile", "copy_file_range", "fork", "forkpty", "listxattr", "getxattr", "setxattr", "removexattr", "posix_spawn",
     "posix_spawnp", "splice", "openpty", "wait", "waitpid", "system", "popen", "eventfd", "pidfd_open", "_exit", "execv",
     "register_at_fork",
 )  # fmt: skip
-_REACH = (errno.EIO, errno.ESTALE, errno.ENOSPC)
-
-
-class Open:
-    """An open file."""
-
-    __slots__ = ("at", "flags", "node", "path", "wrote")
-
-    def __init__(self, node: Node, flags: int, path: str) -> None:
-        self.node, self.flags, self.path, self.at, self.wrote = node, flags, path, 0, False
-
-
-class Entry:
-    """See ``os.DirEntry``."""
-
-    def __init__(self, folder: str, name: str, node: Node) -> None:
-        self.name, self.path, self._node = name, f"{folder}/{name}" if folder else name, node
-
-    def __fspath__(self) -> str:
-        return self.path
-
-    def inode(self) -> int:
-        """See ``os.DirEntry``."""
-        return self._node.number
-
-    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        """See ``os.DirEntry``."""
-        node = follow(self._node, self.path) if follow_symlinks else self._node
-        return node is not None and node.kind == "folder"
-
-    def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        """See ``os.DirEntry``."""
-        node = follow(self._node, self.path) if follow_symlinks else self._node
-        return node is not None and node.kind == "file"
-
-    def is_symlink(self) -> bool:
-        """See ``os.DirEntry``."""
-        return self._node.kind == "link"
-
-    def stat(self, *, follow_symlinks: bool = True) -> Any:
-        """See ``os.DirEntry``."""
-        node = follow(self._node, self.path) if follow_symlinks else self._node
-        if node is None:
-            raise fail(errno.ENOENT, self.path)
-        return node.status()
-
-
-class _Scan:
-    def __init__(self, entries: list[Entry]) -> None:
-        self._entries = iter(entries)
-
-    def __enter__(self) -> Iterator[Entry]:
-        return self._entries
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def __iter__(self) -> Iterator[Entry]:
-        return self._entries
-
-    def __next__(self) -> Entry:
-        return next(self._entries)
-
-    def close(self) -> None:
-        pass
-
-
-def _text(path: Any) -> str:
-    return real_os.fsdecode(real_os.fspath(path))
-
-
-def _split(path: str) -> list[str]:
-    parts: list[str] = []
-    for part in path.split("/"):
-        if part == "..":
-            if parts:
-                parts.pop()
-        elif part not in ("", "."):
-            parts.append(part)
-    return parts
-
-
-def _fds() -> dict[int, Open]:
-    return here().proc.facts.setdefault("fds", {})  # type: ignore[no-any-return]
-
-
-def _descriptor(fd: int) -> Open:
-    opened = _fds().get(fd)
-    if opened is None:
-        raise fail(errno.EBADF)
-    return opened
-
-
-def follow(node: Node | None, path: str, depth: int = 0) -> Node | None:
-    """What a link leads to."""
-    while node is not None and node.kind == "link":
-        if depth > 20:
-            raise fail(errno.ELOOP, path)
-        base = path.rpartition("/")[0]
-        path = node.target if node.target.startswith("/") else f"{base}/{node.target}"
-        folder, name = _folder_of(path, None, depth + 1)
-        node, depth = (folder.children.get(name) if name else folder), depth + 1
-    return node
-
-
-def _folder_of(path: str, dir_fd: int | None, depth: int = 0) -> tuple[Node, str]:
-    """The folder in which the last part of a path lies, and that part."""
-    node = here().world.disk.root
-    if dir_fd is not None and dir_fd >= 0 and not path.startswith("/"):
-        node = _descriptor(dir_fd).node
-    parts, walked = _split(path), ""
-    for part in parts[:-1]:
-        child = node.children.get(part)
-        walked = f"{walked}/{part}"
-        child = follow(child, walked, depth)
-        if child is None:
-            raise fail(errno.ENOENT, path)
-        if child.kind != "folder":
-            raise fail(errno.ENOTDIR, path)
-        node = child
-    return node, parts[-1] if parts else ""
-
-
-def _call(name: str, path: object = None) -> Callable[[], None]:
-    """What every call of the disk begins with. Returns what it ends with."""
-    task = here()
-    return task.world.mounts.enter(task, name, path)  # type: ignore[no-any-return]
-
-
-def _virtual(path: str) -> bytes | None:
-    """The text of a file of the kernel's; None if there is none of that name."""
-    task = here()
-    if path == "/proc/sys/kernel/random/boot_id":
-        return f"boot-{task.proc.host.number}-{task.proc.host.boot}\n".encode()
-    parts = path.split("/")
-    if len(parts) == 4 and parts[3] == "stat":
-        number = task.proc.pid if parts[2] == "self" else int(parts[2]) if parts[2].isdigit() else -1
-        for proc in task.proc.host.procs:
-            if proc.pid == number and proc.alive:
-                fields = ["T" if proc.paused else "S", *["0"] * 18, str(int(proc.started * 100))]
-                return f"{number} (python) {' '.join(fields)} 0 0\n".encode()
-    return None
-
-
-def _is_kernels(path: str) -> bool:
-    return path.startswith(("/proc/", "/sys/", "/dev/"))
 
 
 def _stat(path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> Any:
     if isinstance(path, int):
         return _fstat(path)
-    name = _text(path)
-    if _is_kernels(name):
+    name = text_of(path)
+    if is_kernels(name):
         return _kernel_status(name)
-    done = _call("stat", name)
+    done = begin_call("stat", name)
     task = here()
     if dir_fd is None:
         known = task.world.mounts.remembered(task, name, follow_symlinks)
@@ -187,7 +51,7 @@ def _stat(path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True)
                 raise fail(errno.ENOENT, name)
             return known
     try:
-        folder, last = _folder_of(name, dir_fd)
+        folder, last = folder_of(name, dir_fd)
     except FileNotFoundError:
         done()
         raise
@@ -205,29 +69,29 @@ def _kernel_status(name: str) -> Any:
     if name.startswith("/proc/self/ns/"):
         node.number = here().proc.facts.get("namespace", 4026531836)
         return node.status()
-    if _virtual(name) is None and name != "/dev/null":
+    if kernel_text(name) is None and name != "/dev/null":
         raise fail(errno.ENOENT, name)
     return node.status()
 
 
 def _fstat(fd: int) -> Any:
-    if fd < _FIRST:
+    if fd < FIRST:
         return real_posix.fstat(fd)
-    return _descriptor(fd).node.status()
+    return descriptor(fd).node.status()
 
 
 def _open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-    name, task = _text(path), here()
-    if _is_kernels(name):
-        data = b"" if name == "/dev/null" else _virtual(name)
+    name, task = text_of(path), here()
+    if is_kernels(name):
+        data = b"" if name == "/dev/null" else kernel_text(name)
         if data is None:
             raise fail(errno.ENOENT, name)
         node = Node(1, "file", 0o444, 0)
         node.data = bytearray(data)
         return _register(task, Open(node, flags, name))
-    done = _call("create" if flags & real_os.O_CREAT else "open", name)
+    done = begin_call("create" if flags & real_os.O_CREAT else "open", name)
     disk = task.world.disk
-    folder, last = _folder_of(name, dir_fd)
+    folder, last = folder_of(name, dir_fd)
     task.world.mounts.forget(task, folder, last)
     node = folder.children.get(last) if last else folder
     if node is not None and node.kind == "link":
@@ -257,8 +121,8 @@ def _open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
 
 
 def _register(task: Any, opened: Open) -> int:
-    fds = _fds()
-    fd = _FIRST
+    fds = open_files()
+    fd = FIRST
     while fd in fds:
         fd += 1
     fds[fd] = opened
@@ -266,13 +130,13 @@ def _register(task: Any, opened: Open) -> int:
 
 
 def _close(fd: int) -> None:
-    if fd < _FIRST:
+    if fd < FIRST:
         task = hub.task
         if task is not None and fd in task.proc.facts.get("memory", ()):
             task.proc.facts["memory"].discard(fd)
             real_posix.close(fd)
         return
-    opened = _fds().pop(fd, None)
+    opened = open_files().pop(fd, None)
     if opened is None:
         raise fail(errno.EBADF)
     disk = here().world.disk
@@ -287,7 +151,7 @@ def _memfd_create(name: str, flags: int = 0) -> int:
 
 
 def _read_at(opened: Open, size: int, at: int) -> bytes:
-    done = _call("read", opened.path)
+    done = begin_call("read", opened.path)
     data = bytes(opened.node.data[at : at + size])
     done()
     task = here()
@@ -296,7 +160,7 @@ def _read_at(opened: Open, size: int, at: int) -> bytes:
 
 def _write_at(opened: Open, data: Any, at: int) -> int:
     task = here()
-    done = _call("write", opened.path)
+    done = begin_call("write", opened.path)
     data = bytes(data)
     disk, rng = task.world.disk, task.world.rng
     if disk.free_bytes < len(data) and at + len(data) > len(opened.node.data):
@@ -312,7 +176,7 @@ def _write_at(opened: Open, data: Any, at: int) -> int:
 
 
 def _read(fd: int, size: int) -> bytes:
-    opened = _descriptor(fd)
+    opened = descriptor(fd)
     if opened.node.kind == "folder":
         raise fail(errno.EISDIR, opened.path)
     data = _read_at(opened, size, opened.at)
@@ -323,7 +187,7 @@ def _read(fd: int, size: int) -> bytes:
 def _preadv(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
     if flags:
         raise fail(errno.EOPNOTSUPP)
-    opened, total = _descriptor(fd), 0
+    opened, total = descriptor(fd), 0
     for buffer in buffers:
         view = memoryview(buffer).cast("B")
         data = _read_at(opened, len(view), offset + total)
@@ -335,46 +199,46 @@ def _preadv(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
 
 
 def _pwrite(fd: int, data: Any, offset: int) -> int:
-    if fd < _FIRST:
+    if fd < FIRST:
         return real_posix.pwrite(fd, data, offset)
-    return _write_at(_descriptor(fd), data, offset)
+    return _write_at(descriptor(fd), data, offset)
 
 
 def _write(fd: int, data: Any) -> int:
-    opened = _descriptor(fd)
+    opened = descriptor(fd)
     count = _write_at(opened, data, opened.at)
     opened.at += count
     return count
 
 
 def _fsync(fd: int) -> None:
-    opened = _descriptor(fd)
-    done = _call("fsync", opened.path)
+    opened = descriptor(fd)
+    done = begin_call("fsync", opened.path)
     here().world.disk.sync(opened.node)
     done()
 
 
 def _ftruncate(fd: int, size: int) -> None:
-    if fd < _FIRST:
+    if fd < FIRST:
         real_posix.ftruncate(fd, size)
         return
-    opened, task = _descriptor(fd), here()
-    done = _call("truncate", opened.path)
+    opened, task = descriptor(fd), here()
+    done = begin_call("truncate", opened.path)
     task.world.disk.change("truncate", task.proc.host, opened.node, at=size)
     opened.wrote = True
     done()
 
 
 def _lseek(fd: int, offset: int, how: int) -> int:
-    opened = _descriptor(fd)
+    opened = descriptor(fd)
     opened.at = (0, opened.at, len(opened.node.data))[how] + offset
     return opened.at
 
 
 def _mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-    task, name = here(), _text(path)
-    done = _call("mkdir", name)
-    folder, last = _folder_of(name, dir_fd)
+    task, name = here(), text_of(path)
+    done = begin_call("mkdir", name)
+    folder, last = folder_of(name, dir_fd)
     task.world.mounts.forget(task, folder, last)
     if not last or last in folder.children:
         raise fail(errno.EEXIST, name)
@@ -387,8 +251,8 @@ def _mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
 
 def _leave(name: str, kind: str, dir_fd: int | None) -> None:
     task = here()
-    done = _call(kind, name)
-    folder, last = _folder_of(name, dir_fd)
+    done = begin_call(kind, name)
+    folder, last = folder_of(name, dir_fd)
     task.world.mounts.forget(task, folder, last)
     node = folder.children.get(last)
     if node is None:
@@ -405,10 +269,10 @@ def _leave(name: str, kind: str, dir_fd: int | None) -> None:
 
 
 def _rename(source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
-    task, one, other = here(), _text(source), _text(target)
-    done = _call("rename", one)
-    from_, name = _folder_of(one, src_dir_fd)
-    to, new = _folder_of(other, dst_dir_fd)
+    task, one, other = here(), text_of(source), text_of(target)
+    done = begin_call("rename", one)
+    from_, name = folder_of(one, src_dir_fd)
+    to, new = folder_of(other, dst_dir_fd)
     task.world.mounts.forget(task, from_, name)
     task.world.mounts.forget(task, to, new)
     node, there = from_.children.get(name), to.children.get(new)
@@ -436,11 +300,11 @@ def exchange(one: str, other: str) -> None:
     """``renameat2`` with RENAME_EXCHANGE."""
     task = here()
     disk = task.world.disk
-    done = _call("rename", one)
+    done = begin_call("rename", one)
     if not disk.exchanges:
         raise fail(errno.EINVAL, one, other)
-    from_, name = _folder_of(one, None)
-    to, new = _folder_of(other, None)
+    from_, name = folder_of(one, None)
+    to, new = folder_of(other, None)
     if name not in from_.children or new not in to.children:
         raise fail(errno.ENOENT, one, other)
     disk.change("exchange", task.proc.host, from_, name=name, other=to, other_name=new)
@@ -456,22 +320,22 @@ def _link(
     dst_dir_fd: int | None = None,
     follow_symlinks: bool = True,
 ) -> None:
-    task, one, other = here(), _text(source), _text(target)
-    done = _call("link", other)
+    task, one, other = here(), text_of(source), text_of(target)
+    done = begin_call("link", other)
     disk = task.world.disk
     if not disk.links:
         raise fail(errno.ENOTSUP, one, other)
     if one.startswith("/proc/self/fd/"):
-        node: Node | None = _descriptor(int(one.rpartition("/")[2])).node
+        node: Node | None = descriptor(int(one.rpartition("/")[2])).node
         if node is not None and node.nlink == 0:
             raise fail(errno.ENOENT, one, other)
     else:
-        folder, name = _folder_of(one, src_dir_fd)
+        folder, name = folder_of(one, src_dir_fd)
         node = folder.children.get(name)
         node = follow(node, one) if follow_symlinks else node
     if node is None:
         raise fail(errno.ENOENT, one, other)
-    to, new = _folder_of(other, dst_dir_fd)
+    to, new = folder_of(other, dst_dir_fd)
     task.world.mounts.forget(task, to, new)
     if new in to.children:
         raise fail(errno.EEXIST, one, other)
@@ -483,23 +347,23 @@ def _link(
 
 def _symlink(target: Any, path: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
     del target_is_directory
-    task, name = here(), _text(path)
-    done = _call("symlink", name)
-    folder, last = _folder_of(name, dir_fd)
+    task, name = here(), text_of(path)
+    done = begin_call("symlink", name)
+    folder, last = folder_of(name, dir_fd)
     task.world.mounts.forget(task, folder, last)
     if last in folder.children:
         raise fail(errno.EEXIST, name)
     node = task.world.disk.node("link", 0o777)
-    node.target = _text(target)
+    node.target = text_of(target)
     task.world.disk.change("enter", task.proc.host, folder, name=last, child=node)
     done()
 
 
 def _readlink(path: Any, *, dir_fd: int | None = None) -> str:
-    name = _text(path)
-    if _is_kernels(name):
+    name = text_of(path)
+    if is_kernels(name):
         raise fail(errno.ENOENT, name)
-    folder, last = _folder_of(name, dir_fd)
+    folder, last = folder_of(name, dir_fd)
     node = folder.children.get(last)
     if node is None or node.kind != "link":
         raise fail(errno.EINVAL if node is not None else errno.ENOENT, name)
@@ -509,13 +373,13 @@ def _readlink(path: Any, *, dir_fd: int | None = None) -> str:
 def _folder_at(path: Any) -> tuple[Node, str]:
     task = here()
     if isinstance(path, int):
-        opened = _descriptor(path)
+        opened = descriptor(path)
         return opened.node, ""
-    name = _text(path)
-    if _is_kernels(name):
+    name = text_of(path)
+    if is_kernels(name):
         raise fail(errno.ENOENT, name)
-    done = _call("list", name)
-    folder, last = _folder_of(name, None)
+    done = begin_call("list", name)
+    folder, last = folder_of(name, None)
     node = follow(folder.children.get(last) if last else folder, name)
     if node is None:
         raise fail(errno.ENOENT, name)
@@ -533,20 +397,20 @@ def _listdir(path: Any = ".") -> list[str]:
     return names
 
 
-def _scandir(path: Any = ".") -> _Scan:
+def _scandir(path: Any = ".") -> Scan:
     node, name = _folder_at(path)
     names = sorted(node.children)
     here().world.rng.shuffle(names)
-    return _Scan([Entry(name, child, node.children[child]) for child in names])
+    return Scan([Entry(name, child, node.children[child]) for child in names])
 
 
 def _chmod(path: Any, mode: int, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> None:
     del follow_symlinks
     if isinstance(path, int):
-        _descriptor(path).node.mode = mode
+        descriptor(path).node.mode = mode
         return
-    name = _text(path)
-    folder, last = _folder_of(name, dir_fd)
+    name = text_of(path)
+    folder, last = folder_of(name, dir_fd)
     if (node := folder.children.get(last)) is None:
         raise fail(errno.ENOENT, name)
     node.mode = mode
@@ -573,106 +437,27 @@ def _kill(pid: int, number: int) -> None:
     raise ProcessLookupError(errno.ESRCH, "No such process")
 
 
-class _Raw(io.RawIOBase):
-    """A file object over a descriptor."""
-
-    def __init__(self, fd: int, path: Any, flags: int, *, closefd: bool = True) -> None:
-        super().__init__()
-        self._fd, self.name, self._flags, self._closefd = fd, path, flags, closefd
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def readable(self) -> bool:
-        return not self._flags & real_os.O_WRONLY
-
-    def writable(self) -> bool:
-        return bool(self._flags & (real_os.O_WRONLY | real_os.O_RDWR))
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = _read(self._fd, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def write(self, data: Any) -> int:
-        return _write(self._fd, data) if self._fd >= _FIRST else real_posix.write(self._fd, data)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return _lseek(self._fd, offset, whence)
-
-    def tell(self) -> int:
-        return _descriptor(self._fd).at
-
-    def truncate(self, size: int | None = None) -> int:
-        size = self.tell() if size is None else size
-        _ftruncate(self._fd, size)
-        return size
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        try:
-            super().close()
-            if self._closefd:
-                _close(self._fd)
-        except (Killed, OSError):
-            if hub.task is not None and hub.task.proc.alive:
-                raise
-
-
-def open_file(
-    file: Any,
-    mode: str = "r",
-    buffering: int = -1,
-    encoding: str | None = None,
-    errors: str | None = None,
-    newline: str | None = None,
-    closefd: bool = True,
-    opener: Any = None,
-) -> Any:
-    """See ``open``."""
-    del opener
-    plus = "+" in mode
-    flags = real_os.O_RDWR if plus else real_os.O_RDONLY if "r" in mode else real_os.O_WRONLY
-    extra = {"w": real_os.O_CREAT | real_os.O_TRUNC, "a": real_os.O_CREAT | real_os.O_APPEND}
-    extra["x"] = real_os.O_CREAT | real_os.O_EXCL
-    for letter, more in extra.items():
-        flags |= more if letter in mode else 0
-    fd = file if isinstance(file, int) else _open(file, flags, 0o666)
-    raw = _Raw(fd, file, flags, closefd=closefd)
-    if buffering == 0:
-        return raw
-    kind: Any = io.BufferedRandom if plus else io.BufferedReader if "r" in mode else io.BufferedWriter
-    buffered = kind(raw)
-    return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding or "utf-8", errors, newline)
-
-
 def modules() -> dict[str, types.ModuleType]:
     """The modules, by name."""
     posix = types.ModuleType("posix")
     vars(posix).update({name: value for name, value in vars(real_posix).items() if name not in _BLOCKED})
     calls = {
         "open": _open, "close": _close, "read": _read, "write": _write, "preadv": _preadv, "pwrite": _pwrite,
-        "pread": lambda fd, size, at: _read_at(_descriptor(fd), size, at),
+        "pread": lambda fd, size, at: _read_at(descriptor(fd), size, at),
         "fsync": _fsync, "fdatasync": _fsync, "ftruncate": _ftruncate, "lseek": _lseek, "fstat": _fstat, "stat": _stat,
         "lstat": lambda path, *, dir_fd=None: _stat(path, dir_fd=dir_fd, follow_symlinks=False),
-        "mkdir": _mkdir, "rmdir": lambda path, *, dir_fd=None: _leave(_text(path), "rmdir", dir_fd),
-        "unlink": lambda path, *, dir_fd=None: _leave(_text(path), "unlink", dir_fd),
-        "remove": lambda path, *, dir_fd=None: _leave(_text(path), "unlink", dir_fd),
+        "mkdir": _mkdir, "rmdir": lambda path, *, dir_fd=None: _leave(text_of(path), "rmdir", dir_fd),
+        "unlink": lambda path, *, dir_fd=None: _leave(text_of(path), "unlink", dir_fd),
+        "remove": lambda path, *, dir_fd=None: _leave(text_of(path), "unlink", dir_fd),
         "rename": _rename, "replace": _rename, "link": _link, "symlink": _symlink, "readlink": _readlink,
         "listdir": _listdir, "scandir": _scandir, "chmod": _chmod, "fchmod": _chmod, "utime": _utime, "statvfs": _statvfs,
         "fstatvfs": _statvfs, "memfd_create": _memfd_create, "kill": _kill, "getpid": lambda: here().proc.pid,
         "getcwd": lambda: "/", "posix_fadvise": lambda *_: None, "DirEntry": Entry, "sync": lambda: None,
-        "register_at_fork": lambda **_: None, "access": lambda path, *_, **__: _exists(path), "posix_fallocate": lambda *_: None,
+        "register_at_fork": lambda **_: None, "access": lambda path, *_, **__: _exists(path),
+        "posix_fallocate": lambda *_: None,
     }  # fmt: skip
     vars(posix).update(calls)
-    fake = types.ModuleType("io")
-    vars(fake).update(vars(io))
-    fake.open = fake.open_code = open_file  # type: ignore[attr-defined]
-    return {"posix": posix, "io": fake}
+    return {"posix": posix}
 
 
 def _exists(path: Any) -> bool:
@@ -681,6 +466,3 @@ def _exists(path: Any) -> bool:
     except OSError:
         return False
     return True
-
-
-__all__ = ["DEVICE", "exchange", "modules", "open_file"]

@@ -368,7 +368,7 @@ def modules() -> dict[str, types.ModuleType]:
     threading.get_native_id = threading.get_ident  # type: ignore[attr-defined]
     threading.active_count = lambda: len(here().proc.tasks)  # type: ignore[attr-defined]
     threading.enumerate = lambda: [Thread.of(task) for task in here().proc.tasks]  # type: ignore[attr-defined]
-    threading._register_atexit = lambda work, *_: None  # type: ignore[attr-defined]  # noqa: ARG005
+    threading._register_atexit = lambda work, *_: None  # type: ignore[attr-defined]
     queue.SimpleQueue = queue.Queue = SimpleQueue  # type: ignore[attr-defined]
     queue.Empty, queue.Full = real_queue.Empty, real_queue.Full  # type: ignore[attr-defined]
     return {"threading": threading, "queue": queue}
