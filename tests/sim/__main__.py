@@ -23,6 +23,9 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write what they came to into this file")
+    parser.add_argument(
+        "--page", type=Path, nargs="+", help="a page, and files of --json: write what these came to into it"
+    )
     parser.add_argument("--coverage", action="store_true", help="print how often each fault met each phase")
     parser.add_argument("--planted", nargs="*", help="find the planted bugs, or these, and print the seeds that do")
     options = parser.parse_args()
@@ -34,12 +37,21 @@ def main() -> int:
         return planted.print_table(options.planted, options.count if options.count != 1500 else 2000, options.processes)
     if options.seed is not None:
         return _one(options.seed, options.faults, trace=options.trace)
-    total = runner.many(options.first, options.count, options.processes, lambda line: print(line, flush=True))
+    if options.page:
+        total = runner.Total()
+        for file in options.page[1:]:
+            total.merge(runner.from_json(file.read_text(encoding="utf-8")))
+        runner.into_page(options.page[0], total)
+        return 0
+
+    def note(so_far: runner.Total) -> None:
+        if options.json:
+            options.json.write_text(runner.as_json(so_far), encoding="utf-8")
+
+    total = runner.many(options.first, options.count, options.processes, lambda line: print(line, flush=True), note)
     print("\n".join(total.lines()))
     if options.coverage:
         print(runner.coverage_table(total))
-    if options.json:
-        options.json.write_text(runner.as_json(total), encoding="utf-8")
     return int(bool(total.failed))
 
 

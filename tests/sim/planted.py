@@ -115,6 +115,28 @@ PLANTED: dict[str, dict[str, Patch]] = {
             "        raise\n",
         )
     },
+    # What histories found, and what was mended then.
+    "a late store is asked without a pause": {
+        "safe_ckpt.core.coordination.store": _swap("if left_s > 0 else _SLICE_S)", "if left_s > 0 else 0.0)")
+    },
+    "the folder of a save is not durable when the old one goes": {
+        _HOME: _swap(
+            "for folder in (home.pending, home.trash, home.hidden):", "for folder in (home.trash, home.hidden):"
+        )
+    },
+    "another format is believed at one read": {
+        "safe_ckpt.core.home.candidates": _swap(
+            "except (CorruptCheckpointError, UnsupportedFormatError):", "except CorruptCheckpointError:"
+        ),
+        "safe_ckpt.core.resuming.candidate": _swap(
+            "except (CorruptCheckpointError, UnsupportedFormatError) as", "except CorruptCheckpointError as"
+        ),
+    },
+    "a lost answer of moving aside is a failure": {
+        _DURABLE: _swap(
+            "    _settled(lambda: os.rename(final, aside), final, aside)\n", "    os.rename(final, aside)\n"
+        )
+    },
 }
 
 

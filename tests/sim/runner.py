@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sim import history
 from sim.loader import Slots
 
 _COLLECT_EVERY = 25
+_BEGIN, _END = "<!-- histories: begin -->", "<!-- histories: end -->"
 
 
 @dataclass
@@ -73,46 +75,46 @@ class Total:
         return told + [f"  seed {seed}: {'; '.join(self.failed[seed])[:600]}" for seed in sorted(self.failed)]
 
 
-def here_only(seeds: Iterable[int], found: Callable[[history.Result], None] | None = None) -> Total:
+def here_only(seeds: Iterable[int]) -> Total:
     """Run these in this process."""
     total, slots, began = Total(), Slots(), time.process_time()
     for number, seed in enumerate(seeds):
-        result = history.run(seed, slots)
-        total.add(result)
-        if result.violations and found is not None:
-            found(result)
+        total.add(history.run(seed, slots))
         if number % _COLLECT_EVERY == _COLLECT_EVERY - 1:
             gc.collect()
     total.cpu_s = time.process_time() - began
     return total
 
 
-def _part(arguments: tuple[int, int, int]) -> Total:
-    first, last, _ = arguments
-    return here_only(range(first, last))
+def _part(seeds: tuple[int, int]) -> Total:
+    return here_only(range(*seeds))
 
 
-def many(first: int, count: int, processes: int, told: Callable[[str], None] | None = None) -> Total:
-    """Run seeds ``first`` and the ``count - 1`` after it, in so many processes."""
-    if processes == 1:
-        return here_only(range(first, first + count), None if told is None else lambda one: told(_one_line(one)))
+def many(
+    first: int, count: int, processes: int, told: Callable[[str], None], note: Callable[[Total], None] = lambda _: None
+) -> Total:
+    """Run seeds ``first`` and the ``count - 1`` after it, in so many processes; ``note`` gets what there is so far."""
     step = max(1, min(250, -(-count // processes)))
-    parts = [(at, min(at + step, first + count), 0) for at in range(first, first + count, step)]
+    parts = [(at, min(at + step, first + count)) for at in range(first, first + count, step)]
     total = Total()
+    # A process that has run some thousand histories has become large.
     with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=8) as pool:
         for part in pool.imap_unordered(_part, parts):
             total.merge(part)
-            if told is not None:
-                told(
-                    f"{total.histories} of {count}, {total.cpu_s:.0f} CPU seconds, {len(total.failed)} with violations"
-                )
-                for seed in sorted(part.failed):
-                    told(f"  seed {seed}: {'; '.join(part.failed[seed])[:600]}")
+            told(f"{total.histories} of {count}, {total.cpu_s:.0f} CPU seconds, {len(total.failed)} with violations")
+            for seed in sorted(part.failed):
+                told(f"  seed {seed}: {'; '.join(part.failed[seed])[:600]}")
+            note(total)
     return total
 
 
-def _one_line(result: history.Result) -> str:
-    return f"seed {result.seed}: {'; '.join(result.violations)[:600]}"
+def into_page(page: Path, total: Total) -> None:
+    """Write what histories came to into a page, between its two marks."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    told = "\n".join(f"- {line}" for line in total.lines()[:4])
+    text = f"{before}{_BEGIN}\n{told}\n- violations: {len(total.failed)}\n\n{coverage_table(total)}\n{_END}{after}"
+    page.write_text(text, encoding="utf-8")
 
 
 def shrink(seed: int, slots: Slots) -> tuple[list[str], history.Result]:
@@ -153,9 +155,19 @@ def coverage_table(total: Total) -> str:
 
 
 def as_json(total: Total) -> str:
-    """To be added up later."""
+    """To be read again by ``from_json``."""
     facts: dict[str, Any] = {key: getattr(total, key) for key in ("histories", "cpu_s", "virtual_s", "steps")}
     facts["counts"] = dict(total.counts)
     facts["coverage"] = [[kind, phase, count] for (kind, phase), count in sorted(total.coverage.items())]
     facts["failed"] = {str(seed): lines for seed, lines in total.failed.items()}
     return json.dumps(facts, indent=1)
+
+
+def from_json(text: str) -> Total:
+    """What ``as_json`` has written."""
+    facts = json.loads(text)
+    total = Total(**{key: facts[key] for key in ("histories", "cpu_s", "virtual_s", "steps")})
+    total.counts.update(facts["counts"])
+    total.coverage.update({(kind, phase): count for kind, phase, count in facts["coverage"]})
+    total.failed.update({int(seed): lines for seed, lines in facts["failed"].items()})
+    return total
