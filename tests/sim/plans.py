@@ -44,7 +44,7 @@ class Plan:
 def plan_of(seed: int) -> Plan:
     """The plan of a seed."""
     rng = random.Random(f"plan {seed}")
-    size = rng.choices((1, 2, 3, 4, 8, 16), (48, 26, 9, 10, 4, 2))[0]
+    size = rng.choices((1, 2, 3, 4, 8, 16), (48, 26, 9, 14.1, 1.5, 0.4))[0]
     hosts = 1 if size == 1 and rng.random() < 0.6 else rng.randint(1, min(4, max(2, size)))
     local = hosts == 1 and rng.random() < 0.8
     steps = rng.randint(3, 7) if size <= 4 else rng.randint(2, 3)
