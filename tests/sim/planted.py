@@ -67,7 +67,12 @@ PLANTED: dict[str, dict[str, Patch]] = {
     },
     "the new name is not synced": {_DURABLE: _swap(_NAME, "")},
     "the name comes before the manifest": {_HOME: _swap(_WRITE, _LATE)},
-    "the lease runs on during an outage": {_LEASE: _swap("outage=overslept or seen.was_out", "outage=False")},
+    "the lease runs on during an outage": {
+        _LEASE: _both(
+            _swap("outage=overslept or seen.was_out", "outage=False"),
+            _swap("self.seconds += min(now - before, period_s)", "self.seconds += now - before"),
+        )
+    },
     "one read is believed": {
         "safe_ckpt.core.resuming.candidate": _swap("    differed = False\n", "    differed = True\n")
     },
