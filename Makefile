@@ -13,7 +13,7 @@ DEEPSPEED_ENV := PATH="$(CURDIR)/$(DEEPSPEED):$(CURDIR)/$(BIN):$$PATH" DS_ACCELE
 
 TORCHTITAN := .venv/with-torchtitan/bin
 
-.PHONY: demo test test-short test-long test-schedulers test-all test-versions test-deepspeed test-upstream test-torchtitan faults lint package docs docs-reference bench gpu-check examples clean
+.PHONY: demo test test-short test-long test-schedulers test-all test-versions test-deepspeed test-upstream test-torchtitan faults simulate lint package docs docs-reference bench gpu-check examples clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -40,7 +40,7 @@ test: .venv/ready  ## unit, documentation, several ranks, adapters, faults: ever
 	exit $$status
 
 test-short: .venv/ready
-	$(call tests,-n 2 --dist worksteal,tests/unit tests/typing tests/docs)
+	$(call tests,-n 2 --dist worksteal,tests/unit tests/typing tests/docs tests/sim)
 
 test-long: .venv/ready
 	$(call tests,-n 3 --dist worksteal,tests/multirank tests/adapters tests/faults)
@@ -57,8 +57,16 @@ test-all: .venv/ready  ## the same with the tests marked thorough, and of the ot
 test-versions: .venv/ready  ## the oldest and the newest of everything that may be installed; writes docs/compatibility.md's tables
 	$(BIN)/python tests/versions/both_ends.py $(ENDS)
 
-faults: .venv/ready  ## the whole fault matrix, printed with counts: more than an hour on two cores
+faults: .venv/ready  ## the whole fault matrix, printed with counts: more than an hour on two cores; then simulated histories: hours
 	$(BIN)/python -m pytest --all -q -n 3 --dist worksteal tests/faults
+	$(MAKE) --no-print-directory simulate
+
+# A hundred thousand take about seven hours of one core. HISTORIES and FIRST choose others; a violation prints its seed.
+HISTORIES ?= 100000
+FIRST ?= 0
+simulate: .venv/ready  ## histories of the real modules on simulated hosts, and how often each fault met each phase
+	cd tests && ../$(BIN)/python -m sim --count $(HISTORIES) --first $(FIRST) --processes $$(nproc) --coverage
+	cd tests && ../$(BIN)/python -m sim --planted --count 2000 --processes $$(nproc)
 
 test-deepspeed: RUNNER = $(DEEPSPEED)/python
 test-deepspeed: .venv/deepspeed  ## the DeepSpeed adapter with real engines on the CPU

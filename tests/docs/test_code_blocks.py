@@ -17,6 +17,7 @@ NOT_RUN = {
     ("README.md", "make demo   # trains on real data"),
     ("docs/RELIABILITY.md", "   kill | at step | within a save"),
     ("docs/performance-details.md", "make bench "),
+    ("docs/simulator.md", "cd tests\npython -m sim "),
     ("docs/performance-details.md", "python benchmarks/bench.py "),
     ("docs/reference/configuration.md", "python train.py fit "),
     ("docs/object-stores.md", '{\n  "Version"'),

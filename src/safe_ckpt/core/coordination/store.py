@@ -316,7 +316,9 @@ class StoreClient:
             if since is None and (self._alive is None or self._alive()):
                 # Connecting has its own time. It does not show whether the host is alive.
                 deadline = begun + _CONNECT_S
-            futures.wait([future], timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic())))
+            left_s = deadline - time.monotonic()
+            # Past it the host may be given more time: that is no reason to look without a pause.
+            futures.wait([future], timeout=min(_SLICE_S, left_s) if left_s > 0 else _SLICE_S)
             if future.done():
                 return future.result(timeout=0)
             if check is not None:

@@ -289,7 +289,8 @@ def _manifest_of(path: Path) -> Manifest:
         return read_manifest(path)
     except IncompleteCheckpointError:
         raise
-    except CorruptCheckpointError:  # if a second read shows no mismatch, the memory or the network was at fault
+    except (CorruptCheckpointError, UnsupportedFormatError):
+        # If a second read shows no mismatch, the memory or the network was at fault; the bytes may be those of the format.
         drop_cache(path / MANIFEST_NAME if presence.is_directory(path) else path)
         return read_manifest(path)
 

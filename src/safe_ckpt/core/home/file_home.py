@@ -477,7 +477,9 @@ class FilePublication:
 
         def in_place() -> Path:
             if made.parent.parent == home.trash and os.path.lexists(path):
-                for folder in (home.trash, home.hidden):  # both are made when they are needed
+                # What the next start repairs by: the old one's place, and the folder of this save, by whose name it tells
+                # an interrupted replacement from something deleted.
+                for folder in (home.pending, home.trash, home.hidden):
                     durable.sync_directory(str(folder))
             return made
 

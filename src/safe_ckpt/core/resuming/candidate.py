@@ -30,6 +30,7 @@ from safe_ckpt.errors import (
     HostileCheckpointError,
     IncompleteCheckpointError,
     SafeCheckpointError,
+    UnsupportedFormatError,
     naming,
 )
 
@@ -220,7 +221,7 @@ def _read(path: Path, load: Callable[[Path], Any], patience: Patience) -> Any:
         except IncompleteCheckpointError as error:
             if over or not patience.until_there(path / error.file):
                 raise
-        except CorruptCheckpointError as error:
+        except (CorruptCheckpointError, UnsupportedFormatError) as error:  # the bytes that differ may name the format
             if differed:
                 raise
             differed = True

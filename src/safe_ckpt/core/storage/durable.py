@@ -117,7 +117,7 @@ def publish_file(staged: Path, final: Path) -> None:
             os.replace(final, staged)
 
     try:
-        _replace(staged, final)
+        _settled(lambda: _replace(staged, final), staged, final)
         with _undone_by(undo):
             sync_directory(str(final.parent))
     finally:
@@ -161,19 +161,19 @@ def publish_directory(staged: Path, final: Path, aside: Path) -> None:
     if staged.is_dir():
         sync_directory(str(staged))
     if not os.path.lexists(final):
-        os.rename(staged, final)
+        _settled(lambda: os.rename(staged, final), staged, final)
         with _undone_by(lambda: os.rename(final, staged)):
             sync_directory(str(final.parent))
         return
-    if exchange(staged, final):
+    if _settled(lambda: exchange(staged, final), staged, final) is not False:
         with _undone_by(lambda: _exchange_back(staged, final)):
             sync_directory(str(final.parent))
         _tidy(lambda: os.rename(staged, aside))
         return
-    os.rename(final, aside)
+    _settled(lambda: os.rename(final, aside), final, aside)
     with _undone_by(lambda: os.rename(aside, final)):
         sync_directory(str(aside.parent))
-        os.rename(staged, final)
+        _settled(lambda: os.rename(staged, final), staged, final)
 
     def swap_back() -> None:
         os.rename(final, staged)
@@ -181,6 +181,31 @@ def publish_directory(staged: Path, final: Path, aside: Path) -> None:
 
     with _undone_by(swap_back):
         sync_directory(str(final.parent))
+
+
+def _settled(rename: Callable[[], bool | None], staged: Path, final: Path) -> bool | None:
+    """Call ``rename``, which gives ``staged`` the name ``final``. An error is none where it was done all the same.
+
+    A server whose answer is lost has done it, and one that is asked twice says that there is no ``staged``.
+
+    Raises:
+        OSError: it was not done.
+        HalfCommittedError: it may have been done.
+    """
+    moved = os.lstat(staged)
+    try:
+        return rename()
+    except OSError as error:
+        try:
+            there = os.lstat(final)
+        except FileNotFoundError:
+            raise error from None
+        except OSError:
+            raise HalfCommittedError(error.errno, error.strerror, error.filename) from error
+        if not moved.st_ino or (there.st_dev, there.st_ino) != (moved.st_dev, moved.st_ino):
+            raise  # a file system that numbers no files shows nothing
+        logger.warning("%s has its name, although the file system answered: %s", final, error)
+        return True
 
 
 def _exchange_back(one: Path, other: Path) -> None:

@@ -1,0 +1,184 @@
+"""Bugs that are planted when the modules are loaded: each leaves out, or turns round, one thing on which a promise rests.
+
+Whoever changes the modules may have to change a patch here: it says so when it fits no more. A bug that no history finds is a
+finding about the simulator.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import time
+from collections.abc import Callable
+from typing import Any
+
+Patch = Callable[[str], str]
+
+
+def _swap(old: str, new: str) -> Patch:
+    return lambda text: text.replace(old, new, 1)
+
+
+def _both(*patches: Patch) -> Patch:
+    def patch(text: str) -> str:
+        for one in patches:
+            changed = one(text)
+            if changed == text:
+                raise ValueError("a part of a planted bug does not fit any more")
+            text = changed
+        return text
+
+    return patch
+
+
+_HOME, _LOCK, _LEASE = "safe_ckpt.core.home.file_home", "safe_ckpt.core.home.file_lock", "safe_ckpt.core.home.lease"
+_DURABLE, _COMMIT = "safe_ckpt.core.storage.durable", "safe_ckpt.core.saving.commit_protocol"
+_NAME = """        with _undone_by(lambda: os.rename(final, staged)):
+            sync_directory(str(final.parent))
+"""
+_WRITE = "            durable.write_durably(self._pending / MANIFEST_NAME, manifest.to_bytes())\n            self._publish()\n"
+_LATE = (
+    "            self._publish()\n            durable.write_durably(self._final / MANIFEST_NAME, manifest.to_bytes())\n"
+)
+_EXCHANGE = "    if _settled(lambda: exchange(staged, final), staged, final) is not False:"
+_EARLY = """        if (catalog := self._job.request.on_commit.catalog) is not None and self._job.request.on_commit.retention:
+            self._job.workspace.discard([one.path for one in catalog.committed])
+        return self._publication.commit("""
+
+PLANTED: dict[str, dict[str, Patch]] = {
+    "the lock is not confirmed before a commit": {
+        _HOME: _swap(
+            "        self._home.confirm()\n        durable.publish(self._pending",
+            "        durable.publish(self._pending",
+        )
+    },
+    "nothing is swept at the start": {_HOME: _swap("                self._sweep()\n", "")},
+    "nothing is repaired at the start": {_HOME: _swap("                self._repair()\n", "")},
+    "files are not synced": {
+        "safe_ckpt.core.storage.direct_io": _swap(
+            '            progress.entered("fsync")\n            os.fsync(fd)\n', ""
+        )
+    },
+    "the manifest is not synced": {
+        _DURABLE: _swap(
+            "            view = view[os.write(fd, view) :]\n        os.fsync(fd)\n",
+            "            view = view[os.write(fd, view) :]\n",
+        )
+    },
+    "the new name is not synced": {_DURABLE: _swap(_NAME, "")},
+    "the name comes before the manifest": {_HOME: _swap(_WRITE, _LATE)},
+    "the lease runs on during an outage": {
+        _LEASE: _both(
+            _swap("outage=overslept or seen.was_out", "outage=False"),
+            _swap("self.seconds += min(now - before, period_s)", "self.seconds += now - before"),
+        )
+    },
+    "one read is believed": {
+        "safe_ckpt.core.resuming.candidate": _swap("    differed = False\n", "    differed = True\n")
+    },
+    "a verdict that did not come is a failure": {
+        _COMMIT: _swap(
+            'raise CommitOutcomeUnknown(name=self._job.name, cause=cause, phase="commit") from error\n        if "error"',
+            'raise SaveError(name=self._job.name, cause=cause, phase="commit") from error\n        if "error"',
+        )
+    },
+    "keys of a save are used again": {
+        "safe_ckpt.core.coordination.rounds": _swap('f"op/{op_id}", writers, "write"', '"op/save", writers, "write"')
+    },
+    "retention comes before the commit": {_COMMIT: _swap("        return self._publication.commit(", _EARLY)},
+    "a holder's signs of life are ignored": {
+        _LEASE: _both(
+            _swap("if silence.is_broken_by(seen) and", "if False and"),
+            _swap("or seen.state != self._before.state:", "or False:"),
+            _swap('        if fate == "alive":\n            raise', "        if False:\n            raise"),
+        )
+    },
+    "the old one is deleted, then replaced": {
+        _DURABLE: _swap(
+            _EXCHANGE,
+            "    remove_tree(final)\n    os.rename(staged, final)\n    sync_directory(str(final.parent))\n    return\n"
+            + _EXCHANGE,
+        )
+    },
+    "the clock alone decides the order": {
+        "safe_ckpt.core.home.home": _swap("max(last + 1, int(time.time() * 1000))", "int(time.time() * 1000)")
+    },
+    "the others' reports are left out": {
+        _COMMIT: _swap("info = self._commit({**own, **others})", "info = self._commit(own or others)")
+    },
+    "a commit whose sync failed stays": {
+        _DURABLE: _swap(
+            "        with _undone_by(lambda: os.rename(final, staged)):\n", "        with contextlib.nullcontext():\n"
+        )
+    },
+    "a checkpoint is deleted where it stands": {
+        _HOME: _swap("            os.rename(path, bin_ / path.name)\n", "            durable.remove_tree(path)\n")
+    },
+    "a lost answer of a rename is a failure": {
+        _DURABLE: _swap(
+            "        if (there.st_dev, there.st_ino) != (moved.st_dev, moved.st_ino):\n            raise\n",
+            "        raise\n",
+        )
+    },
+    # What histories found, and what was mended then.
+    "a late store is asked without a pause": {
+        "safe_ckpt.core.coordination.store": _swap("if left_s > 0 else _SLICE_S)", "if left_s > 0 else 0.0)")
+    },
+    "the folder of a save is not durable when the old one goes": {
+        _HOME: _swap(
+            "for folder in (home.pending, home.trash, home.hidden):", "for folder in (home.trash, home.hidden):"
+        )
+    },
+    "another format is believed at one read": {
+        "safe_ckpt.core.home.candidates": _swap(
+            "except (CorruptCheckpointError, UnsupportedFormatError):", "except CorruptCheckpointError:"
+        ),
+        "safe_ckpt.core.resuming.candidate": _swap(
+            "except (CorruptCheckpointError, UnsupportedFormatError) as", "except CorruptCheckpointError as"
+        ),
+    },
+    "a lost answer of moving aside is a failure": {
+        _DURABLE: _swap(
+            "    _settled(lambda: os.rename(final, aside), final, aside)\n", "    os.rename(final, aside)\n"
+        )
+    },
+}
+
+
+def first_seed(
+    name: str, most: int, first: int = 0, within_s: float | None = None
+) -> tuple[int | None, list[str], int]:
+    """The first seed that finds a planted bug, what it violates, and how many histories that took."""
+    from sim import history
+    from sim.loader import Slots
+
+    slots, began = Slots(PLANTED[name]), time.process_time()
+    for number, seed in enumerate(range(first, first + most)):
+        result = history.run(seed, slots)
+        if result.violations:
+            return seed, list(dict.fromkeys(result.violations)), number + 1
+        if number % 25 == 24:
+            gc.collect()
+        if within_s is not None and time.process_time() - began > within_s:
+            return None, [], number + 1
+    return None, [], most
+
+
+def _find(arguments: tuple[str, int]) -> tuple[str, int | None, list[str], int]:
+    name, most = arguments
+    return (name, *first_seed(name, most))
+
+
+def print_table(names: list[str], most: int, processes: int) -> int:
+    """Find them, and print which seed finds each. Returns how many were not found."""
+    chosen = [name for name in PLANTED if not names or any(one in name for one in names)]
+    missed = 0
+    print("| Planted bug | Seed | Violates |\n|---|---|---|", flush=True)
+    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
+        found: Any
+        for found in pool.imap(_find, [(name, most) for name in chosen]):
+            name, seed, violations, _ = found
+            missed += seed is None
+            what = ", ".join(sorted({one.partition(":")[0] for one in violations}))
+            print(f"| {name} | {seed if seed is not None else f'none of {most}'} | {what} |", flush=True)
+    return missed

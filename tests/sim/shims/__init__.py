@@ -1,0 +1,1 @@
+"""What stands in place of the modules that would reach the machine: threads, clocks, the file system, the network."""
