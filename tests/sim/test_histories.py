@@ -15,8 +15,27 @@ TESTS = Path(__file__).parents[1]
 SEEDS_OF_PLANTED = {
     "nothing is swept at the start": 0,
     "the name comes before the manifest": 0,
+    "retention comes before the commit": 0,
+    "the lock is not confirmed before a commit": 2,
+    "keys of a save are used again": 2,
+    "a holder's signs of life are ignored": 2,
+    "the others' reports are left out": 11,
+    "a commit whose sync failed stays": 27,
+    "files are not synced": 29,
+    "the manifest is not synced": 29,
+    "the lease runs on during an outage": 55,
+    "the new name is not synced": 65,
+    "a late store is asked without a pause": 79,
+    "the clock alone decides the order": 81,
+    "one read is believed": 83,
+    "nothing is repaired at the start": 180,
+    "the old one is deleted, then replaced": 180,
+    "a lost answer of a rename is a failure": 337,
+    "the folder of a save is not durable when the old one goes": 361,
+    "a checkpoint is deleted where it stands": 373,
 }
-"""Of some planted bugs the seed that finds each, for the short run; ``python -m sim --planted`` prints all."""
+"""The first seed that finds each planted bug, as ``python -m sim --planted`` prints it. Other plans have other seeds."""
+SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or number in (0, 1, 3, 9)]
 
 
 def sim(*arguments):
@@ -30,7 +49,7 @@ def sim(*arguments):
 @pytest.mark.timeout(900)
 def test_histories_violate_nothing():
     """Nothing durable is lost or torn, no two owners commit, ranks agree, every wait ends: in each history."""
-    count, processes = (20_000, os.cpu_count() or 1) if THOROUGH else (1500, 2)
+    count, processes = (20_000, os.cpu_count() or 1) if THOROUGH else (700, 2)
     ended = sim("--count", count, "--processes", processes)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
     print(ended.stdout[-1500:])
@@ -46,7 +65,7 @@ def test_a_seed_gives_the_same_history_again(seed):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", SEEDS_OF_PLANTED)
+@pytest.mark.parametrize("name", SAMPLE)
 def test_a_planted_bug_is_found(name):
     """With the bug the history violates a rule; without it the same history violates none."""
     code = "from sim import history, planted; from sim.loader import Slots\n"
@@ -59,12 +78,3 @@ def test_a_planted_bug_is_found(name):
     with_bug, without = map(int, ended.stdout.split()[-2:])
     assert with_bug > 0
     assert without == 0
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(7200)
-def test_all_planted_bugs_are_found():
-    """Each within 2,000 seeds; the table is printed."""
-    ended = sim("--planted", "--count", 2000, "--processes", os.cpu_count() or 1)
-    print(ended.stdout)
-    assert ended.returncode == 0, ended.stdout
