@@ -240,7 +240,7 @@ check(LlamaForCausalLM.from_pretrained(saved).state_dict())
 state = torch.load(saved / "optimizer.pt", weights_only=True)
 assert state["state"], "an optimizer's state"
 read = {{name: torch.zeros_like(value) for name, value in expected.items()}}
-dcp.load(read, checkpoint_id=folder / "sharded/step-00000003/model", no_dist=True)
+dcp.load({{"model": read}}, checkpoint_id=folder / "sharded/step-00000003", no_dist=True)
 check(read)
 assert not [name for name in sys.modules if name.startswith("safe_ckpt.")]
 """

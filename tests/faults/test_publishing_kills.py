@@ -34,6 +34,6 @@ def test_kills_lose_nothing_that_was_published(tmp_path):
             for part in range(4):
                 found = torch.load(newest.path / "deep" / f"{part}.pt")
                 assert found.unique().tolist() == [float(newest.step)], which
-    with safe_ckpt.publishing(tmp_path / "run", 10_000):
-        pass
+    with safe_ckpt.publishing(tmp_path / "run", 10_000) as folder:
+        (folder / "last").touch()
     assert not (tmp_path / "run/.safe_ckpt/pending").exists(), f"{which}: something was left over"
