@@ -148,7 +148,8 @@ bench: .venv/ready  ## what a save costs, against every peer that installs; BENC
 	$(BIN)/python benchmarks/bench.py $(BENCH)
 
 gpu-check: .venv/ready  ## on a machine with a GPU: copies, gate, kills, what a save costs; at most 20 minutes, prints a table
-	! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || $(BIN)/pip install --quiet --disable-pip-version-check -e '.[bench]'
+	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  $(BIN)/pip install --quiet --disable-pip-version-check -e '.[bench]'; fi
 	$(BIN)/python benchmarks/gpu/check.py $(GPU)
 
 examples: .venv/ready  ## run every example, twice where it resumes

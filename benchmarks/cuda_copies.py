@@ -1,26 +1,14 @@
-"""What a save costs on one CUDA device: a transformer's training step, eager and overlapped copies.
-
-Runs on any machine with one CUDA device and prints JSON with the device's name and the date. It has **not been run on one**:
-where it was written there is none. ``--device cpu`` only shows that the script itself works; its figures mean nothing.
+"""A transformer's training step on one device, and what a save costs it, for ``gpu/measures.py``.
 
 - ``ceiling_gb_s``: device to host, into pinned memory, nothing else running.
 - ``stall_s``: by how much the steps from a save until it is durable, the call included, took longer than undisturbed ones;
   the device is waited for at the end, not after every step.
 
-    python benchmarks/cuda_copies.py --mebibytes 4096
+It has **not been run on a GPU**: where it was written there is none.
 """
 
-import sys
-
-if __name__ == "__main__":
-    sys.path.pop(0)  # this directory: in it this file stands before a package named cuda that torch may want
-
 import argparse
-import datetime
-import json
-import shutil
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -153,35 +141,3 @@ def measure(snapshot: str, options: argparse.Namespace, folder: Path) -> dict[st
         "stall_s": statistics.median(found["stall_s"] for found in saves[1:]),
         "copy_gb_s": size / copied_s / 1e9,
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mebibytes", type=int, default=4096, help="parameters and Adam state together")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--saves", type=int, default=5, help="after the first one")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
-    options = parser.parse_args()
-    device = torch.device(options.device)
-    result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "none: not a measurement",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "ceiling_gb_s": ceiling_gb_s(device),
-    }
-    options.folder.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=options.folder.resolve()))
-    try:
-        for snapshot in ("eager", "overlapped"):
-            try:
-                result[snapshot] = measure(snapshot, options, folder)
-            except Exception as error:  # the other one is worth having all the same
-                result[snapshot] = {"error": f"{type(error).__name__}: {error}"}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -142,7 +142,6 @@ def left(options: argparse.Namespace, _: str) -> str:
                 ckpt.save(number, state)
                 training.step()
     after = held()
-    training.optimizer.zero_grad()
     own = {name for name in after[1] - before[1] if "safe_ckpt" in name}
     if own or after[2] > before[2] or after[0] > before[0] + (64 << 20):
         raise SystemExit(f"before {before[0]} bytes, {before[2]} processes; after {after[0]}, {after[2]}, {own}")
