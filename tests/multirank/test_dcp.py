@@ -361,6 +361,7 @@ def _groups(rank, path):
     )
     state = {"mine": -1, "t": torch.zeros(4)}
     dcp.load(state, checkpoint_id=path / f"{mine}", process_group=groups[mine])
+    dist.barrier()  # of all: rank 0 hosts the store of the process group
     return state["mine"], state["t"].tolist()
 
 

@@ -39,6 +39,7 @@ def _two_models(rank, path):
             optimizer.step()
             state["step"] += 1
             ckpt.save(state["step"], state)
+    dist.barrier()  # of all: rank 0 hosts the store of the process group
     return resumed and resumed.step, state["step"], _whole(model)
 
 

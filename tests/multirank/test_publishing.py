@@ -146,7 +146,9 @@ def _groups(rank, path):
     mine, name = groups[rank // 2], "ab"[rank // 2]
     with safe_ckpt.publishing(path / name, 1, mine) as folder:
         (folder / f"{rank}").write_text("x")
-    return sorted(os.listdir(safe_ckpt.newest(path / name, mine).path))
+    found = sorted(os.listdir(safe_ckpt.newest(path / name, mine).path))
+    dist.barrier()  # of all: rank 0 hosts the store of the process group
+    return found
 
 
 def test_disjoint_groups_do_not_wait_for_each_other(tmp_path):

@@ -231,6 +231,7 @@ def _subgroup(rank):
     coordinator = open_coordinator(evens if rank % 2 == 0 else odds, QUICK)
     result = coordinator.agree("x", timeout_s=10, local=lambda: rank, decide=lambda a: [a[r] for r in sorted(a)])
     coordinator.release()
+    dist.barrier()  # of all: rank 0 hosts the store of the process group
     return result
 
 
