@@ -79,6 +79,17 @@ class Checkpointer:
         RendezvousTimeout: some ranks did not come within ``barrier_s``; names them.
         DesyncError: the ranks were given different directories or settings.
         UnsupportedFormatError: it holds a checkpoint of a newer format version.
+
+    Example:
+        ```python
+        with Checkpointer("runs/exp") as ckpt:
+            state = {"model": model, "optimizer": optimizer, "step": 0}
+            ckpt.resume(state)  # a fresh start when there is no checkpoint
+            for step in range(state["step"] + 1, 101):
+                train_one_step(model, optimizer)
+                if step % 50 == 0:
+                    ckpt.save(step, {**state, "step": step})
+        ```
     """
 
     def __init__(
@@ -145,6 +156,19 @@ class Checkpointer:
             DesyncError: the ranks differ in step, directory or names.
             RendezvousTimeout: some ranks did not call ``save``; names them.
             SafeCheckpointError: the error of an earlier save that was not reported yet; this one was not started.
+
+        Example:
+            ```python
+            with Checkpointer("runs/exp") as ckpt:
+                state = {"model": model, "optimizer": optimizer, "rng": PerRank(RngState())}
+                handle = ckpt.save(100, state, metrics={"loss": 0.25})  # returns when the copy is taken
+                train_one_step(model, optimizer)
+                print(handle.result().path)  # waits until it is committed
+            ```
+
+            ```text
+            …runs/exp/step-00000100
+            ```
         """
         with self._engine.together("save"):
             return self._save(step, state, metrics or {})
@@ -228,6 +252,18 @@ class Checkpointer:
             NoValidCheckpointError: there are checkpoints and none is usable.
             RestoreError: the checkpoint does not fit the state.
             DirectoryError: a file could not be read; the checkpoint is not treated as corrupt.
+
+        Example:
+            ```python
+            with Checkpointer("runs/exp") as ckpt:
+                state = {"model": model, "optimizer": optimizer, "step": 0}
+                info = ckpt.resume(state)
+                print("fresh start" if info is None else f"goes on after step {state['step']}")
+            ```
+
+            ```text
+            goes on after step 20
+            ```
         """
         self._engine.wait()
 
@@ -309,6 +345,17 @@ class Checkpointer:
             DirectoryError: the directory holds something else.
             DesyncError: the ranks differ in what they ask for.
             RendezvousTimeout: some ranks did not call this.
+
+        Example:
+            ```python
+            with Checkpointer("runs/exp") as ckpt:
+                ckpt.export(model, "weights", dtype=torch.bfloat16).result()
+            print(sorted(os.listdir("weights")))
+            ```
+
+            ```text
+            ['manifest.json', 'model.safetensors']
+            ```
         """
         if self._exporter is None:
             self._exporter = Exporter(self._engine, HeldDirectories(self._engine))
@@ -322,15 +369,22 @@ class Checkpointer:
         """Whether to save and leave the loop: a signal of ``save_on_signals`` reached some rank.
 
         Look once per step, on every rank, on the thread that trains; all ranks get the same answer at the same step. That
-        costs a comparison, and about twice a second the pick-up of an answer that lies ready::
-
-            if ckpt.stop_requested:
-                ckpt.save(step, state)
-                break  # leaving the ``with`` block waits until it is committed
+        costs a comparison, and about twice a second the pick-up of an answer that lies ready.
 
         Raises:
             RendezvousTimeout: rank 0 has not looked as often as this rank.
             PeerLostError: rank 0 died or stopped.
+
+        Example:
+            ```python
+            config = CheckpointConfig(save_on_signals=("SIGTERM",))
+            with Checkpointer("runs/exp", config) as ckpt:
+                for step in range(21, 101):
+                    train_one_step(model, optimizer)
+                    if ckpt.stop_requested:
+                        ckpt.save(step, {"model": model})
+                        break  # leaving the block waits until it is committed
+            ```
         """
         return self._engine.stop_requested()
 

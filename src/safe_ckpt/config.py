@@ -36,7 +36,13 @@ def _require(condition: bool, key: str, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts(_Checked):
-    """How long anything may take. All values are in seconds, above zero and at most a year."""
+    """How long anything may take. All values are in seconds, above zero and at most a year.
+
+    Example:
+        ```python
+        config = CheckpointConfig(timeouts=Timeouts(lengthy_s=2 * 3600, barrier_s=600))
+        ```
+    """
 
     lengthy_s: float = field(default=3600.0, metadata=limits(above=0, at_most=_LONGEST_S))
     """How long one save may take, from the call until every rank knows the outcome, as long as all ranks are alive."""
@@ -55,7 +61,15 @@ class Timeouts(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Retention(_Checked):
-    """Which committed checkpoints to keep. The others are deleted after each commit. Without a rule all are kept."""
+    """Which committed checkpoints to keep. The others are deleted after each commit. Without a rule all are kept.
+
+    Example:
+        ```python
+        rules = Retention(keep_last=3, keep_best=1, metric="loss", keep_every_steps=1000)
+        with Checkpointer("runs/exp", CheckpointConfig(retention=rules)) as ckpt:
+            ckpt.save(100, {"model": model}, metrics={"loss": 0.25})
+        ```
+    """
 
     keep_last: int | None = field(default=None, metadata=limits(at_least=1))
     """Keep this many of the newest checkpoints."""
@@ -75,7 +89,13 @@ class Retention(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class WriterConfig(_Checked):
-    """How bytes reach the disk."""
+    """How bytes reach the disk.
+
+    Example:
+        ```python
+        config = CheckpointConfig(writer=WriterConfig(direct_io="off", niceness=19))
+        ```
+    """
 
     direct_io: Literal["auto", "off"] = "auto"
     """``"auto"``: write past the page cache (O_DIRECT) if the file system can. ``"off"``: never."""
@@ -98,7 +118,13 @@ class WriterConfig(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Network(_Checked):
-    """Where the ranks reach rank 0 while they save. The traffic of training does not go here."""
+    """Where the ranks reach rank 0 while they save. The traffic of training does not go here.
+
+    Example:
+        ```python
+        config = CheckpointConfig(network=Network(interface="ib0", port=29600))
+        ```
+    """
 
     interface: str | None = None
     """The network interface of rank 0's host on which rank 0 listens, such as ``ib0``, or one of its addresses. Null: all
@@ -114,6 +140,12 @@ class StorageConfig(_Checked):
     Credentials, endpoint and region come from the environment as obstore reads it: ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
     ``AWS_REGION``, ``AWS_ALLOW_HTTP``, ``AZURE_STORAGE_ACCOUNT_NAME``, ``GOOGLE_APPLICATION_CREDENTIALS`` and the like, or from
     the role of the machine.
+
+    Example:
+        ```python
+        storage = StorageConfig(options=("region=eu-central-1",), parts_in_flight=8)
+        config = CheckpointConfig(storage=storage)  # for Checkpointer("s3://bucket/run", config)
+        ```
     """
 
     options: tuple[str, ...] = field(
@@ -138,7 +170,14 @@ class StorageConfig(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Mirror(_Checked):
-    """A second place for committed checkpoints, in an object store. They are uploaded in the background."""
+    """A second place for committed checkpoints, in an object store. They are uploaded in the background.
+
+    Example:
+        ```python
+        mirror = Mirror(url="s3://bucket/run", keep_last=2, required=True)
+        config = CheckpointConfig(mirror=mirror, retention=Retention(keep_last=3))
+        ```
+    """
 
     url: str | None = field(
         default=None,
@@ -166,7 +205,15 @@ class Mirror(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Health(_Checked):
-    """What happens to an unhealthy checkpoint: one with NaN or Inf in its tensors."""
+    """What happens to an unhealthy checkpoint: one with NaN or Inf in its tensors.
+
+    Example:
+        ```python
+        health = Health(action="stop", ignore=("*.mask",))
+        with Checkpointer("runs/exp", CheckpointConfig(health=health)) as ckpt:
+            ckpt.save(100, {"model": model})  # UnhealthyStateError here or later if there is a NaN
+        ```
+    """
 
     action: Literal["mark", "stop", "warn", "off"] = "mark"
     """``"mark"``: commit it and mark it as unhealthy; ``resume`` skips it unless you name it, and retention does not count it.
@@ -181,7 +228,13 @@ class Health(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Unchanged(_Checked):
-    """What happens to files that have the same bytes as in the checkpoint before."""
+    """What happens to files that have the same bytes as in the checkpoint before.
+
+    Example:
+        ```python
+        config = CheckpointConfig(unchanged=Unchanged(full_every=100))
+        ```
+    """
 
     share: bool = True
     """Do not write them again: the new checkpoint gets a hard link. Frozen weights go to files of their own."""
@@ -192,7 +245,14 @@ class Unchanged(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Telemetry(_Checked):
-    """Where events are recorded and exported. No save fails because of it, and rank 0 alone does it."""
+    """Where events are recorded and exported. No save fails because of it, and rank 0 alone does it.
+
+    Example:
+        ```python
+        telemetry = Telemetry(prometheus_textfile="/var/lib/node_exporter/safe_ckpt.prom")
+        config = CheckpointConfig(telemetry=telemetry)
+        ```
+    """
 
     record_bytes: int = field(default=16 << 20, metadata=limits(at_least=4096))
     """How large ``events.jsonl`` may grow. Then it becomes ``events.jsonl.1``, and a new file is begun."""
@@ -210,7 +270,22 @@ class Telemetry(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(_Checked):
-    """All settings. Each has a default."""
+    """All settings. Each has a default.
+
+    Example:
+        ```python
+        config = CheckpointConfig(
+            retention=Retention(keep_last=3),
+            timeouts=Timeouts(barrier_s=600),
+            save_on_signals=("SIGTERM",),
+        )
+        print(config.deviations())
+        ```
+
+        ```text
+        retention.keep_last=3, save_on_signals=('SIGTERM',), timeouts.barrier_s=600.0
+        ```
+    """
 
     removed = MappingProxyType(
         {

@@ -57,10 +57,7 @@ class publishing:  # noqa: N801 - it is used as a function
 
     Whatever the ranks write into the folder, from any of them and with whatever saver, is made durable, sized and hashed, each
     rank a share of the files. Then the ranks agree, the manifest is written, and the folder gets its name, ``step-<step>``, in
-    one step; retention follows. If any rank raises, nothing appears, and all ranks raise that rank's error::
-
-        with safe_ckpt.publishing("runs/exp", step) as folder:
-            torch.save(model.state_dict(), folder / f"model-{rank}.pt")
+    one step; retention follows. If any rank raises, nothing appears, and all ranks raise that rank's error.
 
     ``safe_ckpt.newest`` finds the newest one again, and ``safe-ckpt list`` and ``verify`` know them.
 
@@ -87,6 +84,17 @@ class publishing:  # noqa: N801 - it is used as a function
         PeerLostError: a rank died; names it.
         SaveError: it could not be made durable or committed; the same on every rank.
         SourceChangedError: something wrote into the folder after the block was left.
+
+    Example:
+        ```python
+        with safe_ckpt.publishing("runs/published", step=100, metrics={"loss": 0.25}) as folder:
+            torch.save(model.state_dict(), folder / "model-rank0.pt")  # any saver, from any rank
+        print(sorted(os.listdir("runs/published/step-00000100")))
+        ```
+
+        ```text
+        ['manifest.json', 'model-rank0.pt']
+        ```
     """
 
     def __init__(

@@ -31,9 +31,7 @@ def load(
 
     The directory is only read: it may be another user's, a read-only mount, a bucket, or in use by a live job, and nothing
     in it is changed. Any number of ranks may read what any number has saved. If the live job deletes what is being read, or
-    saves that step again, the next newest is restored instead, as a whole; never a mixture::
-
-        info = safe_ckpt.load("/shared/alice/run", {"model": model})  # weights alone: give only these names
+    saves that step again, the next newest is restored instead, as a whole; never a mixture.
 
     Args:
         path: a directory of checkpoints, one checkpoint in it, or the address of either in an object store.
@@ -54,6 +52,16 @@ def load(
         StateError: ``step`` is no step.
         DesyncError: the ranks ask for different things.
         RendezvousTimeout: some ranks did not call this; names them.
+
+    Example:
+        ```python
+        info = safe_ckpt.load("runs/exp", {"model": model})  # the weights alone; a live job may hold the directory
+        print(f"evaluates step {info.step}")
+        ```
+
+        ```text
+        evaluates step 20
+        ```
     """
     with _visit(path, step, group) as visit:
         return visit.load(state, verify=verify)
@@ -64,11 +72,7 @@ def newest(
 ) -> CheckpointInfo | None:
     """The newest checkpoint that is committed, whole and without bad numbers. Every rank calls this, and gets the same one.
 
-    Its ``path`` is then read by whatever wrote it, see ``publishing``. The directory is only read, as by ``load``::
-
-        info = safe_ckpt.newest("runs/exp")
-        if info is not None:
-            model.load_state_dict(torch.load(info.path / "model.pt"))
+    Its ``path`` is then read by whatever wrote it, see ``publishing``. The directory is only read, as by ``load``.
 
     Args:
         directory: where the checkpoints are, or the address of an object store.
@@ -83,6 +87,16 @@ def newest(
         DirectoryError: a file could not be read; names path and rank.
         DesyncError: the ranks ask for different directories.
         RendezvousTimeout: some ranks did not call this; names them.
+
+    Example:
+        ```python
+        info = safe_ckpt.newest("runs/exp")
+        print("nothing yet" if info is None else info.name)
+        ```
+
+        ```text
+        step-00000020
+        ```
     """
     with _visit(directory, None, group) as visit:
         return visit.newest(verify=verify)

@@ -64,6 +64,16 @@ def load(
         DirectoryError: a file could not be read; names path and rank.
         DesyncError: the ranks ask for different paths.
         RendezvousTimeout: some ranks did not call this; names them.
+
+    Example:
+        ```python
+        from safe_ckpt import dcp
+
+        dcp.save({"model": model.state_dict()}, checkpoint_id="runs/dcp/step-100")
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id="runs/dcp")  # the newest in the directory
+        model.load_state_dict(state["model"])
+        ```
     """
     group = ranks_of(process_group, no_dist=no_dist)
     settle()

@@ -72,6 +72,13 @@ def save(
         RendezvousTimeout: some ranks did not call this; names them.
         SafeCheckpointError: it could not be made durable or committed, or the error of an earlier ``async_save`` that nobody
             has looked at; the same on every rank.
+
+    Example:
+        ```python
+        from safe_ckpt import dcp  # instead of: import torch.distributed.checkpoint as dcp
+
+        dcp.save({"model": model.state_dict()}, checkpoint_id="runs/dcp/step-100")
+        ```
     """
     saver = saver_for(ranks_of(process_group, no_dist=no_dist))
     path, handle = _begin(saver, state_dict, checkpoint_id, storage_writer, planner, use_collectives=use_collectives)
@@ -117,6 +124,15 @@ def async_save(
 
     Raises:
         SafeCheckpointError: see ``save``. What goes wrong in the background is raised by the future.
+
+    Example:
+        ```python
+        from safe_ckpt import dcp
+
+        future = dcp.async_save({"model": model.state_dict()}, checkpoint_id="runs/dcp/step-100")
+        train_one_step(model, optimizer)  # the copy is taken
+        future.result()  # raises what went wrong
+        ```
     """
     if async_checkpointer_type != AsyncCheckpointerType.THREAD:
         _tell_once("async_checkpointer_type is ignored: safe_ckpt's own process writes, and a thread what is small")

@@ -157,6 +157,13 @@ class OnCommit:
         pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order.
         catalog: gets the commit; None for no catalog.
         retention: decides what is deleted then; None deletes nothing.
+
+    Example:
+        ```python
+        from safe_ckpt.adapters.extras import policy_of
+
+        on_commit = OnCommit(retention=policy_of(Retention(keep_last=3)))  # for Saver.save
+        ```
     """
 
     prefilled: Path | None = None
@@ -328,7 +335,22 @@ def decide(
 
 
 class SaveHandle:
-    """The outcome of a save, once it is known; the same on every rank."""
+    """The outcome of a save, once it is known; the same on every rank.
+
+    Example:
+        ```python
+        with Checkpointer("runs/exp") as ckpt:
+            handle = ckpt.save(100, {"model": model})
+            try:
+                print(handle.result(timeout_s=60).name)
+            except SaveError as error:  # nothing was committed; earlier checkpoints are as they were
+                print(f"rank {error.rank} failed in {error.phase}: {error.cause}")
+        ```
+
+        ```text
+        step-00000100
+        ```
+    """
 
     def __init__(self, name: str, limit_s: float, op_id: str = "", within: Home | None = None) -> None:
         self.name = name
