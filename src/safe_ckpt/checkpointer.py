@@ -73,12 +73,18 @@ class Checkpointer:
         hooks: called with what happens; see ``safe_ckpt.events``.
 
     Raises:
-        ConfigError: what the environment of one rank says is not allowed; on every rank.
-        DirectoryError: the directory cannot be used; names path and rank, on every rank.
-        DirectoryInUseError: a live job holds it; names host, pid and start.
-        RendezvousTimeout: some ranks did not come within ``barrier_s``; names them.
-        DesyncError: the ranks were given different directories or settings.
-        UnsupportedFormatError: it holds a checkpoint of a newer format version.
+        ConfigError: a setting, or what the environment of one rank says, is not allowed. On every rank.
+        DirectoryError: the directory cannot be used; names path and rank. On every rank.
+        DirectoryInUseError: a live job holds it; names host, pid and start. On every rank.
+        DirectoryNotSharedError: some ranks do not see the directory that rank 0 sees; names them. On every rank.
+        UnsupportedFormatError: it holds a checkpoint of a newer format version. On every rank.
+        DesyncError: the ranks were given different directories or settings, or have other versions of torch or safe_ckpt. On
+            every rank that came.
+        RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
+        PeerLostError: a rank died or stopped; names it. On every rank that is alive.
+        TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
+        UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
+        ForkedError: this process was forked from the one that opened this. On this rank alone.
 
     Example:
         ```python
@@ -152,10 +158,20 @@ class Checkpointer:
             A handle on the outcome, which is the same on every rank.
 
         Raises:
-            StateError: something cannot be saved; names it, on every rank. Nothing was started.
-            DesyncError: the ranks differ in step, directory or names.
-            RendezvousTimeout: some ranks did not call ``save``; names them.
-            SafeCheckpointError: the error of an earlier save that was not reported yet; this one was not started.
+            StateError: the step, a metric or an item of the state cannot be saved; names it. On every rank; nothing was
+                started.
+            SaveError: an earlier save failed, and nobody was told yet; so for ``WriterError``, ``NotEnoughSpaceError``,
+                ``CommitOutcomeUnknown``, ``UnhealthyStateError`` and all that ``SaveHandle.result`` raises. On every rank;
+                this save was not started.
+            DesyncError: the ranks called different things, or differ in step, directory, names or whole items. On every rank
+                that came.
+            RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
+            PeerLostError: a rank died or stopped; names it. On every rank that is alive.
+            TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
+            UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
+            ForkedError: this process was forked from the one that opened this. On this rank alone.
+            CommitOutcomeUnknown: rank 0 was lost after this rank had answered it. On this rank.
+            ClosedError: ``close`` was called. On this rank alone.
 
         Example:
             ```python
@@ -249,9 +265,27 @@ class Checkpointer:
             What was restored; None on a fresh run.
 
         Raises:
-            NoValidCheckpointError: there are checkpoints and none is usable.
-            RestoreError: the checkpoint does not fit the state.
-            DirectoryError: a file could not be read; the checkpoint is not treated as corrupt.
+            NoValidCheckpointError: there are checkpoints and none is usable, or none of ``step``; says why, name by name. On
+                every rank.
+            RestoreError: the checkpoint does not fit the state; names the item, and those that were restored before it. On
+                every rank.
+            StateError: the state is not one that ``save`` takes. On every rank.
+            DirectoryError: a file could not be read, and the checkpoint is not treated as damaged. On every rank.
+            DirectoryNotSharedError: a rank does not see a file that rank 0 sees. On every rank.
+            DirectoryInUseError: another job took the directory over before a copy from the mirror was put there. On every
+                rank.
+            NotEnoughSpaceError: what is fetched from an object store has no room on a host. On every rank.
+            UnsupportedFormatError: a checkpoint is of a newer format version. On every rank.
+            SaveError: an earlier save failed, and nobody was told yet; so for ``WriterError``, ``NotEnoughSpaceError``,
+                ``CommitOutcomeUnknown``, ``UnhealthyStateError`` and all that ``SaveHandle.result`` raises. On every rank.
+            DesyncError: the ranks called different things, or differ in directory, names or ``step``. On every rank that
+                came.
+            RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
+            PeerLostError: a rank died or stopped; names it. On every rank that is alive.
+            TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
+            UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
+            ForkedError: this process was forked from the one that opened this. On this rank alone.
+            ClosedError: ``close`` was called. On this rank alone.
 
         Example:
             ```python

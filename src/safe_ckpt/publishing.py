@@ -75,15 +75,28 @@ class publishing:  # noqa: N801 - it is used as a function
             so does the next ``publishing`` in this directory, which raises the error of this one if nobody has.
 
     Raises:
-        ConfigError: the settings are not allowed, or ``directory`` is the address of an object store; on every rank.
-        StateError: ``step`` or a metric is none; no rank has written a file, or DCP has not written its last one.
-        DesyncError: the ranks are at different steps or directories.
-        DirectoryError: the directory cannot be used, or holds something else under this name.
-        DirectoryInUseError: a live job holds it.
-        RendezvousTimeout: a rank did not come, or never left the block; names it.
-        PeerLostError: a rank died; names it.
-        SaveError: it could not be made durable or committed; the same on every rank.
-        SourceChangedError: something wrote into the folder after the block was left.
+        ConfigError: the settings are not allowed, or ``directory`` is the address of an object store. On every rank.
+        StateError: ``step`` or a metric is none; no rank has written a file, a name is taken, or DCP has not written its last
+            one. On every rank.
+        DirectoryError: the directory cannot be used, or holds something else under this name. On every rank.
+        DirectoryInUseError: a live job holds it, or has taken it over. On every rank.
+        DirectoryNotSharedError: a rank does not see the folder that rank 0 made. On every rank.
+        NotEnoughSpaceError: the file system cannot take it. On every rank.
+        UnsupportedFormatError: the directory holds a checkpoint of a newer format version. On every rank.
+        SourceChangedError: something wrote into the folder after the block was left. On every rank.
+        SaveError: it could not be made durable or committed; or, on the other ranks, the block was left by an exit such as
+            Ctrl-C on one. Entering raises that of an earlier ``asynchronous`` one, too. On every rank.
+        UnhealthyStateError: of an earlier ``asynchronous`` one. On every rank.
+        CommitOutcomeUnknown: rank 0 was lost, or the storage failed, at the very commit. On the ranks that do not know.
+        ClosedError: it was entered already, or ``result`` is called before the block was left. On this rank alone.
+        DesyncError: the ranks are at different steps or directories, or were given different settings. On every rank that
+            came.
+        RendezvousTimeout: some ranks did not come within ``barrier_s``, or to the end of the block within ``lengthy_s``;
+            names them. On every rank that came.
+        PeerLostError: a rank died or stopped; names it. On every rank that is alive.
+        TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
+        UnexpectedError: the block raised on another rank what is no error of ours; names the rank. That rank raises its own.
+        ForkedError: this process was forked from the one that opened this. On this rank alone.
 
     Example:
         ```python
@@ -181,8 +194,9 @@ class publishing:  # noqa: N801 - it is used as a function
             timeout_s: how long to wait; None for as long as a save may take.
 
         Raises:
-            SafeCheckpointError: it failed, with the same error on every rank.
-            RendezvousTimeout: it is not over yet.
+            SafeCheckpointError: it failed; see ``SaveHandle.result``. On every rank.
+            RendezvousTimeout: it is not over after ``timeout_s``.
+            ClosedError: its block was not left yet. On this rank alone.
         """
         if self._handle is None or self._engine is None:
             raise ClosedError(message="publishing: there is no result before its block was left")

@@ -46,12 +46,19 @@ def load(
         What was restored.
 
     Raises:
-        NoValidCheckpointError: there is no checkpoint, or none is usable; says why, name by name.
-        RestoreError: the checkpoint does not fit the state; names the item.
-        DirectoryError: a file could not be read; names path and rank.
-        StateError: ``step`` is no step.
-        DesyncError: the ranks ask for different things.
-        RendezvousTimeout: some ranks did not call this; names them.
+        NoValidCheckpointError: there is no checkpoint, or none is usable; says why, name by name. On every rank.
+        RestoreError: the checkpoint does not fit the state; names the item. On every rank.
+        StateError: ``step`` is no step. On every rank.
+        ConfigError: what the environment of one rank says is not allowed, or an address cannot be used. On every rank.
+        DirectoryError: a file could not be read; names path and rank. On every rank.
+        NotEnoughSpaceError: what is fetched from an object store has no room on a host. On every rank.
+        UnsupportedFormatError: a checkpoint is of a newer format version. On every rank.
+        DesyncError: the ranks called different things, or differ in ``path``, ``step`` or names. On every rank that came.
+        RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
+        PeerLostError: a rank died or stopped; names it. On every rank that is alive.
+        TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
+        UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
+        ForkedError: this process was forked from the one that opened this. On this rank alone.
 
     Example:
         ```python
@@ -83,10 +90,17 @@ def newest(
         None when there is no checkpoint, nor a directory.
 
     Raises:
-        NoValidCheckpointError: there are checkpoints and none is usable; says why, name by name.
-        DirectoryError: a file could not be read; names path and rank.
-        DesyncError: the ranks ask for different directories.
-        RendezvousTimeout: some ranks did not call this; names them.
+        NoValidCheckpointError: there are checkpoints and none is usable; says why, name by name. On every rank.
+        ConfigError: what the environment of one rank says is not allowed, or an address cannot be used. On every rank.
+        DirectoryError: a file could not be read; names path and rank. On every rank.
+        NotEnoughSpaceError: what is fetched from an object store has no room on a host. On every rank.
+        UnsupportedFormatError: a checkpoint is of a newer format version. On every rank.
+        DesyncError: the ranks called different things, or ask for different directories. On every rank that came.
+        RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
+        PeerLostError: a rank died or stopped; names it. On every rank that is alive.
+        TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
+        UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
+        ForkedError: this process was forked from the one that opened this. On this rank alone.
 
     Example:
         ```python

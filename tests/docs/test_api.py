@@ -1,6 +1,7 @@
 """The API pages and the examples in docstrings: nothing public is missing, and every example runs."""
 
 import ast
+import builtins
 
 import griffe
 import pytest
@@ -18,6 +19,17 @@ TOGETHER = {
 }
 ELSEWHERE = ("deepspeed", "torchtitan")  # test_deepspeed_page.py, test_torchtitan_page.py
 LONGEST = 8
+MEETING = (
+    "checkpointer.Checkpointer.save",
+    "checkpointer.Checkpointer.resume",
+    "reading.load",
+    "reading.newest",
+    "publishing.publishing",
+    "dcp.saving.save",
+    "dcp.loading.load",
+)
+# The base of those that say which ranks did not meet; what an import raises; what a resume passes over and says in the log.
+NOT_LISTED = {"CoordinationError", "UnsupportedVersionError", "IncompleteCheckpointError"}
 
 
 def test_everything_public_is_on_a_page():
@@ -75,6 +87,41 @@ def test_an_example_that_lies_is_found(tmp_path, monkeypatch):
     """The runner itself: what raises, or prints something else, is a problem."""
     monkeypatch.chdir(tmp_path)
     assert "NameError" in problems_of("safe_ckpt.load", "```python\nsafe_ckpt.newest(nothing)\n```")[0]
+
+
+def raises_of(one):
+    docstring = one.docstring.parse("google") if one.docstring else []
+    return {str(row.annotation) for section in docstring if section.kind.value == "raises" for row in section.value}
+
+
+def test_every_error_in_a_raises_section_exists():
+    """What a docstring of the API says that it raises is an error of ours or a builtin."""
+    known = {path.rpartition(".")[2] for path in classes_of("safe_ckpt.errors")} | set(vars(builtins))
+    for name, one in public().items():
+        for part in (one, *(m for m in one.members.values() if not m.is_alias)):
+            assert raises_of(part) <= known, f"{name}: {part.name}"
+
+
+@pytest.mark.parametrize("call", MEETING)
+def test_a_call_in_which_ranks_meet_lists_what_a_meeting_raises(call):
+    """The docstrings of ``save``, ``resume`` and ``load`` say what happens when the ranks do not meet."""
+    assert raises_of(package()[call]) >= {
+        "DesyncError",
+        "RendezvousTimeout",
+        "PeerLostError",
+        "TamperedError",
+        "UnexpectedError",
+        "ForkedError",
+    }
+
+
+def test_every_error_of_the_tree_is_listed_somewhere():
+    """Each error that can reach a user is in the ``Raises:`` of something public, but for bases and what only a tool raises."""
+    listed = set()
+    for one in public().values():
+        listed |= raises_of(one).union(*(raises_of(m) for m in one.members.values() if not m.is_alias))
+    leaves = {path.rpartition(".")[2] for path in classes_of("safe_ckpt.errors")}
+    assert leaves - listed == NOT_LISTED
 
 
 def test_the_tree_of_errors_is_that_of_the_classes():

@@ -58,12 +58,18 @@ def load(
 
     Raises:
         ConfigError: an argument cannot be honoured; says what to do instead. On every rank.
-        NoValidCheckpointError: there is no checkpoint, or none is usable; says why, name by name.
+        StateError: ``state_dict`` is no dict. On every rank.
+        NoValidCheckpointError: there is no checkpoint, or none is usable; says why, name by name. On every rank.
         RestoreError: the checkpoint has nothing for a name, or a tensor of another shape. On every rank.
         HostileCheckpointError: what is asked for cannot be read without running code. On every rank.
-        DirectoryError: a file could not be read; names path and rank.
-        DesyncError: the ranks ask for different paths.
-        RendezvousTimeout: some ranks did not call this; names them.
+        DirectoryError: a file could not be read; names path and rank. On every rank.
+        UnsupportedFormatError: a checkpoint is of a newer format version. On every rank.
+        DesyncError: the ranks called different things, or ask for different paths. On every rank that came.
+        RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
+        PeerLostError: a rank died or stopped; names it. On every rank that is alive.
+        TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
+        UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
+        ForkedError: this process was forked from the one that opened this. On this rank alone.
 
     Example:
         ```python
