@@ -84,7 +84,7 @@ class Checkpointer:
         PeerLostError: a rank died or stopped; names it. On every rank that is alive.
         TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
         UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
-        ForkedError: this process was forked from the one that opened this. On this rank alone.
+        ForkedError: an object store cannot be used in a process that was forked from one that uses it. On every rank.
 
     Example:
         ```python

@@ -211,7 +211,7 @@ class Health(_Checked):
         ```python
         health = Health(action="stop", ignore=("*.mask",))
         with Checkpointer("runs/exp", CheckpointConfig(health=health)) as ckpt:
-            ckpt.save(100, {"model": model})  # UnhealthyStateError here or later if there is a NaN
+            ckpt.save(100, {"model": model})  # with a NaN in it the next call raises UnhealthyStateError
         ```
     """
 

@@ -89,14 +89,14 @@ class publishing:  # noqa: N801 - it is used as a function
         UnhealthyStateError: of an earlier ``asynchronous`` one. On every rank.
         CommitOutcomeUnknown: rank 0 was lost, or the storage failed, at the very commit. On the ranks that do not know.
         ClosedError: it was entered already, or ``result`` is called before the block was left. On this rank alone.
-        DesyncError: the ranks are at different steps or directories, or were given different settings. On every rank that
+        DesyncError: the ranks are at different steps or directories, or have different settings or versions. On every rank that
             came.
         RendezvousTimeout: some ranks did not come within ``barrier_s``, or to the end of the block within ``lengthy_s``;
             names them. On every rank that came.
         PeerLostError: a rank died or stopped; names it. On every rank that is alive.
         TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
         UnexpectedError: the block raised on another rank what is no error of ours; names the rank. That rank raises its own.
-        ForkedError: this process was forked from the one that opened this. On this rank alone.
+        ForkedError: the block was left in a process that was forked within it. On this rank alone.
 
     Example:
         ```python

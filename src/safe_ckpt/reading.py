@@ -53,12 +53,13 @@ def load(
         DirectoryError: a file could not be read; names path and rank. On every rank.
         NotEnoughSpaceError: what is fetched from an object store has no room on a host. On every rank.
         UnsupportedFormatError: a checkpoint is of a newer format version. On every rank.
-        DesyncError: the ranks called different things, or differ in ``path``, ``step`` or names. On every rank that came.
+        DesyncError: the ranks called different things, or differ in ``path``, ``step``, names, settings or versions.
+            On every rank that came.
         RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
         PeerLostError: a rank died or stopped; names it. On every rank that is alive.
         TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
         UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
-        ForkedError: this process was forked from the one that opened this. On this rank alone.
+        ForkedError: an object store cannot be used in a process that was forked from one that uses it. On every rank.
 
     Example:
         ```python
@@ -95,12 +96,12 @@ def newest(
         DirectoryError: a file could not be read; names path and rank. On every rank.
         NotEnoughSpaceError: what is fetched from an object store has no room on a host. On every rank.
         UnsupportedFormatError: a checkpoint is of a newer format version. On every rank.
-        DesyncError: the ranks called different things, or ask for different directories. On every rank that came.
+        DesyncError: the ranks called different things, or differ in directory, settings or versions. On every rank that came.
         RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
         PeerLostError: a rank died or stopped; names it. On every rank that is alive.
         TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
         UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
-        ForkedError: this process was forked from the one that opened this. On this rank alone.
+        ForkedError: an object store cannot be used in a process that was forked from one that uses it. On every rank.
 
     Example:
         ```python

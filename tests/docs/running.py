@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _RUNNER = Path(__file__).with_name("page.py")
-_EXAMPLES = Path(__file__).with_name("examples.py")
+_EXAMPLES = Path(__file__).with_name("docstrings.py")
 _VENV = Path(sys.executable).parent
 _LIMIT_S = 110.0
 

@@ -6,7 +6,7 @@ import builtins
 import griffe
 import pytest
 from blocks import blocks_of
-from examples import package_of, problems_of
+from docstrings import package_of, problems_of
 from public import classes_of, example_of, exported, on_pages, package, public, with_examples
 from running import run_examples
 

@@ -2,7 +2,7 @@
 
 import pytest
 from blocks import ROOT, needs, pages
-from examples import package_of
+from docstrings import package_of
 from public import with_examples
 from running import run_examples, run_page
 

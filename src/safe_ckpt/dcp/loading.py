@@ -64,12 +64,12 @@ def load(
         HostileCheckpointError: what is asked for cannot be read without running code. On every rank.
         DirectoryError: a file could not be read; names path and rank. On every rank.
         UnsupportedFormatError: a checkpoint is of a newer format version. On every rank.
-        DesyncError: the ranks called different things, or ask for different paths. On every rank that came.
+        DesyncError: the ranks called different things, or differ in the path, settings or versions. On every rank that came.
         RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
         PeerLostError: a rank died or stopped; names it. On every rank that is alive.
         TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
         UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
-        ForkedError: this process was forked from the one that opened this. On this rank alone.
+        ForkedError: this process was forked while its parent's save was in flight. On this rank alone.
 
     Example:
         ```python

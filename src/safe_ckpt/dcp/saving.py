@@ -77,13 +77,13 @@ def save(
         SaveSkippedError: an ``async_save`` is in flight, and ``on_busy`` is "skip". On every rank.
         UnhealthyStateError: it was committed and marked as unhealthy (``health.action="stop"``). On every rank.
         CommitOutcomeUnknown: rank 0 was lost, or the storage failed, at the very commit. On the ranks that do not know.
-        DesyncError: the ranks called different things, or differ in the path, or in what they have under one name. On every
-            rank that came.
+        DesyncError: the ranks called different things, or differ in the path, settings, versions, or in what they have under
+            one name. On every rank that came.
         RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
         PeerLostError: a rank died or stopped; names it. On every rank that is alive.
         TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
         UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
-        ForkedError: this process was forked from the one that opened this. On this rank alone.
+        ForkedError: this process was forked while its parent's save was in flight. On this rank alone.
 
     Example:
         ```python

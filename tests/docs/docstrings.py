@@ -1,4 +1,4 @@
-"""Run examples of docstrings in this process, each in a folder of its own: ``python tests/docs/examples.py NAME...``.
+"""Run examples of docstrings in this process, each in a folder of its own: ``python tests/docs/docstrings.py NAME...``.
 
 An example begins with what ``_GIVEN`` has for its package, as the program around it would have. What the docstring shows as
 output is compared as on a page. Prints what is wrong, and exits with 1 if anything is.
