@@ -73,12 +73,29 @@ class Checkpointer:
         hooks: called with what happens; see ``safe_ckpt.events``.
 
     Raises:
-        ConfigError: what the environment of one rank says is not allowed; on every rank.
-        DirectoryError: the directory cannot be used; names path and rank, on every rank.
-        DirectoryInUseError: a live job holds it; names host, pid and start.
-        RendezvousTimeout: some ranks did not come within ``barrier_s``; names them.
-        DesyncError: the ranks were given different directories or settings.
-        UnsupportedFormatError: it holds a checkpoint of a newer format version.
+        ConfigError: a setting, or what the environment of one rank says, is not allowed. On every rank.
+        DirectoryError: the directory cannot be used; names path and rank. On every rank.
+        DirectoryInUseError: a live job holds it; names host, pid and start. On every rank.
+        DirectoryNotSharedError: some ranks do not see the directory that rank 0 sees; names them. On every rank.
+        UnsupportedFormatError: it holds a checkpoint of a newer format version. On every rank.
+        DesyncError: the ranks were given different directories or settings, or have other versions of torch or safe_ckpt. On
+            every rank that came.
+        RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
+        PeerLostError: a rank died or stopped; names it. On every rank that is alive.
+        TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
+        UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
+        ForkedError: an object store cannot be used in a process that was forked from one that uses it. On every rank.
+
+    Example:
+        ```python
+        with Checkpointer("runs/exp") as ckpt:
+            state = {"model": model, "optimizer": optimizer, "step": 0}
+            ckpt.resume(state)  # a fresh start when there is no checkpoint
+            for step in range(state["step"] + 1, 101):
+                train_one_step(model, optimizer)
+                if step % 50 == 0:
+                    ckpt.save(step, {**state, "step": step})
+        ```
     """
 
     def __init__(
@@ -141,10 +158,33 @@ class Checkpointer:
             A handle on the outcome, which is the same on every rank.
 
         Raises:
-            StateError: something cannot be saved; names it, on every rank. Nothing was started.
-            DesyncError: the ranks differ in step, directory or names.
-            RendezvousTimeout: some ranks did not call ``save``; names them.
-            SafeCheckpointError: the error of an earlier save that was not reported yet; this one was not started.
+            StateError: the step, a metric or an item of the state cannot be saved; names it. On every rank; nothing was
+                started.
+            SaveError: an earlier save failed, and nobody was told yet; so for ``WriterError``, ``NotEnoughSpaceError``,
+                ``CommitOutcomeUnknown``, ``UnhealthyStateError`` and all that ``SaveHandle.result`` raises. On every rank;
+                this save was not started.
+            DesyncError: the ranks called different things, or differ in step, directory, names or whole items. On every rank
+                that came.
+            RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
+            PeerLostError: a rank died or stopped; names it. On every rank that is alive.
+            TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
+            UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
+            ForkedError: this process was forked from the one that opened this. On this rank alone.
+            CommitOutcomeUnknown: rank 0 was lost after this rank had answered it. On this rank.
+            ClosedError: ``close`` was called. On this rank alone.
+
+        Example:
+            ```python
+            with Checkpointer("runs/exp") as ckpt:
+                state = {"model": model, "optimizer": optimizer, "rng": PerRank(RngState())}
+                handle = ckpt.save(100, state, metrics={"loss": 0.25})  # returns when the copy is taken
+                train_one_step(model, optimizer)
+                print(handle.result().path)  # waits until it is committed
+            ```
+
+            ```text
+            …runs/exp/step-00000100
+            ```
         """
         with self._engine.together("save"):
             return self._save(step, state, metrics or {})
@@ -225,9 +265,39 @@ class Checkpointer:
             What was restored; None on a fresh run.
 
         Raises:
-            NoValidCheckpointError: there are checkpoints and none is usable.
-            RestoreError: the checkpoint does not fit the state.
-            DirectoryError: a file could not be read; the checkpoint is not treated as corrupt.
+            NoValidCheckpointError: there are checkpoints and none is usable, or none of ``step``; says why, name by name. On
+                every rank.
+            RestoreError: the checkpoint does not fit the state; names the item, and those that were restored before it. On
+                every rank.
+            StateError: the state is not one that ``save`` takes. On every rank.
+            DirectoryError: a file could not be read, and the checkpoint is not treated as damaged. On every rank.
+            DirectoryNotSharedError: a rank does not see a file that rank 0 sees. On every rank.
+            DirectoryInUseError: another job took the directory over before a copy from the mirror was put there. On every
+                rank.
+            NotEnoughSpaceError: what is fetched from an object store has no room on a host. On every rank.
+            UnsupportedFormatError: a checkpoint is of a newer format version. On every rank.
+            SaveError: an earlier save failed, and nobody was told yet; so for ``WriterError``, ``NotEnoughSpaceError``,
+                ``CommitOutcomeUnknown``, ``UnhealthyStateError`` and all that ``SaveHandle.result`` raises. On every rank.
+            DesyncError: the ranks called different things, or differ in directory, names or ``step``. On every rank that
+                came.
+            RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
+            PeerLostError: a rank died or stopped; names it. On every rank that is alive.
+            TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
+            UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
+            ForkedError: this process was forked from the one that opened this. On this rank alone.
+            ClosedError: ``close`` was called. On this rank alone.
+
+        Example:
+            ```python
+            with Checkpointer("runs/exp") as ckpt:
+                state = {"model": model, "optimizer": optimizer, "step": 0}
+                info = ckpt.resume(state)
+                print("fresh start" if info is None else f"goes on after step {state['step']}")
+            ```
+
+            ```text
+            goes on after step 20
+            ```
         """
         self._engine.wait()
 
@@ -309,6 +379,17 @@ class Checkpointer:
             DirectoryError: the directory holds something else.
             DesyncError: the ranks differ in what they ask for.
             RendezvousTimeout: some ranks did not call this.
+
+        Example:
+            ```python
+            with Checkpointer("runs/exp") as ckpt:
+                ckpt.export(model, "weights", dtype=torch.bfloat16).result()
+            print(sorted(os.listdir("weights")))
+            ```
+
+            ```text
+            ['manifest.json', 'model.safetensors']
+            ```
         """
         if self._exporter is None:
             self._exporter = Exporter(self._engine, HeldDirectories(self._engine))
@@ -322,15 +403,22 @@ class Checkpointer:
         """Whether to save and leave the loop: a signal of ``save_on_signals`` reached some rank.
 
         Look once per step, on every rank, on the thread that trains; all ranks get the same answer at the same step. That
-        costs a comparison, and about twice a second the pick-up of an answer that lies ready::
-
-            if ckpt.stop_requested:
-                ckpt.save(step, state)
-                break  # leaving the ``with`` block waits until it is committed
+        costs a comparison, and about twice a second the pick-up of an answer that lies ready.
 
         Raises:
             RendezvousTimeout: rank 0 has not looked as often as this rank.
             PeerLostError: rank 0 died or stopped.
+
+        Example:
+            ```python
+            config = CheckpointConfig(save_on_signals=("SIGTERM",))
+            with Checkpointer("runs/exp", config) as ckpt:
+                for step in range(21, 101):
+                    train_one_step(model, optimizer)
+                    if ckpt.stop_requested:
+                        ckpt.save(step, {"model": model})
+                        break  # leaving the block waits until it is committed
+            ```
         """
         return self._engine.stop_requested()
 

@@ -36,43 +36,51 @@ def _require(condition: bool, key: str, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts(_Checked):
-    """How long anything may take. All in seconds, all above zero and at most a year.
+    """How long anything may take. All values are in seconds, above zero and at most a year.
 
-    Attributes:
-        lengthy_s: one save from agreement to verdict, however large, as long as its ranks are alive.
-        barrier_s: how long a rank waits for the others to make the same call.
-        writer_stall_s: how long the writer process may move no byte. One that ended is replaced at once, and one that was
-            stopped (SIGSTOP) after 3 s.
-        fsync_stall_s: how long one fsync may take, and one write for which the kernel says that it waits for the disk.
-        peer_stall_s: how long a rank may show no sign of life before it counts as lost.
-        shutdown_s: how long ``close`` and interpreter exit may wait for what makes no progress.
+    Example:
+        ```python
+        config = CheckpointConfig(timeouts=Timeouts(lengthy_s=2 * 3600, barrier_s=600))
+        ```
     """
 
     lengthy_s: float = field(default=3600.0, metadata=limits(above=0, at_most=_LONGEST_S))
+    """How long one save may take, from the call until every rank knows the outcome, as long as all ranks are alive."""
     barrier_s: float = field(default=300.0, metadata=limits(above=0, at_most=_LONGEST_S))
+    """How long a rank waits for the other ranks to make the same call."""
     writer_stall_s: float = field(default=60.0, metadata=limits(above=0, at_most=_LONGEST_S))
+    """How long the writer process may write nothing before it is replaced. If it was killed, it is replaced at once; if it
+    was stopped (SIGSTOP), after 3 s."""
     fsync_stall_s: float = field(default=300.0, metadata=limits(above=0, at_most=_LONGEST_S))
+    """How long one fsync may take, or one write while the kernel reports that it waits for the disk."""
     peer_stall_s: float = field(default=30.0, metadata=limits(above=0, at_most=_LONGEST_S))
+    """How long a rank may send no heartbeat before the others count it as lost."""
     shutdown_s: float = field(default=120.0, metadata=limits(above=0, at_most=_LONGEST_S))
+    """How long ``close``, and the end of the program, wait for a save that makes no progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retention(_Checked):
-    """Which committed checkpoints to keep. What no rule keeps is deleted; with no rule at all everything is kept.
+    """Which committed checkpoints to keep. The others are deleted after each commit. Without a rule all are kept.
 
-    Attributes:
-        keep_last: keep this many of the newest.
-        keep_best: keep this many of the best by ``metric``.
-        metric: name of the metric given to ``save``; needed by ``keep_best``.
-        mode: ``"min"`` when lower is better, ``"max"`` when higher is.
-        keep_every_steps: keep every checkpoint whose step is a multiple of this.
+    Example:
+        ```python
+        rules = Retention(keep_last=3, keep_best=1, metric="loss", keep_every_steps=1000)
+        with Checkpointer("runs/exp", CheckpointConfig(retention=rules)) as ckpt:
+            ckpt.save(100, {"model": model}, metrics={"loss": 0.25})
+        ```
     """
 
     keep_last: int | None = field(default=None, metadata=limits(at_least=1))
+    """Keep this many of the newest checkpoints."""
     keep_best: int | None = field(default=None, metadata=limits(at_least=1))
+    """Keep this many of the best checkpoints, by ``metric``."""
     metric: str | None = None
+    """The metric that ``keep_best`` compares: a name from ``metrics=`` of ``save``."""
     mode: Literal["min", "max"] = "min"
+    """Whether a lower (``"min"``) or a higher (``"max"``) metric is better."""
     keep_every_steps: int | None = field(default=None, metadata=limits(at_least=1))
+    """Keep every checkpoint whose step is a multiple of this."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,22 +91,25 @@ class Retention(_Checked):
 class WriterConfig(_Checked):
     """How bytes reach the disk.
 
-    Attributes:
-        direct_io: write past the page cache where the file system can (``"auto"``), or never (``"off"``).
-        chunk_bytes: the size of one write, a multiple of 4096.
-        flush_every_bytes: without direct I/O, flush after so many bytes so that the last fsync is short.
-        niceness: added to the niceness of the writer process, 0 to 19.
-        max_respawns: how often a dead or stalled writer process is replaced within one save.
-        inline_bytes: a rank that writes at most this much in one save writes it with a thread of its own process, without the
-            writer process. 0: the writer process writes everything.
+    Example:
+        ```python
+        config = CheckpointConfig(writer=WriterConfig(direct_io="off", niceness=19))
+        ```
     """
 
     direct_io: Literal["auto", "off"] = "auto"
+    """``"auto"``: write past the page cache (O_DIRECT) if the file system can. ``"off"``: never."""
     chunk_bytes: int = field(default=8 << 20, metadata=limits(at_least=4096, multiple_of=4096))
+    """The size of one write."""
     flush_every_bytes: int = field(default=64 << 20, metadata=limits(at_least=4096))
+    """Without direct I/O: flush after this many bytes, so that the last fsync is short. Not below ``chunk_bytes``."""
     niceness: int = field(default=10, metadata=limits(at_least=0, at_most=19))
+    """How much the niceness of the writer process is raised above that of training."""
     max_respawns: int = field(default=2, metadata=limits(at_least=0))
+    """How often one save replaces a writer process that died or stalled. After that the save fails."""
     inline_bytes: int = field(default=2 << 20, metadata=limits(at_least=0))
+    """A rank that writes at most this much in one save writes it in a thread, without the writer process. 0: always use the
+    writer process."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,60 +118,65 @@ class WriterConfig(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Network(_Checked):
-    """Where the ranks reach rank 0, for what they agree on while they save. Training's own traffic does not go here.
+    """Where the ranks reach rank 0 while they save. The traffic of training does not go here.
 
-    Attributes:
-        interface: the network interface of rank 0's host on which it listens, such as ``ib0``, or one of its addresses. Null
-            for all of them, or for the loopback where torchrun says that all ranks run on one host.
-        port: the first of 16 ports of which a free one is taken; 0 for any.
+    Example:
+        ```python
+        config = CheckpointConfig(network=Network(interface="ib0", port=29600))
+        ```
     """
 
     interface: str | None = None
+    """The network interface of rank 0's host on which rank 0 listens, such as ``ib0``, or one of its addresses. Null: all
+    interfaces, or only the loopback if torchrun says that all ranks run on one host."""
     port: int = field(default=0, metadata=limits(at_least=0, at_most=65520))
+    """The first of 16 ports; rank 0 takes a free one of them. 0: any port."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageConfig(_Checked):
-    """How object stores are reached: for directories that are given as ``s3://``, ``gs://`` or ``az://``, and for ``mirror``.
+    """How object stores are reached: for a directory that is an address (``s3://``, ``gs://``, ``az://``), and for ``mirror``.
 
     Credentials, endpoint and region come from the environment as obstore reads it: ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
-    ``AWS_REGION``, ``AWS_ALLOW_HTTP``, ``AZURE_STORAGE_ACCOUNT_NAME``, ``GOOGLE_APPLICATION_CREDENTIALS`` and their like, or
-    from the machine's own role.
+    ``AWS_REGION``, ``AWS_ALLOW_HTTP``, ``AZURE_STORAGE_ACCOUNT_NAME``, ``GOOGLE_APPLICATION_CREDENTIALS`` and the like, or from
+    the role of the machine.
 
-    Attributes:
-        options: what is to hold instead of the environment, as ``name=value`` in obstore's names, such as
-            ``endpoint=https://minio.example:9000`` or ``region=eu-central-1``. Listings show no value, and errors show no key,
-            token or password.
-        part_bytes: the size of one part of an upload, and of one read.
-        parts_in_flight: how many are under way at a time, for each rank.
-        request_timeout_s: how long one request may take, a part included. What fails is tried again until ``lengthy_s``.
-        cache_dir: where ranks that share a host fetch a checkpoint to (null: memory (``/dev/shm``) where there is room, else
-            the directory for temporary files), and where a framework's files lie if its directory is an address (null: the
-            directory for temporary files). An absolute path.
-        unfenced: use a store that cannot create or replace an object on a condition. Two jobs may then commit into one
-            directory.
+    Example:
+        ```python
+        storage = StorageConfig(options=("region=eu-central-1",), parts_in_flight=8)
+        config = CheckpointConfig(storage=storage)  # for Checkpointer("s3://bucket/run", config)
+        ```
     """
 
     options: tuple[str, ...] = field(
         default=(), repr=False, metadata=limits(pattern=r"^[A-Za-z][A-Za-z0-9_]*=", words="name=value", secret=True)
     )
+    """Settings of the store as ``name=value``, with obstore's names, such as ``endpoint=https://minio.example:9000`` or
+    ``region=eu-central-1``. They replace what the environment says. Listings show no value, and errors show no key, token or
+    password."""
     part_bytes: int = field(default=8 << 20, metadata=limits(at_least=5 << 20, multiple_of=1 << 20))
+    """The size of one part of an upload, and of one read."""
     parts_in_flight: int = field(default=4, metadata=limits(at_least=1, at_most=64))
+    """How many parts each rank sends or reads at a time."""
     request_timeout_s: float = field(default=60.0, metadata=limits(above=0, at_most=_LONGEST_S))
+    """How long one request may take, that of a part included. A request that fails is tried again until ``lengthy_s``."""
     cache_dir: str | None = field(default=None, metadata=limits(pattern=r"^/", words="an absolute path"))
+    """The directory into which the ranks of a host fetch a checkpoint, and in which a framework writes its files when its
+    directory is an address. Null: a checkpoint is fetched into memory (``/dev/shm``) if there is room, everything else goes to
+    the directory for temporary files."""
     unfenced: bool = False
+    """Use a store that cannot create or replace an object on a condition. Two jobs can then commit into one directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mirror(_Checked):
     """A second place for committed checkpoints, in an object store. They are uploaded in the background.
 
-    Attributes:
-        url: where to, such as ``s3://bucket/run``; null for no mirror.
-        keep_last: how many of the newest to keep there; null for all that were uploaded.
-        keep_every_steps: keep every checkpoint there whose step is a multiple of this.
-        required: local retention deletes a checkpoint only when it, or a newer one, has been uploaded.
-        follow: what local retention deletes is deleted there, too.
+    Example:
+        ```python
+        mirror = Mirror(url="s3://bucket/run", keep_last=2, required=True)
+        config = CheckpointConfig(mirror=mirror, retention=Retention(keep_last=3))
+        ```
     """
 
     url: str | None = field(
@@ -170,10 +186,15 @@ class Mirror(_Checked):
             words="s3://, gs:// or az:// with a bucket, and no user or password",
         ),
     )
+    """Where the copies go, such as ``s3://bucket/run``. Null: no mirror."""
     keep_last: int | None = field(default=None, metadata=limits(at_least=1))
+    """Keep this many of the newest copies. Null: keep all."""
     keep_every_steps: int | None = field(default=None, metadata=limits(at_least=1))
+    """Keep every copy whose step is a multiple of this."""
     required: bool = False
+    """Retention deletes a local checkpoint only after it, or a newer one, was uploaded."""
     follow: bool = False
+    """When retention deletes a local checkpoint, delete its copy too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -184,87 +205,86 @@ class Mirror(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Health(_Checked):
-    """What is done about a checkpoint with numbers that are NaN or infinite.
+    """What happens to an unhealthy checkpoint: one with NaN or Inf in its tensors.
 
-    Attributes:
-        action: ``"mark"``: it is committed and marked; ``resume`` passes over it unless it is asked for by name, and retention
-            does not count it. ``"stop"``: the same, then all ranks raise ``UnhealthyStateError``. ``"warn"``: a warning, and
-            it counts like any other. ``"off"``: the numbers are not looked at.
-        norm_jump: by which factor the norm of a file's numbers may grow between two saves, above 1; null for any.
-        ignore: patterns of names of tensors that are not looked at, such as ``"*.mask"``.
+    Example:
+        ```python
+        health = Health(action="stop", ignore=("*.mask",))
+        with Checkpointer("runs/exp", CheckpointConfig(health=health)) as ckpt:
+            ckpt.save(100, {"model": model})  # with a NaN in it the next call raises UnhealthyStateError
+        ```
     """
 
     action: Literal["mark", "stop", "warn", "off"] = "mark"
+    """``"mark"``: commit it and mark it as unhealthy; ``resume`` skips it unless you name it, and retention does not count it.
+    ``"stop"``: the same, then every rank raises ``UnhealthyStateError``. ``"warn"``: log a warning; it counts like any other.
+    ``"off"``: do not check."""
     norm_jump: float | None = field(default=None, metadata=limits(above=1))
+    """A checkpoint is also unhealthy if the norm of one of its files has grown by more than this factor since the save
+    before. Null: the norm may grow freely."""
     ignore: tuple[str, ...] = ()
+    """Patterns of tensor names that are not checked, such as ``"*.mask"``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unchanged(_Checked):
-    """What is done about files that have the bytes of the checkpoint before.
+    """What happens to files that have the same bytes as in the checkpoint before.
 
-    Attributes:
-        share: do not write them again: they get a further name (a hard link). What is not trained goes to files of its own.
-        full_every: what was written so many saves ago is written anew, so that not all checkpoints depend on the same blocks of
-            the disk; null for never.
+    Example:
+        ```python
+        config = CheckpointConfig(unchanged=Unchanged(full_every=100))
+        ```
     """
 
     share: bool = True
+    """Do not write them again: the new checkpoint gets a hard link. Frozen weights go to files of their own."""
     full_every: int | None = field(default=None, metadata=limits(at_least=1))
+    """Write a file anew that was last written this many saves ago, so that not all checkpoints depend on the same blocks of
+    the disk. Null: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Telemetry(_Checked):
-    """Where events are recorded and exported. Observing never fails a save, and none of it needs more than rank 0.
+    """Where events are recorded and exported. No save fails because of it, and rank 0 alone does it.
 
-    Attributes:
-        record_bytes: how large ``events.jsonl`` may grow before it is renamed to ``events.jsonl.1`` and begun anew.
-        record_files: how many such older files are kept.
-        logger_scalars: in Lightning and Accelerate, give ``ckpt/stall_s``, ``ckpt/write_gbps`` and their like to the loggers
-            and trackers that are there.
-        prometheus_textfile: a file ending in ``.prom`` that node_exporter's textfile collector reads; replaced in one step.
-            Null for none.
-        opentelemetry: make a span of every save and count with the global meter; needs ``opentelemetry-api``.
+    Example:
+        ```python
+        telemetry = Telemetry(prometheus_textfile="/var/lib/node_exporter/safe_ckpt.prom")
+        config = CheckpointConfig(telemetry=telemetry)
+        ```
     """
 
     record_bytes: int = field(default=16 << 20, metadata=limits(at_least=4096))
+    """How large ``events.jsonl`` may grow. Then it becomes ``events.jsonl.1``, and a new file is begun."""
     record_files: int = field(default=3, metadata=limits(at_least=0))
+    """How many of these older files are kept."""
     logger_scalars: bool = True
+    """In Lightning and Accelerate: log ``ckpt/stall_s``, ``ckpt/write_gbps`` and the like with your loggers and trackers."""
     prometheus_textfile: str | None = field(
         default=None, metadata=limits(pattern=r"\.prom$", words="a path that ends in .prom")
     )
+    """A file for the textfile collector of node_exporter, replaced as a whole each time. Null: none."""
     opentelemetry: bool = False
+    """Make a span of every save, and count with the global meter. Needs ``opentelemetry-api``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(_Checked):
-    """Everything that can be set.
+    """All settings. Each has a default.
 
-    Attributes:
-        timeouts: how long anything may take.
-        retention: which committed checkpoints to keep.
-        writer: how bytes reach the disk.
-        network: where the ranks reach rank 0.
-        telemetry: where events are recorded and exported.
-        storage: how object stores are reached.
-        mirror: a second place for committed checkpoints.
-        health: what is done about numbers that are NaN or infinite.
-        unchanged: what is done about files that have the bytes of the checkpoint before.
-        snapshot: ``"eager"``: the state is copied before ``save`` returns. ``"overlapped"``: parameters and optimizer state
-            are copied while training goes on, and the optimizer's next step waits for the copy; nothing else may change them
-            until then. ``"auto"``: eager, as long as nothing proves that overlapping is safe.
-        max_host_bytes: the most host memory that one snapshot may take on a rank, at least 1 MiB; None for as much as the
-            state. A larger state is written straight from its tensors, and ``save`` returns when that is done.
-        max_in_flight: how many snapshots may be held at a time; each takes host memory of the state's size.
-        on_busy: what ``save`` does when that many are in flight: ``"wait"`` for the oldest, or ``"skip"`` this one.
-        on_failure: ``"raise"`` the error of a failed save, or ``"warn"`` and go on.
-        max_consecutive_failures: with ``"warn"``: raise after so many failed saves in a row.
-        save_on_signals: signals, such as ``("SIGTERM", "SIGUSR1")``, after which every rank saves and stops at the same
-            step: ``Checkpointer.stop_requested``, or by itself in Lightning. The handler that was there before still runs;
-            the default action does not. A program that does not react ends at the same signal after ``signal_grace_s``.
-        signal_grace_s: how long the job may live after such a signal; a save that is not done by then is given up.
-        lease_s: how long the record of a job on another host must stay unchanged before its directory is taken over.
-        record_events: append one line per event to ``.safe_ckpt/events.jsonl`` beside the checkpoints.
+    Example:
+        ```python
+        config = CheckpointConfig(
+            retention=Retention(keep_last=3),
+            timeouts=Timeouts(barrier_s=600),
+            save_on_signals=("SIGTERM",),
+        )
+        print(config.deviations())
+        ```
+
+        ```text
+        retention.keep_last=3, save_on_signals=('SIGTERM',), timeouts.barrier_s=600.0
+        ```
     """
 
     removed = MappingProxyType(
@@ -284,17 +304,32 @@ class CheckpointConfig(_Checked):
     health: Health = field(default_factory=Health)
     unchanged: Unchanged = field(default_factory=Unchanged)
     snapshot: Literal["auto", "eager", "overlapped"] = "auto"
+    """When the state is copied. ``"eager"``: before ``save`` returns. ``"overlapped"``: parameters and optimizer state are
+    copied while training goes on, and the next step of the optimizer waits for the copy; nothing else may change them until
+    then. ``"auto"``: today the same as ``"eager"``."""
     max_host_bytes: int | None = field(default=None, metadata=limits(at_least=1 << 20))
+    """The most host memory that the copy of one save may take on a rank. Null: as much as the state needs. A larger state is
+    written from its tensors without a copy, and ``save`` returns when all of it is on the disk."""
     max_in_flight: int = field(default=1, metadata=limits(at_least=1))
+    """How many saves may be in flight. Each takes host memory of the size of the state."""
     on_busy: Literal["wait", "skip"] = "wait"
+    """What ``save`` does when that many are in flight: ``"wait"`` for the oldest, or ``"skip"`` the new one."""
     on_failure: Literal["raise", "warn"] = "raise"
+    """What happens when a save failed: ``"raise"`` its error, or ``"warn"`` and go on."""
     max_consecutive_failures: int = field(default=3, metadata=limits(at_least=1))
+    """With ``"warn"``: raise the error after this many failed saves in a row."""
     save_on_signals: tuple[str, ...] = field(
         default=(), metadata=limits(pattern=_SIGNAL, words="the name of a signal that can be handled")
     )
+    """Signals, such as ``["SIGTERM", "SIGUSR1"]``, after which every rank saves and stops at the same step. Lightning does so
+    by itself; a loop of your own looks at ``Checkpointer.stop_requested``. Your own handler still runs, the default action
+    does not. A program that does not react is ended by the same signal after ``signal_grace_s``."""
     signal_grace_s: float = field(default=60.0, metadata=limits(above=0, at_most=_LONGEST_S))
+    """How long the job may run after such a signal. A save that is not done by then is given up."""
     lease_s: float = field(default=60.0, metadata=limits(at_least=1, at_most=3600))
+    """Takeover: how long the lock of a job on another host must show no sign of life before a new job takes its directory."""
     record_events: bool = True
+    """Append one line per event to ``.safe_ckpt/events.jsonl`` beside the checkpoints."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

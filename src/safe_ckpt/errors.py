@@ -1,35 +1,35 @@
 """Every error that safe_ckpt raises on purpose. Errors carry their facts as fields, survive pickling, and cross ranks as JSON.
 
-::
-
-    SafeCheckpointError
-    ├── ConfigError(ValueError)                a setting is unknown, of the wrong type or out of range
-    ├── StateError(TypeError)                  something in the state cannot be saved
-    ├── RestoreError(ValueError)               the checkpoint does not fit the state it is restored into
-    ├── DirectoryError(OSError)                a directory could not be set up, read or written
-    │   ├── DirectoryInUseError                another live job holds it
-    │   ├── DirectoryNotSharedError            the ranks see different directories
-    │   └── NotEnoughSpaceError                the file system cannot take the checkpoint
-    ├── CoordinationError(RuntimeError)        the ranks could not act as one
-    │   ├── RendezvousTimeout(TimeoutError)    some ranks did not arrive in time
-    │   ├── PeerLostError(ConnectionError)     a rank died or stopped
-    │   ├── DesyncError                        the ranks asked for different things
-    │   └── TamperedError                      a value in the ranks' store is from nobody of this job
-    ├── SaveError(RuntimeError)                a save failed and nothing was committed
-    │   ├── WriterError                        the writer process died or stalled too often
-    │   ├── SourceChangedError                 a file changed while it was being copied
-    │   └── SaveSkippedError                   the save was not started: another one was in flight
-    ├── CommitOutcomeUnknown(RuntimeError)     a save may be committed or not: rank 0 was lost between commit and verdict
-    ├── UnhealthyStateError(ArithmeticError)   what was saved has numbers that are NaN or infinite
-    ├── CorruptCheckpointError(ValueError)     bytes on disk are not the bytes that were written
-    │   ├── HostileCheckpointError             no tool writes such a file: it could run code, exhaust or mislead the reader
-    │   └── IncompleteCheckpointError          a file of it is not there; nothing says that bytes are wrong
-    ├── UnsupportedFormatError(ValueError)     written by a newer version, or not a checkpoint of ours
-    ├── NoValidCheckpointError(FileNotFoundError)  checkpoints were expected and none is usable
-    ├── UnsupportedVersionError(ImportError)   a framework is not installed, or too old
-    ├── UnexpectedError(RuntimeError)          another rank met an error that is none of these
-    ├── ForkedError(RuntimeError)              a call in a process that was forked from the one that opened it
-    └── ClosedError(RuntimeError)              a call on something that was closed
+```text
+SafeCheckpointError
+├── ConfigError(ValueError)                a setting is unknown, of the wrong type or out of range
+├── StateError(TypeError)                  something in the state cannot be saved
+├── RestoreError(ValueError)               the checkpoint does not fit the state it is restored into
+├── DirectoryError(OSError)                a directory could not be set up, read or written
+│   ├── DirectoryInUseError                another live job holds it
+│   ├── DirectoryNotSharedError            the ranks see different directories
+│   └── NotEnoughSpaceError                the file system cannot take the checkpoint
+├── CoordinationError(RuntimeError)        the ranks could not act as one
+│   ├── RendezvousTimeout(TimeoutError)    some ranks did not arrive in time
+│   ├── PeerLostError(ConnectionError)     a rank died or stopped
+│   ├── DesyncError                        the ranks asked for different things
+│   └── TamperedError                      a value in the ranks' store is from nobody of this job
+├── SaveError(RuntimeError)                a save failed and nothing was committed
+│   ├── WriterError                        the writer process died or stalled too often
+│   ├── SourceChangedError                 a file changed while it was being copied
+│   └── SaveSkippedError                   the save was not started: another one was in flight
+├── CommitOutcomeUnknown(RuntimeError)     a save may be committed or not: rank 0 was lost between commit and verdict
+├── UnhealthyStateError(ArithmeticError)   what was saved has numbers that are NaN or infinite
+├── CorruptCheckpointError(ValueError)     bytes on disk are not the bytes that were written
+│   ├── HostileCheckpointError             no tool writes such a file: it could run code, exhaust or mislead the reader
+│   └── IncompleteCheckpointError          a file of it is not there; nothing says that bytes are wrong
+├── UnsupportedFormatError(ValueError)     written by a newer version, or not a checkpoint of ours
+├── NoValidCheckpointError(FileNotFoundError)  checkpoints were expected and none is usable
+├── UnsupportedVersionError(ImportError)   a framework is not installed, or too old
+├── UnexpectedError(RuntimeError)          another rank met an error that is none of these
+├── ForkedError(RuntimeError)              a call in a process that was forked from the one that opened it
+└── ClosedError(RuntimeError)              a call on something that was closed
+```
 """
 
 from __future__ import annotations
@@ -53,7 +53,20 @@ _DESYNC_ADVICE = {
 
 
 class SafeCheckpointError(Exception):
-    """Root of the tree. Catch this to catch every error that safe_ckpt raises on purpose."""
+    """Root of the tree. Catch this to catch every error that safe_ckpt raises on purpose.
+
+    Example:
+        ```python
+        try:
+            safe_ckpt.load("runs/none", {"model": model})
+        except SafeCheckpointError as error:
+            print(type(error).__name__, isinstance(error, FileNotFoundError))
+        ```
+
+        ```text
+        NoValidCheckpointError True
+        ```
+    """
 
     _text: ClassVar[str] = ""
     """The words, with the fields of the error as ``{0.field}``; without it they are the ``message``."""

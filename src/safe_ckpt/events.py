@@ -230,7 +230,26 @@ class TimeoutsRestored(Event):
 
 
 class Hook(Protocol):
-    """Anything that is called with events."""
+    """Anything that is called with events.
+
+    Example:
+        ```python
+        from safe_ckpt.events import Committed
+
+
+        def say(event):
+            if isinstance(event, Committed):
+                print(f"{event.name} is committed")
+
+
+        with Checkpointer("runs/exp", hooks=[say]) as ckpt:
+            ckpt.save(100, {"model": model})
+        ```
+
+        ```text
+        step-00000100 is committed
+        ```
+    """
 
     def __call__(self, event: Event) -> None:
         """Take one event. Called on one background thread."""

@@ -57,10 +57,7 @@ class publishing:  # noqa: N801 - it is used as a function
 
     Whatever the ranks write into the folder, from any of them and with whatever saver, is made durable, sized and hashed, each
     rank a share of the files. Then the ranks agree, the manifest is written, and the folder gets its name, ``step-<step>``, in
-    one step; retention follows. If any rank raises, nothing appears, and all ranks raise that rank's error::
-
-        with safe_ckpt.publishing("runs/exp", step) as folder:
-            torch.save(model.state_dict(), folder / f"model-{rank}.pt")
+    one step; retention follows. If any rank raises, nothing appears, and all ranks raise that rank's error.
 
     ``safe_ckpt.newest`` finds the newest one again, and ``safe-ckpt list`` and ``verify`` know them.
 
@@ -78,15 +75,39 @@ class publishing:  # noqa: N801 - it is used as a function
             so does the next ``publishing`` in this directory, which raises the error of this one if nobody has.
 
     Raises:
-        ConfigError: the settings are not allowed, or ``directory`` is the address of an object store; on every rank.
-        StateError: ``step`` or a metric is none; no rank has written a file, or DCP has not written its last one.
-        DesyncError: the ranks are at different steps or directories.
-        DirectoryError: the directory cannot be used, or holds something else under this name.
-        DirectoryInUseError: a live job holds it.
-        RendezvousTimeout: a rank did not come, or never left the block; names it.
-        PeerLostError: a rank died; names it.
-        SaveError: it could not be made durable or committed; the same on every rank.
-        SourceChangedError: something wrote into the folder after the block was left.
+        ConfigError: the settings are not allowed, or ``directory`` is the address of an object store. On every rank.
+        StateError: ``step`` or a metric is none; no rank has written a file, a name is taken, or DCP has not written its last
+            one. On every rank.
+        DirectoryError: the directory cannot be used, or holds something else under this name. On every rank.
+        DirectoryInUseError: a live job holds it, or has taken it over. On every rank.
+        DirectoryNotSharedError: a rank does not see the folder that rank 0 made. On every rank.
+        NotEnoughSpaceError: the file system cannot take it. On every rank.
+        UnsupportedFormatError: the directory holds a checkpoint of a newer format version. On every rank.
+        SourceChangedError: something wrote into the folder after the block was left. On every rank.
+        SaveError: it could not be made durable or committed; or, on the other ranks, the block was left by an exit such as
+            Ctrl-C on one. Entering raises that of an earlier ``asynchronous`` one, too. On every rank.
+        UnhealthyStateError: of an earlier ``asynchronous`` one. On every rank.
+        CommitOutcomeUnknown: rank 0 was lost, or the storage failed, at the very commit. On the ranks that do not know.
+        ClosedError: it was entered already, or ``result`` is called before the block was left. On this rank alone.
+        DesyncError: the ranks are at different steps or directories, or have different settings or versions. On every rank that
+            came.
+        RendezvousTimeout: some ranks did not come within ``barrier_s``, or to the end of the block within ``lengthy_s``;
+            names them. On every rank that came.
+        PeerLostError: a rank died or stopped; names it. On every rank that is alive.
+        TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
+        UnexpectedError: the block raised on another rank what is no error of ours; names the rank. That rank raises its own.
+        ForkedError: the block was left in a process that was forked within it. On this rank alone.
+
+    Example:
+        ```python
+        with safe_ckpt.publishing("runs/published", step=100, metrics={"loss": 0.25}) as folder:
+            torch.save(model.state_dict(), folder / "model-rank0.pt")  # any saver, from any rank
+        print(sorted(os.listdir("runs/published/step-00000100")))
+        ```
+
+        ```text
+        ['manifest.json', 'model-rank0.pt']
+        ```
     """
 
     def __init__(
@@ -173,8 +194,9 @@ class publishing:  # noqa: N801 - it is used as a function
             timeout_s: how long to wait; None for as long as a save may take.
 
         Raises:
-            SafeCheckpointError: it failed, with the same error on every rank.
-            RendezvousTimeout: it is not over yet.
+            SafeCheckpointError: it failed; see ``SaveHandle.result``. On every rank.
+            RendezvousTimeout: it is not over after ``timeout_s``.
+            ClosedError: its block was not left yet. On this rank alone.
         """
         if self._handle is None or self._engine is None:
             raise ClosedError(message="publishing: there is no result before its block was left")

@@ -31,9 +31,7 @@ def load(
 
     The directory is only read: it may be another user's, a read-only mount, a bucket, or in use by a live job, and nothing
     in it is changed. Any number of ranks may read what any number has saved. If the live job deletes what is being read, or
-    saves that step again, the next newest is restored instead, as a whole; never a mixture::
-
-        info = safe_ckpt.load("/shared/alice/run", {"model": model})  # weights alone: give only these names
+    saves that step again, the next newest is restored instead, as a whole; never a mixture.
 
     Args:
         path: a directory of checkpoints, one checkpoint in it, or the address of either in an object store.
@@ -48,12 +46,30 @@ def load(
         What was restored.
 
     Raises:
-        NoValidCheckpointError: there is no checkpoint, or none is usable; says why, name by name.
-        RestoreError: the checkpoint does not fit the state; names the item.
-        DirectoryError: a file could not be read; names path and rank.
-        StateError: ``step`` is no step.
-        DesyncError: the ranks ask for different things.
-        RendezvousTimeout: some ranks did not call this; names them.
+        NoValidCheckpointError: there is no checkpoint, or none is usable; says why, name by name. On every rank.
+        RestoreError: the checkpoint does not fit the state; names the item. On every rank.
+        StateError: ``step`` is no step. On every rank.
+        ConfigError: what the environment of one rank says is not allowed, or an address cannot be used. On every rank.
+        DirectoryError: a file could not be read; names path and rank. On every rank.
+        NotEnoughSpaceError: what is fetched from an object store has no room on a host. On every rank.
+        UnsupportedFormatError: a checkpoint is of a newer format version. On every rank.
+        DesyncError: the ranks called different things, or differ in ``path``, ``step``, names, settings or versions.
+            On every rank that came.
+        RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
+        PeerLostError: a rank died or stopped; names it. On every rank that is alive.
+        TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
+        UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
+        ForkedError: an object store cannot be used in a process that was forked from one that uses it. On every rank.
+
+    Example:
+        ```python
+        info = safe_ckpt.load("runs/exp", {"model": model})  # the weights alone; a live job may hold the directory
+        print(f"evaluates step {info.step}")
+        ```
+
+        ```text
+        evaluates step 20
+        ```
     """
     with _visit(path, step, group) as visit:
         return visit.load(state, verify=verify)
@@ -64,11 +80,7 @@ def newest(
 ) -> CheckpointInfo | None:
     """The newest checkpoint that is committed, whole and without bad numbers. Every rank calls this, and gets the same one.
 
-    Its ``path`` is then read by whatever wrote it, see ``publishing``. The directory is only read, as by ``load``::
-
-        info = safe_ckpt.newest("runs/exp")
-        if info is not None:
-            model.load_state_dict(torch.load(info.path / "model.pt"))
+    Its ``path`` is then read by whatever wrote it, see ``publishing``. The directory is only read, as by ``load``.
 
     Args:
         directory: where the checkpoints are, or the address of an object store.
@@ -79,10 +91,27 @@ def newest(
         None when there is no checkpoint, nor a directory.
 
     Raises:
-        NoValidCheckpointError: there are checkpoints and none is usable; says why, name by name.
-        DirectoryError: a file could not be read; names path and rank.
-        DesyncError: the ranks ask for different directories.
-        RendezvousTimeout: some ranks did not call this; names them.
+        NoValidCheckpointError: there are checkpoints and none is usable; says why, name by name. On every rank.
+        ConfigError: what the environment of one rank says is not allowed, or an address cannot be used. On every rank.
+        DirectoryError: a file could not be read; names path and rank. On every rank.
+        NotEnoughSpaceError: what is fetched from an object store has no room on a host. On every rank.
+        UnsupportedFormatError: a checkpoint is of a newer format version. On every rank.
+        DesyncError: the ranks called different things, or differ in directory, settings or versions. On every rank that came.
+        RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
+        PeerLostError: a rank died or stopped; names it. On every rank that is alive.
+        TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
+        UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
+        ForkedError: an object store cannot be used in a process that was forked from one that uses it. On every rank.
+
+    Example:
+        ```python
+        info = safe_ckpt.newest("runs/exp")
+        print("nothing yet" if info is None else info.name)
+        ```
+
+        ```text
+        step-00000020
+        ```
     """
     with _visit(directory, None, group) as visit:
         return visit.newest(verify=verify)

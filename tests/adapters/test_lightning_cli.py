@@ -14,6 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from safe_ckpt import CheckpointConfig, Retention, Timeouts
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.lightning import SafeCheckpointCallback
+from safe_ckpt.settings import texts
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 APPEND = "--trainer.callbacks+=safe_ckpt.lightning.SafeCheckpointCallback"
@@ -155,6 +156,15 @@ def test_the_environment_is_used_where_no_config_is_given(tmp_path, monkeypatch)
         begin()
     with pytest.raises(ConfigError, match=r"config\.retention: save_top_k"):
         SafeCheckpointCallback(tmp_path, config=CheckpointConfig(retention=Retention(keep_last=2)))
+
+
+def test_help_says_what_each_setting_means(capsys):
+    """``--help`` of the callback's settings has the texts of config.py, those of the sections within it too."""
+    with pytest.raises(SystemExit):
+        parse(APPEND, "--trainer.callbacks.config.help=safe_ckpt.CheckpointConfig")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert texts.option(CheckpointConfig, "max_in_flight") in shown.replace("`", "")
+    assert texts.summary(Retention) in shown
 
 
 def test_every_argument_has_a_type():

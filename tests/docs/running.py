@@ -1,13 +1,15 @@
-"""Running a page in a fresh process, in a folder of its own, as a reader would."""
+"""Running a page, or examples, in a fresh process, in a folder of its own, as a reader would."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 _RUNNER = Path(__file__).with_name("page.py")
+_EXAMPLES = Path(__file__).with_name("docstrings.py")
 _VENV = Path(sys.executable).parent
 _LIMIT_S = 110.0
 
@@ -32,10 +34,19 @@ def as_a_reader(home: Path) -> dict[str, str]:
 
 def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a page's blocks in ``folder``. Exits with 1 and says on stdout what differs from the page."""
+    return _run([_RUNNER, page], folder)
+
+
+def run_examples(names: Iterable[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run examples of docstrings in ``folder``, all in one process. Exits with 1 and says on stdout what is wrong."""
+    return _run([_EXAMPLES, *names], folder)
+
+
+def _run(arguments: Iterable[object], folder: Path) -> subprocess.CompletedProcess[str]:
     from kit.patience import scaled  # a page that runs as a script imports this module without the kit
 
     return subprocess.run(
-        [sys.executable, str(_RUNNER), str(page)],
+        [sys.executable, *map(str, arguments)],
         cwd=folder,
         env=as_a_reader(folder),
         capture_output=True,

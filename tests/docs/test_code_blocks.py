@@ -105,17 +105,6 @@ def test_links_out_of_the_site_lead_somewhere():
             assert (ROOT / path).exists(), f"{page}: {path}"
 
 
-def test_the_commands_page_has_every_command_and_no_other():
-    """What ``safe-ckpt --help`` lists is described, and nothing else is."""
-    from typer.main import get_command
-
-    from safe_ckpt.tools.cli.app import app
-
-    there = set(get_command(app).commands)
-    page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| \[`([\w-]+)", page, re.MULTILINE)) == there
-
-
 @pytest.mark.parametrize(
     ("code", "wrong"),
     [

@@ -32,7 +32,7 @@ except ImportError:  # Python 3.10
 
 PLACE = ROOT / ".venv" / "versions"
 # What the tests of an end need of the development tools; the others only look at the sources.
-NO_TOOLS = {"build", "hatchling", "import-linter", "mkdocs-material", "mypy", "ruff", "types-pyyaml"}
+NO_TOOLS = {"build", "hatchling", "import-linter", "mkdocs-material", "mkdocstrings", "mypy", "ruff", "types-pyyaml"}
 # Their oldest release is what our code was written for, though it is only the tests that install it.
 OURS_TOO = {"datasets", "torchdata", "peft"}
 NOT_LOWEST = {"typing-extensions"}  # the tests' tools need a newer one

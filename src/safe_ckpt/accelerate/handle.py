@@ -44,6 +44,15 @@ class Handle(AttachedHandle):
 
     Attributes:
         project: the project directory that is held for automatically named checkpoints; None where these are named by hand.
+
+    Example:
+        ```python
+        accelerator = Accelerator(cpu=True, project_dir="runs/accelerate")
+        model = accelerator.prepare(model)
+        with register(accelerator) as handle:
+            accelerator.save_state("runs/accelerate/best")
+            handle.wait()  # until it is committed
+        ```
     """
 
     saver: AcceleratorSaver

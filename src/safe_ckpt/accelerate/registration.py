@@ -24,13 +24,7 @@ def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks:
     """Make an Accelerator's checkpoints safe and asynchronous. Every rank calls this, before or after ``prepare()``.
 
     ``save_state``, ``load_state``, ``save_model``, ``end_training`` and ``free_memory`` of this one object are replaced until
-    ``handle.remove()``. A copy of it, such as the one that a spawned worker gets, is a stock one::
-
-        accelerator = Accelerator(project_config=ProjectConfiguration("runs/exp", automatic_checkpoint_naming=True))
-        register(accelerator)
-        ...
-        accelerator.save_state(metrics={"loss": loss})  # returns when the snapshot is taken
-        accelerator.load_state()                        # the newest valid checkpoint
+    ``handle.remove()``. A copy of it, such as the one that a spawned worker gets, is a stock one.
 
     An earlier registration in this process is ended first, as when a notebook's cell is run again: that of the same
     Accelerator, and that of another one for the same project directory, whose ``save_state`` raises from then on. Settings or
@@ -51,6 +45,17 @@ def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks:
         DirectoryInUseError: a live job holds it.
         DesyncError: the ranks were given different settings.
         RendezvousTimeout: some ranks did not call this.
+
+    Example:
+        ```python
+        project = ProjectConfiguration("runs/accelerate", automatic_checkpoint_naming=True)
+        accelerator = Accelerator(cpu=True, project_config=project)
+        register(accelerator)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.save_state(metrics={"loss": 0.25})  # returns when the copy is taken
+        accelerator.load_state()  # the newest valid checkpoint
+        accelerator.end_training()
+        ```
     """
     settings = begin(accelerator, config, check)
     project = accelerator.project_configuration
@@ -95,6 +100,14 @@ class SafeCheckpointPlugin:
     Attributes:
         config: see ``register``.
         hooks: the same.
+
+    Example:
+        ```python
+        plugin = SafeCheckpointPlugin(config=CheckpointConfig(retention=Retention(keep_last=3)))
+        accelerator = Accelerator(cpu=True, project_dir="runs/accelerate")
+        handle = plugin.register(accelerator)
+        handle.remove()
+        ```
     """
 
     config: CheckpointConfig | None = None

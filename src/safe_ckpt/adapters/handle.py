@@ -59,6 +59,23 @@ class AttachedHandle:
         ended: how this handle ended, one of ``endings``; "" while it is in use.
         undo: leaves the object as it was, the last change first; what a subclass changes besides ``attach`` goes in here.
         endings: how a handle can end -> the message of ``ClosedError``: what happened and what to do.
+
+    Example:
+        ```python
+        class Handle(AttachedHandle):
+            def __init__(self, trainer, config):
+                super().__init__(trainer, Saver(config, "toy"))
+                with self.whole_or_nothing():
+                    self.attach({"save": lambda: print("saved by the adapter")})
+
+
+        with Handle(trainer, CheckpointConfig()):
+            trainer.save()
+        ```
+
+        ```text
+        saved by the adapter
+        ```
     """
 
     endings: Mapping[str, str] = {"remove": "remove() was called: this handle saves nothing any more"}

@@ -33,6 +33,18 @@ class Patch:
     Args:
         owner: an object, class or module whose attributes are replaced at once; None for nothing yet.
         replacements: see ``put``.
+
+    Example:
+        ```python
+        with Patch(trainer, {"save": lambda: print("replaced")}):
+            trainer.save()
+        trainer.save()
+        ```
+
+        ```text
+        replaced
+        saved by the trainer
+        ```
     """
 
     def __init__(self, owner: Any = None, replacements: Mapping[str, Any] | None = None) -> None:

@@ -33,6 +33,14 @@ class Attempt:
 
     Attributes:
         error: the first error; None so far.
+
+    Example:
+        ```python
+        attempt, files = Attempt(), []
+        with attempt:  # a state_dict() of the user's may raise anything
+            files = [torch_file("model.pt", model.state_dict())]
+        planned = Planned(files=files, error=attempt.error)  # with an error every rank raises it
+        ```
     """
 
     def __init__(self) -> None:
@@ -71,6 +79,12 @@ class Planned:
         folders: below the checkpoint, for both.
         notes: further entries of the manifest.
         error: why this rank could not plan; every rank raises it.
+
+    Example:
+        ```python
+        planned = Planned(files=[torch_file("model.pt", model.state_dict())], notes={"epoch": 3})
+        content = planned.content()  # for Saver.save
+        ```
     """
 
     files: Sequence[FilePlan] = ()
@@ -120,6 +134,16 @@ def torch_file(path: str, state: object, *, key: str | None = None) -> FilePlan:
 
     Raises:
         StateError: something in ``state`` cannot be saved; names where it is.
+
+    Example:
+        ```python
+        plan = torch_file("model.pt", {"model": model.state_dict(), "step": 100})
+        print(plan.path, len(plan.tensors))
+        ```
+
+        ```text
+        model.pt 2
+        ```
     """
     image = torch_archive.torch_image(path, state, strict=False, key=key or path)
     warn_if_refused(path, image.pieces[-1][1], key or path)

@@ -86,6 +86,20 @@ class Saver:
 
     Raises:
         SafeCheckpointError: see ``Engine``.
+
+    Example:
+        ```python
+        folder = Path("runs/toy").absolute()
+        saver = Saver(CheckpointConfig(), "toy")
+        planned = Planned(files=[torch_file("state.pt", {"model": model.state_dict()})])
+        handle = saver.save(saver.home(folder), folder / "step-10", planned.content(), step=10)
+        saver.close()
+        print(handle.result().name)
+        ```
+
+        ```text
+        step-10
+        ```
     """
 
     _living: ClassVar[weakref.WeakSet[Saver]] = weakref.WeakSet()

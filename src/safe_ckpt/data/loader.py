@@ -341,6 +341,16 @@ def resumable(loader: Loader, *, skip: Skip = None) -> Loader:
     Raises:
         TypeError: it is not a DataLoader, or one whose place cannot be told: with ``in_order=False``, or of a class that
             knows its place itself.
+
+    Example:
+        ```python
+        loader = resumable(DataLoader(dataset, batch_size=8, shuffle=True))
+        with Checkpointer("runs/epoch") as ckpt:
+            ckpt.resume({"model": model, "loader": loader})
+            for number, batch in enumerate(loader):  # goes on with the batch after the last save
+                if number == 2:
+                    ckpt.save(number, {"model": model, "loader": loader})
+        ```
     """
     return made_of(loader, skip, Resumable)
 

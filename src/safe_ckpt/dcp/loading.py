@@ -58,12 +58,28 @@ def load(
 
     Raises:
         ConfigError: an argument cannot be honoured; says what to do instead. On every rank.
-        NoValidCheckpointError: there is no checkpoint, or none is usable; says why, name by name.
+        StateError: ``state_dict`` is no dict. On every rank.
+        NoValidCheckpointError: there is no checkpoint, or none is usable; says why, name by name. On every rank.
         RestoreError: the checkpoint has nothing for a name, or a tensor of another shape. On every rank.
         HostileCheckpointError: what is asked for cannot be read without running code. On every rank.
-        DirectoryError: a file could not be read; names path and rank.
-        DesyncError: the ranks ask for different paths.
-        RendezvousTimeout: some ranks did not call this; names them.
+        DirectoryError: a file could not be read; names path and rank. On every rank.
+        UnsupportedFormatError: a checkpoint is of a newer format version. On every rank.
+        DesyncError: the ranks called different things, or differ in the path, settings or versions. On every rank that came.
+        RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
+        PeerLostError: a rank died or stopped; names it. On every rank that is alive.
+        TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
+        UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
+        ForkedError: this process was forked while its parent's save was in flight. On this rank alone.
+
+    Example:
+        ```python
+        from safe_ckpt import dcp
+
+        dcp.save({"model": model.state_dict()}, checkpoint_id="runs/dcp/step-100")
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id="runs/dcp")  # the newest in the directory
+        model.load_state_dict(state["model"])
+        ```
     """
     group = ranks_of(process_group, no_dist=no_dist)
     settle()

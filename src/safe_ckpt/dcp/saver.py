@@ -42,9 +42,7 @@ _given: list[CheckpointConfig] = []
 def configure(config: CheckpointConfig | None = None, **parts: Any) -> CheckpointConfig:
     """Settings of this process for what is saved and loaded from now on. Every rank calls this alike, between saves.
 
-    What is in flight is finished first::
-
-        dcp.configure(retention=Retention(keep_last=3))
+    What is in flight is finished first.
 
     Args:
         config: all settings; None for those that hold now, which are what the environment says (``SAFE_CKPT_CONFIG``) until
@@ -57,6 +55,14 @@ def configure(config: CheckpointConfig | None = None, **parts: Any) -> Checkpoin
     Raises:
         ConfigError: there is no such field, or a value is not allowed.
         SafeCheckpointError: a save failed, and its error was not raised yet.
+
+    Example:
+        ```python
+        from safe_ckpt import dcp
+
+        dcp.configure(retention=Retention(keep_last=3))
+        dcp.save({"model": model.state_dict()}, checkpoint_id="runs/dcp/step-100")
+        ```
     """
     known = {field.name for field in dataclasses.fields(CheckpointConfig)}
     if unknown := sorted(parts.keys() - known):

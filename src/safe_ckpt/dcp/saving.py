@@ -66,12 +66,31 @@ def save(
     Raises:
         ConfigError: an argument cannot be honoured; says what to do instead. On every rank.
         StateError: something cannot be saved; names it. On every rank.
-        DesyncError: the ranks differ in the path, or in what they have under one name.
-        DirectoryError: the path holds something else, or cannot be used.
-        DirectoryInUseError: a live job saves under this name.
-        RendezvousTimeout: some ranks did not call this; names them.
-        SafeCheckpointError: it could not be made durable or committed, or the error of an earlier ``async_save`` that nobody
-            has looked at; the same on every rank.
+        DirectoryError: the path holds something else, or cannot be used. On every rank.
+        DirectoryInUseError: a live job saves under this name, or has taken it over. On every rank.
+        DirectoryNotSharedError: a rank does not see the folder that rank 0 made. On every rank.
+        NotEnoughSpaceError: the file system, or host memory, cannot take it. On every rank.
+        UnsupportedFormatError: with rules of retention: a checkpoint beside it is of a newer format version. On every rank.
+        SaveError: it could not be made durable or committed; or the error of an earlier ``async_save`` that nobody has looked
+            at. On every rank.
+        WriterError: the writer process died or stalled more than ``writer.max_respawns`` times. On every rank.
+        SaveSkippedError: an ``async_save`` is in flight, and ``on_busy`` is "skip". On every rank.
+        UnhealthyStateError: it was committed and marked as unhealthy (``health.action="stop"``). On every rank.
+        CommitOutcomeUnknown: rank 0 was lost, or the storage failed, at the very commit. On the ranks that do not know.
+        DesyncError: the ranks called different things, or differ in the path, settings, versions, or in what they have under
+            one name. On every rank that came.
+        RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
+        PeerLostError: a rank died or stopped; names it. On every rank that is alive.
+        TamperedError: a program that is not of this job wrote to the store of rank 0. On the rank that read it.
+        UnexpectedError: another rank met an error that is not ours; names the rank. That rank raises its own.
+        ForkedError: this process was forked while its parent's save was in flight. On this rank alone.
+
+    Example:
+        ```python
+        from safe_ckpt import dcp  # instead of: import torch.distributed.checkpoint as dcp
+
+        dcp.save({"model": model.state_dict()}, checkpoint_id="runs/dcp/step-100")
+        ```
     """
     saver = saver_for(ranks_of(process_group, no_dist=no_dist))
     path, handle = _begin(saver, state_dict, checkpoint_id, storage_writer, planner, use_collectives=use_collectives)
@@ -116,7 +135,17 @@ def async_save(
         staging is complete.
 
     Raises:
-        SafeCheckpointError: see ``save``. What goes wrong in the background is raised by the future.
+        SafeCheckpointError: what ``save`` raises before it writes, and the error of an earlier ``async_save`` that nobody has
+            looked at, on every rank. What goes wrong in the background is raised by the future.
+
+    Example:
+        ```python
+        from safe_ckpt import dcp
+
+        future = dcp.async_save({"model": model.state_dict()}, checkpoint_id="runs/dcp/step-100")
+        train_one_step(model, optimizer)  # the copy is taken
+        future.result()  # raises what went wrong
+        ```
     """
     if async_checkpointer_type != AsyncCheckpointerType.THREAD:
         _tell_once("async_checkpointer_type is ignored: safe_ckpt's own process writes, and a thread what is small")

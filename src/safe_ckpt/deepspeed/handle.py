@@ -33,13 +33,7 @@ def install(
     """Make a DeepSpeed engine's checkpoints safe and asynchronous. Every rank calls this, after ``deepspeed.initialize``.
 
     ``save_checkpoint``, ``load_checkpoint``, ``save_16bit_model`` and ``destroy`` of this one object are replaced until
-    ``handle.remove()``; they take what they took and return what they returned. Installed again, it is first taken back::
-
-        engine, *_ = deepspeed.initialize(model=model, config=ds_config)
-        handle = install(engine)
-        engine.load_checkpoint("runs/exp")                  # verified; the one before it where it is damaged
-        ...
-        engine.save_checkpoint("runs/exp", client_state={"epoch": 3})
+    ``handle.remove()``; they take what they took and return what they returned. Installed again, it is first taken back.
 
     Args:
         engine: a ``DeepSpeedEngine``, ZeRO 0 to 3, with or without offload.
@@ -57,6 +51,15 @@ def install(
             has no loader.
         DesyncError: the ranks were given different settings.
         RendezvousTimeout: some ranks did not call this.
+
+    Example:
+        ```python
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+        handle = install(engine, CheckpointConfig(retention=Retention(keep_last=2)))
+        path, client_state = engine.load_checkpoint("runs/deepspeed")  # (None, None) on a fresh start
+        engine.save_checkpoint("runs/deepspeed", client_state={"epoch": 3})  # returns when the copy is taken
+        handle.wait()
+        ```
     """
     checked = begin(engine, config, functools.partial(check, resume_data=resume_data))
     return Handle(engine, checked, async_save=async_save, resume_data=resume_data, hooks=hooks)
@@ -66,6 +69,14 @@ class Handle(AttachedHandle):
     """What ``install`` returns. As a context manager it finishes what is in flight and takes the installation back.
 
     Every method is called on every rank, on the thread that trains.
+
+    Example:
+        ```python
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+        with install(engine) as handle:
+            engine.save_checkpoint("runs/deepspeed", tag="best")
+            handle.wait()  # until it is committed
+        ```
     """
 
     saver: TagSaver

@@ -65,6 +65,18 @@ class SafeCheckpointCallback(ModelCheckpoint):
     Raises:
         ConfigError: ``resume="auto"`` without ``dirpath`` or with ``save_weights_only``; a remote ``dirpath``; a setting that
             has no meaning here: a ``Retention``, ``on_busy``, ``max_in_flight``. One of the environment: when ``fit`` begins.
+
+    Example:
+        ```python
+        callback = SafeCheckpointCallback("runs/lightning", save_last=True, every_n_train_steps=2, resume="auto")
+        trainer = Trainer(max_steps=4, callbacks=[callback], **quiet)
+        trainer.fit(module, resumable(DataLoader(dataset, batch_size=8, shuffle=True)))
+        print(sorted(name for name in os.listdir("runs/lightning") if name.endswith(".ckpt")))
+        ```
+
+        ```text
+        ['epoch=0-step=4.ckpt', 'last.ckpt']
+        ```
     """
 
     def __init__(

@@ -49,9 +49,7 @@ class SafeCheckpointIO(CheckpointIO):
     """Saves atomically, loads verified, and keeps saves and removals in one order.
 
     In a Trainer the callback installs it. In Fabric it is a plugin: what ``fabric.save`` writes is complete, durable and has a
-    manifest, or is not there; ``fabric.load`` compares it with that manifest first, and runs none of its code::
-
-        fabric = Fabric(plugins=[SafeCheckpointIO()])
+    manifest, or is not there; ``fabric.load`` compares it with that manifest first, and runs none of its code.
 
     Within ``saving_to`` a checkpoint is put into a list, and the caller saves it on all ranks together. Outside, as in Fabric,
     or in the launcher of ``ddp_spawn`` after the end of ``fit``, it is written at once, in this process. Fabric calls it on
@@ -63,6 +61,19 @@ class SafeCheckpointIO(CheckpointIO):
     Attributes:
         saver: what saves while ``fit`` runs; None outside.
         trusted: a file that was verified a moment ago.
+
+    Example:
+        ```python
+        fabric = Fabric(accelerator="cpu", devices=1, plugins=[SafeCheckpointIO()])
+        model, optimizer = fabric.setup(model, optimizer)
+        fabric.save("runs/fabric/step-10.ckpt", {"model": model, "optimizer": optimizer, "step": 10})
+        rest = fabric.load("runs/fabric/step-10.ckpt", {"model": model, "optimizer": optimizer})
+        print(rest)
+        ```
+
+        ```text
+        {'step': 10}
+        ```
     """
 
     def __init__(self, base: Any = None) -> None:

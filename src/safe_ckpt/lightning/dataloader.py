@@ -252,6 +252,13 @@ def resumable(loader: _Loader, *, skip: Skip = None) -> _Loader:
 
     Raises:
         TypeError: as there.
+
+    Example:
+        ```python
+        loader = resumable(DataLoader(dataset, batch_size=8, shuffle=True))
+        trainer = Trainer(max_steps=4, callbacks=[SafeCheckpointCallback("runs/lightning", resume="auto")], **quiet)
+        trainer.fit(module, loader)
+        ```
     """
     if isinstance(loader, DataLoader) and not is_map(loader) and not is_placed(loader):
         skip = "read"

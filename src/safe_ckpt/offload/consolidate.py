@@ -70,6 +70,16 @@ def consolidate_offloaded(
         DirectoryError: something that this did not write stands at ``destination``, or a folder cannot be read.
         DirectoryInUseError: another job consolidates into it.
         SafeCheckpointError: whatever else went wrong, on every rank.
+
+    Example:
+        ```python
+        info = consolidate_offloaded({"optimizer": "nvme"}, "runs/offloaded", ignore=("*.tmp",))
+        print(info.name)
+        ```
+
+        ```text
+        offloaded
+        ```
     """
     path = Path(os.path.abspath(destination))
     barrier_s = min(timeout_s, Timeouts().barrier_s)

@@ -68,6 +68,17 @@ def restore_offloaded(
         NotEnoughSpaceError: a target's file system cannot take it.
         DirectoryError: something could not be read or written.
         SafeCheckpointError: whatever else went wrong, on every rank.
+
+    Example:
+        ```python
+        consolidate_offloaded({"optimizer": "nvme"}, "runs/offloaded")
+        restore_offloaded("runs/offloaded", {"optimizer": "nvme-of-the-next-job"})
+        print(os.listdir("nvme-of-the-next-job"))
+        ```
+
+        ```text
+        ['exp_avg.swp']
+        ```
     """
     path = Path(os.path.abspath(source))
     barrier_s = min(timeout_s, Timeouts().barrier_s)

@@ -43,6 +43,11 @@ def base_hash(model: torch.nn.Module, without: Collection[str] = ()) -> str:
 
     Raises:
         StateError: some tensors are sharded, so no rank has all bytes, or lost their memory; or adapters are merged.
+
+    Example:
+        ```python
+        assert base_hash(base) == base_hash(tuned)  # the adapters on it do not count
+        ```
     """
     whole = xxhash.xxh3_128()
     for name, tensor in sorted(_base_of(model).items()):
@@ -67,6 +72,13 @@ def check_base(model: torch.nn.Module, directory: str | os.PathLike[str]) -> Non
 
     Raises:
         RestoreError: the bases differ.
+
+    Example:
+        ```python
+        with Checkpointer("runs/lora") as ckpt:
+            ckpt.export(tuned, "adapter", adapters_only=True).result()
+        check_base(base, "adapter")  # then load it with a loader of your own
+        ```
     """
     path = Path(directory) / BASE
     try:
@@ -93,6 +105,13 @@ def load_adapter(model: torch.nn.Module, directory: str | os.PathLike[str], **op
 
     Raises:
         RestoreError: it was trained on another base.
+
+    Example:
+        ```python
+        with Checkpointer("runs/lora") as ckpt:
+            ckpt.export(tuned, "adapter", adapters_only=True).result()
+        again = load_adapter(base, "adapter", is_trainable=True)  # RestoreError on any other base
+        ```
     """
     check_base(model, directory)
     return PeftModel.from_pretrained(model, os.fspath(directory), **options)

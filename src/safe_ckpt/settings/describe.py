@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
-import re
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from safe_ckpt.settings.fields import CLOCK, Key, fields_of, is_section, keys
 from safe_ckpt.settings.sources import OWN_KEY, variable
+from safe_ckpt.settings.texts import meanings, summary
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", tuple: "array"}
 _NUMBER = r"^\d+(?:\.\d+)?$"
-_ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 _INTRODUCTION = resources.files("safe_ckpt.settings").joinpath("reference.md")
 
 
@@ -29,17 +27,6 @@ class Row:
     default: str
     allowed: str
     meaning: str
-
-
-def meanings(section: type) -> dict[str, str]:
-    """What the ``Attributes:`` of a dataclass's docstring say, on one line each, with Markdown's backticks."""
-    _, _, attributes = inspect.cleandoc(section.__doc__ or "").partition("Attributes:\n")
-    return {name: _markdown(" ".join(text.split())) for name, text in _ATTRIBUTE.findall(attributes)}
-
-
-def summary(section: type) -> str:
-    """The first paragraph of a dataclass's docstring, on one line."""
-    return _markdown(" ".join(inspect.cleandoc(section.__doc__ or "").partition("\n\n")[0].split()))
 
 
 def rows(kind: type) -> list[Row]:
@@ -80,10 +67,6 @@ def _cells(row: Row) -> list[str]:
 
 def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _markdown(text: str) -> str:
-    return text.replace("``", "`")
 
 
 def _type(key: Key) -> str:

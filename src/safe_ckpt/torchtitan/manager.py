@@ -41,6 +41,13 @@ class SafeCheckpointManager(CheckpointManager):
     Raises:
         ConfigError: a setting is not allowed; on every rank.
         SafeCheckpointError: the ranks did not meet.
+
+    Example:
+        ```python
+        config = llama3_debugmodel()
+        settings = CheckpointConfig(timeouts=Timeouts(barrier_s=90))
+        config.checkpoint = SafeCheckpointManager.Config(enable=True, interval=500, keep_latest_k=3, settings=settings)
+        ```
     """
 
     @dataclass(kw_only=True, slots=True)

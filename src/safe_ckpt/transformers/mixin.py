@@ -35,14 +35,6 @@ logger = logging.getLogger(__name__)
 class SafeCheckpointMixin(_Base):
     """A Trainer with safe checkpoints. Put it before ``Trainer``, or before a subclass of it.
 
-    ::
-
-        class SafeTrainer(SafeCheckpointMixin, Trainer):
-            checkpoint_config = CheckpointConfig()
-
-        trainer = SafeTrainer(model, args, train_dataset=data)
-        trainer.train(resume_from_checkpoint=True)
-
     ``checkpoint-<step>/`` has the files that the Trainer itself would write, plus a manifest and the loaders' places in the
     data; a stock Trainer resumes from it.
     ``save_total_limit`` lets an old one go only after the new one is committed, and never the best or the newest.
@@ -54,6 +46,17 @@ class SafeCheckpointMixin(_Base):
             defaults. ``retention`` is the Trainer's own: rules in here are refused.
         checkpoint_hooks: called with what happens; see ``safe_ckpt.events``. Of the class, or set on the object before
             ``train()``.
+
+    Example:
+        ```python
+        class SafeTrainer(SafeCheckpointMixin, Trainer):
+            checkpoint_config = CheckpointConfig(save_on_signals=("SIGTERM",))
+
+
+        trainer = SafeTrainer(model, args, train_dataset=data)
+        trainer.train()
+        trainer.train(resume_from_checkpoint=True)  # from the newest valid one
+        ```
     """
 
     checkpoint_config: CheckpointConfig | None = None

@@ -1,3 +1,4 @@
+import inspect
 import json
 import os
 import pickle
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts, WriterConfig
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.settings import describe
+from safe_ckpt.settings import describe, texts
 from safe_ckpt.settings.fields import keys, value_at
 from safe_ckpt.settings.sources import load_effective
 from safe_ckpt.tools.cli.app import app
@@ -258,13 +259,40 @@ def test_reference_and_schema_are_up_to_date():
 
 
 def test_every_key_is_described():
-    """Each has a type, a default and a meaning, and a unit where its name ends in one; each docstring line belongs to a key."""
+    """Each has a type, a default and a meaning, and a unit where its name ends in one; each section has a summary."""
     rows = describe.rows(CheckpointConfig)
     assert [row.key for row in rows if not (row.type and row.default and row.meaning)] == []
     assert {row.unit for row in rows if row.key.endswith("_s")} == {"seconds"}
     assert {row.unit for row in rows if row.key.endswith("_bytes")} == {"bytes"}
     for section in {key.section for key in keys(CheckpointConfig)}:
-        assert list(describe.meanings(section)) == list(section.__dataclass_fields__)
+        assert list(texts.meanings(section)) == list(section.__dataclass_fields__)
+        assert all(texts.meanings(section).values())
+
+
+def test_a_text_stands_once_below_its_field():
+    """The reference, the schema and the options of a command say what config.py says below the field, and nothing else does."""
+    kept = texts.meanings(Retention)["keep_last"]
+    assert kept == "Keep this many of the newest checkpoints."
+    assert texts.meanings(CheckpointConfig)["retention"] == texts.summary(Retention)
+    found = describe.schema(CheckpointConfig)["$defs"]["Retention"]["properties"]["keep_last"]["description"]
+    shown = " ".join(CliRunner().invoke(app, ["gc", "--help"], env={"COLUMNS": "200"}).stdout.split())
+    assert found == kept
+    assert kept in shown
+    assert texts.meanings(Retention)["keep_best"].replace("`", "") in shown
+    assert "Attributes:" not in inspect.getsource(CheckpointConfig)
+
+
+def test_a_program_without_its_sources_has_no_texts(monkeypatch):
+    """Where a program was packed without sources, the texts are empty, and nothing fails."""
+
+    def gone(_):
+        raise OSError("could not get source code")
+
+    texts._below_fields.cache_clear()
+    monkeypatch.setattr(inspect, "getsource", gone)
+    assert set(texts.meanings(Retention).values()) == {""}
+    monkeypatch.undo()
+    texts._below_fields.cache_clear()
 
 
 def test_the_reference_of_a_key():

@@ -69,6 +69,16 @@ class FilePlan:
         floats: where in the last piece the floats of the state lie; None if that is not known.
         names: of the ``tensors``; None where the file itself says them.
         frozen: whether none of its tensors is trained, so that it probably is as it was at the save before.
+
+    Example:
+        ```python
+        plan = torch_file("model.pt", model.state_dict())
+        print(plan.path, plan.total_bytes > sum(tensor.nbytes for _, tensor in plan.tensors))
+        ```
+
+        ```text
+        model.pt True
+        ```
     """
 
     path: str

@@ -206,6 +206,16 @@ class CheckpointInfo:
         verified: whether it carries our manifest; False for what other tools wrote.
         op_id: unique to the save.
         marked: whether its numbers are not healthy, so that nothing resumes from it unless it is named.
+
+    Example:
+        ```python
+        info = safe_ckpt.newest("runs/exp")
+        print(info.name, info.step, info.metrics, info.marked)
+        ```
+
+        ```text
+        step-00000020 20 {'loss': 0.5} False
+        ```
     """
 
     path: Place

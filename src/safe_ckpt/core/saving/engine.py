@@ -70,6 +70,17 @@ class Engine:
         RendezvousTimeout: some ranks did not come.
         DesyncError: the ranks were given different settings.
         ConfigError: a hook that ``telemetry`` asks for cannot work; on every rank.
+
+    Example:
+        ```python
+        engine = Engine(CheckpointConfig(), owner="the toy's adapter")
+        print(engine.agree("tag", decide=lambda answers: f"decided by rank 0 for {len(answers)} rank"))
+        engine.close()
+        ```
+
+        ```text
+        decided by rank 0 for 1 rank
+        ```
     """
 
     def __init__(

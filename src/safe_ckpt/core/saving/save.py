@@ -157,6 +157,13 @@ class OnCommit:
         pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order.
         catalog: gets the commit; None for no catalog.
         retention: decides what is deleted then; None deletes nothing.
+
+    Example:
+        ```python
+        from safe_ckpt.adapters.extras import policy_of
+
+        on_commit = OnCommit(retention=policy_of(Retention(keep_last=3)))  # for Saver.save
+        ```
     """
 
     prefilled: Path | None = None
@@ -328,7 +335,22 @@ def decide(
 
 
 class SaveHandle:
-    """The outcome of a save, once it is known; the same on every rank."""
+    """The outcome of a save, once it is known; the same on every rank.
+
+    Example:
+        ```python
+        with Checkpointer("runs/exp") as ckpt:
+            handle = ckpt.save(100, {"model": model})
+            try:
+                print(handle.result(timeout_s=60).name)
+            except SaveError as error:  # nothing was committed; earlier checkpoints are as they were
+                print(f"rank {error.rank} failed in {error.phase}: {error.cause}")
+        ```
+
+        ```text
+        step-00000100
+        ```
+    """
 
     def __init__(self, name: str, limit_s: float, op_id: str = "", within: Home | None = None) -> None:
         self.name = name
@@ -353,8 +375,22 @@ class SaveHandle:
             timeout_s: how long to wait; None means as long as the save itself may take.
 
         Raises:
-            SafeCheckpointError: the save failed, with the same error on every rank.
-            RendezvousTimeout: it is not over yet.
+            SaveError: it failed while it was copied, written or committed, or ``lengthy_s`` is over. This, and what follows,
+                has the same facts on every rank, and nothing was committed.
+            WriterError: the writer process died or stalled more than ``writer.max_respawns`` times.
+            SourceChangedError: a file changed while it was copied, or after ``publishing`` was left.
+            SaveSkippedError: it was not started (``on_busy="skip"``).
+            StateError: what is to be written cannot be read again.
+            DirectoryError: the operating system or the object store refused.
+            NotEnoughSpaceError: the file system, or host memory, cannot take it.
+            DirectoryInUseError: another job took the directory over, or somebody broke its lock.
+            DirectoryNotSharedError: a rank does not see the folder that rank 0 made.
+            PeerLostError: a rank died or stopped before all had reported.
+            TamperedError: a program that is not of this job wrote to the store of rank 0.
+            UnhealthyStateError: it was committed and marked as unhealthy (``health.action="stop"``).
+            CommitOutcomeUnknown: rank 0 was lost, or the storage failed, at the very commit. On the ranks that do not know.
+            RendezvousTimeout: it is not over after ``timeout_s``, or a rank did not report in time.
+            ForkedError: in a forked child it never will be. On this rank alone.
         """
         self.settle(timeout_s)
         if self._error is not None:

@@ -67,6 +67,16 @@ def set_up_directory(
         DirectoryNotSharedError: some ranks do not see what rank 0 created.
         NoValidCheckpointError: ``"resume"`` and there is no checkpoint.
         RendezvousTimeout: some ranks did not come; names them.
+
+    Example:
+        ```python
+        directory = set_up_directory("runs/new", mode="fresh")
+        print(directory.is_dir())
+        ```
+
+        ```text
+        True
+        ```
     """
     target = Path(os.path.abspath(path))  # a program may change its working directory
     timeouts = Timeouts(barrier_s=timeout_s, shutdown_s=min(timeout_s, 120.0))

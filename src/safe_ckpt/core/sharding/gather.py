@@ -43,11 +43,7 @@ def iter_full_tensors(
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Gather the full tensors of a sharded state one by one.
 
-    Every rank iterates, in step, on the thread that trains::
-
-        for name, tensor in iter_full_tensors(model, timeout_s=3600):
-            if tensor is not None:  # on rank 0
-                write(name, tensor)
+    Every rank iterates, in step, on the thread that trains.
 
     Rank 0 may be slow between two tensors, for ``timeout_s`` at most; the others wait for it without a collective, and must
     not be late themselves. While it runs the timeouts of the group and of all meshes in the state are ``timeout_s``; they
@@ -74,6 +70,18 @@ def iter_full_tensors(
         RendezvousTimeout: some ranks did not come for the next round.
 
     Gloo on the CPU is what this was run on. With NCCL the parts travel over the GPUs; that was never run for this project.
+
+    Example:
+        ```python
+        for name, tensor in iter_full_tensors(model, timeout_s=3600):
+            if tensor is not None:  # on rank 0
+                print(name, tuple(tensor.shape))
+        ```
+
+        ```text
+        weight (3, 4)
+        bias (3,)
+        ```
     """
     for key, value in {"timeout_s": timeout_s, "staging_bytes": staging_bytes}.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:

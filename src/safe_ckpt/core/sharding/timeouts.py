@@ -53,6 +53,13 @@ def lengthy_timeouts(
 
     On NCCL the timeouts are set in the same way, but were never run for this project on CUDA. With torch before 2.9 gloo
     ignores them: its collectives end after the time that their group was made with.
+
+    Example:
+        ```python
+        with lengthy_timeouts(seconds=1800):
+            if rank == 0:
+                prepare_the_data()  # the others wait in a collective meanwhile
+        ```
     """
     members = process_groups.process_groups(groups)
     checked = functools.partial(_refuse_no_time, seconds)  # where all ranks learn of it

@@ -54,6 +54,13 @@ class PerRank:
 
     Attributes:
         value: what this rank saves: a Stateful, a state dict, a tensor or JSON-able data.
+
+    Example:
+        ```python
+        state = {"model": model, "rng": PerRank(RngState()), "seen": PerRank({"files": ["part-3.parquet"]})}
+        with Checkpointer("runs/exp") as ckpt:
+            ckpt.save(100, state)
+        ```
     """
 
     value: Any

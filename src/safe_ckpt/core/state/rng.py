@@ -100,7 +100,17 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 class RngState:
-    """The random generators of this process as a Stateful: ``state={"rng": PerRank(RngState()), ...}``."""
+    """The random generators of this process as a Stateful: ``state={"rng": PerRank(RngState()), ...}``.
+
+    Example:
+        ```python
+        with Checkpointer("runs/dropout") as ckpt:
+            ckpt.save(100, {"rng": PerRank(RngState())}).result()
+            drawn = torch.rand(3)
+            ckpt.resume({"rng": PerRank(RngState())})
+            assert torch.equal(torch.rand(3), drawn)
+        ```
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """What the generators are at now."""

@@ -1,8 +1,8 @@
-"""The commands of ``safe-ckpt``: one file per command (``watch`` lives beside ``report``).
+"""Look at the checkpoints of a run: list, verify, show, delete, convert them; check a disk, a lock or settings.
 
-Exit status: 0 all good; 1 something is damaged, held, or did not succeed; 2 wrong usage; 3 no damage found, but part of the
-data carries no checksums and could not be verified. Results go to stdout, remarks to stderr; ``--json`` prints one JSON
-document instead. No command runs a pickle, and none takes the lock of a live job.
+Exit status: 0 no problem found; 1 a checkpoint is damaged, the directory is held, or the command failed; 2 wrong usage; 3 no
+damage found, but part of the data has no checksums. Results go to stdout, warnings to stderr; --json prints one JSON document.
+No command runs a pickle from a checkpoint, and none takes the lock of a live job.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from safe_ckpt.tools.cli.resume_path import resume_path
 from safe_ckpt.tools.cli.unlock import unlock
 from safe_ckpt.tools.cli.verify import verify
 
+# One file per command; ``watch`` lives beside ``report``.
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode=None)
 app.command("list")(list_checkpoints)
 for command in (verify, inspect, resume_path, gc, convert, unlock, doctor, report, watch):

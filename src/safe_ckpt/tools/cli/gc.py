@@ -16,6 +16,7 @@ from safe_ckpt.core.home.standing import replaced_among
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import frees_bytes
 from safe_ckpt.errors import DirectoryError
+from safe_ckpt.settings.texts import option
 from safe_ckpt.text import bytes_text
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, Directory, ending_on_signals, failing, print_json, say, tell
 from safe_ckpt.tools.inspection.check import judge, plan
@@ -25,11 +26,11 @@ from safe_ckpt.tools.inspection.listing import Listing, read_listing
 
 def gc(
     directory: Directory,
-    keep_last: Annotated[int | None, typer.Option(help="Keep this many of the newest.")] = None,
-    keep_best: Annotated[int | None, typer.Option(help="Keep this many of the best by --metric.")] = None,
-    metric: Annotated[str | None, typer.Option(help="The metric that --keep-best goes by.")] = None,
-    mode: Annotated[Literal["min", "max"], typer.Option(help="Whether lower or higher is better.")] = "min",
-    keep_every_steps: Annotated[int | None, typer.Option(help="Keep those whose step is a multiple of this.")] = None,
+    keep_last: Annotated[int | None, typer.Option(help=option(Retention, "keep_last"))] = None,
+    keep_best: Annotated[int | None, typer.Option(help=option(Retention, "keep_best"))] = None,
+    metric: Annotated[str | None, typer.Option(help=option(Retention, "metric"))] = None,
+    mode: Annotated[Literal["min", "max"], typer.Option(help=option(Retention, "mode"))] = "min",
+    keep_every_steps: Annotated[int | None, typer.Option(help=option(Retention, "keep_every_steps"))] = None,
     quarantine: Annotated[
         bool,
         typer.Option(
