@@ -16,9 +16,7 @@ RUN = [page for page in pages() if not needs(page) and any(not (b.not_run or b.r
 NOT_RUN = {
     ("README.md", "make demo   # trains on real data"),
     ("docs/RELIABILITY.md", "   kill | at step | within a save"),
-    ("docs/performance-details.md", "make bench "),
     ("docs/simulator.md", "cd tests\npython -m sim "),
-    ("docs/performance-details.md", "python benchmarks/bench.py "),
     ("docs/reference/configuration.md", "python train.py fit "),
     ("docs/object-stores.md", '{\n  "Version"'),
     ("docs/object-stores.md", "from safe_ckpt import CheckpointConfig"),
