@@ -51,7 +51,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--training", action="append", choices=KINDS, help="which loop; all if not given")
     parser.add_argument("--quick", action="store_true", help="128 MiB, one round: to see that it works")
     parser.add_argument("--no-plots", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="for bench.json, bench.md and img/")
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results"), help="for bench.json, bench.md and img/"
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="on the disk that is measured")
     parser.add_argument("--timeout-s", type=float, default=600, help="for one process; twenty times that for scaling")
     options = parser.parse_args()

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LANGUAGES = ("python", "yaml", "sh", "console", "text")
+LANGUAGES = ("python", "yaml", "sh", "console", "text", "diff")
 ANYTHING = "…"
 _INSTALL = "pip install "
 _FENCE = re.compile(r"^(?P<indent>\s*)(?P<fence>`{3,}|~{3,})(?P<language>\w*)(?P<info>[^`]*)$")
 _TITLE = re.compile(r'\btitle="([^"]+)"')
-_MARK = re.compile(r"^\s*<!-- (not run|run in): ?(.+?) -->\s*$")
+_MARK = re.compile(r"^\s*<!-- not run: ?(.+?) -->\s*$")
 _NEEDS = re.compile(r"^<!-- needs: (\w+) -->\s*$", re.MULTILINE)
 _EXITS = re.compile(r"# exits with (\d+)\s*$")
 
@@ -31,7 +31,6 @@ class Block:
         title: the file that it is written to; "" for none.
         code: what is between the fences, without their indentation.
         not_run: why it is not run; "" when it is.
-        run_in: the page on which the same block is run; "" for this one.
     """
 
     page: str
@@ -40,7 +39,6 @@ class Block:
     title: str
     code: str
     not_run: str = ""
-    run_in: str = ""
 
     @property
     def where(self) -> str:
@@ -97,8 +95,7 @@ def blocks_of(page: str | Path, text: str | None = None) -> list[Block]:
                 language=opened["language"],
                 title=title.group(1) if title else "",
                 code="".join(line.removeprefix(opened["indent"]) + "\n" for line in lines[at + 1 : end]),
-                not_run=mark.group(2) if mark and mark.group(1) == "not run" else "",
-                run_in=mark.group(2) if mark and mark.group(1) == "run in" else "",
+                not_run=mark.group(1) if mark else "",
             )
         )
         at = end + 1

@@ -35,7 +35,7 @@ class Page:
 
     def run(self, block: Block) -> None:
         """Run one block and note what is wrong with it."""
-        if block.not_run or block.run_in:
+        if block.not_run:
             return
         if block.title:
             Path(block.title).parent.mkdir(parents=True, exist_ok=True)
@@ -103,6 +103,16 @@ class Page:
             _parse(data)
         except Exception as error:
             return f"does not parse: {error!r}"
+        return ""
+
+    def _diff(self, block: Block) -> str:
+        """Both sides are Python, which the quick start of its page runs."""
+        for sides in ("- ", "+ "):
+            side = "\n".join(line[1:] for line in block.code.splitlines() if line[:1] in sides)
+            try:
+                compile(side, block.page, "exec")
+            except SyntaxError as error:
+                return f"the side of {sides[0]!r} is no Python: {error}"
         return ""
 
     def _printed(self, block: Block, output: str) -> None:

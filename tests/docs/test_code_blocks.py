@@ -11,14 +11,12 @@ from page import Page
 from running import run_page
 
 ALL = [block for page in pages() for block in blocks_of(page)]
-RUN = [page for page in pages() if not needs(page) and any(not (b.not_run or b.run_in) for b in blocks_of(page))]
+RUN = [page for page in pages() if not needs(page) and any(not b.not_run for b in blocks_of(page))]
 # Page and beginning of every block that is not run; the reason stands above the block.
 NOT_RUN = {
     ("README.md", "make demo   # trains on real data"),
     ("docs/RELIABILITY.md", "   kill | at step | within a save"),
-    ("docs/performance-details.md", "make bench "),
     ("docs/simulator.md", "cd tests\npython -m sim "),
-    ("docs/performance-details.md", "python benchmarks/bench.py "),
     ("docs/reference/configuration.md", "python train.py fit "),
     ("docs/object-stores.md", '{\n  "Version"'),
     ("docs/object-stores.md", "from safe_ckpt import CheckpointConfig"),
@@ -52,17 +50,10 @@ def test_what_is_not_run_is_listed_here():
     assert [(page, code) for page, code in found if not any(page == p and code.startswith(c) for p, c in NOT_RUN)] == []
 
 
-@pytest.mark.parametrize("shown", [b for b in ALL if b.run_in], ids=lambda b: b.where)
-def test_a_block_that_is_run_elsewhere_is_the_same_there(shown):
-    """The README's quick starts are those of their pages, letter for letter."""
-    there = [(b.language, b.title, b.code) for b in blocks_of(shown.run_in) if not (b.run_in or b.not_run)]
-    assert (shown.language, shown.title, shown.code) in there
-
-
 def test_every_file_that_a_page_shows_is_run_on_it():
     """A quick start that nobody starts proves nothing."""
     for page in pages():
-        found = [b for b in blocks_of(page) if not b.run_in]
+        found = blocks_of(page)
         ran = "".join(b.code for b in found if not b.title)
         assert [b.where for b in found if b.title and b.title not in ran] == []
 
@@ -118,6 +109,8 @@ def test_links_out_of_the_site_lead_somewhere():
         ("```console\n$ echo a\nb\n```", "printed:"),
         ("```console\n$ true   # exits with 1\n```", "exits with 0, not 1"),
         ("```yaml\nretention: {keep_lst: 1}\n```", "does not parse"),
+        ("```diff\n-a = (1\n+a = 1\n b = 2\n```", "no Python"),
+        ("```diff\n-a = 1\n+a = 2\n b = a\n```", ""),
         ('```python title="a.py"\nprint(5)\n```\n```console\n$ python a.py\n5\n```', ""),
         ("<!-- not run: it would fail -->\n```python\n1 / 0\n```", ""),
         ("<!-- hidden\n```python\nx = 1\n```\n-->\n```python\nprint(x)\n```\n```text\n1\n```", ""),

@@ -92,6 +92,29 @@ def test_a_refusal_anywhere_gives_the_same_bytes(tmp_path, monkeypatch, length, 
     assert result.size_bytes == length
 
 
+@pytest.mark.parametrize("short", [1, 512, 4096, 5000])
+def test_direct_writes_that_end_early_give_the_same_bytes(tmp_path, monkeypatch, short):
+    """A direct write brings less than was asked for, even less than a page: the file is what it should be, and no error."""
+    monkeypatch.setattr(direct_io, "_without_direct", {})
+    real = os.pwrite
+
+    def ending_early(fd, data, offset):
+        import fcntl
+
+        direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        return min(real(fd, data, offset), short) if direct else real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", ending_early)
+    length = 300_001
+    with mmap.mmap(-1, length) as memory, memoryview(memory) as view:
+        memory[:] = os.urandom(length)
+        options = WriteOptions(direct=True, chunk_bytes=1 << 20, flush_every_bytes=1 << 20)
+        result = write_file(WriteTask(path=str(tmp_path / "f"), offset=0, length=length), view, options, Quiet())
+        assert (tmp_path / "f").read_bytes() == memory[:]
+    assert result.size_bytes == length
+    assert direct_io.refused_direct() == {}  # the next file is written directly again
+
+
 def test_direct_reads_that_are_refused_are_made_through_the_page_cache(tmp_path, monkeypatch):
     """EINVAL at a read of a file that was opened with O_DIRECT: the same bytes."""
     import fcntl

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,11 @@ from sim.disk import Node, fail
 
 _AT_ONCE = 0.55
 """So many calls are over before anybody else runs: they find what they need in a cache."""
+
+
+_FORMAT = re.compile(rb'"format": *"(\w+)"')
+_DECIDES = 0.3
+"""So often a wrong read of a manifest hits the name of its format, by which it is ours."""
 
 
 def _nothing() -> None:
@@ -78,7 +84,10 @@ class Mounts:
         if not data or not self.wrong_reads.get(host) or path.startswith("/proc/"):
             return data
         self.wrong_reads[host] -= 1
-        at = self.world.rng.randrange(len(data))
+        rng = self.world.rng
+        at = rng.randrange(len(data))
+        if (said := _FORMAT.search(data)) is not None and rng.random() < _DECIDES:
+            at = said.start(1)
         self.world.log("read wrongly", task.proc.name, path, at)
         return data[:at] + bytes([data[at] ^ 0x41]) + data[at + 1 :]
 

@@ -197,7 +197,7 @@ class History:
             self.world.violate("foreign error", f"{proc.name}: {type(error).__name__}: {error} {lines}")
 
     @contextlib.contextmanager
-    def timed(self, what: str, limit_s: float) -> Iterator[None]:
+    def timed(self, what: str, limits_s: dict[str, float]) -> Iterator[None]:
         """A call that must be over in time, but for what faults took."""
         task = here()
         proc, began, trouble = task.proc, self.world.now, self.trouble_s
@@ -206,8 +206,8 @@ class History:
         finally:
             if proc.alive:
                 took = self.world.now - began - (self.trouble_s - trouble)
-                if took > limit_s:
-                    self.world.violate("too late", f"{proc.name}: {what} took {took:.1f} s of {limit_s:.1f}")
+                if took > limits_s[what]:
+                    self.world.violate("too late", f"{proc.name}: {what} took {took:.1f} s of {limits_s[what]:.1f}")
 
     def met(self, kind: str, proc: Proc | None) -> None:
         """A fault met a phase."""

@@ -165,11 +165,11 @@ def _train(proc: Proc, slot: Any, attempt: Attempt) -> None:
     per_rank = slot.load("safe_ckpt.core.state.items").PerRank
     config = slot.load("safe_ckpt.config").CheckpointConfig.from_mapping(plan["config"])
     phase("open")
-    with history.timed("open", plan["patience_s"]):
+    with history.timed("open", plan["limits_s"]):
         ckpt = checkpointer(plan["directory"], config)
     phase("resume")
     floor, state = oracle.newest_announced(), _state(0, facts, per_rank)
-    with history.timed("resume", plan["patience_s"]):
+    with history.timed("resume", plan["limits_s"]):
         info = ckpt.resume(state)
     oracle.resumed(attempt, facts["rank"], floor, info, _tokens_of(state, facts))
     world.log("resumed", proc.name, info.name if info is not None else None)
@@ -198,25 +198,25 @@ def _train(proc: Proc, slot: Any, attempt: Attempt) -> None:
             token = attempt.number * 100_000 + number + 1 + job.facts["base"]
             save = oracle.saving(attempt, step, token, facts["size"])
             phase("save")
-            with history.timed("save", plan["patience_s"]):
+            with history.timed("save", plan["limits_s"]):
                 handle = ckpt.save(step, _state(token, facts, per_rank))
             begun.append((save, handle))
             job.step = max(job.step, step)
             if history.choices.random() < plan["wait"] and not stop:
                 phase("wait")
-                with history.timed("wait", plan["patience_s"]):
+                with history.timed("wait", plan["limits_s"]):
                     handle.settle()
             look()
             if stop:
                 world.log("stops", proc.name, step)
                 break
         phase("close")
-        with history.timed("close", plan["patience_s"]):
+        with history.timed("close", plan["limits_s"]):
             ckpt.close()
     except Exception:
         look()
         phase("close after an error")
-        with history.timed("close", plan["patience_s"]):
+        with history.timed("close", plan["limits_s"]):
             ckpt._engine.close(quiet=True, within_s=config.timeouts.shutdown_s)
         raise
     finally:

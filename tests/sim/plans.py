@@ -10,8 +10,21 @@ from sim.strikes import AT_PHASES, KINDS, PHASES, Fault
 
 _TIMEOUTS = {"lengthy_s": 40.0, "barrier_s": 20.0, "writer_stall_s": 8.0, "fsync_stall_s": 10.0}
 _TIMEOUTS |= {"peer_stall_s": 6.0, "shutdown_s": 10.0}
-_PATIENCE_S = 400.0
-"""More than any call may take by its settings: a wait of several, each with an end of its own, may add them up."""
+_SLACK_S = 2 * _TIMEOUTS["peer_stall_s"]
+"""A rank that is lost is noticed so much later, and rank 0's last word is waited for."""
+
+
+def _limits_s(lease_s: float, faults: list[Fault]) -> dict[str, float]:
+    """How long each call may take: what the settings say, and the faults, which may stop a disk or a clock, on top."""
+    barrier_s, lengthy_s = _TIMEOUTS["barrier_s"], _TIMEOUTS["lengthy_s"]
+    calls = {
+        "open": 2 * barrier_s + 2 * lease_s,  # the ranks meet, the lock is awaited, and they meet again
+        "resume": 2 * barrier_s,
+        "save": barrier_s + lengthy_s,  # the one before it may be under way
+        "wait": lengthy_s,
+        "close": lengthy_s + _TIMEOUTS["shutdown_s"],
+    }
+    return {call: limit_s + _SLACK_S + sum(one.length_s for one in faults) for call, limit_s in calls.items()}
 
 
 @dataclass
@@ -63,7 +76,7 @@ def plan_of(seed: int) -> Plan:
         facts["namespace"] = 4026531837
     placed = sorted(rng.randrange(hosts) for _ in range(size))
     faults = _faults(rng, hosts, size, 2.0 + steps * pace_s * 1.6, local=local)
-    facts["patience_s"] = _PATIENCE_S + sum(one.length_s for one in faults)
+    facts["limits_s"] = _limits_s(config["lease_s"], faults)
     facts["again"] = rng.choice((0.0, 0.0, 0.3))
     rivals = rng.random() < 0.35
     facts["per_rank"] = not rivals
@@ -75,12 +88,12 @@ def plan_of(seed: int) -> Plan:
         jobs.append(JobPlan("rival", others, rng.uniform(0.0, 3.0 + steps * pace_s), rival))
     scenario = rng.choices(list(_SCENARIOS), [share for share, _ in _SCENARIOS.values()])[0]
     exchanges = rng.random() < 0.7
-    if scenario != "plain" and not (local and scenario == "outage"):
+    if scenario != "plain" and _fits(scenario, size, hosts, local=local):
         rivals_facts = {**facts, "per_rank": False, "base": 10_000_000, "attempts": 4, "namespace": 4026531838}
         _SCENARIOS[scenario][1](rng, facts, jobs, faults, rivals_facts)
-        exchanges &= scenario != "replace"
+        exchanges &= scenario not in ("replace", "aside")
         for job in jobs:
-            job.facts["patience_s"] = _PATIENCE_S + sum(one.length_s for one in faults)
+            job.facts["limits_s"] = _limits_s(config["lease_s"], faults)
     audited = {**facts, "base": 90_000_000, "steps": 100, "attempts": 1, "signals": False, "once": True, "wait": 1.0}
     audited["config"] = {key: value for key, value in config.items() if key != "save_on_signals"}
     return Plan(
@@ -157,11 +170,42 @@ def _resume(
     ]
 
 
+def _verdict(
+    rng: random.Random, facts: dict[str, Any], jobs: list[JobPlan], faults: list[Fault], rival: dict[str, Any]
+) -> None:
+    """Rank 0 commits, and the others, on another host, do not hear of it."""
+    del rival
+    facts["per_rank"] = True
+    jobs[0].facts["per_rank"] = True
+    jobs[0].hosts = [0, *(1 for _ in jobs[0].hosts[1:])]
+    del jobs[1:]
+    kind = rng.choice(("cut", "cut", "kill"))
+    where: dict[str, Any] = {"host": 0, "rank": 0, "phase": "commit", "nth": rng.randint(1, 40)}
+    faults[:] = [Fault(kind=kind, at=0.0, length_s=rng.choice((12.0, 30.0)), chance=1.0, **where), *faults[:1]]
+
+
+def _aside(
+    rng: random.Random, facts: dict[str, Any], jobs: list[JobPlan], faults: list[Fault], rival: dict[str, Any]
+) -> None:
+    """Steps are saved twice where two names cannot be swapped, and the answers to renames are lost."""
+    del rival, facts
+    for job in jobs:
+        job.facts["again"] = 1.0
+    where: dict[str, Any] = {"host": jobs[0].hosts[0], "rank": 0, "phase": "commit", "nth": 5 * rng.randint(0, 8) + 3}
+    faults[:] = [Fault(kind="eio", at=0.0, length_s=rng.choice((0.5, 3.0)), chance=0.7, **where)]
+
+
 _SCENARIOS = {
-    "plain": (55, _resume), "takeover": (18, _takeover), "outage": (9, _outage), "replace": (9, _replace),
-    "resume": (9, _resume),
+    "plain": (49, _resume), "takeover": (18, _takeover), "outage": (9, _outage), "replace": (9, _replace),
+    "resume": (9, _resume), "verdict": (3, _verdict), "aside": (3, _aside),
 }  # fmt: skip
 """How often, and what makes it of a plan; "plain" is left as it is."""
+
+
+def _fits(scenario: str, size: int, hosts: int, *, local: bool) -> bool:
+    if scenario == "verdict":
+        return size > 1 and hosts > 1
+    return not (local and scenario in ("outage", "aside"))
 
 
 def _config(rng: random.Random) -> dict[str, Any]:

@@ -78,8 +78,8 @@ PLANTED: dict[str, dict[str, Patch]] = {
     },
     "a verdict that did not come is a failure": {
         _COMMIT: _swap(
-            'raise CommitOutcomeUnknown(name=self._job.name, cause=cause, phase="commit") from error\n        if "error"',
-            'raise SaveError(name=self._job.name, cause=cause, phase="commit") from error\n        if "error"',
+            'raise CommitOutcomeUnknown(name=self._job.name, cause=cause, phase="commit") from error\n        except',
+            'raise SaveError(name=self._job.name, cause=cause, phase="commit") from error\n        except',
         )
     },
     "keys of a save are used again": {
@@ -116,8 +116,8 @@ PLANTED: dict[str, dict[str, Patch]] = {
     },
     "a lost answer of a rename is a failure": {
         _DURABLE: _swap(
-            "        if (there.st_dev, there.st_ino) != (moved.st_dev, moved.st_ino):\n            raise\n",
-            "        raise\n",
+            "        if not moved.st_ino or (there.st_dev, there.st_ino) != (moved.st_dev, moved.st_ino):\n",
+            "        if True:\n",
         )
     },
     # What histories found, and what was mended then.
@@ -136,6 +136,11 @@ PLANTED: dict[str, dict[str, Patch]] = {
         "safe_ckpt.core.resuming.candidate": _swap(
             "except (CorruptCheckpointError, UnsupportedFormatError) as", "except CorruptCheckpointError as"
         ),
+    },
+    "a short direct write fails": {
+        "safe_ckpt.core.storage.direct_io": _swap(
+            "            if written == 0:  # a short", "            if False:  # a short"
+        )
     },
     "a lost answer of moving aside is a failure": {
         _DURABLE: _swap(

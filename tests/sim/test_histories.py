@@ -19,23 +19,27 @@ SEEDS_OF_PLANTED = {
     "the lock is not confirmed before a commit": 2,
     "keys of a save are used again": 2,
     "a holder's signs of life are ignored": 2,
-    "the others' reports are left out": 11,
+    "the others' reports are left out": 7,
     "a commit whose sync failed stays": 27,
-    "files are not synced": 29,
-    "the manifest is not synced": 29,
-    "the lease runs on during an outage": 55,
+    "files are not synced": 32,
+    "another format is believed at one read": 56,
+    "the manifest is not synced": 65,
     "the new name is not synced": 65,
     "a late store is asked without a pause": 79,
     "the clock alone decides the order": 81,
     "one read is believed": 83,
-    "nothing is repaired at the start": 180,
-    "the old one is deleted, then replaced": 180,
-    "a lost answer of a rename is a failure": 337,
-    "the folder of a save is not durable when the old one goes": 361,
+    "a verdict that did not come is a failure": 93,
+    "nothing is repaired at the start": 217,
+    "the old one is deleted, then replaced": 217,
+    "the lease runs on during an outage": 345,
     "a checkpoint is deleted where it stands": 373,
+    "a lost answer of a rename is a failure": 380,
+    "the folder of a save is not durable when the old one goes": 516,
+    "a short direct write fails": 700,
+    "a lost answer of moving aside is a failure": 1228,
 }
 """The first seed that finds each planted bug, as ``python -m sim --planted`` prints it. Other plans have other seeds."""
-SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or number in (0, 1, 3, 9)]
+SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or number in (0, 9, 15, 22)]
 
 
 def sim(*arguments):
@@ -49,7 +53,7 @@ def sim(*arguments):
 @pytest.mark.timeout(900)
 def test_histories_violate_nothing():
     """Nothing durable is lost or torn, no two owners commit, ranks agree, every wait ends: in each history."""
-    count, processes = (20_000, os.cpu_count() or 1) if THOROUGH else (700, 2)
+    count, processes = (20_000, os.cpu_count() or 1) if THOROUGH else (1_500, 2)
     ended = sim("--count", count, "--processes", processes)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
     print(ended.stdout[-1500:])

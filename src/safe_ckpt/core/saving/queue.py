@@ -144,11 +144,13 @@ class SaveQueue:
     def _abandon(self) -> None:
         """The thread is in a call that does not end. Give an error to those who wait for its saves."""
         cause = "this rank shut down while the disk did not answer"
+        rank = self._coordinator.rank
         for number, job in enumerate(list(self._open)):
-            kind = SaveError if number else CommitOutcomeUnknown  # the first one may be committed or not
-            error = kind(name=job.name, cause=cause, rank=self._coordinator.rank, phase="shutdown")
+            # The first one may be committed or not, and so may one that rank 0 commits without this rank.
+            kind = SaveError if number and rank in (0, *job.writers) else CommitOutcomeUnknown
+            error = kind(name=job.name, cause=cause, rank=rank, phase="shutdown")
             # Told here: what stands beside the save may still be in use by that thread.
-            self._emit(failed(job.request, error, self._coordinator.rank, time.monotonic() - job.started))
+            self._emit(failed(job.request, error, rank, time.monotonic() - job.started))
             job.handle.finish(None, error)
 
     def _work(self, job: SaveJob) -> None:

@@ -210,6 +210,10 @@ def write_all(fd: int, data: memoryview, offset: int, progress: ProgressReporter
             continue
         if direct:
             written -= written % PAGE  # direct I/O goes on only from an aligned offset
+            if written == 0:  # a short write of less than a page: the rest of this file goes through the page cache
+                _take_flag(fd)
+                direct = False
+                continue
         if written == 0:
             raise OSError(errno.EIO, "a write made no progress")
         done += written
@@ -231,8 +235,12 @@ def read_all(fd: int, room: memoryview, at: int) -> int:
 
 def _stop_direct(fd: int) -> None:
     """Go on through the page cache: this file system took O_DIRECT when the file was opened and does not write so."""
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+    _take_flag(fd)
     path = "a file"
     with contextlib.suppress(OSError):
         path = os.readlink(f"/proc/self/fd/{fd}")
     write_without_direct(os.fstat(fd).st_dev, path)
+
+
+def _take_flag(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
