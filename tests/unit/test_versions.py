@@ -150,6 +150,6 @@ def test_both_ends_of_the_table_were_run():
 
 
 def test_the_page_says_what_was_run():
-    """The tables of docs/compatibility.md are those that are made of what was written down."""
+    """The tables of docs/limits.md are those that are made of what was written down."""
     page = versions_page.PAGE.read_text(encoding="utf-8")
     assert versions_page.with_tables(page, versions_page.read()) == page
