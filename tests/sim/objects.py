@@ -155,6 +155,8 @@ class Objects:
         self.requests += 1
         for fault in list(world.triggers):
             fault.look(task)
+        if task.proc.paused and world.rng.random() < 0.7:
+            task.give_way()  # stopped before the request is sent, not behind it
         self._send(task, client, request, self._fate(host, request))
         if not task.wait(client.timeout_s):
             request.awaited = False
