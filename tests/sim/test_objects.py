@@ -17,6 +17,7 @@ SEEDS_OF_PLANTED = {}
 MENDED = {
     3502: "after an outage the owner slept between two tries, longer than its lease, and was replaced",
     8464: "the same, seen from another host",
+    9424: "a job that was replaced deleted the new owner's tombstone; a late upload came there, and stayed",
 }
 """Seeds of histories, and what went wrong in them."""
 SAMPLE = list(SEEDS_OF_PLANTED)[: None if THOROUGH else 3]
