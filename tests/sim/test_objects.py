@@ -16,6 +16,7 @@ SEEDS_OF_PLANTED = {}
 """The first seed that finds each planted bug, as ``python -m sim --planted`` prints it. Other plans have other seeds."""
 MENDED = {
     3502: "after an outage the owner slept between two tries, longer than its lease, and was replaced",
+    4114: "a rank that shut down before rank 0 had committed said that nothing was saved",
     8464: "the same, seen from another host",
     9424: "a job that was replaced deleted the new owner's tombstone; a late upload came there, and stayed",
 }
