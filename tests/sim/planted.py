@@ -189,6 +189,18 @@ IN_STORES: dict[str, dict[str, Patch]] = {
         "safe_ckpt.core.home.object_lock": _swap("was_out=bucket.unanswered > 0", "was_out=False"),
         _LEASE: _swap("outage=overslept or seen.was_out", "outage=False"),
     },
+    # What histories found, and what was mended then.
+    "the owner sleeps long after an outage": {
+        "safe_ckpt.core.storage.objects.bucket": _swap("pause_s, self._longest_pause_s)", "pause_s, _LONGEST_PAUSE_S)")
+    },
+    "another owner's tombstone is deleted": {
+        _OBJECTS: _swap(
+            "        self._delete_folder(folder, spare=MANIFEST_NAME)\n", "        self._delete_folder(folder)\n"
+        )
+    },
+    "a rank that gives up says that nothing is saved": {
+        _COMMIT: _swap("            if refused:\n                raise\n", "            raise\n")
+    },
 }
 """Those of object stores: histories with a directory on a disk do not meet them."""
 PLANTED |= IN_STORES
