@@ -40,6 +40,8 @@ class StoreOracle(Oracle):
         if name == _HEAD:
             self._head_changed(json.loads(there.data), proc)
         elif name.endswith(f"/{MANIFEST}"):
+            if there.before is not None:
+                self.world.violate("replaced", f"{proc.name} put another object in place of {name}")
             self._manifest_put(name.partition("/")[0], json.loads(there.data), proc)
 
     def deleted(self, key: str, gone: Object, proc: Proc) -> None:
@@ -99,7 +101,10 @@ class StoreOracle(Oracle):
             manifest = there.get(f"{one.node}/{MANIFEST}")
             if manifest is None or one.deleted or one.node.rpartition("/")[2] in head.get("trash", ()):
                 continue
-            if (problem := self._problem(one.node, json.loads(manifest.data))) is not None:
+            facts = json.loads(manifest.data)
+            if facts.get("op_id") != one.op_id:
+                continue
+            if (problem := self._problem(one.node, facts)) is not None:
                 self.world.violate("torn", f"{one.node} {problem}")
             found.add(one.op_id)
         for one in self.commits.values():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from sim.strikes import PHASES, Fault
 from sim.world import Proc
 
 URL = "s3://bucket/run"
-_ONCE = {"late request": "late", "request twice": "twice", "lost answer": "lost", "wrong answer": "wrong"}
+_ONCE = ("late request", "request twice", "lost answer", "wrong answer", "wrong list")
 KINDS = (
     *_ONCE, "refused", "store down", "store outage", "kill", "kill", "kill all", "power", "pause", "pause", "clock", "signal",
     "cut", "delays", "answer lost",
@@ -24,7 +25,7 @@ class StoreFault(Fault):
 
     def _next_request(self, history: Any, host: Any, what: str) -> None:
         history.world.objects.once.setdefault(host.number, []).append(what)
-        if what != "wrong":
+        if not what.startswith("wrong"):
             now = history.world.now
             history.world.mounts.trouble(host.number, now, now + 1.0)
 
@@ -39,6 +40,9 @@ class StoreFault(Fault):
 
     def _wrong_answer(self, history: Any, host: Any, proc: Proc | None) -> None:
         self._next_request(history, host, "wrong")
+
+    def _wrong_list(self, history: Any, host: Any, proc: Proc | None) -> None:
+        self._next_request(history, host, "wrong list")
 
     def _refused(self, history: Any, host: Any, proc: Proc | None) -> None:
         until = history.world.now + min(self.length_s, 12.0)
@@ -73,7 +77,7 @@ def moved(plan: Any, seed: int) -> Any:
     count = rng.choices((0, 1, 2, 3, 5), (6, 30, 30, 24, 10))[0]
     plan.faults = [_fault(rng, plan.hosts, len(first.hosts), within_s) for _ in range(count)]
     scenario = rng.random()
-    if scenario < 0.3 and len(plan.jobs) > 1:
+    if scenario < 0.3:
         plan.faults.insert(0, _silence(rng, plan))
     elif scenario < 0.5:
         plan.faults += _resume(rng, first)
@@ -97,9 +101,14 @@ def _silence(rng: random.Random, plan: Any) -> StoreFault:
     where: dict[str, Any] = {"host": plan.jobs[0].hosts[0], "rank": 0, "job": "job"}
     where |= {"phase": rng.choice(("commit", "commit", "write", "prepare", "retain")), "nth": rng.randint(1, 6)}
     kind = rng.choice(("pause", "pause", "store down"))
-    plan.jobs[1].facts["namespace"] = 4026531838  # it cannot see the owner's process
+    if len(plan.jobs) < 2:
+        plan.jobs.append(replace(plan.jobs[0], name="rival", hosts=[plan.hosts - 1]))
+    rival = plan.jobs[1]
+    rival.at, rival.facts = 1.0, {**rival.facts, "base": 10_000_000, "attempts": 20}
+    rival.facts["namespace"] = 4026531838  # it cannot see the owner's process
     for job in plan.jobs:
         job.facts["config"]["lease_s"] = 4.0
+        job.facts["per_rank"] = False
     return StoreFault(kind=kind, at=0.0, length_s=rng.choice((12.0, 30.0)), chance=1.0, **where)
 
 
@@ -110,6 +119,12 @@ def _resume(rng: random.Random, first: Any) -> list[StoreFault]:
     kill = StoreFault(kind="kill all", at=0.0, length_s=1.0, chance=1.0, phase=phase, nth=rng.randint(1, 8), **where)
     phase = rng.choice(("resume", "resume", "sweep", "lock"))
     wrong = StoreFault(
-        kind="wrong answer", at=0.0, length_s=1.0, chance=1.0, phase=phase, nth=rng.randint(1, 12), **where
+        kind=rng.choice(("wrong answer", "wrong answer", "wrong list")),
+        at=0.0,
+        length_s=1.0,
+        chance=1.0,
+        phase=phase,
+        nth=rng.randint(1, 12),
+        **where,
     )
     return [kill, wrong]

@@ -15,7 +15,10 @@ from typing import Any
 from sim.world import Proc, Task, here, hub
 
 _CHANGES = ("put", "delete", "copy")
-_READS = ("get", "head", "list")
+_STRIKES = {
+    "late": _CHANGES, "twice": _CHANGES, "lost": _CHANGES, "wrong": ("get", "head", "list", "copy"), "wrong list": ("list",),
+}  # fmt: skip
+"""Which requests can meet it."""
 _STATUS = "Server returned error response with status code: {}: <Error><Code>{}</Code></Error>"
 _WAY_S = 0.012
 _RETRY_S = 60.0
@@ -168,8 +171,7 @@ class Objects:
 
     def _fate(self, host: int, request: Request) -> str:
         for number, kind in enumerate(self.once.get(host, ())):
-            fits = request.verb in (_CHANGES if kind != "wrong" else (*_READS, "copy"))
-            if fits and (kind != "wrong" or request.wrong is not None):
+            if request.verb in _STRIKES[kind] and (not kind.startswith("wrong") or request.wrong is not None):
                 return self.once[host].pop(number)
         for place, chance, until in self.refusing:
             if place in (-1, host) and until > self.world.now and self.world.rng.random() < chance:
@@ -194,7 +196,7 @@ class Objects:
                 world.at(world.now + way_s, self._do, request, proc)
             world.at(world.now + way_s + back_s, self._fail, task, request, fate)
             return
-        world.at(world.now + way_s, self._do, request, proc, task, back_s, fate == "wrong")
+        world.at(world.now + way_s, self._do, request, proc, task, back_s, fate.startswith("wrong"))
 
     def _fail(self, task: Task, request: Request, fate: str) -> None:
         text = "connection closed before message completed"
@@ -334,8 +336,9 @@ def delete(client: Client, keys: Any) -> None:
 
 
 def _without_newest(store: Objects, keys: list[str], group: Callable[[str], str]) -> list[str]:
-    """An old list: it lacks what was put last."""
-    newest = max(keys, key=lambda key: store.there[key].number, default="")
+    """An old list: it lacks what was put last, but for the head, which is put all the time."""
+    seen = [key for key in keys if "/.safe_ckpt/" not in key]
+    newest = max(seen, key=lambda key: store.there[key].number, default="")
     return [key for key in keys if group(key) != group(newest)]
 
 
