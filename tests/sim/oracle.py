@@ -227,6 +227,13 @@ class Oracle:
                 self.world.violate("failed and there", f"{attempt} step {step}: {save.outcomes}")
         self._judge_disk()
 
+    def opened(self, proc: Any) -> None:
+        """An owner has cleaned up after the one before it."""
+
+    def left_behind(self) -> list[str]:
+        """After a clean end: what is left and belongs to no checkpoint."""
+        return []
+
     def _judge_disk(self) -> None:
         there: dict[str, int] = {}
         for name, node in self._root().children.items():
