@@ -82,7 +82,8 @@ def moved(plan: Any, seed: int) -> Any:
     elif scenario < 0.5:
         plan.faults += _resume(rng, first)
     for job in (*plan.jobs, plan.audit):
-        job.facts["patience_s"] += sum(one.length_s for one in plan.faults)
+        more_s = sum(one.length_s for one in plan.faults)
+        job.facts["limits_s"] = {call: limit_s + more_s for call, limit_s in job.facts["limits_s"].items()}
     return plan
 
 
