@@ -187,13 +187,6 @@ IN_STORES: dict[str, dict[str, Patch]] = {
             "        self._owner.update(lambda head: head.deleting([folder.name for folder in chosen]))\n", ""
         )
     },
-    "what failed is dropped once": {
-        _OBJECTS: _swap("head.settled(again, kept).deleting(gone)", "head.settled(again, kept)")
-    },
-    "a store's outage counts as the owner's silence": {
-        "safe_ckpt.core.home.object_lock": _swap("was_out=bucket.unanswered > 0", "was_out=False"),
-        _LEASE: _swap("outage=overslept or seen.was_out", "outage=False"),
-    },
     # What histories found, and what was mended then.
     "the owner sleeps long after an outage": {
         "safe_ckpt.core.storage.objects.bucket": _swap("pause_s, self._longest_pause_s)", "pause_s, _LONGEST_PAUSE_S)")

@@ -12,15 +12,18 @@ from kit.thorough import THOROUGH
 pytest.importorskip("greenlet")
 
 TESTS = Path(__file__).parents[1]
-SEEDS_OF_PLANTED = {}
-"""The first seed that finds each planted bug, as ``python -m sim --planted`` prints it. Other plans have other seeds."""
-MENDED = {
-    3502: "after an outage the owner slept between two tries, longer than its lease, and was replaced",
-    4114: "a rank that shut down before rank 0 had committed said that nothing was saved",
-    8464: "the same, seen from another host",
-    9424: "a job that was replaced deleted the new owner's tombstone; a late upload came there, and stayed",
+SEEDS_OF_PLANTED = {
+    "no tombstone is set": 130,
+    "a lost answer of a creation is a failure": 346,
+    "the owner sleeps long after an outage": 214,
+    "a save is not announced": 4,
+    "a deletion is not noted": 4,
+    "the head is replaced whatever it is": 22,
+    "a manifest is put whatever is there": 40,
+    "one read of a manifest is believed": 208,
+    "one list is believed": 670,
 }
-"""Seeds of histories, and what went wrong in them."""
+"""The first seed that finds each planted bug, as ``python -m sim --planted`` prints it. Other plans have other seeds."""
 SAMPLE = list(SEEDS_OF_PLANTED)[: None if THOROUGH else 3]
 
 
@@ -38,18 +41,6 @@ def test_a_planted_bug_is_found(name):
     with_bug, without = map(int, ended.stdout.split()[-2:])
     assert with_bug > 0
     assert without == 0
-
-
-@pytest.mark.timeout(120)
-def test_what_histories_found_stays_mended():
-    """Histories in which something was wrong once: each violates nothing now."""
-    code = "from sim import history; from sim.loader import Slots\nslots = Slots()\n"
-    code += f"print(*(f'{{seed}}: {{history.run(seed, slots).violations}}' for seed in {sorted(MENDED)}), sep=chr(10))"
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=TESTS, env=environment, capture_output=True, text=True, check=True
-    )
-    assert ended.stdout.splitlines() == [f"{seed}: []" for seed in sorted(MENDED)], MENDED
 
 
 @pytest.mark.timeout(120)
