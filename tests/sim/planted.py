@@ -139,11 +139,6 @@ PLANTED: dict[str, dict[str, Patch]] = {
             "except (CorruptCheckpointError, UnsupportedFormatError) as", "except CorruptCheckpointError as"
         ),
     },
-    "a short direct write fails": {
-        "safe_ckpt.core.storage.direct_io": _swap(
-            "            if written == 0:  # a short", "            if False:  # a short"
-        )
-    },
     "a lost answer of moving aside is a failure": {
         _DURABLE: _swap(
             "    _settled(lambda: os.rename(final, aside), final, aside)\n", "    os.rename(final, aside)\n"
