@@ -99,7 +99,7 @@ class CommitProtocol:
         return info
 
     def _follow(self) -> CheckpointInfo:
-        job, reporting, refused = self._job, False, False
+        job, reporting = self._job, False
         if self._rank in job.writers:
             try:
                 if job.error is not None:
@@ -118,8 +118,7 @@ class CommitProtocol:
                 raise CommitOutcomeUnknown(name=job.name, cause=str(error), phase="commit") from error
             except Exception as error:
                 self._report_failure(self._explained(error, "write"))
-                refused = True
-        return self._read_verdict(refused=refused)
+        return self._read_verdict()
 
     def _report_failure(self, error: SafeCheckpointError) -> None:
         try:
@@ -128,19 +127,13 @@ class CommitProtocol:
             self._two_phase.leave()
             raise error from None
 
-    def _read_verdict(self, *, refused: bool) -> CheckpointInfo:
+    def _read_verdict(self) -> CheckpointInfo:
         try:
             # Rank 0 has the same deadline and publishes a verdict then. Waiting a little longer avoids an unknown outcome.
             verdict = self._two_phase.verdict(self._left_s() + self._config.timeouts.peer_stall_s)
         except (KeyTimeout, PeerLostError) as error:
             cause = str(error) if isinstance(error, PeerLostError) else "rank 0 gave no verdict in time"
             raise CommitOutcomeUnknown(name=self._job.name, cause=cause, phase="commit") from error
-        except SaveError as error:  # this rank gives up; rank 0 may commit, unless it was told of an error
-            if refused:
-                raise
-            raise CommitOutcomeUnknown(
-                name=self._job.name, cause=error.cause, rank=self._rank, phase="commit"
-            ) from error
         if "error" in verdict:
             raise from_wire(verdict["error"])
         self.told = verdict["told"]
