@@ -191,9 +191,6 @@ IN_STORES: dict[str, dict[str, Patch]] = {
             "        self._delete_folder(folder, spare=MANIFEST_NAME)\n", "        self._delete_folder(folder)\n"
         )
     },
-    "a rank that gives up says that nothing is saved": {
-        _COMMIT: _swap("            if refused:\n                raise\n", "            raise\n")
-    },
 }
 """Those of object stores: histories with a directory on a disk do not meet them."""
 PLANTED |= IN_STORES
