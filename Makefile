@@ -54,7 +54,7 @@ test-all: .venv/ready  ## the same with the tests marked thorough, and of the ot
 
 # Several GB for each end, made once in .venv/versions: not for continuous integration, which prints what was run last.
 # OLDEST_PYTHON and NEWEST_PYTHON name the two Pythons; ENDS=newest runs one end.
-test-versions: .venv/ready  ## the oldest and the newest of everything that may be installed; writes docs/compatibility.md's tables
+test-versions: .venv/ready  ## the oldest and the newest of everything that may be installed; writes docs/limits.md's tables
 	$(BIN)/python tests/versions/both_ends.py $(ENDS)
 
 faults: .venv/ready  ## the whole fault matrix, printed with counts: more than an hour on two cores; then simulated histories: hours

@@ -88,7 +88,7 @@ def test_every_test_that_is_named_exists():
 
 def test_links_out_of_the_site_lead_somewhere():
     """Relative links of the files that mkdocs does not see, and paths of the repository that pages name in code."""
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text(encoding="utf-8")):
             assert (ROOT / link).exists(), f"{name}: {link}"
     for page in pages():

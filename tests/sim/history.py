@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sim import plans
+from sim import object_plans, plans
 from sim.disk import Disk
 from sim.faults import Mounts
 from sim.job import Job
 from sim.loader import Slots
+from sim.object_oracle import StoreOracle
+from sim.objects import Objects
 from sim.oracle import Oracle
 from sim.shims.network import Network
 from sim.world import Host, Killed, Proc, Stuck, World, here, hub
@@ -80,10 +82,20 @@ class History:
         world.hosts = [Host(world, number) for number in range(self.plan.hosts)]
         for host in world.hosts:
             host.up = True
+        world.objects = Objects(world)
         self.oracle = Oracle(world, DIRECTORY, self.plan.keep_last)
+        self.directory = DIRECTORY
+        if self.plan.objects:
+            self._move_to_a_store()
         self._taken: list[tuple[Any, Proc]] = []
         self.jobs: list[Job] = []
         world.history = self
+
+    def _move_to_a_store(self) -> None:
+        world, self.directory = self.world, object_plans.URL
+        self.oracle = StoreOracle(world, object_plans.URL.rpartition("/")[2], self.plan.keep_last)
+        for host in world.hosts:  # what a host fetches lies on a disk of its own
+            world.disk.make_folder(f"/tmp/{host.name}")
 
     def take_slot(self, proc: Proc) -> Any:
         """The modules of a process that starts."""
@@ -91,6 +103,8 @@ class History:
         if not getattr(slot, "is_probed", False):
             _probe(slot)
         self._taken.append((slot, proc))
+        if self.plan.objects:
+            slot.load("tempfile").tempdir = f"/tmp/{proc.host.name}"
         return slot
 
     def run(self) -> Result:
@@ -118,6 +132,7 @@ class History:
             if was:
                 gc.enable()
         counts = {**self.oracle.counts, "calls of the disk": world.mounts.calls}
+        counts["requests"] = world.objects.requests
         return Result(
             seed=self.seed, violations=world.violations, digest=world.digest, steps=world.steps, virtual_s=world.now,
             counts=counts, coverage=self.coverage, faults=plan.faults,
@@ -125,7 +140,7 @@ class History:
 
     def add_job(self, spec: plans.JobPlan) -> None:
         """Start a job when it is due."""
-        facts = {**spec.facts, "directory": DIRECTORY}
+        facts = {**spec.facts, "directory": self.directory}
         job = Job(self, spec.name, spec.hosts, facts)
         self.jobs.append(job)
         self.world.at(max(self.world.now, spec.at), job.start)
@@ -135,6 +150,7 @@ class History:
         world = self.world
         world.mounts.down.clear()
         world.mounts.failing.clear()
+        world.objects.heal()
         world.triggers = []
         world.net.losing = world.net.delays = 0.0
         world.disk.free_bytes = 1 << 40
@@ -160,6 +176,8 @@ class History:
             world.violate("needs a human", f"the last start of all did not succeed: {len(job.attempts)} attempts")
             return
         self.oracle.judge_end()
+        for key in self.oracle.left_behind():
+            world.violate("left behind", key)
         for path in world.disk.tree():
             hidden = path.removeprefix(f"{DIRECTORY}/.safe_ckpt")
             stays = hidden == "" or hidden.startswith(("/events.jsonl", "/quarantine"))
@@ -226,6 +244,9 @@ def _probe(slot: Any) -> None:
         ("core.saving.write_phase", "WritePhase", "run", "write"),
         ("core.saving.after_commit", "AfterCommit", "retain", "retain"),
         ("core.home.lease", "LeaseLock", "acquire", "lock"),
+        ("core.home.object_home", "ObjectPublication", "prepare", "prepare"),
+        ("core.home.object_home", "ObjectPublication", "commit", "commit"),
+        ("core.home.object_home", "ObjectHome", "_sweep", "sweep"),
     ):
         _mark(getattr(slot.load(f"safe_ckpt.{module}"), kind), method, name)
     slot.load("safe_ckpt.checkpointer")
@@ -236,10 +257,14 @@ def _mark(kind: Any, method: str, name: str) -> None:
     real = getattr(kind, method)
 
     def marked(self: Any, *given: Any, **named: Any) -> Any:
-        facts = here().proc.facts
+        proc = here().proc
+        facts = proc.facts
         before, facts["inner"] = facts.get("inner", ""), name
         try:
-            return real(self, *given, **named)
+            result = real(self, *given, **named)
+            if name == "sweep":
+                proc.world.history.oracle.opened(proc)
+            return result
         finally:
             facts["inner"] = before
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sim import objects
 from sim.shims import clocks, machine, network, posix_calls, streams, threads
 from sim.world import hub
 
@@ -64,7 +65,7 @@ class Slot:
         self._builtins = dict(vars(builtins))
         self._builtins["__import__"] = self._import
         self._builtins["open"] = streams.open_file
-        for part in (threads, posix_calls, streams, clocks, machine, network):
+        for part in (threads, posix_calls, streams, clocks, machine, network, objects):
             self.table.update(part.modules())
         fake_sys = types.ModuleType("sys")
         vars(fake_sys).update(vars(sys))

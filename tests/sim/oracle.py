@@ -227,6 +227,19 @@ class Oracle:
                 self.world.violate("failed and there", f"{attempt} step {step}: {save.outcomes}")
         self._judge_disk()
 
+    def opened(self, proc: Any) -> None:
+        """An owner has cleaned up after the one before it."""
+
+    def left_behind(self) -> list[str]:
+        """After a clean end: what is left and belongs to no checkpoint."""
+        return []
+
+    def _is_aside(self, one: Commit) -> bool:
+        """Whether it stands aside in an interrupted replacement: the next start finishes that, or takes it back."""
+        trash, pending = (self._at(f"{self.directory}/.safe_ckpt/{name}") for name in ("trash", "pending"))
+        moved = (op for op, folder in trash.children.items() if one.node in folder.children.values())
+        return any(op in pending.children for op in moved)
+
     def _judge_disk(self) -> None:
         there: dict[str, int] = {}
         for name, node in self._root().children.items():
@@ -242,6 +255,8 @@ class Oracle:
             if not one.announced or there.get(one.name) == one.sequence:
                 continue
             newer = sum(number > one.sequence for number in sequences)
+            if self._is_aside(one):
+                continue
             replaced = any(other.name == one.name and other.sequence > one.sequence for other in self.commits.values())
             if not replaced and (self.keep_last is None or newer < self.keep_last):
                 self.world.violate("lost", f"{one.name} ({one.sequence}) was announced durable and is gone")

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from sim.object_plans import in_a_store, moved
 from sim.strikes import AT_PHASES, KINDS, PHASES, Fault
 
 _TIMEOUTS = {"lengthy_s": 40.0, "barrier_s": 20.0, "writer_stall_s": 8.0, "fsync_stall_s": 10.0}
@@ -52,6 +53,7 @@ class Plan:
     audit: JobPlan
     horizon_s: float
     faults: list[Fault] = field(default_factory=list)
+    objects: bool = False
 
 
 def plan_of(seed: int) -> Plan:
@@ -96,7 +98,7 @@ def plan_of(seed: int) -> Plan:
             job.facts["limits_s"] = _limits_s(config["lease_s"], faults)
     audited = {**facts, "base": 90_000_000, "steps": 100, "attempts": 1, "signals": False, "once": True, "wait": 1.0}
     audited["config"] = {key: value for key, value in config.items() if key != "save_on_signals"}
-    return Plan(
+    plan = Plan(
         hosts=hosts,
         local=local,
         exchanges=exchanges,
@@ -109,6 +111,7 @@ def plan_of(seed: int) -> Plan:
         horizon_s=rng.choice((60.0, 90.0, 120.0)),
         faults=faults,
     )
+    return moved(plan, seed) if in_a_store(seed) else plan
 
 
 def _takeover(

@@ -100,7 +100,7 @@ def many(
     parts = [(at, min(at + step, first + count)) for at in range(first, first + count, step)]
     total = Total()
     # A process that has run some thousand histories has become large.
-    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=8) as pool:
+    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=4) as pool:
         for part in pool.imap_unordered(_part, parts):
             total.merge(part)
             told(f"{total.histories} of {count}, {total.cpu_s:.0f} CPU seconds, {len(total.failed)} with violations")

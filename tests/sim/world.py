@@ -224,6 +224,7 @@ class World:
         self.now = 0.0
         self.steps = 0
         self.pids, self.idents, self._order = itertools.count(100), itertools.count(1), itertools.count()
+        self.thread_numbers = itertools.count(1)
         self.ready: list[Task] = []
         self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.hosts: list[Host] = []
@@ -233,6 +234,7 @@ class World:
         self._hash = hashlib.blake2b(digest_size=12)
         self.violations: list[str] = []
         self.disk: Any = None
+        self.objects: Any = None
         self.net: Any = None
         self.mounts: Any = None
         self.history: Any = None

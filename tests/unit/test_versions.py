@@ -1,10 +1,13 @@
+import importlib.metadata
 import logging
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.version import Version
 
+import safe_ckpt
 from safe_ckpt import versions
 from safe_ckpt.errors import UnsupportedVersionError
 from safe_ckpt.versions import SUPPORTED, Supported, judge
@@ -150,6 +153,13 @@ def test_both_ends_of_the_table_were_run():
 
 
 def test_the_page_says_what_was_run():
-    """The tables of docs/compatibility.md are those that are made of what was written down."""
+    """The tables of docs/limits.md are those that are made of what was written down."""
     page = versions_page.PAGE.read_text(encoding="utf-8")
     assert versions_page.with_tables(page, versions_page.read()) == page
+
+
+def test_the_citation_is_of_this_version():
+    """CITATION.cff names the version that the package has."""
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == safe_ckpt.__version__
+    assert cited["license"] == importlib.metadata.metadata("safe-ckpt")["License-Expression"]

@@ -2,7 +2,7 @@
 
 Each end has an environment in ``.venv/versions``, made once: torch alone is some GB. ``--make`` makes what is missing and runs
 nothing; ``--last`` says what was run last, and when. What was run is written to docs/reference/versions_run.json, whatever came
-of it, and the tables of docs/compatibility.md are made of that.
+of it, and the tables of docs/limits.md are made of that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of docs/compatibility.md, made of what ``make test-versions`` wrote down: docs/reference/versions_run.json."""
+"""The tables of docs/limits.md, made of what ``make test-versions`` wrote down: docs/reference/versions_run.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safe_ckpt.versions import SUPPORTED, Supported
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "docs" / "reference" / "versions_run.json"
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "limits.md"
 ENDS = ("oldest", "newest")
 BEGIN, END = "<!-- made by `make test-versions`: {} -->", "<!-- end of what was made -->"
 NAMED = ("torch", "lightning", "accelerate", "transformers", "deepspeed", "peft", "safetensors", "filelock", "numpy")

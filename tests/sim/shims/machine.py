@@ -13,7 +13,7 @@ from typing import Any
 
 from sim.disk import errno, fail
 from sim.shims import posix_calls
-from sim.shims.paths import descriptor
+from sim.shims.paths import FIRST, descriptor
 from sim.world import here, hub
 
 
@@ -121,6 +121,30 @@ def _ioctl(*_: Any) -> Any:
     raise fail(errno.EOPNOTSUPP)
 
 
+def _flock(fd: int, how: int) -> None:
+    """See its manual: a lock of an open file, which ends with it, and which other hosts do not see."""
+    if fd < FIRST:
+        real_fcntl.flock(fd, how)
+        return
+    task, mine = here(), descriptor(fd)
+    table = task.proc.host.__dict__.setdefault("flocks", {})
+    while True:
+        held = [
+            (opened, kind, proc)
+            for opened, kind, proc in table.get(mine.node.number, ())
+            if opened is not mine and proc.alive and opened in proc.facts.get("fds", {}).values()
+        ]
+        if how & real_fcntl.LOCK_UN:
+            break
+        if not any(kind | how & real_fcntl.LOCK_EX for _, kind, _ in held):
+            held.append((mine, how & real_fcntl.LOCK_EX, task.proc))
+            break
+        if how & real_fcntl.LOCK_NB:
+            raise fail(errno.EWOULDBLOCK)
+        task.sleep(0.01)
+    table[mine.node.number] = held
+
+
 def _handlers() -> dict[int, Any]:
     return here().proc.facts.setdefault("handlers", {})  # type: ignore[no-any-return]
 
@@ -140,6 +164,7 @@ def modules() -> dict[str, types.ModuleType]:
     made["ctypes"].CDLL = lambda *_, **__: _Library()  # type: ignore[attr-defined]
     made["ctypes"].get_errno = _get_errno  # type: ignore[attr-defined]
     made["fcntl"].ioctl = _ioctl  # type: ignore[attr-defined]
+    made["fcntl"].flock = _flock  # type: ignore[attr-defined]
     made["fcntl"].fcntl = lambda *_: 0  # type: ignore[attr-defined]
     made["gc"].collect = lambda *_: 0  # type: ignore[attr-defined]
     made["signal"].signal = _signal  # type: ignore[attr-defined]

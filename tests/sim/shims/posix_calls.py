@@ -454,7 +454,7 @@ def modules() -> dict[str, types.ModuleType]:
         "fstatvfs": _statvfs, "memfd_create": _memfd_create, "kill": _kill, "getpid": lambda: here().proc.pid,
         "getcwd": lambda: "/", "posix_fadvise": lambda *_: None, "DirEntry": Entry, "sync": lambda: None,
         "register_at_fork": lambda **_: None, "access": lambda path, *_, **__: _exists(path),
-        "posix_fallocate": lambda *_: None,
+        "posix_fallocate": lambda *_: None, "getuid": lambda: 0,
     }  # fmt: skip
     vars(posix).update(calls)
     return {"posix": posix}

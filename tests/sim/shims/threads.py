@@ -235,6 +235,7 @@ class Thread:
         self._target, self._args, self._kwargs = target, args, kwargs or {}
         self.name, self.daemon = name or "Thread", bool(daemon)
         self._task: Any = None
+        self._number: int = next(hub.world.thread_numbers) if hub.world is not None else 0
 
     def start(self) -> None:
         """See ``threading.Thread``."""
@@ -249,6 +250,9 @@ class Thread:
         """See ``threading.Thread``."""
         if self._target is not None:
             self._target(*self._args, **self._kwargs)
+
+    def __hash__(self) -> int:  # sets of threads are walked in the same order each time
+        return self._number
 
     def join(self, timeout: float | None = None) -> None:
         """See ``threading.Thread``."""

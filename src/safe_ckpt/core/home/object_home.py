@@ -295,11 +295,11 @@ class ObjectHome(HeldHome[ObjectPath]):
 
     def _delete_unless_committed(self, folder: ObjectPath, bucket: Bucket) -> bool:
         """Delete what a save left that failed, unless its manifest came to be there all the same. Returns whether it did."""
-        tried = folder.name in self._tried
-        if tried and self._set_tombstone(folder, bucket):
+        if folder.name in self._tried and self._set_tombstone(folder, bucket):
             self._dropped.discard(folder.name)
             return True
-        self._delete_folder(folder, spare=MANIFEST_NAME if tried else "")
+        # If something stands in place of a manifest of ours, it is a tombstone, and it stays: another job has put it there.
+        self._delete_folder(folder, spare=MANIFEST_NAME)
         return False
 
     def _remove_if_old(self, folder: ObjectPath) -> None:

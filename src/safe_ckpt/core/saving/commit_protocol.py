@@ -26,6 +26,7 @@ from safe_ckpt.errors import (
 )
 
 _LOOK_S = 1.0
+_LAST_WORD_S = 1.5
 
 
 class CommitProtocol:
@@ -138,13 +139,19 @@ class CommitProtocol:
         except SaveError as error:  # this rank gives up; rank 0 may commit, unless it was told of an error
             if refused:
                 raise
-            raise CommitOutcomeUnknown(
-                name=self._job.name, cause=error.cause, rank=self._rank, phase="commit"
-            ) from error
+            verdict = self._last_word(error)
         if "error" in verdict:
             raise from_wire(verdict["error"])
         self.told = verdict["told"]
         return CheckpointInfo.from_json(verdict["ok"], beside=self._job.path)
+
+    def _last_word(self, error: SaveError) -> Any:
+        try:
+            return self._two_phase.last_word(_LAST_WORD_S)  # rank 0 may give up, too, at the same moment
+        except (KeyTimeout, PeerLostError):
+            raise CommitOutcomeUnknown(
+                name=self._job.name, cause=error.cause, rank=self._rank, phase="commit"
+            ) from error
 
     def _check_still_wanted(self) -> None:
         self._give_up()

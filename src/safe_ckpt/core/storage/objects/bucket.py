@@ -82,6 +82,7 @@ class Bucket:
         self.options = options
         self.stop: Callable[[], None] | None = None
         self.unanswered = 0
+        self._longest_pause_s = _LONGEST_PAUSE_S
         self._secrets = secrets_of(options)
         self._store, self._patient_store = self._connect(0), self._connect(_RETRIES)
         self._second_store = self._connect(0)
@@ -98,9 +99,14 @@ class Bucket:
         return other
 
     def hurried(self, seconds: float) -> Bucket:
-        """The same bucket, whose requests get no answer after this time if not before. It has connections of its own."""
+        """The same bucket, with connections of its own, for what must be there within this time after an outage.
+
+        No request waits longer for an answer, and none is made again later than that after the one before it.
+        """
         limit_s = min(seconds, self.options.request_timeout_s)
-        return Bucket(self.scheme, self.name, dataclasses.replace(self.options, request_timeout_s=limit_s))
+        other = Bucket(self.scheme, self.name, dataclasses.replace(self.options, request_timeout_s=limit_s))
+        other._longest_pause_s = min(seconds, _LONGEST_PAUSE_S)
+        return other
 
     def afresh(self) -> Bucket:
         """The same bucket over connections that this one does not use: for a second look."""
@@ -355,7 +361,7 @@ class Bucket:
                     raise
                 raise named(error, f"{self.url}/{key}", verb, self._secrets) from None
             self._pause(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, self._longest_pause_s)
 
     def _pause(self, seconds: float) -> None:
         if self.stop is not None:
