@@ -60,6 +60,7 @@ class Oracle:
         self.resumed_to: dict[tuple[Any, int], Any] = {}
         self.counts: dict[str, int] = {}
         self.root: Node | None = None
+        self.open: set[Any] = set()
         world.disk.watchers.append(self._changed)
 
     def count(self, what: str) -> None:
@@ -158,7 +159,7 @@ class Oracle:
             self.count("commits")
             self.world.log("committed", proc.name, name, data["sequence"])
             began = max((at for at, owner, _ in self.owners if owner is proc), default=0.0)
-            later = [owner for at, owner, _ in self.owners if at > began and owner is not proc]
+            later = [owner for at, owner, _ in self.owners if at > began and owner is not proc and owner in self.open]
             if later:
                 rule = "two owners"
                 self.world.violate(rule, f"{proc.name} committed {name} after {later[-1].name} had taken over")
@@ -228,7 +229,8 @@ class Oracle:
         self._judge_disk()
 
     def opened(self, proc: Any) -> None:
-        """An owner has cleaned up after the one before it."""
+        """An owner has cleaned up after the one before it: until then it has looked at nothing, and that one may commit."""
+        self.open.add(proc)
 
     def left_behind(self) -> list[str]:
         """After a clean end: what is left and belongs to no checkpoint."""
