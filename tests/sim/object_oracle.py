@@ -27,12 +27,7 @@ class StoreOracle(Oracle):
     def __init__(self, world: Any, below: str, keep_last: int | None) -> None:
         super().__init__(world, "", keep_last)
         self.below = below
-        self.ready: set[Any] = set()
         world.objects.watcher = self
-
-    def opened(self, proc: Proc) -> None:
-        """An owner has decided on all that the one before it left: from now on that one commits nothing."""
-        self.ready.add(proc)
 
     def put(self, key: str, there: Object, proc: Proc) -> None:
         """An object was created or replaced, by a request of this process."""
@@ -80,7 +75,7 @@ class StoreOracle(Oracle):
         if (problem := self._problem(f"{self.below}/{folder}", facts)) is not None:
             self.world.violate("torn", f"{folder} was committed by {proc.name} and {problem}")
         began = max((at for at, owner, _ in self.owners if owner is proc), default=0.0)
-        later = [owner for at, owner, _ in self.owners if at > began and owner is not proc and owner in self.ready]
+        later = [owner for at, owner, _ in self.owners if at > began and owner is not proc and owner in self.open]
         if later:
             self.world.violate("two owners", f"{proc.name} committed {folder} after {later[-1].name} had opened it")
 

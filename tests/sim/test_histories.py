@@ -1,17 +1,14 @@
 """The real modules on simulated hosts: what must never happen, does not; and the simulator would see it if it did."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from kit.thorough import THOROUGH
+from sim.running import sim, violations_of
 
 pytest.importorskip("greenlet")
 
-TESTS = Path(__file__).parents[1]
 SEEDS_OF_PLANTED = {
     "nothing is swept at the start": 0,
     "the name comes before the manifest": 0,
@@ -41,14 +38,6 @@ SEEDS_OF_PLANTED = {
 SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or number in (0, 9, 15, 21)]
 
 
-def sim(*arguments):
-    """Run ``python -m sim`` with these."""
-    environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTHONOPTIMIZE", None)
-    command = [sys.executable, "-m", "sim", *map(str, arguments)]
-    return subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.timeout(900)
 def test_histories_violate_nothing():
     """Nothing durable is lost or torn, no two owners commit, ranks agree, every wait ends: in each history."""
@@ -71,13 +60,6 @@ def test_a_seed_gives_the_same_history_again(seed):
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_planted_bug_is_found(name):
     """With the bug the history violates a rule; without it the same history violates none."""
-    code = "from sim import history, planted; from sim.loader import Slots\n"
-    code += f"bad, seed = planted.PLANTED[{name!r}], {SEEDS_OF_PLANTED[name]}\n"
-    code += "print(*(len(history.run(seed, slots).violations) for slots in (Slots(bad), Slots())))"
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=TESTS, env=environment, capture_output=True, text=True, check=True
-    )
-    with_bug, without = map(int, ended.stdout.split()[-2:])
+    with_bug, without = violations_of(name, SEEDS_OF_PLANTED[name])
     assert with_bug > 0
     assert without == 0

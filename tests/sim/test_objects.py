@@ -1,17 +1,12 @@
 """Histories in an object store: the simulator sees what goes wrong there, and its store answers as a real client's does."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from kit.thorough import THOROUGH
+from sim.running import sim, violations_of
 
 pytest.importorskip("greenlet")
 
-TESTS = Path(__file__).parents[1]
 SEEDS_OF_PLANTED = {
     "no tombstone is set": 130,
     "a lost answer of a creation is a failure": 346,
@@ -32,14 +27,7 @@ SAMPLE = list(SEEDS_OF_PLANTED)[: None if THOROUGH else 3]
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_planted_bug_is_found(name):
     """With the bug the history violates a rule; without it the same history violates none."""
-    code = "from sim import history, planted; from sim.loader import Slots\n"
-    code += f"bad, seed = planted.IN_STORES[{name!r}], {SEEDS_OF_PLANTED[name]}\n"
-    code += "print(*(len(history.run(seed, slots).violations) for slots in (Slots(bad), Slots())))"
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=TESTS, env=environment, capture_output=True, text=True, check=True
-    )
-    with_bug, without = map(int, ended.stdout.split()[-2:])
+    with_bug, without = violations_of(name, SEEDS_OF_PLANTED[name])
     assert with_bug > 0
     assert without == 0
 
@@ -47,11 +35,7 @@ def test_a_planted_bug_is_found(name):
 @pytest.mark.timeout(120)
 def test_a_seed_gives_the_same_history_again():
     """Two processes write the same log of a history in a store, line by line."""
-    command = [sys.executable, "-m", "sim", "--seed", "34", "--trace"]
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}
-    runs = [
-        subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, check=False) for _ in (1, 2)
-    ]
+    runs = [sim("--seed", 34, "--trace") for _ in (1, 2)]
     assert "put run/.safe_ckpt/head" in runs[0].stdout
     assert runs[0].stdout == runs[1].stdout
 

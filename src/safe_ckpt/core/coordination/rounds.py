@@ -324,9 +324,7 @@ class TwoPhaseCommit(Round):
             KeyTimeout: rank 0 did not conclude in time.
             PeerLostError: rank 0 died or stopped.
         """
-        verdict = self.get("/verdict", wait_s=timeout_s, check=self._checked([0]), phase="commit")
-        self.acknowledge()
-        return verdict
+        return self._outcome(timeout_s, self._checked([0]))
 
     def last_word(self, timeout_s: float) -> Any:
         """The other ranks: the outcome, if it comes in this time, although this rank gives up.
@@ -335,7 +333,10 @@ class TwoPhaseCommit(Round):
             KeyTimeout: rank 0 did not conclude in time.
             PeerLostError: rank 0 died or stopped.
         """
-        verdict = self.get("/verdict", wait_s=timeout_s, check=lambda: self._check_peers([0]), phase="commit")
+        return self._outcome(timeout_s, lambda: self._check_peers([0]))
+
+    def _outcome(self, timeout_s: float, check: Check) -> Any:
+        verdict = self.get("/verdict", wait_s=timeout_s, check=check, phase="commit")
         self.acknowledge()
         return verdict
 

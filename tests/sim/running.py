@@ -1,0 +1,31 @@
+"""Starts histories in processes of their own, as the tests need them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+
+
+def sim(*arguments):
+    """Run ``python -m sim`` with these."""
+    return _run("-m", "sim", *map(str, arguments))
+
+
+def violations_of(name, seed):
+    """How many violations a history has with a planted bug, and without."""
+    code = "from sim import history, planted; from sim.loader import Slots\n"
+    code += f"bad, seed = planted.PLANTED[{name!r}], {seed}\n"
+    code += "print(*(len(history.run(seed, slots).violations) for slots in (Slots(bad), Slots())))"
+    ended = _run("-c", code)
+    ended.check_returncode()
+    with_bug, without = map(int, ended.stdout.split()[-2:])
+    return with_bug, without
+
+
+def _run(*arguments):
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONOPTIMIZE", None)
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, check=False)
