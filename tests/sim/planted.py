@@ -124,6 +124,11 @@ PLANTED: dict[str, dict[str, Patch]] = {
         )
     },
     # What histories found, and what was mended then.
+    "a holder believes one read of its lock": {
+        "safe_ckpt.core.home.file_lock": _swap(
+            "        look_again(self._directory)\n        return self._read()\n", "        return holder\n"
+        )
+    },
     "a late store is asked without a pause": {
         "safe_ckpt.core.coordination.store": _swap("if left_s > 0 else _SLICE_S)", "if left_s > 0 else 0.0)")
     },

@@ -33,6 +33,7 @@ SEEDS_OF_PLANTED = {
     "a lost answer of a rename is a failure": 380,
     "the folder of a save is not durable when the old one goes": 516,
     "a lost answer of moving aside is a failure": 1597,
+    "a holder believes one read of its lock": 4068,
 }
 """The first seed that finds each planted bug, as ``python -m sim --planted`` prints it. Other plans have other seeds."""
 SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or number in (0, 9, 15, 21)]

@@ -262,3 +262,30 @@ def test_no_lock_file_is_waited_for_without_end(tmp_path, lease_s):
     (tmp_path / "lock").write_bytes(of_elsewhere(lease_s=lease_s).to_bytes())
     with pytest.raises(DirectoryInUseError, match=r"ends in 3600 s.*unlock --break-lock"):
         JobLock(tmp_path, subject=tmp_path, lease_s=6.0).acquire(0.0)
+
+
+@pytest.mark.parametrize("of_the_keeper", [True, False], ids=["a sign of life", "a commit"])
+def test_one_wrong_read_of_its_lock_costs_a_holder_nothing(tmp_path, monkeypatch, of_the_keeper):
+    """A read that brings another token, once, ends neither the signs of life nor a commit. Two such reads do."""
+    lock = lock_in(tmp_path, lease_s=60.0)
+    lock.acquire()
+    real, wrong = locks.read_lock, []
+
+    def read(directory, name=locks.LOCK_NAME):
+        data = real(directory, name)
+        if wrong:
+            token = Lease.from_bytes(data).token
+            data = data.replace(token.encode(), wrong.pop().encode())
+        return data
+
+    monkeypatch.setattr(locks, "read_lock", read)
+    lease = Lease.from_bytes((tmp_path / "lock").read_bytes())
+    call = (lambda: lock._renew(lease.next())) if of_the_keeper else lock.confirm
+    wrong[:] = ["ab"]
+    call()
+    assert wrong == []
+    assert of_the_keeper == ((tmp_path / "lock").read_bytes() == lease.next().to_bytes())
+    wrong[:] = ["ab", "ab"]
+    with pytest.raises(DirectoryInUseError, match="took the directory over"):
+        call()
+    lock.release()

@@ -83,13 +83,13 @@ class JobLock(LeaseLock):
             DirectoryError: that cannot be looked at now.
         """
         with naming(rank=0, phase="confirming the job lock", path=self._path):
-            lease = self._read()
+            lease = self._holder(self._lease)
             deadline = time.monotonic() + MOMENT_S
             while (lease is None or not lease.token) and time.monotonic() < deadline and self._lease is not None:
                 # Another job reads it aside and gives it back, or a cache does not have it for a moment.
                 time.sleep(_PAUSE_S)
                 look_again(self._directory)
-                lease = self._read()
+                lease = self._holder(self._lease)
         if lease is None or self._lease is None or lease.token != self._lease.token:
             gone = "its lock is gone: it was taken away (safe-ckpt unlock --break-lock), or the directory was"
             raise self.in_use(_TAKEN_AWAY.format(self._lease_s) if lease is not None else gone, lease)
@@ -131,7 +131,7 @@ class JobLock(LeaseLock):
         return lease
 
     def _renew(self, lease: Lease) -> None:
-        holder = self._read()  # None when the file, or the whole directory, is away just now
+        holder = self._holder(lease)  # None when the file, or the whole directory, is away just now
         if holder is None or holder.token != lease.token:
             if holder is not None and holder.token:
                 raise self.in_use(_TAKEN_AWAY.format(self._lease_s), holder)
@@ -173,6 +173,14 @@ class JobLock(LeaseLock):
 
     def _token_in(self, name: str) -> str:
         return token_of(read_lock(self._directory, name) or b"")
+
+    def _holder(self, ours: Lease | None) -> Lease | None:
+        """Whom the file names. That it is another job, two looks must say: one read may bring other bytes."""
+        holder = self._read()
+        if holder is None or not holder.token or ours is None or holder.token == ours.token:
+            return holder
+        look_again(self._directory)
+        return self._read()
 
     def _read(self) -> Lease | None:
         data = read_lock(self._directory)
