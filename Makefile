@@ -13,7 +13,7 @@ DEEPSPEED_ENV := PATH="$(CURDIR)/$(DEEPSPEED):$(CURDIR)/$(BIN):$$PATH" DS_ACCELE
 
 TORCHTITAN := .venv/with-torchtitan/bin
 
-.PHONY: demo test test-short test-long test-schedulers test-all test-versions test-deepspeed test-upstream test-torchtitan faults simulate lint package docs docs-reference bench gpu-check examples clean
+.PHONY: demo test test-short test-long test-schedulers test-all test-versions test-deepspeed test-upstream test-torchtitan faults simulate lint package release-check docs docs-reference bench gpu-check examples clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -138,6 +138,18 @@ docs: .venv/ready  ## the site of docs/ into site/; a link or an anchor that lea
 
 package: .venv/ready  ## build the sdist and the wheel, and use the wheel where nothing else is installed
 	$(BIN)/python tests/package/smoke.py
+
+# What only a release needs, in an environment of its own.
+.venv/release: .venv/ready
+	$(PYTHON) -m venv .venv/for-release
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$(.venv/for-release/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	.venv/for-release/bin/pip install --quiet --disable-pip-version-check build 'hatchling>=1.28' twine check-wheel-contents griffe \
+	  'cyclonedx-python-lib[json-validation]' zizmor tomli
+	touch $@
+
+release-check: .venv/release  ## all that must hold before a tag is set; CONTRIBUTING.md says what comes then
+	.venv/for-release/bin/python tests/package/release.py $(if $(KEEP),--keep $(KEEP))
 
 docs-reference: .venv/ready  ## docs/reference: the page of all settings and their JSON schema
 	$(BIN)/safe-ckpt config reference > docs/reference/configuration.md

@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tempfile
 import venv
@@ -141,7 +140,10 @@ def use(wheel: Path, folder: Path) -> None:
 def link_torch(place: Path, linked: Path) -> None:
     """Let the environment see the torch of this one, and nothing else of it."""
     linked.mkdir()
-    for found in Path(sysconfig.get_path("platlib")).iterdir():
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
+        sys.exit("make package: there is no torch here to use it with")
+    for found in Path(torch.origin).parents[1].iterdir():
         if found.name.partition("-")[0].partition(".")[0] in ("torch", "torchgen", "functorch"):
             (linked / found.name).symlink_to(found)
     (site,) = place.glob("lib/python*/site-packages")

@@ -224,6 +224,16 @@ class Disk:
                 found.update(self.tree(child, f"{path}/{name}"))
         return found
 
+    def forget(self, path: str) -> None:
+        """A folder is gone for good, with all that is in it."""
+        above, _, name = path.rpartition("/")
+        node = self.root
+        for part in above.strip("/").split("/"):
+            node = node.children[part]
+        if name in node.children:
+            self.change("leave", None, node, name=name)
+            self.sync(node)
+
     def make_folder(self, path: str) -> None:
         """Set up: a folder that is there, durably, from the beginning."""
         node = self.root

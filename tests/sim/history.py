@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import logging
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sim import object_plans, plans
+from sim import mirror_plans, object_plans, plans
 from sim.disk import Disk
 from sim.faults import Mounts
 from sim.job import Job
 from sim.loader import Slots
+from sim.mirror_oracle import MirrorOracle
 from sim.object_oracle import StoreOracle
 from sim.objects import Objects
 from sim.oracle import Oracle
@@ -87,6 +90,10 @@ class History:
         self.directory = DIRECTORY
         if self.plan.objects:
             self._move_to_a_store()
+        self.mirror: Any = None
+        if self.plan.mirror:
+            below = mirror_plans.URL.rpartition("/")[2]
+            self.mirror = MirrorOracle(world, below, self.plan.mirror, self.oracle)
         self._taken: list[tuple[Any, Proc]] = []
         self.jobs: list[Job] = []
         world.history = self
@@ -122,7 +129,7 @@ class History:
             self.heal()
             world.run(plan.horizon_s + 900.0)
             self._refuse_living("does not end")
-            self.oracle.judge_end()
+            self._judge()
             self._audit()
         except Stuck as stuck:
             world.violate("stuck", str(stuck))
@@ -131,8 +138,8 @@ class History:
             hub.world = hub.task = None
             if was:
                 gc.enable()
-        counts = {**self.oracle.counts, "calls of the disk": world.mounts.calls}
-        counts["requests"] = world.objects.requests
+        counts = dict(sum((collections.Counter(one.counts) for one in self._oracles()), collections.Counter()))
+        counts |= {"calls of the disk": world.mounts.calls, "requests": world.objects.requests}
         return Result(
             seed=self.seed, violations=world.violations, digest=world.digest, steps=world.steps, virtual_s=world.now,
             counts=counts, coverage=self.coverage, faults=plan.faults,
@@ -175,14 +182,25 @@ class History:
         if not job.done or len(job.attempts) > 1:
             world.violate("needs a human", f"the last start of all did not succeed: {len(job.attempts)} attempts")
             return
-        self.oracle.judge_end()
-        for key in self.oracle.left_behind():
+        self._judge()
+        for key in [key for one in self._oracles() for key in one.left_behind()]:
             world.violate("left behind", key)
         for path in world.disk.tree():
             hidden = path.removeprefix(f"{DIRECTORY}/.safe_ckpt")
             stays = hidden == "" or hidden.startswith(("/events.jsonl", "/quarantine"))
             if hidden != path and not stays:
                 world.violate("left behind", path)
+
+    def _oracles(self) -> list[Oracle]:
+        return [self.oracle, *([self.mirror] if self.mirror is not None else [])]
+
+    def _judge(self) -> None:
+        for one in self._oracles():
+            one.judge_end()
+
+    def opened(self, proc: Proc, home: str) -> None:
+        """A process has cleaned up a directory that it owns from now on."""
+        (self.mirror if self.mirror is not None and home == "ObjectHome" else self.oracle).opened(proc)
 
     def _refuse_living(self, what: str) -> None:
         for host in self.world.hosts:
@@ -199,6 +217,8 @@ class History:
             for proc in host.procs:
                 proc.kill("end")
         self.world._bury()
+        for fd in self.world.left_open:
+            os.close(fd)
         for slot, _ in self._taken:
             self._slots.give_back(slot)
         self._taken = []
@@ -229,7 +249,8 @@ class History:
 
     def met(self, kind: str, proc: Proc | None) -> None:
         """A fault met a phase."""
-        where = proc.facts.get("inner") or proc.facts.get("phase", "start") if proc is not None else "world"
+        inner = hub.task.inner if hub.task is not None and hub.task.proc is proc else ""
+        where = inner or proc.facts.get("phase", "start") if proc is not None else "world"
         self.coverage[kind, where] = self.coverage.get((kind, where), 0) + 1
         self.world.log("FAULT", kind, proc.name if proc is not None else "", where)
 
@@ -247,6 +268,7 @@ def _probe(slot: Any) -> None:
         ("core.home.object_home", "ObjectPublication", "prepare", "prepare"),
         ("core.home.object_home", "ObjectPublication", "commit", "commit"),
         ("core.home.object_home", "ObjectHome", "_sweep", "sweep"),
+        ("extensions.mirror.mirror", "Mirror", "_work", "mirror"),
     ):
         _mark(getattr(slot.load(f"safe_ckpt.{module}"), kind), method, name)
     slot.load("safe_ckpt.checkpointer")
@@ -257,16 +279,15 @@ def _mark(kind: Any, method: str, name: str) -> None:
     real = getattr(kind, method)
 
     def marked(self: Any, *given: Any, **named: Any) -> Any:
-        proc = here().proc
-        facts = proc.facts
-        before, facts["inner"] = facts.get("inner", ""), name
+        task = here()
+        before, task.inner = task.inner, name
         try:
             result = real(self, *given, **named)
             if name == "sweep":
-                proc.world.history.oracle.opened(proc)
+                task.world.history.opened(task.proc, type(self).__name__)
             return result
         finally:
-            facts["inner"] = before
+            task.inner = before
 
     setattr(kind, method, marked)
 
@@ -276,7 +297,11 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         world, task = hub.world, hub.task
-        if world is not None and task is not None and world._trace is not None:
+        if world is None or task is None:
+            return
+        if record.msg.startswith("not mirrored in time") and world.history.mirror is not None:
+            world.history.mirror.told.add(task.proc)
+        if world._trace is not None:
             world._trace(f"{world.now:.6f} {task.proc.name} | {record.levelname.lower()} {record.getMessage()}")
 
 

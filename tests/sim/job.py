@@ -166,7 +166,8 @@ def _train(proc: Proc, slot: Any, attempt: Attempt) -> None:
     config = slot.load("safe_ckpt.config").CheckpointConfig.from_mapping(plan["config"])
     phase("open")
     with history.timed("open", plan["limits_s"]):
-        ckpt = checkpointer(plan["directory"], config)
+        hooks = [lambda event: history.mirror.announced(proc, event)] if history.mirror is not None else []
+        ckpt = checkpointer(plan["directory"], config, hooks=hooks)
     phase("resume")
     floor, state = oracle.newest_announced(), _state(0, facts, per_rank)
     with history.timed("resume", plan["limits_s"]):
@@ -213,6 +214,9 @@ def _train(proc: Proc, slot: Any, attempt: Attempt) -> None:
         phase("close")
         with history.timed("close", plan["limits_s"]):
             ckpt.close()
+        look()
+        if history.mirror is not None and facts["rank"] == 0:
+            history.mirror.closed(proc)
     except Exception:
         look()
         phase("close after an error")

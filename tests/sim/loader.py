@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sim import objects
-from sim.shims import clocks, machine, network, posix_calls, streams, threads
+from sim.shims import children, clocks, machine, network, posix_calls, streams, threads
 from sim.world import hub
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -67,6 +67,7 @@ class Slot:
         self._builtins["open"] = streams.open_file
         for part in (threads, posix_calls, streams, clocks, machine, network, objects):
             self.table.update(part.modules())
+        self.table.update(children.modules(self.table["socket"], self.table["subprocess"]))
         fake_sys = types.ModuleType("sys")
         vars(fake_sys).update(vars(sys))
         fake_sys.modules = self.table  # type: ignore[attr-defined]

@@ -42,7 +42,8 @@ class StoreOracle(Oracle):
     def deleted(self, key: str, gone: Object, proc: Proc) -> None:
         """An object was deleted."""
         facts = json.loads(gone.data) if key.endswith(f"/{MANIFEST}") else {}
-        if (one := self.commits.get(facts.get("op_id", ""))) is not None:
+        one = self.commits.get(facts.get("op_id", ""))
+        if one is not None and f"{one.node}/{MANIFEST}" == key:
             one.deleted = True
 
     def _head_changed(self, head: dict[str, Any], proc: Proc) -> None:
@@ -64,7 +65,8 @@ class StoreOracle(Oracle):
             self.count("tombstones")
             return
         if (known := self.commits.get(facts["op_id"])) is not None:
-            known.deleted = False  # a request that was repeated after retention: the head says that it is none
+            # A request that was repeated after retention: the head says that it is none. Or a mirror has it once more.
+            known.deleted, known.node = False, f"{self.below}/{folder}"
             return
         name = folder.rpartition(".")[0]
         self.commits[facts["op_id"]] = Commit(
@@ -78,6 +80,11 @@ class StoreOracle(Oracle):
         later = [owner for at, owner, _ in self.owners if at > began and owner is not proc and owner in self.open]
         if later:
             self.world.violate("two owners", f"{proc.name} committed {folder} after {later[-1].name} had opened it")
+
+    def _may_go(self, one: Commit) -> bool:
+        """Whether something else than retention may have deleted it."""
+        del one
+        return False
 
     def _problem(self, folder: str, facts: dict[str, Any]) -> str | None:
         for row in facts["files"]:
@@ -107,7 +114,7 @@ class StoreOracle(Oracle):
                 continue
             newer = sum(other.sequence > one.sequence for other in self.commits.values())
             replaced = any(other.name == one.name and other.sequence > one.sequence for other in self.commits.values())
-            if not replaced and (self.keep_last is None or newer < self.keep_last):
+            if not replaced and not self._may_go(one) and (self.keep_last is None or newer < self.keep_last):
                 self.world.violate("lost", f"{one.name} ({one.sequence}) was announced durable and is gone")
 
     def left_behind(self) -> list[str]:

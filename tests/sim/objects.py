@@ -384,5 +384,6 @@ def modules() -> dict[str, types.ModuleType]:
         setattr(errors, kind.__name__, kind)
     for name in ("S3Store", "GCSStore", "AzureStore"):
         setattr(stores, name, Client)
+    obstore.__file__ = "/site-packages/obstore/__init__.py"
     obstore.store, obstore.exceptions = stores, errors  # type: ignore[attr-defined]
     return {"obstore": obstore, "obstore.store": stores, "obstore.exceptions": errors}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,8 @@ class Oracle:
         self.counts: dict[str, int] = {}
         self.root: Node | None = None
         self.open: set[Any] = set()
+        self.least = 0
+        self.leaving: Callable[[Commit], None] = lambda _: None
         world.disk.watchers.append(self._changed)
 
     def count(self, what: str) -> None:
@@ -126,6 +129,7 @@ class Oracle:
         for one in self.commits.values():
             if one.node is node and to is not None and to not in pending.children.values():
                 one.deleted = True
+                self.leaving(one)
         if to is not None and to in pending.children.values():
             for one in self.commits.values():
                 if one.node is node and one.who is hub.task.proc and not one.announced:
@@ -153,7 +157,8 @@ class Oracle:
             return
         known = self.commits.get(data["op_id"])
         if known is not None:
-            known.deleted = False  # an undone replacement
+            # An undone replacement, or fetched from a mirror, perhaps with another place in the order.
+            known.deleted, known.node, known.sequence = False, node, data["sequence"]
         if known is None or known.undone:
             self.commits[data["op_id"]] = Commit(name, data["sequence"], data["op_id"], proc, self.world.now, node)
             self.count("commits")
@@ -185,7 +190,13 @@ class Oracle:
 
     def newest_announced(self) -> int:
         """The highest sequence that was announced durable."""
-        return max((one.sequence for one in self.commits.values() if one.announced), default=0)
+        return max([self.least, *(one.sequence for one in self.commits.values() if one.announced)])
+
+    def wiped(self, least: int) -> None:
+        """The directory is lost; ``least`` is the newest that can be had elsewhere."""
+        self.least = max(self.least, least)
+        for one in self.commits.values():
+            one.announced, one.deleted = False, True
 
     def resumed(self, attempt: Any, rank: int, floor: int, info: Any, values: Any) -> None:
         """A rank resumed.

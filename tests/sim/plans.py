@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from sim.mirror_plans import has_mirror, mirrored, with_writer_faults
 from sim.object_plans import in_a_store, moved
 from sim.strikes import AT_PHASES, KINDS, PHASES, Fault
 
@@ -54,6 +55,7 @@ class Plan:
     horizon_s: float
     faults: list[Fault] = field(default_factory=list)
     objects: bool = False
+    mirror: dict[str, Any] = field(default_factory=dict)
 
 
 def plan_of(seed: int) -> Plan:
@@ -111,7 +113,8 @@ def plan_of(seed: int) -> Plan:
         horizon_s=rng.choice((60.0, 90.0, 120.0)),
         faults=faults,
     )
-    return moved(plan, seed) if in_a_store(seed) else plan
+    plan = moved(plan, seed) if in_a_store(seed) else mirrored(plan, seed) if has_mirror(seed) else plan
+    return with_writer_faults(plan, seed)
 
 
 def _takeover(

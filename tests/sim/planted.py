@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sim.mirror_plans import has_mirror
 from sim.object_plans import in_a_store
 
 Patch = Callable[[str], str]
@@ -196,7 +197,51 @@ IN_STORES: dict[str, dict[str, Patch]] = {
     },
 }
 """Those of object stores: histories with a directory on a disk do not meet them."""
-PLANTED |= IN_STORES
+
+_MIRROR, _FETCH = "safe_ckpt.extensions.mirror.mirror", "safe_ckpt.extensions.mirror.fetching"
+IN_MIRRORS: dict[str, dict[str, Patch]] = {
+    "retention does not wait for the mirror": {
+        _MIRROR: _swap("        if not self._config.mirror.required:\n", "        if True:\n")
+    },
+    "what was uploaded is not compared": {
+        "safe_ckpt.extensions.mirror.tier": _swap(
+            "        if (known.size_bytes, known.xxh3_128) != (entry.size_bytes, entry.xxh3_128):\n",
+            "        if False:\n",
+        )
+    },
+    "what was fetched is not compared": {
+        _FETCH: _swap("            verify_entry(into, entry, cached=True)\n", "            pass\n")
+    },
+    "an empty directory is a new run": {
+        "safe_ckpt.core.resuming.offered": _both(
+            _swap(
+                "        usable = newest_first(self._list())\n",
+                "        usable = newest_first(self._list())\n        return\n",
+            ),
+            _swap(
+                '        """Nothing that is here can be used. What',
+                '        return None\n        """Nothing that is here can be used. What',
+            ),
+        )
+    },
+    "the end does not wait for uploads": {
+        _MIRROR: _both(
+            _swap(
+                "            self._background.drain(self.progress, limit_s, extend=within_s is None, is_over=self._is_late)\n",
+                "            pass\n",
+            ),
+            _swap("        if left:\n            logger.warning", "        if False:\n            logger.warning"),
+        )
+    },
+}
+"""Those of a mirror."""
+PLANTED |= IN_STORES | IN_MIRRORS
+
+
+def _may_meet(name: str, seed: int) -> bool:
+    if name in IN_STORES:
+        return in_a_store(seed)
+    return has_mirror(seed) if name in IN_MIRRORS else True
 
 
 def first_seed(
@@ -208,7 +253,7 @@ def first_seed(
 
     slots, began = Slots(PLANTED[name]), time.process_time()
     for number, seed in enumerate(range(first, first + most)):
-        if name in IN_STORES and not in_a_store(seed):
+        if not _may_meet(name, seed):
             continue
         result = history.run(seed, slots)
         if result.violations:

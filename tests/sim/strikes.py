@@ -71,7 +71,7 @@ class Fault:
     def look(self, task: Task) -> None:
         """A process calls the disk."""
         facts = task.proc.facts
-        if "rank" not in facts or (facts.get("inner") or facts.get("phase")) != self.phase:
+        if "rank" not in facts or (task.inner or facts.get("phase")) != self.phase:
             return
         if self.job and facts["job"].name != self.job:
             return
@@ -96,6 +96,14 @@ class Fault:
     def _kill(self, history: Any, host: Any, proc: Proc | None) -> None:
         if proc is not None:
             proc.kill("killed")
+
+    def _writer_killed(self, history: Any, host: Any, proc: Proc | None) -> None:
+        for one in _writers_of(host, proc):
+            one.kill("killed")
+
+    def _writer_stopped(self, history: Any, host: Any, proc: Proc | None) -> None:
+        for one in _writers_of(host, proc):
+            self._pause(history, host, one)
 
     def _kill_all(self, history: Any, host: Any, proc: Proc | None) -> None:
         if proc is not None:
@@ -167,6 +175,8 @@ class Fault:
         if proc is None or not proc.alive:
             return
         handler = proc.facts.get("handlers", {}).get(signal.SIGTERM)
+        if handler is signal.SIG_IGN:
+            return
         if not callable(handler):
             proc.kill("SIGTERM")
             return
@@ -185,6 +195,15 @@ def _some_rank(history: Any, rank: int) -> Proc | None:
             if proc.alive:
                 return proc  # type: ignore[no-any-return]
     return None
+
+
+def _writers_of(host: Any, proc: Proc | None) -> list[Proc]:
+    """The processes that write for this one; itself, if it is one."""
+    return [
+        one
+        for one in host.procs
+        if one.alive and one.facts.get("writes for") and proc in (one, one.facts["writes for"])
+    ]
 
 
 def _boot(host: Any) -> None:

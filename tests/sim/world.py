@@ -144,7 +144,11 @@ class Proc:
 
 
 class Task:
-    """A thread."""
+    """A thread.
+
+    Attributes:
+        inner: the part of a save that it is in.
+    """
 
     def __init__(self, proc: Proc, work: Callable[..., None], arguments: tuple[Any, ...], name: str) -> None:
         self.proc, self.name = proc, name
@@ -156,6 +160,7 @@ class Task:
         self.over = False
         self.deaths = 0
         self.errno = 0
+        self.inner = ""
         self.thread: Any = None
         self.joiners: list[Task] = []
         self._work, self._arguments = work, arguments
@@ -229,6 +234,7 @@ class World:
         self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.hosts: list[Host] = []
         self.dying: list[Proc] = []
+        self.left_open: set[int] = set()  # real descriptors of dead processes; numbers of one history are used once
         self.greenlet = greenlet.getcurrent()
         self._trace = trace
         self._hash = hashlib.blake2b(digest_size=12)
@@ -322,4 +328,5 @@ class World:
             self.ready[:] = [task for task in self.ready if task.proc is not proc]
             proc.tasks.clear()
             proc.held.clear()
+            self.left_open |= proc.facts.get("memory", set())
             proc.facts.clear()

@@ -1,4 +1,4 @@
-"""What else a process meets: signals, locks of the kernel, calls of C, child processes, its end."""
+"""What else a process meets: signals, locks of the kernel, calls of C, its end."""
 
 from __future__ import annotations
 
@@ -113,10 +113,6 @@ def _get_errno() -> int:
     return real_ctypes.get_errno()
 
 
-def _no_process(*_: Any, **__: Any) -> Any:
-    raise OSError(errno.ENOENT, "no child processes are simulated")
-
-
 def _ioctl(*_: Any) -> Any:
     raise fail(errno.EOPNOTSUPP)
 
@@ -170,7 +166,6 @@ def modules() -> dict[str, types.ModuleType]:
     made["signal"].signal = _signal  # type: ignore[attr-defined]
     made["signal"].getsignal = lambda number: _handlers().get(number, real_signal.SIG_DFL)  # type: ignore[attr-defined]
     made["signal"].raise_signal = lambda number: here().proc.kill(f"signal {number}")  # type: ignore[attr-defined]
-    made["subprocess"].Popen = _no_process  # type: ignore[attr-defined]
     filelock = types.ModuleType("filelock")
     filelock.FileLock, filelock.Timeout = FileLock, Timeout  # type: ignore[attr-defined]
     util = types.ModuleType("multiprocessing.util")

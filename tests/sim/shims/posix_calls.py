@@ -12,6 +12,7 @@ import types
 from typing import Any
 
 from sim.disk import Node, fail
+from sim.shims import children
 from sim.shims.paths import (
     FIRST,
     Entry,
@@ -30,7 +31,7 @@ from sim.world import here, hub
 
 _BLOCKED = (
     "sendfile", "copy_file_range", "fork", "forkpty", "listxattr", "getxattr", "setxattr", "removexattr", "posix_spawn",
-    "posix_spawnp", "splice", "openpty", "wait", "waitpid", "system", "popen", "eventfd", "pidfd_open", "_exit", "execv",
+    "posix_spawnp", "splice", "openpty", "wait", "waitpid", "system", "popen", "eventfd", "pidfd_open", "execv",
     "register_at_fork",
 )  # fmt: skip
 
@@ -176,6 +177,8 @@ def _write_at(opened: Open, data: Any, at: int) -> int:
 
 
 def _read(fd: int, size: int) -> bytes:
+    if fd < FIRST:
+        return real_posix.read(fd, size)
     opened = descriptor(fd)
     if opened.node.kind == "folder":
         raise fail(errno.EISDIR, opened.path)
@@ -229,7 +232,13 @@ def _ftruncate(fd: int, size: int) -> None:
     done()
 
 
+def _pread(fd: int, size: int, at: int) -> bytes:
+    return real_posix.pread(fd, size, at) if fd < FIRST else _read_at(descriptor(fd), size, at)
+
+
 def _lseek(fd: int, offset: int, how: int) -> int:
+    if fd < FIRST:
+        return real_posix.lseek(fd, offset, how)
     opened = descriptor(fd)
     opened.at = (0, opened.at, len(opened.node.data))[how] + offset
     return opened.at
@@ -443,7 +452,7 @@ def modules() -> dict[str, types.ModuleType]:
     vars(posix).update({name: value for name, value in vars(real_posix).items() if name not in _BLOCKED})
     calls = {
         "open": _open, "close": _close, "read": _read, "write": _write, "preadv": _preadv, "pwrite": _pwrite,
-        "pread": lambda fd, size, at: _read_at(descriptor(fd), size, at),
+        "pread": _pread,
         "fsync": _fsync, "fdatasync": _fsync, "ftruncate": _ftruncate, "lseek": _lseek, "fstat": _fstat, "stat": _stat,
         "lstat": lambda path, *, dir_fd=None: _stat(path, dir_fd=dir_fd, follow_symlinks=False),
         "mkdir": _mkdir, "rmdir": lambda path, *, dir_fd=None: _leave(text_of(path), "rmdir", dir_fd),
@@ -454,7 +463,8 @@ def modules() -> dict[str, types.ModuleType]:
         "fstatvfs": _statvfs, "memfd_create": _memfd_create, "kill": _kill, "getpid": lambda: here().proc.pid,
         "getcwd": lambda: "/", "posix_fadvise": lambda *_: None, "DirEntry": Entry, "sync": lambda: None,
         "register_at_fork": lambda **_: None, "access": lambda path, *_, **__: _exists(path),
-        "posix_fallocate": lambda *_: None, "getuid": lambda: 0,
+        "posix_fallocate": lambda *_: None, "getuid": lambda: 0, "_exit": children.leave,
+        "getppid": lambda: children.parent_of(here().proc), "nice": lambda by: by, "setsid": lambda: None,
     }  # fmt: skip
     vars(posix).update(calls)
     return {"posix": posix}

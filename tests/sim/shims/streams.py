@@ -9,7 +9,7 @@ import types
 from typing import Any
 
 from sim.shims import posix_calls as calls
-from sim.shims.paths import FIRST, descriptor
+from sim.shims.paths import FIRST
 from sim.world import Killed, hub
 
 
@@ -44,7 +44,7 @@ class _Raw(io.RawIOBase):
         return calls._lseek(self._fd, offset, whence)
 
     def tell(self) -> int:
-        return descriptor(self._fd).at
+        return calls._lseek(self._fd, 0, real_os.SEEK_CUR)
 
     def truncate(self, size: int | None = None) -> int:
         size = self.tell() if size is None else size
