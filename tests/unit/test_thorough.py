@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 # What a page says -> the page, the tests, and how many of them there are with --all.
 COUNTED = {
     "200 random programs": (
-        "docs/RELIABILITY.md",
+        "docs/guarantees.md",
         "tests/unit/saving/test_unchanged.py",
         "whatever_a_program_does",
         200,
     ),
     "20,200 saves in each mode": (
-        "docs/RELIABILITY.md",
+        "docs/guarantees.md",
         "tests/faults/test_never_torn.py",
         "changes_everything_at_once",
         8,

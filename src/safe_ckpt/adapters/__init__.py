@@ -1,6 +1,6 @@
 """The adapter interface: all that a framework adapter may import, in one place.
 
-The names here are what every adapter needs; ``docs/start/write-an-adapter.md`` explains them with an adapter of 51 lines.
+The names here are what every adapter needs; ``docs/design.md`` explains them with an adapter of 51 lines.
 The modules have the rest; ``extras`` passes on what is the core's.
 """
 
