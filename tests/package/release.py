@@ -1,8 +1,8 @@
 """``make release-check``: what must hold before a tag is set. The first thing that is wrong ends it.
 
-The sdist and the wheel are built twice and must be equal, byte for byte. ``check-wheel-contents`` and ``twine`` look through them.
-The wheel is used as in ``make package``. On other Pythons that are found it is installed and compiled, and the writer's modules,
-which need no torch, are imported: torch is not installed for each of them.
+The sdist and the wheel are built twice and must be equal, byte for byte. ``check-wheel-contents`` and ``twine`` look through
+them. The wheel is used as in ``make package``. On other Pythons that are found it is installed and compiled, and the writer's
+modules, which need no torch, are imported: torch is not installed for each of them.
 """
 
 from __future__ import annotations
