@@ -1,4 +1,4 @@
-"""What ``make test`` says of tests that fail beside others and pass alone."""
+"""What ``make test-full`` says of tests that fail beside others and pass alone."""
 
 import subprocess
 import sys

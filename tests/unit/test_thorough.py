@@ -1,4 +1,4 @@
-"""What the documentation counts is run by some target: ``make test-all`` and ``make faults`` have one switch."""
+"""What the documentation counts is run by some target: ``make test-thorough`` and ``make faults`` have one switch."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def recipe(target):
 
 def test_the_targets_have_one_switch():
     """Nothing else than ``--all`` tells a whole sweep from a sample, and both targets give it."""
-    assert "MORE=--all" in recipe("test-all")
+    assert "MORE=--all" in recipe("test-thorough")
     assert "--all" in recipe("faults")
     others = [
         path.relative_to(ROOT).as_posix()
