@@ -51,7 +51,9 @@ class StartedError(AssertionError):
 def starting(kind: str) -> None:
     """Called by what starts something. Raises StartedError within a quick test."""
     if os.environ.get(_FORBIDDEN):
-        raise StartedError(f"this test runs in `make test` and starts: {kind}. It needs that mark: see tests/kit/kinds.py")
+        raise StartedError(
+            f"this test runs in `make test` and starts: {kind}. It needs that mark: see tests/kit/kinds.py"
+        )
 
 
 @contextlib.contextmanager

@@ -84,7 +84,9 @@ def test_a_mark_is_found_in_the_code(function, marks):
 
 def test_a_mark_is_found_in_a_fixture(request):
     """The fixtures of conftest.py that lead to a server give their tests its mark."""
-    definitions = {name: request._fixturemanager.getfixturedefs(name, request.node) for name in ("bucket", "object_server")}
+    definitions = {
+        name: request._fixturemanager.getfixturedefs(name, request.node) for name in ("bucket", "object_server")
+    }
     item = SimpleNamespace(
         path=Path(__file__),
         function=waits_only,

@@ -523,13 +523,19 @@ def test_optimizers_that_are_not_known_defer_nothing(optimizer):
     assert not OverlapPlan([net], [optimizer(list(net.first.parameters()))])
 
 
-def test_state_dicts_are_copied_at_once(tmp_path):
-    """Without the module and the optimizer themselves nothing is known of who changes what."""
+def test_state_dicts_are_copied_at_once(tmp_path, late):
+    """Without the module and the optimizer themselves nothing is known of who changes what: nothing is left for later."""
     net, optimizer = trained()
+    expected = states({"model": net, "optimizer": optimizer})
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
         handle = ckpt.save(1, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
         handle.wait_snapshot(timeout_s=0)
+        assert overlap._pending == ()
+        for parameter in net.parameters():
+            parameter.data.zero_()
         handle.result(timeout_s=60)
+        ckpt.resume({"model": net, "optimizer": optimizer})
+    assert same(states({"model": net, "optimizer": optimizer}), expected)
 
 
 def test_the_size_after_the_first_step_is_known_before_it():
