@@ -17,7 +17,7 @@ from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.storage.reader import digest_of, read_whole
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import ConfigError
-from support import Quiet, run_script
+from support import Quiet, run_program, run_script
 
 OPTIONS = WriteOptions(direct=True, chunk_bytes=1 << 20, flush_every_bytes=64 << 20)
 
@@ -59,31 +59,7 @@ def test_straight_from_the_tensors_gives_the_same_bytes(tmp_path, kind, buffer_b
 
 def test_a_state_above_the_budget_is_saved_within_it(tmp_path):
     """A state of 256 MiB under max_host_bytes of 8 MiB: saved and exact, with hardly more memory than the budget."""
-    done = run_script(
-        """
-        import sys, torch
-        from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
-
-        def peak():
-            return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) << 10
-
-        config = CheckpointConfig(max_host_bytes=8 << 20)
-        state = {"model": {f"w{i}": torch.full((1 << 22,), float(i)) for i in range(16)}}
-        with Checkpointer(sys.argv[1], config) as ckpt:
-            ckpt.save(1, {"warm": torch.ones(1 << 22)}).result()
-            before = peak()
-            handle = ckpt.save(2, state)
-            grown = peak() - before
-            for tensor in state["model"].values():
-                tensor.zero_()
-            handle.result()
-            ckpt.resume(state)
-        assert all(bool((tensor == i).all()) for i, tensor in enumerate(state["model"].values()))
-        print(grown >> 20)
-        """,
-        str(tmp_path / "exp"),
-        fresh=True,
-    )
+    done = run_program("saves_above_the_budget", str(tmp_path / "exp"), fresh=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 24
 
