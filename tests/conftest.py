@@ -46,10 +46,10 @@ def be_patient(items):
 
 
 def pytest_collection_modifyitems(config, items):
-    be_patient(items)
     for item in items:
-        for name in kinds.marks_of_item(item):
+        for name in sorted(kinds.marks_of_item(item)):  # by the limits of time as they are written
             item.add_marker(name)
+    be_patient(items)
     if config.getoption("--quick"):
         _leave_out(config, items, [item for item in items if not kinds.is_quick(item)])
     if config.getoption("--third"):
