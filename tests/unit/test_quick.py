@@ -9,6 +9,7 @@ import pytest
 
 from kit import faults, hosts, kinds, object_servers, ranks, slurm
 from sim.running import sim
+from support import run_program
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,6 +58,10 @@ def launches():
     subprocess.run(["python", "-m", "torch.distributed.run"], check=True)
 
 
+def starts_a_program_with_a_server():
+    run_program("starts_an_object_server", "moto")
+
+
 def waits_only():
     """It names spawn_ranks, mount and torchrun, and uses a part of kit.hosts that makes none."""
     return hosts.wait_until(lambda: True)
@@ -73,6 +78,7 @@ def waits_only():
         (trains, {"framework"}),
         (mounts, {"hosts"}),
         (launches, {"ranks"}),
+        (starts_a_program_with_a_server, {"server"}),
         (waits_only, set()),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

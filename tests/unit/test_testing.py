@@ -37,7 +37,7 @@ def test_a_save_returns_when_it_is_committed_and_starts_no_process(tmp_path, no_
     config = CheckpointConfig(writer=PROCESS.writer, retention=PROCESS.retention, snapshot=snapshot)
     with inline_saves(), Checkpointer(tmp_path, config) as ckpt:
         for step in (1, 2, 3):
-            assert ckpt.save(step, state(step)).done()
+            assert ckpt.save(step, state(float(step))).done()
             assert [path.name for path in tmp_path.iterdir() if path.name != ".safe_ckpt"] == [f"step-0000000{step}"]
         found = state(0.0)
         assert ckpt.resume(found).step == 3

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 # What a page says -> the page, the tests, and how many of them there are with --all.
 COUNTED = {
@@ -45,6 +47,7 @@ def test_the_targets_have_one_switch():
     ]
 
 
+@pytest.mark.slow
 def test_every_count_of_the_pages_is_collected():
     """With the switch, the tests that a page counts are there, as many as it says."""
     files = sorted({file for _, file, _, _ in COUNTED.values()})

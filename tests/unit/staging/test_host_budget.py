@@ -57,6 +57,7 @@ def test_straight_from_the_tensors_gives_the_same_bytes(tmp_path, kind, buffer_b
     buffer.close()
 
 
+@pytest.mark.slow
 def test_a_state_above_the_budget_is_saved_within_it(tmp_path):
     """A state of 256 MiB under max_host_bytes of 8 MiB: saved and exact, with hardly more memory than the budget."""
     done = run_program("saves_above_the_budget", str(tmp_path / "exp"), fresh=True)

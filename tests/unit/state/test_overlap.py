@@ -235,6 +235,7 @@ def test_gradient_scaler_and_scheduler(tmp_path, late):
     assert saved(tmp_path, {"model": net, "optimizer": optimizer, "scheduler": scheduler}, go_on)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_step(tmp_path, late):
     """``torch.compile`` of the step keeps the gate, also when it was compiled while nothing was being copied."""

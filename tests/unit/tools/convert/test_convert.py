@@ -205,6 +205,7 @@ def test_a_full_disk_is_named_and_nothing_stays(tmp_path, form):
         assert list(disk.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     """240 MiB of tensors of 16 MiB each become each of the forms within 150 MiB of memory of the program's own."""
     torch.save({"state_dict": {f"w{n}": torch.full((4 << 20,), float(n)) for n in range(15)}}, tmp_path / "a.ckpt")
