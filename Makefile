@@ -13,7 +13,7 @@ DEEPSPEED_ENV := PATH="$(CURDIR)/$(DEEPSPEED):$(CURDIR)/$(BIN):$$PATH" DS_ACCELE
 
 TORCHTITAN := .venv/with-torchtitan/bin
 
-.PHONY: demo test test-short test-long test-schedulers test-all test-versions test-deepspeed test-upstream test-torchtitan faults simulate lint package release-check docs docs-reference bench gpu-check examples clean
+.PHONY: demo test test-full test-short test-long test-schedulers test-thorough test-versions test-deepspeed test-upstream test-torchtitan faults simulate lint package release-check docs docs-reference bench gpu-check examples clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -33,7 +33,11 @@ define tests
 $(RUNNER) tests/kit/twice.py -q --durations=30 -o cache_dir=.pytest_cache/$@ $(MORE) $(1) $(2)
 endef
 
-test: .venv/ready  ## unit, documentation, several ranks, adapters, faults: every promise, of the long sweeps a sample
+# What starts no server, no host, no ranks and no framework; and the README's promises, which start ranks.
+test: .venv/ready  ## the quick tests: a few minutes
+	$(call tests,--quick -n 2 --dist worksteal,tests/unit tests/typing tests/docs tests/sim tests/multirank/test_promises.py)
+
+test-full: .venv/ready  ## unit, documentation, several ranks, adapters, faults: every promise, of the long sweeps a sample
 	@status=0; \
 	$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync test-short test-schedulers || status=1; \
 	$(MAKE) --no-print-directory test-long || status=1; \
@@ -49,8 +53,8 @@ test-long: .venv/ready
 test-schedulers: .venv/ready
 	$(call tests,-n 2 --dist loadfile,tests/schedulers)
 
-test-all: .venv/ready  ## the same with the tests marked thorough, and of the others all rounds
-	$(MAKE) --no-print-directory test MORE=--all
+test-thorough: .venv/ready  ## the same as test-full with the tests marked thorough, and of the others all rounds
+	$(MAKE) --no-print-directory test-full MORE=--all
 
 # Several GB for each end, made once in .venv/versions: not for continuous integration, which prints what was run last.
 # OLDEST_PYTHON and NEWEST_PYTHON name the two Pythons; ENDS=newest runs one end.

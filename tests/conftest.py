@@ -1,10 +1,11 @@
+import contextlib
 import os
 import signal
 import zlib
 
 import pytest
 
-from kit import patience, thorough
+from kit import kinds, patience, thorough
 
 # torch looks up 127.0.0.1 backwards on every connection; where the resolver drops a packet that is five seconds each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
@@ -20,6 +21,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also the tests marked thorough, and of the others all rounds")
+    parser.addoption(
+        "--quick", action="store_true", help="none that starts servers, hosts, ranks or a framework: make test"
+    )
     parser.addoption("--third", action="store_true", help="a third of them, always the same: see make test-versions")
 
 
@@ -42,7 +46,12 @@ def be_patient(items):
 
 
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        for name in sorted(kinds.marks_of_item(item)):  # by the limits of time as they are written
+            item.add_marker(name)
     be_patient(items)
+    if config.getoption("--quick"):
+        _leave_out(config, items, [item for item in items if not kinds.is_quick(item)])
     if config.getoption("--third"):
         _leave_out(config, items, [item for item in items if zlib.crc32(item.nodeid.encode()) % 3])
     if thorough.THOROUGH:
@@ -55,6 +64,14 @@ def _leave_out(config, items, left_out):
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
         items[:] = [item for item in items if id(item) not in gone]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """A quick test that starts what a quick test must not, fails."""
+    allowed = not item.config.getoption("--quick") or kinds.is_promise(item)
+    with contextlib.nullcontext() if allowed else kinds.starts_nothing():
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import textwrap
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.version import Version
@@ -61,7 +62,18 @@ def run_script(
     """
     command = [sys.executable, *flags]
     command += ["-", *args] if stdin is not None else ["-c", textwrap.dedent(code), *args]
-    options = {"input": stdin, "capture_output": True, "text": True, "timeout": scaled(timeout_s)}
+    return _run(command, timeout_s=timeout_s, stdin=stdin, fresh=fresh, finalize=finalize)
+
+
+def _run(
+    command: list[str],
+    *,
+    timeout_s: float = 60.0,
+    stdin: str | None = None,
+    fresh: bool = False,
+    finalize: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    options: dict[str, Any] = {"input": stdin, "capture_output": True, "text": True, "timeout": scaled(timeout_s)}
     return subprocess.run(command, check=False, **options) if fresh else warm.run(command, finalize=finalize, **options)
 
 
@@ -81,6 +93,14 @@ def kill_group(process: subprocess.Popen[str], number: signal.Signals = signal.S
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
     process.wait(timeout=30)
+
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def run_program(name: str, *args: str, flags: tuple[str, ...] = (), **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run ``tests/programs/<name>.py`` with these arguments, as ``run_script`` runs code."""
+    return _run([sys.executable, *flags, str(PROGRAMS / f"{name}.py"), *args], **more)
 
 
 HOLD_LOCK = """
@@ -184,6 +204,7 @@ def placements(mesh, choice: int, dims: int) -> list[object]:
 
 __all__ = [
     "HOLD_LOCK",
+    "PROGRAMS",
     "flip_bit",
     "holding_lock",
     "kill_all",
@@ -191,6 +212,7 @@ __all__ = [
     "needs_root",
     "placements",
     "processes_of_this_test",
+    "run_program",
     "run_script",
     "share_copies",
     "small_disk",

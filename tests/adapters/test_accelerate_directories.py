@@ -25,7 +25,7 @@ from safe_ckpt.errors import (
     NoValidCheckpointError,
 )
 from safe_ckpt.tools.cli.app import app
-from support import run_script, writers_of
+from support import run_program, run_script, writers_of
 
 
 @pytest.fixture(autouse=True)
@@ -179,32 +179,11 @@ def test_what_another_job_saved_under_a_name_of_ours_is_its_own(tmp_path):
         assert read_manifest(tmp_path / "step_2").op_id == read_manifest(theirs).op_id
 
 
-KILLED = """
-    import os, signal, sys, time; sys.path[:0] = sys.argv[2:]
-    from accelerate_runs import CONFIG, Training, make
-    from safe_ckpt.accelerate import register
-    folder = sys.argv[1]
-    accelerator = make(None)
-    handle = register(accelerator, CONFIG)
-    Training(accelerator, width=100_000)
-    for step in (30, 40, 50):
-        accelerator.save_state(f"{folder}/step_{step}", async_save=False)
-    writer = handle.saver.engine._save_queue.writer
-    os.kill(writer.pid, signal.SIGSTOP)
-    accelerator.save_state(f"{folder}/step_60")
-    deadline = time.monotonic() + 20
-    while not os.listdir(f"{folder}/.safe_ckpt/names/step_60/pending") and time.monotonic() < deadline:
-        pass
-    os.kill(writer.pid, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 def test_names_of_ones_own_are_recorded_swept_and_in_order(tmp_path):
     """The next job sweeps what a killed one left under another name; what it saves is the newest, whatever its step; list,
     resume-path and report speak of both jobs.
     """
-    assert run_script(KILLED, str(tmp_path), *sys.path).returncode == -signal.SIGKILL
+    assert run_program("killed_in_a_save_of_accelerate", str(tmp_path), *sys.path).returncode == -signal.SIGKILL
     left = tmp_path / ".safe_ckpt/names/step_60"
     assert names(left / "pending")
     before = json.loads(command("list", tmp_path, "--json"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import warnings
 
 import pytest
@@ -20,7 +21,7 @@ from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import ConfigError, DirectoryError, StateError
-from support import run_script
+from support import run_program
 
 
 class Model(torch.nn.Module):
@@ -255,32 +256,7 @@ def test_a_tensor_without_values_is_an_error_that_names_it(tmp_path, handle):
 
 def test_no_more_memory_than_the_largest_tensor(tmp_path):
     """Twelve tensors of 32 MiB on disk are written with the buffer of 64 MiB and one of them in memory, not all."""
-    code = """
-        import sys; sys.path[:0] = sys.argv[2:]
-        import resource, threading, torch
-        from pathlib import Path
-        from accelerate import disk_offload
-        from accelerate_runs import CONFIG, make
-        from safe_ckpt.accelerate import register
-        model = torch.nn.Sequential(*(torch.nn.Linear(4096, 2048, bias=False) for _ in range(12)))
-        disk_offload(model, sys.argv[1] + "/offloaded", execution_device="cpu")
-        def anonymous():
-            fields = dict(l.split(":") for l in open("/proc/self/status") if l.startswith("Rss"))
-            return sum(int(fields[f].split()[0]) << 10 for f in ("RssAnon", "RssShmem"))
-        with register(make(None), CONFIG) as handle:
-            before, most, over = anonymous(), 0, threading.Event()
-            def watch():
-                global most
-                while not over.wait(0.002):
-                    most = max(most, anonymous())
-            watcher = threading.Thread(target=watch); watcher.start()
-            handle.save_model(model, sys.argv[1] + "/weights", max_shard_size="100MB")
-            over.set(); watcher.join()
-        print("PEAK", (most - before) >> 20)
-    """
-    import sys
-
-    done = run_script(code, str(tmp_path), *sys.path, timeout_s=100, fresh=True)
+    done = run_program("saves_what_is_on_disk", str(tmp_path), *sys.path, timeout_s=100, fresh=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) <= 64 + 32 + 16
     assert len(list((tmp_path / "weights").glob("*.safetensors"))) == 6

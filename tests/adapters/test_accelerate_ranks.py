@@ -46,25 +46,29 @@ def test_it_survives_kills_bit_for_bit(tmp_path, size):
     random generators, scheduler and the place in the data.
     """
     kills = 30 if THOROUGH else 5 - size
-    width, epochs = 3000, 100 if THOROUGH else 8
+    width, epochs = 3000, 100 if THOROUGH else 20
     reference = run(tmp_path, TRAIN, tmp_path / "reference", width, epochs, size=size)
     seed = int.from_bytes(os.urandom(2))
     chance = random.Random(seed)
     pending = tmp_path / "exp/.safe_ckpt/pending"
-    reached = within = 0
-    for _ in range(kills):
+    reached = within = number = 0
+    while number < kills or (not within and number < kills + 5):
+        number += 1
         process = start(tmp_path, TRAIN, tmp_path / "exp", width, epochs, size=size)
         saves = chance.randint(1, 5) if reached else 3  # once where an epoch ends
         for line in process.stdout:
             assert "END" not in line, "the run ended before it could be killed"
             saves -= "SAVED" in line and line.startswith("RANK 0")
             if "BEGIN" in line:
-                assert int(line.split()[-1]) >= reached - 2, f"random seed {seed}"
+                assert int(line.split()[-1]) >= reached - 1, f"random seed {seed}"
             if "SAVED" in line:
                 reached = max(reached, int(line.split()[-1]))
             if not saves:
                 break
-        deadline = time.monotonic() + chance.random() * 0.02
+        deadline = time.monotonic() + 5
+        while not any(pending.glob("*")) and time.monotonic() < deadline:
+            pass
+        deadline = time.monotonic() + chance.random() * 0.01
         while time.monotonic() < deadline:
             pass
         kill_all()
@@ -75,9 +79,10 @@ def test_it_survives_kills_bit_for_bit(tmp_path, size):
             verify(path, read_manifest(path))
     done = run(tmp_path, TRAIN, tmp_path / "exp", width, epochs, size=size)
     ends = [[line for line in said if line.startswith("END")] for said in (*reference.values(), *done.values())]
+    assert [len(one) for one in ends] == [1] * (2 * size)
     assert ends[:size] == ends[size:], f"random seed {seed}"
-    assert within or not THOROUGH
-    print(f"{size} ranks: {kills} kills, {within} within a save, up to step {reached}")
+    assert within
+    print(f"{size} ranks: {number} kills, {within} within a save, up to step {reached}")
     assert writer_processes() == []
 
 

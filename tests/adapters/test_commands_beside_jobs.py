@@ -11,45 +11,7 @@ from typer.testing import CliRunner
 
 from kit import warm
 from safe_ckpt.tools.cli.app import app
-
-ACCELERATE = """
-import sys
-import torch
-from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
-from safe_ckpt.accelerate import register
-folder, automatic = sys.argv[1], sys.argv[2] == "automatic"
-accelerator = Accelerator(
-    cpu=True, project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=automatic)
-)
-accelerator.prepare(torch.nn.Linear(2, 2))
-with register(accelerator) as handle:
-    for step in range(3):
-        accelerator.save_state(**({} if automatic else {"output_dir": f"{folder}/checkpoint_{step}"}))
-    handle.wait()
-    print("saved", flush=True)
-    sys.stdin.read()
-"""
-
-LIGHTNING = """
-import os, sys, time
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-from safe_ckpt.lightning import SafeCheckpointCallback
-class Waits(Callback):
-    def on_train_batch_start(self, trainer, module, batch, number):
-        if number == 3:
-            while not os.path.exists(sys.argv[1] + "/sub/step=3.ckpt"):  # which is written in the background
-                time.sleep(0.05)
-            print("saved", flush=True)
-            sys.stdin.read()
-folder = sys.argv[1]
-keeper = SafeCheckpointCallback(folder, filename="sub/{step}", every_n_train_steps=1, save_top_k=-1)
-Trainer(
-    max_steps=5, logger=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-    callbacks=[keeper, Waits()],
-).fit(BoringModel())
-"""
+from support import PROGRAMS
 
 
 def run(*args):
@@ -59,9 +21,12 @@ def run(*args):
 
 
 @contextlib.contextmanager
-def job(script, *args):
+def job(program, *args):
     process = warm.Popen(
-        [sys.executable, "-c", script, *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(PROGRAMS / f"{program}.py"), *map(str, args)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout.readline() == "saved\n"
@@ -82,7 +47,7 @@ def test_gc_and_unlock_beside_a_job_of_accelerate(tmp_path, naming):
     def left():
         return sorted(path.name for path in folder.glob("checkpoint_*"))
 
-    with job(ACCELERATE, tmp_path, naming) as process:
+    with job("accelerate_job", tmp_path, naming) as process:
         for asked in {folder, tmp_path}:
             done = run("gc", asked, "--keep-last", 1)
             assert (done.exit_code, f"process {process.pid} " in done.stderr) == (1, True), done.stderr
@@ -103,7 +68,7 @@ def test_gc_beside_a_job_of_lightning(tmp_path):
     def left():
         return sorted(path.name for path in (tmp_path / "sub").glob("*.ckpt"))
 
-    with job(LIGHTNING, tmp_path) as process:
+    with job("lightning_job", tmp_path) as process:
         before = left()
         assert len(before) == 3
         for asked in (tmp_path, tmp_path / "sub"):

@@ -4,54 +4,12 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
-SCRIPT = """
-    import os, sys
-    from pathlib import Path
-    import lightning_runs
-    from safe_ckpt.core.formats.manifest import read_manifest
-    from safe_ckpt.core.home.candidates import list_files, newest_first
-    from safe_ckpt.lightning import SafeCheckpointCallback
+from support import PROGRAMS
 
-    def marked(name, trainer, path):
-        trainer.save_checkpoint(path)
-        os.path.exists(f"/begin-{name}")
-        trainer.save_checkpoint(path)
-        os.path.exists(f"/end-{name}")
-
-    def crowd(folder):
-        for number in range(500):
-            (folder / f"{number}.ckpt").touch()
-            (folder.parent / f"{number}.ckpt").touch()
-        deep = folder.joinpath(*"abcdefghijklmnop")
-        deep.mkdir(parents=True)
-        (deep / "x.ckpt").touch()
-
-    pl = lightning_runs.package("lightning.pytorch")
-    base = Path(sys.argv[1])
-    for name in ("few", "many"):
-        folder = base / name / "exp"
-        model = lightning_runs.module_class(pl)()
-        callback = SafeCheckpointCallback(folder)
-        trainer = lightning_runs.trainer(pl, [callback], base, max_epochs=1)
-        trainer.fit(model)
-        if name == "many":
-            crowd(folder)
-        assert os.listdir(folder / ".safe_ckpt") == ["events.jsonl"]
-        marked(f"{name}-fit", trainer, folder / "a.ckpt")
-        trainer = lightning_runs.trainer(pl, [SafeCheckpointCallback(folder)], base)
-        trainer.validate(model, verbose=False)
-        marked(f"{name}-validate", trainer, folder / "b.ckpt")
-        names = ("a", "b", Path(callback.best_model_path).stem)
-        newest = sorted(names, key=lambda name: read_manifest(folder / f"{name}.ckpt").sequence)
-        assert newest == [names[2], "a", "b"], newest
-    lightning_runs.trainer(pl, [SafeCheckpointCallback(folder, resume="auto")], base, max_epochs=2).fit(model)
-    print("done")
-"""
 TOOLS = ("strace", "setpriv")
 CALLS = "trace=%file,getdents64"
 
@@ -81,8 +39,7 @@ def test_a_save_looks_at_nothing_but_its_own_file(tmp_path):
         "--bounding-set",
         "-dac_override,-dac_read_search",
         sys.executable,
-        "-c",
-        textwrap.dedent(SCRIPT),
+        str(PROGRAMS / "saves_among_neighbours.py"),
     ]
     command = ["strace", "-f", "--seccomp-bpf", "-qq", "-o", str(trace), "-e", CALLS, *command, str(tmp_path)]
     here = str(Path(__file__).parent)

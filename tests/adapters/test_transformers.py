@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NotEnoughSpaceError, NoValidCheckpointError
 from safe_ckpt.transformers import SafeCheckpointMixin
 from safe_ckpt.transformers.saver import candidates
-from support import flip_bit, kill_all, needs_root, small_disk, writer_processes
+from support import PROGRAMS, flip_bit, kill_all, needs_root, small_disk, writer_processes
 
 
 def test_the_files_are_those_that_the_trainer_writes(tmp_path):
@@ -248,37 +247,12 @@ def test_outside_of_train_the_trainer_is_itself(tmp_path):
     assert torch.save is save
 
 
-KILLED = """
-    import sys; sys.path[:0] = sys.argv[2:]
-    import warnings; warnings.filterwarnings("ignore")
-    import os, torch; torch.set_num_threads(1)
-    from transformers.utils import logging; logging.set_verbosity_error()
-    from transformers import TrainerCallback
-    from transformers_runs import fingerprint, trainer
-    from safe_ckpt.errors import NoValidCheckpointError
-    class Say(TrainerCallback):
-        def on_save(self, args, state, control, **_):
-            os.write(1, f"SAVED {state.global_step}\\n".encode())
-    def make():
-        return trainer(sys.argv[1], max_steps=30, save_steps=1, save_total_limit=2, hidden=64, callbacks=[Say()])
-    made = make()
-    try:
-        made.train(resume_from_checkpoint=True)
-    except NoValidCheckpointError:
-        made = make()
-        made.train()
-    os.write(1, f"END {fingerprint(made)}\\n".encode())
-"""
-
-
 @pytest.mark.timeout(200)
 def test_it_survives_kills_bit_for_bit(tmp_path):
     """A save at every step, two SIGKILLs: the end is that of an uninterrupted run."""
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(KILLED))
 
     def start(folder):
-        command = [sys.executable, str(script), str(tmp_path / folder), *sys.path]
+        command = [sys.executable, str(PROGRAMS / "trains_with_transformers.py"), str(tmp_path / folder), *sys.path]
         return warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def end(folder):

@@ -61,7 +61,9 @@ def test_everything_that_is_exported_has_a_short_example():
         assert 0 < len([line for line in lines if line]) <= LONGEST, name
 
 
-@pytest.mark.parametrize("group", TOGETHER)
+@pytest.mark.parametrize(
+    "group", [pytest.param(name, marks=[] if "" in TOGETHER[name] else [pytest.mark.framework]) for name in TOGETHER]
+)
 def test_every_example_runs_and_prints_what_it_shows(group, tmp_path):
     """An example, with what a program has around it, works in an empty folder."""
     names = [name for name in EXAMPLES if package_of(name) in TOGETHER[group]]

@@ -10,8 +10,14 @@ from packaging.requirements import Requirement
 from page import Page
 from running import run_page
 
+from kit.kinds import marks_of_text
+
 ALL = [block for page in pages() for block in blocks_of(page)]
-RUN = [page for page in pages() if not needs(page) and any(not b.not_run for b in blocks_of(page))]
+RUN = [
+    pytest.param(page, marks=[getattr(pytest.mark, name) for name in marks_of_text("".join(b.code for b in ran))])
+    for page in pages()
+    if not needs(page) and (ran := [block for block in blocks_of(page) if not block.not_run])
+]
 # Page and beginning of every block that is not run; the reason stands above the block.
 NOT_RUN = {
     ("README.md", "make demo   # trains on real data"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from kit import warm
 from kit.thorough import THOROUGH
+from support import PROGRAMS
 
 TRIALS = 20 if THOROUGH else 6
 
@@ -19,7 +20,8 @@ def killed(job: str, *args: Any) -> Iterator[tuple[str, int]]:
     """Begin a job, let it announce up to three saves, kill it a moment later; that 6 times, 20 in ``make faults``.
 
     Args:
-        job: a program. It prints ``BEGUN n`` when it has resumed from step n, and ``DONE n`` when step n is saved.
+        job: the name of a program in tests/programs. It prints ``BEGUN n`` when it has resumed from step n, and ``DONE n`` when
+            step n is saved.
         args: its arguments.
 
     Yields:
@@ -29,9 +31,8 @@ def killed(job: str, *args: Any) -> Iterator[tuple[str, int]]:
     chance, announced = random.Random(seed), 0
     for trial in range(TRIALS):
         which = f"seed {seed}, trial {trial}"
-        process = warm.Popen(
-            [sys.executable, "-W", "ignore", "-c", job, *map(str, args)], stdout=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, "-W", "ignore", str(PROGRAMS / f"{job}.py"), *map(str, args)]
+        process = warm.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             begun = int(process.stdout.readline().split()[1])
             assert begun >= announced, f"{which}: it went back to {begun} from {announced}"

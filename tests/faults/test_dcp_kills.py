@@ -11,29 +11,6 @@ from safe_ckpt.errors import NoValidCheckpointError
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled"
 )  # DCP's own, which reads what ours saved
-JOB = """
-import sys, torch
-from safe_ckpt import Retention, dcp
-from safe_ckpt.errors import NoValidCheckpointError
-directory, name = sys.argv[1:]
-dcp.configure(retention=Retention(keep_last=1))
-state = {"step": 0, "deep": {"tensor": torch.zeros(1 << 18)}}
-try:
-    dcp.load(state, checkpoint_id=directory)
-except NoValidCheckpointError as error:
-    if error.rejected:
-        raise
-assert state["deep"]["tensor"].unique().tolist() == [float(state["step"])]
-print("BEGUN", state["step"], flush=True)
-upload = None
-while True:
-    state["step"] += 1
-    state["deep"]["tensor"].fill_(state["step"])
-    before, upload = upload, dcp.async_save(state, checkpoint_id=f"{directory}/{name.format(state['step'])}")
-    if before is not None:
-        before.result()
-        print("DONE", state["step"] - 1, flush=True)
-"""
 
 
 def _newest(directory):
@@ -53,7 +30,7 @@ def test_kills_lose_nothing_that_was_saved(tmp_path, name):
     """6 SIGKILLs with keep_last=1, 20 in ``make faults``: what was announced is there, and stock reads what has a name. So it
     is where one folder is saved again and again."""
     run = tmp_path / "run"
-    for which, announced in killed(JOB, run, name):
+    for which, announced in killed("kills_dcp", run, name):
         step, values = _newest(run)
         assert step >= announced, which
         assert values == [float(step)], which

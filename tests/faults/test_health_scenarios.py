@@ -10,7 +10,6 @@ import random
 import signal
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ import torch
 from kit.thorough import THOROUGH
 from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention
 from safe_ckpt.errors import UnhealthyStateError
+from support import PROGRAMS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580), pytest.mark.filterwarnings("ignore")]
 STEPS = 14
@@ -206,45 +206,14 @@ def test_it_ends_healthy_without_a_human(tmp_path, matrix, seed):
     matrix("numbers go bad", f"{plan.framework}, {plan.how} in {plan.where}", {"ended healthy": 1})
 
 
-KILLED = """
-    import math, os, random, sys, threading, time, torch
-    from pathlib import Path
-    from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention
-    folder, seed, after_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    chance = random.Random(seed)
-    at, marker = chance.randint(5, 60), folder.with_suffix(".struck")
-    torch.manual_seed(0)
-    net = torch.nn.Linear(300, 300)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    state = {"net": net, "optimizer": optimizer}
-    config = CheckpointConfig(retention=Retention(keep_last=2), health=Health(action="stop"))
-    if after_s:
-        threading.Thread(target=lambda: (time.sleep(after_s), os.kill(os.getpid(), 9)), daemon=True).start()
-    with Checkpointer(folder, config) as ckpt:
-        info = ckpt.resume(state)
-        for step in range(info.step if info else 0, 80):
-            if step >= at and not marker.exists():
-                marker.touch()
-                target = chance.choice([net.weight.data, net.bias.data, *optimizer.state[net.weight].values()])
-                target.view(-1)[0] = chance.choice([math.nan, math.inf])
-            net(torch.randn(4, 300)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            ckpt.save(step + 1, state)
-    assert all(tensor.isfinite().all() for tensor in net.state_dict().values())
-    assert all(value.isfinite().all() for one in optimizer.state.values() for value in one.values())
-"""
-
-
 @pytest.mark.parametrize("seed", range(30 if THOROUGH else 1))
 def test_kills_on_top_change_nothing(tmp_path, matrix, seed):
     """SIGKILL at any moment, besides: each start is the same command, and the last one ends well."""
     chance, ends = random.Random(seed), []
-    (tmp_path / "job.py").write_text(textwrap.dedent(KILLED))
     for number in range(15):
         after_s = chance.uniform(0.0, 1.0) if number < 5 else 0.0
         done = subprocess.run(
-            [sys.executable, tmp_path / "job.py", tmp_path / "run", str(seed), str(after_s)],
+            [sys.executable, PROGRAMS / "goes_bad_once.py", tmp_path / "run", str(seed), str(after_s)],
             capture_output=True,
             text=True,
             timeout=100,

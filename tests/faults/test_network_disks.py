@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from pathlib import Path
 
@@ -15,43 +14,24 @@ import pytest
 from kit.faults import FaultyStorage
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.errors import DirectoryError, SafeCheckpointError
-from support import needs_root, run_script
-
-JOB = """
-    import json, os, sys, time
-    from pathlib import Path
-    import torch, torch.distributed as dist
-    from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, Timeouts, set_up_directory
-    folder, rank, store, out = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    if rank == 1:
-        (out / "session").write_text(str(os.getsid(0)))
-        while not (out / "armed").exists():
-            time.sleep(0.01)
-    dist.barrier()
-    set_up_directory(folder, mode="fresh", timeout_s=30)
-    config = CheckpointConfig(timeouts=Timeouts(lengthy_s=40, barrier_s=30), retention=Retention(keep_last=2))
-    begun = time.monotonic()
-    with Checkpointer(folder, config) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, {"own": PerRank({"t": torch.full((1000,), float(step))})}).result(timeout_s=35)
-        state = {"own": PerRank({"t": torch.zeros(1000)})}
-        resumed = ckpt.resume(state).step
-    (out / f"rank{rank}").write_text(json.dumps([resumed, float(state["own"].value["t"][0]), time.monotonic() - begun]))
-    dist.barrier()
-    dist.destroy_process_group()
-"""
+from support import PROGRAMS, needs_root, run_program
 
 
 @pytest.mark.timeout(150)
 def test_entries_that_show_late_on_one_rank(tmp_path, matrix):
     """Rank 1 does not see what rank 0 made until a second later, in every directory: the ranks wait for it and agree."""
     storage = FaultyStorage(tmp_path / "kit")
-    (tmp_path / "job.py").write_text(textwrap.dedent(JOB))
     exp = tmp_path / "exp"
     started = [
         subprocess.Popen(
-            [sys.executable, str(tmp_path / "job.py"), str(exp), str(rank), str(tmp_path / "store"), str(tmp_path)],
+            [
+                sys.executable,
+                str(PROGRAMS / "rank_that_sees_late.py"),
+                str(exp),
+                str(rank),
+                str(tmp_path / "store"),
+                str(tmp_path),
+            ],
             env={**os.environ, **storage.environment, "RES_OPTIONS": "timeout:1"},
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -121,27 +101,8 @@ def test_a_directory_deleted_underneath(tmp_path):
 @needs_root
 def test_permission_lost_during_the_run():
     """The directory becomes read-only for this user: a DirectoryError with path and errno; given back, the next save works."""
-    code = """
-        import os, sys
-        from safe_ckpt import Checkpointer
-        from safe_ckpt.errors import DirectoryError
-        exp = sys.argv[1]
-        os.mkdir(exp)
-        os.chown(exp, 65534, 65534)
-        os.setegid(65534)
-        os.seteuid(65534)
-        with Checkpointer(exp) as ckpt:
-            ckpt.save(1, {"x": 1}).result()
-            os.chmod(exp, 0o500)
-            try:
-                ckpt.save(2, {"x": 2}).result()
-            except DirectoryError as error:
-                print(error.errno, exp in error.path)
-            os.chmod(exp, 0o700)
-            print(ckpt.save(3, {"x": 3}).result().step, sorted(p for p in os.listdir(exp) if p.startswith("step")))
-    """
     with tempfile.TemporaryDirectory() as folder:  # one that another user may enter
         os.chmod(folder, 0o755)
-        done = run_script(code, f"{folder}/exp")
+        done = run_program("loses_permission", f"{folder}/exp")
     assert done.stdout.splitlines() == ["13 True", "3 ['step-00000001', 'step-00000003']"], done.stderr
     assert issubclass(DirectoryError, OSError)

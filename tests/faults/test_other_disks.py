@@ -16,7 +16,7 @@ from kit.writing import write_file
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.storage import direct_io, durable, reader
 from safe_ckpt.core.storage.direct_io import WriteOptions
-from support import Quiet, names_in
+from support import PROGRAMS, Quiet, names_in
 
 SAVES = """
     import logging, sys
@@ -240,52 +240,9 @@ def test_a_size_of_zeros_is_no_full_disk(tmp_path, monkeypatch):
         assert done.stdout.split() == ["3"], done.stderr
 
 
-LARGE_PAGES = """
-    import mmap, sys
-    mmap.PAGESIZE = mmap.ALLOCATIONGRANULARITY = 65536
-    import ctypes
-    Real = mmap.mmap
-
-    class Strict(Real):
-        # What a kernel with pages of 64 KiB would refuse.
-        def __new__(cls, fileno, length, *args, offset=0, **more):
-            if offset % 65536:
-                raise ValueError(f"offset {offset}")
-            return super().__new__(cls, fileno, length, *args, offset=offset, **more)
-
-        def madvise(self, option, start=0, length=None):
-            if start % 65536:
-                raise ValueError(f"start {start}")
-            return super().madvise(option, start) if length is None else super().madvise(option, start, length)
-
-    mmap.mmap = Strict
-    import torch
-    from safe_ckpt.core.staging import buffer
-    seen = []
-    real = buffer._map
-
-    def strict_map(start, length, advice):
-        if length % 65536:
-            raise ValueError(f"length {length}")
-        seen.append(length)
-        return real(start, length, advice)
-
-    buffer._map = strict_map
-    from safe_ckpt import Checkpointer
-    with Checkpointer(sys.argv[1]) as ckpt:
-        ckpt.save(1, {"t": torch.arange(3_000_001), "n": 1}).result(timeout_s=30)
-        state = {"t": torch.zeros(3_000_001, dtype=torch.int64), "n": 0}
-        ckpt.resume(state)
-    print(bool((state["t"] == torch.arange(3_000_001)).all()), len(seen) > 0)
-    from safe_ckpt.tools.cli.app import app
-    app(["verify", sys.argv[1]])
-"""
-
-
 def test_pages_of_64_kib(tmp_path):
     """Nothing maps, advises or allocates at places or in lengths that only fit pages of 4 KiB (told by hand, not run there)."""
-    (tmp_path / "job.py").write_text(textwrap.dedent(LARGE_PAGES))
-    command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "exp")]
+    command = [sys.executable, str(PROGRAMS / "saves_on_large_pages.py"), str(tmp_path / "exp")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout.splitlines()[0] == "True True", done.stderr
     assert done.returncode == 0, done.stderr

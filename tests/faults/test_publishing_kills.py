@@ -6,28 +6,12 @@ from kills import killed
 
 import safe_ckpt
 
-JOB = """
-import sys, torch, safe_ckpt
-from safe_ckpt import CheckpointConfig, Retention
-directory = sys.argv[1]
-newest = safe_ckpt.newest(directory)
-step = newest.step if newest is not None else 0
-print("BEGUN", step, flush=True)
-while True:
-    step += 1
-    with safe_ckpt.publishing(directory, step, config=CheckpointConfig(retention=Retention(keep_last=1))) as folder:
-        for part in range(4):
-            (folder / "deep").mkdir(exist_ok=True)
-            torch.save(torch.full((1 << 18,), float(step)), folder / "deep" / f"{part}.pt")
-    print("DONE", step, flush=True)
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_kills_lose_nothing_that_was_published(tmp_path):
     """6 SIGKILLs with keep_last=1, 20 in ``make faults``: what was announced is there, whole, and nothing torn is seen."""
-    for which, announced in killed(JOB, tmp_path / "run"):
+    for which, announced in killed("kills_publishing", tmp_path / "run"):
         newest = safe_ckpt.newest(tmp_path / "run")
         assert (newest.step if newest is not None else 0) >= announced, which
         if newest is not None:

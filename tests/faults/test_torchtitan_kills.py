@@ -15,39 +15,6 @@ from safe_ckpt.core.formats.verify import verify
 
 TESTS = Path(__file__).parents[1]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-JOB = """
-import sys
-sys.path[:0] = sys.argv[2:]
-import titan_runs, two_ranks
-rank = two_ranks.fork()
-titan_runs.on_cpu()
-import torch
-torch.set_num_threads(1)
-config = titan_runs.config(sys.argv[1], 100000, interval=1, async_mode="async", keep_latest_k=2)
-config.lr_scheduler.total_steps = 100000
-trainer = config.build()
-for module in trainer.model_parts[0].modules():
-    if isinstance(module, torch.distributed.fsdp.FSDPModule):
-        module.set_force_sum_reduction_for_comms(True)
-manager = trainer.checkpointer
-load, save = manager.load, manager.save
-
-def loads(step=-1):
-    found = load(step=step)
-    two_ranks.tell(rank, f"BEGUN {trainer.step}")
-    return found
-
-def saves(step, *args, **more):
-    before = trainer.told
-    done = save(step, *args, **more)  # it has waited for the one before
-    trainer.told = step
-    if before:
-        two_ranks.tell(rank, f"DONE {before}")
-    return done
-
-manager.load, manager.save, trainer.told = loads, saves, 0
-trainer.train()
-"""
 
 
 @pytest.mark.thorough  # minutes: each start is one of the framework
@@ -57,7 +24,7 @@ def test_kills_lose_nothing_that_torchtitan_saved(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(TESTS / "adapters")
     importlib.import_module("titan_runs").ready()
     folder, folders = tmp_path / "run/checkpoint", [Path(__file__).parent, TESTS, TESTS / "adapters"]
-    for which, announced in killed(JOB, tmp_path / "run", *folders):
+    for which, announced in killed("kills_torchtitan", tmp_path / "run", *folders):
         steps = {int(path.name.removeprefix("step-")): path for path in folder.glob("step-*")}
         assert max(steps, default=0) >= announced, which
         for step, path in steps.items():

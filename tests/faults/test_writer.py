@@ -16,7 +16,7 @@ from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt.core.saving.write_phase import WritePhase
 from safe_ckpt.errors import WriterError
-from support import run_script, writers_of
+from support import run_program, run_script, writers_of
 
 TIMES = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=0.7, fsync_stall_s=5, peer_stall_s=5, shutdown_s=10)
 SLOW = WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off", inline_bytes=0)
@@ -135,29 +135,7 @@ def test_a_writer_that_dies_again_and_again_is_done_without(tmp_path):
 
 def test_a_disk_that_stalls_every_writer_is_an_error(tmp_path):
     """No writer makes progress: a WriterError with the last one's pid and reason, in time, and the process is free again."""
-    done = run_script(
-        """
-        import os, signal, sys, threading, time, torch
-        from safe_ckpt import Checkpointer, CheckpointConfig, Timeouts, WriterConfig
-        from safe_ckpt.core.writer import workers
-        from safe_ckpt.errors import WriterError
-        real = workers.WriterClient._send
-        def stopped(self, *arguments):
-            os.kill(self.pid, signal.SIGSTOP)
-            real(self, *arguments)
-        workers.WriterClient._send = stopped
-        config = CheckpointConfig(timeouts=Timeouts(writer_stall_s=0.3), writer=WriterConfig(max_respawns=1, inline_bytes=0))
-        with Checkpointer(sys.argv[1], config) as ckpt:
-            begun = time.monotonic()
-            try:
-                ckpt.save(1, {"m": {"w": torch.ones(100_000)}}).result()
-            except WriterError as error:
-                print(error.name, error.pid > 0, "no progress" in error.ended, time.monotonic() - begun < 10)
-            workers.WriterClient._send = real
-            print(ckpt.save(2, {"m": {"w": torch.ones(100_000)}}).result().step)
-        """,
-        str(tmp_path / "exp"),
-    )
+    done = run_program("saves_where_every_writer_stalls", str(tmp_path / "exp"))
     assert done.stdout.split() == ["step-00000001", "True", "True", "True", "2"], done.stderr
     assert issubclass(WriterError, RuntimeError)
 

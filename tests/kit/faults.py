@@ -12,6 +12,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from kit.kinds import starting
+
 _LAYOUT = struct.Struct("<qqiiiiiiii1024s256s1024s")
 _PASS, _KILL_JOB, _FAIL, _FAIL_ALWAYS, _STOP, _DELAY, _TEAR, _KILL_SELF = range(8)
 KINDS = {"open": 1, "write": 2, "sync": 4, "rename": 8, "link": 16, "unlink": 32, "mkdir": 64, "truncate": 128}
@@ -157,6 +159,7 @@ def small_disk(path: Path, size: str) -> Iterator[Path]:
     Raises:
         subprocess.CalledProcessError: it may not be mounted.
     """
+    starting("hosts")
     path.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], check=True)
     try:

@@ -26,6 +26,8 @@ from pathlib import Path
 
 import pytest
 
+from kit.kinds import starting
+
 NETWORK = "10.77.0"
 INTERFACE = "eth0"
 _KINDS = ("ipc", "uts", "net", "pid", "mnt")
@@ -90,6 +92,7 @@ class Hosts:
         self.folders = []
 
     def __enter__(self):
+        starting("hosts")
         lines = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in (self.hub, *self._hosts))]
         (self.work / "hosts").write_text("\n".join(lines) + "\n")
         try:

@@ -33,6 +33,7 @@ from xml.etree import ElementTree as ET
 
 from typing_extensions import Self
 
+from kit.kinds import starting
 from kit.patience import scaled
 
 KINDS = ("moto", "ministack", "azurite")
@@ -70,6 +71,7 @@ def start(kind: str, folder: Path) -> ObjectServer:
     Raises:
         RuntimeError: it does not start; with what it said.
     """
+    starting("server")
     if why := missing(kind):
         raise RuntimeError(why)
     folder.mkdir(parents=True, exist_ok=True)

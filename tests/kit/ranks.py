@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from kit.kinds import starting
+
 _PORT = 29500  # of ranks on hosts of their own
 _PRELOAD = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "safe_ckpt.checkpointer")
 
@@ -66,6 +68,7 @@ def spawn_ranks(
     Returns:
         One outcome per rank, in order. A rank that was killed has no value and no error.
     """
+    starting("ranks")
     # Forked from a server that has imported torch and done nothing else: a rank starts in milliseconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD, *filter(None, os.environ.get("RANKS_PRELOAD", "").split(","))])
@@ -100,6 +103,7 @@ def spawn_over(hosts, per_host, function, *args, timeout_s=60.0, expendable=()):
     """
     from kit.hosts import behind, wait_until
 
+    starting("ranks")
     hosts = list(hosts)
     size, work = per_host * len(hosts), hosts[0].work
     files = [work / f"outcome{time.monotonic_ns()}-{rank}" for rank in range(size)]

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from kit.kinds import starting
+
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "setpriv")
 _PATH = f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin{os.pathsep}/sbin"
 _START_S = 20.0
@@ -232,6 +234,7 @@ def one_node(*, kill_wait_s: int = 20) -> Iterator[Slurm]:
     Args:
         kill_wait_s: seconds between SIGTERM and SIGKILL when a job must leave.
     """
+    starting("hosts")
     # Not pytest's folder: the path of a socket may have 107 characters.
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         slurm = Slurm(Path(folder))

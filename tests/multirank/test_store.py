@@ -21,7 +21,7 @@ from safe_ckpt.core.coordination import store as store_module
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.store import SealedStore
 from safe_ckpt.errors import ConfigError, SafeCheckpointError, StateError, TamperedError
-from support import run_script
+from support import run_program, run_script
 
 TIMES = Timeouts(lengthy_s=30, barrier_s=20, peer_stall_s=5, shutdown_s=5)
 
@@ -266,29 +266,7 @@ def test_the_limit_of_descriptors_is_raised_or_named():
 
 def test_no_descriptor_left_is_named():
     """EMFILE where a connection is opened: that is what the error says, not that another process is stopped."""
-    code = """
-        import os, resource
-        import torch.distributed as dist
-        from safe_ckpt.core.coordination import process_groups, rendezvous
-        listening = rendezvous.listen("127.0.0.1", 0)
-        connect = rendezvous._Connector(["127.0.0.1"], listening.getsockname()[1], "token", "secret")
-        rendezvous.CONNECT_S = 1.0
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-        held = []
-        try:
-            while True:
-                held.append(os.dup(0))
-        except OSError:
-            pass
-        try:
-            connect()
-        except Exception as error:
-            text = str(error)
-        for one in held:
-            os.close(one)
-        print(text)
-    """
-    done = run_script(code)
+    done = run_program("connects_without_descriptors")
     assert "no file descriptor left (ulimit -n is 64)" in done.stdout, done.stderr
 
 

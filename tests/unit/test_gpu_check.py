@@ -18,6 +18,7 @@ def check(*arguments):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_and_succeeds(tmp_path):
     """One line, no error, nothing measured."""
@@ -37,6 +38,7 @@ def test_its_checks_run(tmp_path):
     assert "bit for bit" in rows[names[2]]["text"]
 
 
+@pytest.mark.slow
 def test_a_name_that_is_no_check_is_refused(tmp_path):
     """With the names that there are."""
     done = check("--device", "cpu", "--folder", tmp_path, "--only", "gates")

@@ -3,6 +3,8 @@ import importlib
 import pkgutil
 from pathlib import Path
 
+import pytest
+
 from support import run_script
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +97,7 @@ def exists(module, name):
     return hasattr(home, name) or name in {info.name for info in pkgutil.iter_modules(getattr(home, "__path__", ()))}
 
 
+@pytest.mark.slow
 def test_every_import_of_ours_finds_its_name():
     """An import in a function, or of a lazy name, that leads nowhere is found here and not by a user; mypy does not see it."""
     elsewhere = ("safe_ckpt.deepspeed", "safe_ckpt.torchtitan")  # what they derive from may not be installed

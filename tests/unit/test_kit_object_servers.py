@@ -13,14 +13,7 @@ from obstore.store import from_url
 from kit import object_servers
 from kit.hosts import wait_until
 from kit.patience import scaled
-
-PROGRAM = """
-import sys
-from pathlib import Path
-from kit.object_servers import start
-print(start(sys.argv[1], Path(sys.argv[2])).pid, flush=True)
-sys.stdin.read()
-"""
+from support import PROGRAMS
 
 
 def needs(kind):
@@ -72,7 +65,7 @@ def test_it_ends_with_who_started_it(kind, tmp_path):
     """Even when that is killed."""
     needs(kind)
     environment = {**os.environ, "PYTHONPATH": str(Path(object_servers.__file__).parents[1])}
-    command = [sys.executable, "-c", PROGRAM, kind, str(tmp_path)]
+    command = [sys.executable, PROGRAMS / "starts_an_object_server.py", kind, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as starter:
         pid = int(starter.stdout.readline())
         assert Path(f"/proc/{pid}").exists()

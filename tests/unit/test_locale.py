@@ -6,27 +6,12 @@ import sys
 
 import pytest
 
-SCRIPT = """
-import os, sys, torch
-from safe_ckpt import Checkpointer
-from safe_ckpt.errors import DirectoryError
-
-given = sys.argv[1]
-path = given if sys.argv[2] == "given" else given + "/l\\u00e4ufe"
-try:
-    for step in (1, 2):
-        with Checkpointer(path) as ckpt:
-            info = ckpt.resume({"a": torch.zeros(2)})
-            ckpt.save(step, {"a": torch.ones(2)}).result()
-    print("resumed", info.step)
-except DirectoryError as error:
-    print(type(error).__name__, ascii(str(error)))
-"""
+from support import PROGRAMS
 
 
 def said(given, kind):
     own = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, "-c", SCRIPT, given, kind]
+    command = [sys.executable, PROGRAMS / "saves_to_a_name.py", given, kind]
     return subprocess.run(command, env=own, check=False, capture_output=True, text=True, encoding="utf-8", timeout=60)
 
 

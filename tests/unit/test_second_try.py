@@ -1,4 +1,4 @@
-"""What ``make test`` says of tests that fail beside others and pass alone."""
+"""What ``make test-full`` says of tests that fail beside others and pass alone."""
 
 import subprocess
 import sys
@@ -29,6 +29,7 @@ def run(root, where):
     return subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["tests/faults", "tests/multirank"])
 def test_a_fault_that_shows_itself_once_is_a_finding(tmp_path, where):
     """A test of tests/faults that fails once is printed with its log, and the command fails; others may pass alone."""

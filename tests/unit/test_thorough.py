@@ -1,10 +1,12 @@
-"""What the documentation counts is run by some target: ``make test-all`` and ``make faults`` have one switch."""
+"""What the documentation counts is run by some target: ``make test-thorough`` and ``make faults`` have one switch."""
 
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 # What a page says -> the page, the tests, and how many of them there are with --all.
@@ -32,7 +34,7 @@ def recipe(target):
 
 def test_the_targets_have_one_switch():
     """Nothing else than ``--all`` tells a whole sweep from a sample, and both targets give it."""
-    assert "MORE=--all" in recipe("test-all")
+    assert "MORE=--all" in recipe("test-thorough")
     assert "--all" in recipe("faults")
     others = [
         path.relative_to(ROOT).as_posix()
@@ -45,6 +47,7 @@ def test_the_targets_have_one_switch():
     ]
 
 
+@pytest.mark.slow
 def test_every_count_of_the_pages_is_collected():
     """With the switch, the tests that a page counts are there, as many as it says."""
     files = sorted({file for _, file, _, _ in COUNTED.values()})

@@ -270,6 +270,7 @@ def test_workers_that_stay_are_seeded_once(name):
         assert first + rest == whole, place
 
 
+@pytest.mark.slow
 def test_workers_that_are_not_forked():
     """What stands in for the data set gets there by pickle, and looks like the data set."""
     loader = DataLoader(

@@ -140,6 +140,7 @@ def test_workers_of_another_rank_do_not_go_on(caplog):
     assert len(list(other)) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize(("workers", "size"), [(0, 4), (1, 4), (3, 4), (3, 1), (3, None)])
 def test_iterable_data_sets_go_to_their_place(workers, size, draws):
@@ -223,6 +224,7 @@ def test_reading_again_says_how_long_it_took(caplog, capsys):
     assert "reading up to its place" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_streams_of_hugging_face(workers, caplog):
     """``datasets.IterableDataset`` in shards, with a map that draws: exact in this epoch, and the next one is whole."""

@@ -47,7 +47,7 @@ class InObjects:
         self.place.bucket.overwrite((self.place / ".safe_ckpt/head").key, head.to_bytes())
 
 
-@pytest.fixture(params=["a file", "an object"])
+@pytest.fixture(params=["a file", pytest.param("an object", marks=pytest.mark.server)])
 def storage(request, tmp_path):
     if request.param == "a file":
         return InFiles(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 
 from kit.fault_proxy import FaultProxy
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
-from safe_ckpt.core.home import lease, object_home, object_lock
+from safe_ckpt.core.home import lease, object_lock
 from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.home.object_head import Head, folders_of, list_objects, missing_condition
 from safe_ckpt.core.home.object_home import ObjectHome, UndecidedError
@@ -386,4 +386,6 @@ def test_a_store_without_conditions_is_refused(place, monkeypatch):
     folder, _ = save(root, 1)
     root.close()
     assert names(place / "b") == ["step-1"]
-    assert object_home.TOMBSTONE
+    assert place.bucket.read((folder / "x").key)[0] == b"data"
+    opened(place / "a", unfenced=True).close()
+    assert folders_of(place / "a") == []  # what the trial has left, too, is gone

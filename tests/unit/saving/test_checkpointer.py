@@ -300,6 +300,7 @@ def test_leaving_the_block_finishes_what_is_in_flight(tmp_path):
         ckpt.save(2, {"a": 1})
 
 
+@pytest.mark.slow
 def test_busy_can_mean_skip(tmp_path):
     """on_busy="skip": a save while another is in flight is not started, and its handle says so."""
     slow = WriterConfig(direct_io="off", chunk_bytes=4096, flush_every_bytes=4096)
@@ -354,6 +355,7 @@ def test_every_error_is_catchable_as_one(tmp_path):
         Checkpointer("/dev/null/x", config())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["pass", "ckpt.close()", "raise KeyError('mine')"])
 @pytest.mark.parametrize("here", [False, True])
 def test_a_save_that_moves_bytes_is_not_given_up_at_the_end(tmp_path, end, here):

@@ -6,26 +6,9 @@ import sys
 import pytest
 import torch
 
-from kit import warm
 from safe_ckpt import Checkpointer
 from safe_ckpt.errors import RestoreError
-
-JOB = """
-    import os, sys, torch
-    from safe_ckpt import Checkpointer
-    folder, how = sys.argv[1:]
-    ckpt = Checkpointer(folder)
-    info = ckpt.resume({"w": {"t": torch.zeros(2)}})
-    print(info.step if info else 0, flush=True)
-    if not info:
-        for step in (1, 2, 3):
-            ckpt.save(step, {"w": {"t": torch.ones(2) * step}}).result()
-    elif how == "raise":
-        raise ValueError("a data file is not mounted")
-    elif how == "kill":
-        os.kill(os.getpid(), 9)
-    ckpt.close()
-"""
+from support import run_program
 
 
 def files(folder):
@@ -35,12 +18,10 @@ def files(folder):
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_starts_that_fail_cost_no_checkpoint(tmp_path, how):
     """Five starts in a row that fail for a reason of their own: all take the newest one, and nothing is written."""
-    (tmp_path / "job.py").write_text("\n".join(line[4:] for line in JOB.splitlines()))
     run = tmp_path / "run"
 
     def start():
-        words = [sys.executable, str(tmp_path / "job.py"), str(run), how]
-        return warm.run(words, capture_output=True, text=True, timeout=100, check=False).stdout.strip()
+        return run_program("starts_that_fail", str(run), how, timeout_s=100).stdout.strip()
 
     assert start() == "0"
     before = files(run)

@@ -4,29 +4,11 @@ import os
 import subprocess
 import sys
 import tempfile
-import textwrap
 from pathlib import Path
 
 import pytest
 
-JOB = """
-    import os, sys, torch
-    folder, user = sys.argv[1], int(sys.argv[2])
-    import safe_ckpt.core.saving.engine, safe_ckpt.core.writer.sink  # while this user may read the interpreter
-    from safe_ckpt import Checkpointer
-    os.setgroups([]); os.setgid(2000); os.setuid(user)
-    os.umask(0o002)
-    model = torch.nn.ModuleDict({"frozen": torch.nn.Linear(600, 600), "head": torch.nn.Linear(3, 3)})
-    model["frozen"].requires_grad_(False)
-    for tensor in model["frozen"].parameters():
-        tensor.zero_()
-    with Checkpointer(folder) as ckpt:
-        info = ckpt.resume({"model": model})
-        begin = info.step if info else 0
-        for step in (begin + 1, begin + 2):
-            ckpt.save(step, {"model": model}).result(timeout_s=60)
-    print(begin + 2)
-"""
+from support import PROGRAMS
 
 
 @pytest.fixture
@@ -44,11 +26,10 @@ def test_each_goes_on_from_what_the_other_has_saved(open_to_all):
     folder.mkdir()
     os.chown(folder, 0, 2000)
     folder.chmod(0o2775)
-    (open_to_all / "job.py").write_text(textwrap.dedent(JOB))
     steps = []
     for user in (1001, 1002, 1001, 1002):
         done = subprocess.run(
-            [sys.executable, open_to_all / "job.py", folder / "run", str(user)],
+            [sys.executable, PROGRAMS / "saves_as_another_user.py", folder / "run", str(user)],
             capture_output=True,
             text=True,
             timeout=100,

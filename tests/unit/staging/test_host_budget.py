@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kit.writing import stream_file, write_file
-from safe_ckpt import CheckpointConfig, Checkpointer
+from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.core.formats import file_plan, safetensors, torch_archive
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import GRANULE, SharedBuffer
@@ -17,7 +17,7 @@ from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.storage.reader import digest_of, read_whole
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import ConfigError
-from support import Quiet, run_script
+from support import Quiet, run_program, run_script
 
 OPTIONS = WriteOptions(direct=True, chunk_bytes=1 << 20, flush_every_bytes=64 << 20)
 
@@ -57,33 +57,10 @@ def test_straight_from_the_tensors_gives_the_same_bytes(tmp_path, kind, buffer_b
     buffer.close()
 
 
+@pytest.mark.slow
 def test_a_state_above_the_budget_is_saved_within_it(tmp_path):
     """A state of 256 MiB under max_host_bytes of 8 MiB: saved and exact, with hardly more memory than the budget."""
-    done = run_script(
-        """
-        import sys, torch
-        from safe_ckpt import CheckpointConfig, Checkpointer
-
-        def peak():
-            return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) << 10
-
-        config = CheckpointConfig(max_host_bytes=8 << 20)
-        state = {"model": {f"w{i}": torch.full((1 << 22,), float(i)) for i in range(16)}}
-        with Checkpointer(sys.argv[1], config) as ckpt:
-            ckpt.save(1, {"warm": torch.ones(1 << 22)}).result()
-            before = peak()
-            handle = ckpt.save(2, state)
-            grown = peak() - before
-            for tensor in state["model"].values():
-                tensor.zero_()
-            handle.result()
-            ckpt.resume(state)
-        assert all(bool((tensor == i).all()) for i, tensor in enumerate(state["model"].values()))
-        print(grown >> 20)
-        """,
-        str(tmp_path / "exp"),
-        fresh=True,
-    )
+    done = run_program("saves_above_the_budget", str(tmp_path / "exp"), fresh=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 24
 
@@ -114,15 +91,47 @@ def test_memory_is_ready_before_the_first_save(tmp_path):
         assert size <= ready <= size + (64 << 20)
 
 
+def preparing():
+    return [thread for thread in threading.enumerate() if thread.name == "safe_ckpt-prepare"]
+
+
 def test_memory_that_is_being_made_ready_does_not_stand_in_the_way(tmp_path):
-    """A save right behind, a second preparation, a close: all fine."""
-    for _ in range(5):
+    """A save right behind, a second preparation, a close: what was saved is there, and no preparation goes on for long."""
+    for step in range(1, 6):
         with Checkpointer(tmp_path, CheckpointConfig()) as ckpt:
             ckpt.prepare({"w": torch.empty(64 << 20, dtype=torch.uint8)})
             ckpt.prepare({"w": torch.empty(65 << 20, dtype=torch.uint8)})
-            ckpt.save(1, {"w": torch.ones(5)})
+            ckpt.save(step, {"w": torch.full((5,), float(step))})
         with Checkpointer(tmp_path, CheckpointConfig()) as ckpt:
             ckpt.prepare({"w": torch.empty(64 << 20, dtype=torch.uint8)})
+            state = {"w": torch.zeros(5)}
+            assert ckpt.resume(state).step == step
+        assert state["w"].tolist() == [step] * 5
+    for thread in preparing():
+        thread.join(30)
+    assert preparing() == []
+
+
+def test_memory_that_is_never_ready_does_not_stand_in_the_way(tmp_path, monkeypatch):
+    """Behind a preparation that hangs a save takes memory of its own, no second preparation begins, and the end comes."""
+    begun, going_on, reserve = [], threading.Event(), SharedBuffer.reserve
+
+    def hang(self, size, **more):
+        if threading.current_thread() in preparing():
+            begun.append(size)
+            assert going_on.wait(60)
+        reserve(self, size, **more)
+
+    monkeypatch.setattr(SharedBuffer, "reserve", hang)
+    with Checkpointer(tmp_path, CheckpointConfig(timeouts=Timeouts(barrier_s=1))) as ckpt:
+        for mebibytes in (64, 65):
+            ckpt.prepare({"w": torch.empty(mebibytes << 20, dtype=torch.uint8)})
+        assert ckpt.save(1, {"w": torch.ones(5)}).result(timeout_s=30).step == 1
+        assert len(begun) == 1
+    (left,) = preparing()
+    going_on.set()
+    left.join(30)
+    assert not left.is_alive()
 
 
 def test_an_arena_tells_how_far_it_is_filled():

@@ -4,7 +4,7 @@ import weakref
 import pytest
 
 from safe_ckpt.core.staging.worker_thread import Background
-from support import run_script
+from support import run_program
 
 WAIT_S = 20
 
@@ -179,63 +179,13 @@ def test_what_the_work_raises_ends_nothing(caplog):
     background.end()
 
 
-FORKS = """
-    import os, sys, threading
-    from safe_ckpt.core.staging.worker_thread import Background, Refused
-
-    background = Background("b", lambda item: None)
-    background.put(1)
-    held, let_go = threading.Event(), threading.Event()
-
-    def hold():
-        with background._changing:
-            held.set()
-            let_go.wait()
-
-    threading.Thread(target=hold, daemon=True).start()
-    held.wait()
-    pid = os.fork()
-    if not pid:
-        background.end()
-        background.join(5)
-        try:
-            background.put(2)
-        except Refused:
-            os._exit(7)
-        os._exit(1)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    let_go.set()
-    background.put(3)
-    background.end()
-    background.join(5)
-    print(background.is_alive)
-"""
-
-
 def test_a_forked_process_does_not_wait_for_a_thread_that_it_has_not():
     """Forked while another thread is within a call: the child's calls return, and what it puts in is refused."""
-    done = run_script(FORKS, flags=("-W", "ignore::DeprecationWarning"), finalize=True)
+    done = run_program("forked_within_a_call", flags=("-W", "ignore::DeprecationWarning"), finalize=True)
     assert done.stdout.split() == ["7", "False"], done.stderr
-
-
-LEAVES = """
-    import os, sys
-    from safe_ckpt.config import Timeouts
-    from safe_ckpt.core.writer.workers import WriterClient
-
-    child = WriterClient(0)
-    pid = os.fork()
-    if not pid:
-        child.kill()
-        os._exit(0)
-    os.waitpid(pid, 0)
-    print(child._process.poll())
-    child.kill()
-    print(child._process.poll())
-"""
 
 
 def test_a_forked_process_leaves_its_parents_writer_alone():
     """What a data loader's worker tidies away at its end is a copy: the writer process is still there."""
-    done = run_script(LEAVES, flags=("-W", "ignore::DeprecationWarning"), finalize=True)
+    done = run_program("forked_beside_a_writer", flags=("-W", "ignore::DeprecationWarning"), finalize=True)
     assert done.stdout.split() == ["None", "-9"], done.stderr

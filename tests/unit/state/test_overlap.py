@@ -235,6 +235,7 @@ def test_gradient_scaler_and_scheduler(tmp_path, late):
     assert saved(tmp_path, {"model": net, "optimizer": optimizer, "scheduler": scheduler}, go_on)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_step(tmp_path, late):
     """``torch.compile`` of the step keeps the gate, also when it was compiled while nothing was being copied."""
@@ -523,13 +524,19 @@ def test_optimizers_that_are_not_known_defer_nothing(optimizer):
     assert not OverlapPlan([net], [optimizer(list(net.first.parameters()))])
 
 
-def test_state_dicts_are_copied_at_once(tmp_path):
-    """Without the module and the optimizer themselves nothing is known of who changes what."""
+def test_state_dicts_are_copied_at_once(tmp_path, late):
+    """Without the module and the optimizer themselves nothing is known of who changes what: nothing is left for later."""
     net, optimizer = trained()
+    expected = states({"model": net, "optimizer": optimizer})
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
         handle = ckpt.save(1, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
         handle.wait_snapshot(timeout_s=0)
+        assert overlap._pending == ()
+        for parameter in net.parameters():
+            parameter.data.zero_()
         handle.result(timeout_s=60)
+        ckpt.resume({"model": net, "optimizer": optimizer})
+    assert same(states({"model": net, "optimizer": optimizer}), expected)
 
 
 def test_the_size_after_the_first_step_is_known_before_it():

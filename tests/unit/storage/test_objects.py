@@ -138,6 +138,7 @@ def test_addresses():
         place.at("s3://other/x")
 
 
+@pytest.mark.slow
 def test_without_the_extra_all_else_works(tmp_path):
     """A directory needs no obstore, nothing imports it, and an address says what to install."""
     code = """

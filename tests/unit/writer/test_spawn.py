@@ -7,28 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt import machine as processes
-
-JOB = """
-    import signal, sys, time, torch
-    from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
-    folder, sys.executable = sys.argv[1:]
-    settings = CheckpointConfig(timeouts=Timeouts(writer_stall_s=2), writer=WriterConfig(inline_bytes=0))
-    begun = time.monotonic()
-    with Checkpointer(folder, settings) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, {"w": {"t": torch.ones(1000) * step}}).result(timeout_s=20)
-        state = {"w": {"t": torch.zeros(1000)}}
-        assert ckpt.resume(state).step == 3 and state["w"]["t"].eq(3).all()
-    assert time.monotonic() - begun < 12, time.monotonic() - begun
-    print("done", flush=True)
-"""
+from support import PROGRAMS
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
@@ -36,7 +21,6 @@ def test_an_interpreter_whose_exec_hangs_holds_nothing_up(tmp_path):
     """As on a network file system that does not answer: the saves are written by the job itself, and it ends."""
     link = tmp_path / "python"
     link.symlink_to(os.path.realpath(sys.executable))
-    (tmp_path / "job.py").write_text(textwrap.dedent(JOB))
     log = tmp_path / "log"
     words = ["strace", "-f", "-qq", "-o", "/dev/null", "-P", str(link), "-e", "trace=execve"]
     words += ["-e", "inject=execve:delay_enter=60000000"]
@@ -44,7 +28,7 @@ def test_an_interpreter_whose_exec_hangs_holds_nothing_up(tmp_path):
     with log.open("w") as stream:
         # strace itself waits for the process that hangs.
         job = subprocess.Popen(
-            [*words, sys.executable, tmp_path / "job.py", tmp_path / "run", link],
+            [*words, sys.executable, PROGRAMS / "saves_by_a_hanging_interpreter.py", tmp_path / "run", link],
             stdout=subprocess.PIPE,
             stderr=stream,
             text=True,

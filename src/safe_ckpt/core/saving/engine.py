@@ -44,6 +44,7 @@ from safe_ckpt.errors import (
 from safe_ckpt.hooks import asked_for
 from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.logging_hook import LoggingHook
+from safe_ckpt.testing import saves_inline
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class Engine:
         self.coordinator: Coordinator = open_coordinator(group, config.timeouts, network=config.network)
         self.rank = self.coordinator.rank
         self._pid = os.getpid()
+        self._inline = saves_inline()
         self._workspaces = Workspaces(self.coordinator, config, self.emit, owner)
         self.hold, self.let_go = self._workspaces.hold, self._workspaces.let_go
         self.take_stock = self._workspaces.take_stock
@@ -201,6 +203,8 @@ class Engine:
             if job.copy is not None:
                 job.copy.abandon()
             raise
+        if self._inline:
+            handle.settle()
         return handle
 
     def prepare(self, size_bytes: int) -> None:

@@ -26,6 +26,7 @@ from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError, SafeCheckpointError, naming
 from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.event_log import JsonlHook
+from safe_ckpt.testing import saves_inline
 
 if TYPE_CHECKING:
     from safe_ckpt.core.saving.engine import Engine
@@ -176,7 +177,7 @@ def _open_through_blips(workspace: Home, config: CheckpointConfig) -> None:
     deadline = time.monotonic() + min(_BLIP_S, config.timeouts.barrier_s / 2)
     while True:
         try:
-            workspace.open(config.timeouts.barrier_s + config.lease_s)
+            workspace.open(0.0 if saves_inline() else config.timeouts.barrier_s + config.lease_s)
             return
         except DirectoryError as error:
             if error.errno not in _BLIPS or time.monotonic() >= deadline:

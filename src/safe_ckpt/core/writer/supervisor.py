@@ -28,6 +28,7 @@ from safe_ckpt.core.writer.content import TensorContent
 from safe_ckpt.core.writer.sink import WriteJob, write_job
 from safe_ckpt.core.writer.workers import WriterClient, WriterEnded, WriterThread
 from safe_ckpt.errors import WriterError
+from safe_ckpt.testing import saves_inline
 
 logger = logging.getLogger(__name__)
 _STREAM_BYTES = 64 << 20
@@ -94,13 +95,14 @@ class WriterSupervisor:
             threading.RLock()
         )  # it may be started ahead of a save, on another thread; never held while waiting
         self._closed = False
+        self._inline = saves_inline()
         self.moves = 0  # of writing in this process
         self._options = WriteOptions.of(config, storage)
 
     def start(self) -> None:
         """Start the process ahead of the first job. Waits a moment for it, and not for one that hangs."""
         with self._starting:
-            if self._child is not None or self._closed:
+            if self._child is not None or self._closed or self._inline:
                 return
             first = self._spawn is None
             spawn = self._spawn = self._spawn or _spawned(self._config.niceness, self._ahead)
@@ -209,7 +211,7 @@ class WriterSupervisor:
 
     def needs_process(self, size_bytes: int) -> bool:
         """Whether so many bytes, from memory, are written by the process."""
-        return size_bytes > self._config.inline_bytes
+        return size_bytes > self._config.inline_bytes and not self._inline
 
     def _is_small(self, job: WriteJob) -> bool:
         if any(one.instead is not None for one in job.adoptions) or any(copy.source for copy in job.copies):
