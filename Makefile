@@ -70,7 +70,7 @@ HISTORIES ?= 100000
 FIRST ?= 0
 simulate: .venv/ready  ## histories of the real modules on simulated hosts, and how often each fault met each phase
 	cd tests && ../$(BIN)/python -m sim --count $(HISTORIES) --first $(FIRST) --processes $$(nproc) --coverage
-	cd tests && ../$(BIN)/python -m sim --planted --count 2000 --processes $$(nproc)
+	cd tests && ../$(BIN)/python -m sim --planted --count 4500 --processes $$(nproc)
 
 test-deepspeed: RUNNER = $(DEEPSPEED)/python
 test-deepspeed: .venv/deepspeed  ## the DeepSpeed adapter with real engines on the CPU

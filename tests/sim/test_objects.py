@@ -8,14 +8,14 @@ from sim.running import sim, violations_of
 pytest.importorskip("greenlet")
 
 SEEDS_OF_PLANTED = {
-    "no tombstone is set": 130,
+    "no tombstone is set": 292,
     "a lost answer of a creation is a failure": 346,
     "the owner sleeps long after an outage": 214,
     "a save is not announced": 4,
     "a deletion is not noted": 4,
     "the head is replaced whatever it is": 22,
     "a manifest is put whatever is there": 40,
-    "one read of a manifest is believed": 208,
+    "one read of a manifest is believed": 16,
     "one list is believed": 670,
     "another owner's tombstone is deleted": 3346,
 }
