@@ -14,7 +14,13 @@ from kit.kinds import marks_of_text
 
 ALL = [block for page in pages() for block in blocks_of(page)]
 RUN = [
-    pytest.param(page, marks=[getattr(pytest.mark, name) for name in marks_of_text("".join(b.code for b in ran))])
+    pytest.param(
+        page,
+        marks=[
+            *(getattr(pytest.mark, name) for name in marks_of_text("".join(b.code for b in ran))),
+            *([pytest.mark.slow] if any(b.title for b in ran) else []),  # it starts programs
+        ],
+    )
     for page in pages()
     if not needs(page) and (ran := [block for block in blocks_of(page) if not block.not_run])
 ]
