@@ -14,6 +14,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from kit.inside import engine_of, store_port
 from kit.ranks import free_port, spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Network, Timeouts
 from safe_ckpt.core.coordination import process_groups, rendezvous
@@ -115,11 +116,11 @@ def _attacked(rank, folder):
 
     spread = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (2,)), [Shard(0)])
     with Checkpointer(folder, CheckpointConfig(timeouts=TIMES)) as ckpt:
-        coordinator = ckpt._engine.coordinator
+        coordinator = engine_of(ckpt).coordinator
         name = f"log/{coordinator.call + 1}.0"
         if rank == 0:
             # One who reaches the port answers in rank 1's place before it does.
-            port = coordinator._connect._port
+            port = store_port(coordinator)
             client = dist.TCPStore(
                 "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=9)
             )
@@ -149,7 +150,7 @@ def _disturbed(rank):
     coordinator = open_coordinator(None, TIMES)
     if rank == 0:
         for garbage in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096)):
-            with socket.create_connection(("127.0.0.1", coordinator._connect._port), timeout=5) as stranger:
+            with socket.create_connection(("127.0.0.1", store_port(coordinator)), timeout=5) as stranger:
                 stranger.sendall(garbage)
     found = [
         coordinator.agree("x", must_match={"n": n}, timeout_s=10, local=lambda: rank, decide=lambda a: sum(a.values()))
@@ -186,7 +187,7 @@ def _several_sessions(rank, port):
         coordinator.agree("x", timeout_s=10, local=lambda: rank, decide=lambda a: sum(a.values()))
         for coordinator in coordinators
     ]
-    ports = sorted(coordinator._connect._port for coordinator in coordinators)
+    ports = sorted(store_port(coordinator) for coordinator in coordinators)
     for coordinator in coordinators:
         coordinator.release()
     return found, ports

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kit.inside import copy_after
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Telemetry, Timeouts, WriterConfig
-from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.errors import ConfigError, DirectoryError, RendezvousTimeout
 from safe_ckpt.events import (
     Agreed,
@@ -79,8 +79,8 @@ def test_without_a_rule_nothing_is_retained(tmp_path):
 @pytest.mark.parametrize("mode", ["overlapped", "streamed"])
 def test_it_is_told_how_the_copy_was_taken(tmp_path, monkeypatch, mode):
     """Overlapped with training, or not at all where memory is short: then the caller waited for the disk."""
-    seen, returned, copying = [], threading.Event(), StagingCopy.run_deferred
-    monkeypatch.setattr(StagingCopy, "run_deferred", lambda self: (returned.wait(10), copying(self)))
+    seen, returned = [], threading.Event()
+    copy_after(monkeypatch, returned)
     settings = {"overlapped": config(snapshot="overlapped"), "streamed": config(max_host_bytes=1 << 20)}[mode]
     model = torch.nn.Linear(1000, 600)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)

@@ -4,6 +4,7 @@ import time
 
 import torch
 
+from kit.inside import engine_of
 from safe_ckpt import (
     CheckpointConfig,
     PerRank,
@@ -24,7 +25,7 @@ def steps(folder):
 
 def uploads_of(ckpt):
     """What uploads its checkpoints."""
-    return next(one.mirror for one in ckpt._engine.extensions if one.name == "mirror")
+    return next(one.mirror for one in engine_of(ckpt).extensions if one.name == "mirror")
 
 
 def wait_for_mirror(ckpt):

@@ -19,6 +19,7 @@ import torch
 from small_runs import QUICK, config, steps
 
 from kit import warm
+from kit.inside import writer_of
 from kit.states import EVERYTHING, same
 from safe_ckpt import (
     CheckpointConfig,
@@ -512,7 +513,7 @@ def test_one_that_is_forgotten_ends_by_itself(tmp_path):
     """Out of scope without close(): what was in flight is committed, the writer gone, the directory free."""
     ckpt = Checkpointer(tmp_path, config())
     ckpt.save(1, {"m": {"w": torch.zeros(3_000_000)}})
-    pid = ckpt._engine._save_queue.writer.pid
+    pid = writer_of(ckpt).pid
     del ckpt
     deadline = time.monotonic() + 20
     lock = tmp_path / ".safe_ckpt" / "lock"  # given back last, and perhaps on the background thread

@@ -15,6 +15,7 @@ import torch
 from small_runs import uploads_of, wait_for_mirror
 
 from kit.fault_proxy import FaultProxy
+from kit.inside import home_of
 from kit.patience import scaled
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention, StorageConfig, Timeouts, events
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
@@ -119,8 +120,8 @@ def test_what_is_damaged_on_the_disk_is_not_mirrored(tmp_path, bucket):
     flip_bit(tmp_path / "step-00000001/model.safetensors", 5000)
     with Checkpointer(tmp_path, config(bucket), hooks=[seen.append]) as ckpt:
         mirror = uploads_of(ckpt)
-        (one,) = [c.info for c in ckpt._workspace.look()]
-        mirror.put(one, ckpt._workspace)
+        (one,) = [c.info for c in home_of(ckpt).look()]
+        mirror.put(one, home_of(ckpt))
         wait_for_mirror(ckpt)
     (event,) = [event for event in seen if isinstance(event, events.Mirrored)]
     assert "its bytes are not those" in event.error
@@ -268,7 +269,7 @@ def test_weights_alone_do_not_count(tmp_path, bucket):
     with Checkpointer(tmp_path / "run", settings) as ckpt:
         ckpt.save(1, state(1)).result()
         wait_for_mirror(ckpt)
-        mirror, workspace = uploads_of(ckpt), ckpt._workspace
+        mirror, workspace = uploads_of(ckpt), home_of(ckpt)
         folder = tmp_path / "run" / "final"
         shutil.copytree(tmp_path / "run/step-00000001", folder)
         manifest = read_manifest(folder)
