@@ -29,7 +29,7 @@ STARTERS = {
     ("kit.ranks", "spawn_ranks"): "ranks",
     ("kit.ranks", "spawn_over"): "ranks",
 }
-_PROGRAMS = TESTS / "programs"
+_PROGRAMS = {program.stem: program for program in (TESTS / "programs").glob("*.py")}
 _WORDS = {"mount": "hosts", "unshare": "hosts", "torch.distributed.run": "ranks", "torchrun": "ranks"}
 """Literals of a test's code, such as parts of a command."""
 _ON_PAGES = {
@@ -164,8 +164,7 @@ def _words_in(code: CodeType) -> set[str]:
     texts = [const for one in _codes(code) for const in _flat(one.co_consts) if isinstance(const, str)]
     for text in texts:
         found |= {_WORDS[text]} if text in _WORDS else set()
-        program = _PROGRAMS / f"{text.removesuffix('.py')}.py"
-        if text.removesuffix(".py").isidentifier() and program.exists():
+        if (program := _PROGRAMS.get(text.removesuffix(".py"))) is not None:
             found |= marks_of_text(program.read_text(encoding="utf-8"))
     return found
 
