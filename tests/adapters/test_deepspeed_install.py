@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kit.inside import writer_of
+from kit.patience import wait_until
 
 pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
@@ -438,8 +439,7 @@ def lose_a_rank(rank, folder, stage, moment):
     handle.wait()
     if rank == 1:
         if moment == "while it is late":
-            while not (folder / "rank 0 is there").exists():
-                time.sleep(0.01)
+            wait_until((folder / "rank 0 is there").exists, 60)
             assert latest(folder) == "good"
             os.kill(os.getpid(), signal.SIGKILL)
         os.kill(writer_of(handle).pid, signal.SIGSTOP)

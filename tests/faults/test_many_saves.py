@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 
 from kit.inside import store_keys
+from kit.limits import PATIENT
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, Timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention
 from safe_ckpt.core.coordination.process_groups import group_timeout_s
 from support import writers_of
 
-CONFIG = CheckpointConfig(
-    timeouts=Timeouts(lengthy_s=60, barrier_s=30, shutdown_s=10), retention=Retention(keep_last=2), record_events=False
-)
+CONFIG = CheckpointConfig(timeouts=PATIENT, retention=Retention(keep_last=2), record_events=False)
 
 
 def fewest_descriptors():

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from kit.inside import copy_after
+from kit.limits import QUICK
+from kit.patience import wait_until
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Telemetry, Timeouts, WriterConfig
+from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Telemetry, WriterConfig
 from safe_ckpt.errors import ConfigError, DirectoryError, RendezvousTimeout
 from safe_ckpt.events import (
     Agreed,
@@ -26,8 +28,6 @@ from safe_ckpt.events import (
     Written,
 )
 from support import writers_of
-
-QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=5, shutdown_s=10)
 
 
 def config(**more):
@@ -148,9 +148,7 @@ def _alone(rank, path):
             ckpt.save(7, {"a": 1})
         (path / "done").touch()
     else:
-        deadline = time.monotonic() + 30
-        while not (path / "done").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until((path / "done").exists, 30)
     ckpt.close()
     return [(event.name, event.step, event.missing, event.seconds >= 1) for event in seen if event.kind == "failed"]
 

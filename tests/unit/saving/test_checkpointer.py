@@ -20,6 +20,7 @@ from small_runs import QUICK, config, steps
 
 from kit import warm
 from kit.inside import writer_of
+from kit.patience import wait_until
 from kit.states import EVERYTHING, same
 from safe_ckpt import (
     CheckpointConfig,
@@ -500,11 +501,8 @@ def test_a_fork_of_the_trainer_does_not_keep_the_writer_alive(tmp_path):
         (writer,) = writers_of(process.pid)
         process.kill()
         process.wait()
-        deadline = time.monotonic() + 10
-        while writer in writer_processes() and time.monotonic() < deadline:
-            time.sleep(0.05)
         try:
-            assert writer not in writer_processes()
+            wait_until(lambda: writer not in writer_processes(), what="the end of the writer")
         finally:
             os.killpg(process.pid, signal.SIGKILL)
 
