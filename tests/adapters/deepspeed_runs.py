@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kit.inside import writer_of
 from kit.ranks import spawn_ranks
 from safe_ckpt import iter_full_tensors
 from safe_ckpt.errors import StateError
@@ -108,7 +109,7 @@ def save_and_die(rank, folder, stage, offload, tags):
 
 def die_in_a_copy(rank, out, run, handle):
     """Save once more; rank 1 never copies its part, and when rank 0's is there both are killed."""
-    writer = handle.saver.engine._save_queue.writer
+    writer = writer_of(handle)
     writer.start()
     if rank == 1:
         os.kill(writer.pid, signal.SIGSTOP)

@@ -14,7 +14,8 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from safe_ckpt import CheckpointConfig, Timeouts
+from kit import limits
+from safe_ckpt import CheckpointConfig
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -116,7 +117,7 @@ def stop_at(pl, step):
     return StopAt()
 
 
-QUICK = CheckpointConfig(timeouts=Timeouts(lengthy_s=60, barrier_s=20, peer_stall_s=3, shutdown_s=10, writer_stall_s=5))
+QUICK = CheckpointConfig(timeouts=limits.QUICK)
 
 
 def names(folder):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from accelerate_launch import run, start
 
+from kit.patience import wait_until
 from kit.thorough import THOROUGH
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
@@ -332,10 +333,7 @@ def test_a_signal_that_ends_the_job_loses_nothing_committed(tmp_path):
             os.kill(pid, signal.SIGTERM)
     process.stdout.close()
     process.wait(timeout=60)
-    deadline = time.monotonic() + 30
-    while processes_of_this_test() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes_of_this_test() == []
+    wait_until(lambda: not processes_of_this_test(), 30, "the end of all processes")
     found = list(Path(tmp_path / "exp/checkpoints").iterdir())
     assert found
     for path in found:

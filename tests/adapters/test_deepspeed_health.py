@@ -8,16 +8,15 @@ import pytest
 pytest.importorskip("deepspeed")
 from deepspeed_runs import engine, train, weights
 
+from kit.limits import PATIENT
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Retention, Timeouts
+from safe_ckpt import CheckpointConfig, Retention
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.deepspeed import install
 from safe_ckpt.deepspeed.directories import order
 
 pytestmark = pytest.mark.timeout(300)
-CONFIG = CheckpointConfig(
-    timeouts=Timeouts(lengthy_s=60, barrier_s=30, peer_stall_s=10), retention=Retention(keep_last=1)
-)
+CONFIG = CheckpointConfig(timeouts=PATIENT, retention=Retention(keep_last=1))
 
 
 def _train(rank, folder, stage):

@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kit.inside import writer_of
+from kit.patience import wait_until
+
 pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
 from deepspeed_runs import has_nvme, spawn
@@ -436,11 +439,10 @@ def lose_a_rank(rank, folder, stage, moment):
     handle.wait()
     if rank == 1:
         if moment == "while it is late":
-            while not (folder / "rank 0 is there").exists():
-                time.sleep(0.01)
+            wait_until((folder / "rank 0 is there").exists, 60)
             assert latest(folder) == "good"
             os.kill(os.getpid(), signal.SIGKILL)
-        os.kill(handle.saver.engine._save_queue.writer.pid, signal.SIGSTOP)
+        os.kill(writer_of(handle).pid, signal.SIGSTOP)
         run.save_checkpoint(folder, tag="bad")
         os.kill(os.getpid(), signal.SIGKILL)
     begun = time.monotonic()
@@ -464,7 +466,7 @@ def in_turn(rank, folder):
             run.save_checkpoint(out)
         handle.wait()
         held = dict(handle.saver.homes)
-        writer = handle.saver.engine._save_queue.writer
+        writer = writer_of(handle)
         os.kill(writer.pid, signal.SIGSTOP)
         for out in outs:
             run.save_checkpoint(out, tag="again")

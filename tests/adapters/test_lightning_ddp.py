@@ -14,7 +14,7 @@ from lightning_runs import seconds_since_start
 from lightning_scripts import HEAD, fingerprints, run, script
 
 from kit import warm
-from kit.patience import scaled
+from kit.patience import scaled, wait_until
 from kit.ranks import free_port
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
@@ -250,11 +250,9 @@ def test_ctrl_c_with_two_ranks(tmp_path):
     """SIGINT to the whole job: it ends within seconds and leaves only whole files."""
     file = script(tmp_path, TRAIN.replace("EPOCHS", "100000"))
     process = start_script(file, str(tmp_path / "exp"), "1", "3000", "ddp")
-    deadline = time.monotonic() + 60
-    while not list((tmp_path / "exp").glob("*.ckpt")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
     try:
+        wait_until(lambda: list((tmp_path / "exp").glob("*.ckpt")), 60, "a checkpoint")
+        os.killpg(process.pid, signal.SIGINT)
         process.wait(timeout=30)
     finally:
         kill_group(process)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import shutil
-import time
 
 import pytest
 from lightning_runs import QUICK, Stop, fingerprint, module_class, package, stop_at, trainer
@@ -13,6 +12,7 @@ from transformers_runs import fingerprint as trained
 from transformers_runs import trainer as hugging_face
 
 from accelerate_runs import CONFIG, Training, fresh, registered, stateful
+from kit.patience import wait_until
 from safe_ckpt import Mirror, StorageConfig, events
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.home.file_home import FileHome
@@ -163,8 +163,7 @@ def test_a_damaged_single_file_is_not_mirrored(tmp_path, bucket):
     mirror = Uploads(mirroring(QUICK, bucket, keep_last=1), seen.append, "a test")
     for path in (sound, damaged):
         mirror.put(CheckpointInfo.of(read_manifest(path), path, path.stat().st_size), workspace)
-        while not [event for event in seen if event.path == str(path)]:
-            time.sleep(0.01)
+        wait_until(lambda path=path: any(event.path == str(path) for event in seen), 60, f"what became of {path}")
     mirror.drain()
     mirror.close()
     assert [event.error == "" for event in seen] == [True, False]

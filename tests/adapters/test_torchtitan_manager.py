@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from kit import limits
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Retention, StorageConfig, Timeouts
+from safe_ckpt import CheckpointConfig, Retention, StorageConfig
 from safe_ckpt.errors import (
     ConfigError,
     DesyncError,
@@ -28,7 +29,7 @@ from safe_ckpt.errors import (
 from support import writer_processes
 
 titan_runs.ready()
-QUICK = CheckpointConfig(timeouts=Timeouts(barrier_s=20, lengthy_s=40, peer_stall_s=3, shutdown_s=10))
+QUICK = CheckpointConfig(timeouts=limits.QUICK)
 
 
 class Counted:

@@ -12,12 +12,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from safe_ckpt import CheckpointConfig, Timeouts
+from kit.limits import QUICK
+from safe_ckpt import CheckpointConfig
 from safe_ckpt.transformers import SafeCheckpointMixin
 
-CONFIG = CheckpointConfig(
-    timeouts=Timeouts(lengthy_s=60, barrier_s=30, writer_stall_s=5, fsync_stall_s=10, peer_stall_s=3, shutdown_s=10)
-)
+CONFIG = CheckpointConfig(timeouts=QUICK)
 
 
 class SafeTrainer(SafeCheckpointMixin, Trainer):

@@ -10,11 +10,12 @@ import deepspeed_runs as runs
 import torch
 
 from corpus.filled import value
-from safe_ckpt import CheckpointConfig, Timeouts
+from kit.limits import PATIENT
+from safe_ckpt import CheckpointConfig
 from safe_ckpt.deepspeed import install
 
 STEP, STAGES = 2, (2, 3)
-CONFIG = CheckpointConfig(timeouts=Timeouts(lengthy_s=60, barrier_s=30, peer_stall_s=10, shutdown_s=10))
+CONFIG = CheckpointConfig(timeouts=PATIENT)
 STATES = ("exp_avg", "exp_avg_sq")
 
 

@@ -11,11 +11,10 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from corpus.filled import fill, same, step
-from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState, Timeouts
+from kit.limits import PATIENT
+from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState
 
-CONFIG = CheckpointConfig(
-    timeouts=Timeouts(lengthy_s=60, barrier_s=30, peer_stall_s=10, shutdown_s=10), retention=Retention(keep_last=2)
-)
+CONFIG = CheckpointConfig(timeouts=PATIENT, retention=Retention(keep_last=2))
 SHARDED = ("plain_sharded", "plain_together")
 """At first each sharded item had a ``.metadata`` of its own; now one says of all of them."""
 INPUTS = torch.linspace(-1, 1, 8).reshape(1, 8)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from accelerate_runs import forget, make
+from kit.inside import engine_of, writer_of
 from safe_ckpt import Checkpointer, PerRank
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.formats.manifest import read_manifest
@@ -23,7 +24,7 @@ class ThroughCheckpointer:
     def __init__(self, folder, config, *, rank=0, size=1000):
         self.folder, self.rank, self.size = folder, rank, size
         self._ckpt = Checkpointer(folder, config)
-        self.engine = self._ckpt._engine
+        self.engine, self.writer = engine_of(self._ckpt), writer_of(self._ckpt)
 
     def save(self, number):
         return self._ckpt.save(number, self._content(number))
@@ -78,7 +79,7 @@ class ThroughAccelerate:
         self._accelerator._optimizers.append(self._optimizer)
         self._accelerator.register_for_checkpointing(self)
         self._handle = register(self._accelerator, config)
-        self.engine = self._handle.saver.engine
+        self.engine, self.writer = engine_of(self._handle), writer_of(self._handle)
 
     def state_dict(self):
         return {"number": self._number}

@@ -20,9 +20,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from kit.limits import PATIENT
 from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
-from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState, Timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState
 from safe_ckpt.data import resumable
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -30,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SIZE, EPOCHS, EVERY = 60, 3, 4
 CONFIG = CheckpointConfig(
     retention=Retention(keep_last=2),
-    timeouts=Timeouts(lengthy_s=60, barrier_s=30, peer_stall_s=10, shutdown_s=10),
+    timeouts=PATIENT,
 )
 FORK = (
     "fork"  # workers of a fork server outlive a killed rank: they watch the fork server, which lives as long as they do

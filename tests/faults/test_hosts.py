@@ -9,7 +9,8 @@ import host_job
 import pytest
 from two_hosts import START_S, Job, check_start, chosen
 
-from kit.hosts import Hosts, behind, needs_hosts, wait_until
+from kit.hosts import Hosts, behind, needs_hosts
+from kit.patience import wait_until
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kit.hosts import Hosts, needs_hosts, wait_until
+from kit.hosts import Hosts, needs_hosts
+from kit.patience import wait_until
 from kit.proxy import Proxy
 
 pytestmark = needs_hosts

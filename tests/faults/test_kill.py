@@ -14,6 +14,7 @@ import job
 import pytest
 
 from kit import warm
+from kit.patience import wait_until
 from kit.thorough import THOROUGH
 from support import kill_group, writer_processes
 
@@ -69,10 +70,7 @@ def test_kills_lose_nothing(tmp_path):
     print(f"seed {seed}: {trials} kills, {within} of them within a save, {committed} steps saved")
     assert committed >= trials / 5, f"seed {seed}: hardly anything was saved ({committed} steps)"
     assert within >= trials / 10, f"seed {seed}: hardly a kill came within a save ({within})"
-    deadline = time.monotonic() + 10
-    while writer_processes() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert writer_processes() == []
+    wait_until(lambda: not writer_processes(), what="the end of all writers")
 
 
 def test_a_killed_parent_takes_its_writer_along(tmp_path):
@@ -86,10 +84,7 @@ def test_a_killed_parent_takes_its_writer_along(tmp_path):
         assert writers
         process.kill()
         process.wait()
-        deadline = time.monotonic() + 5
-        while set(writers) & set(writer_processes()) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not set(writers) & set(writer_processes())
+        wait_until(lambda: not set(writers) & set(writer_processes()), 5, "the end of the writers")
     finally:
         kill_group(process)
         process.stdout.close()

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from kit.inside import store_keys
+from kit.limits import PATIENT
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, Timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention
 from safe_ckpt.core.coordination.process_groups import group_timeout_s
 from support import writers_of
 
-CONFIG = CheckpointConfig(
-    timeouts=Timeouts(lengthy_s=60, barrier_s=30, shutdown_s=10), retention=Retention(keep_last=2), record_events=False
-)
+CONFIG = CheckpointConfig(timeouts=PATIENT, retention=Retention(keep_last=2), record_events=False)
 
 
 def fewest_descriptors():
@@ -55,7 +55,7 @@ def save_often(rank, folder, count):
         for step in range(31, 31 + count):
             ckpt.save(step, state)
         ckpt.wait()
-        keys = ckpt._engine.coordinator._calls.call(lambda store: store._store.num_keys(), phase="test")
+        keys = store_keys(ckpt)
         dist.barrier()
         after = standing()
     closed = standing()

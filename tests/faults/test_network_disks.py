@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kit.faults import FaultyStorage
+from kit.patience import wait_until
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.errors import DirectoryError, SafeCheckpointError
 from support import PROGRAMS, needs_root, run_program
@@ -39,9 +40,7 @@ def test_entries_that_show_late_on_one_rank(tmp_path, matrix):
         )
         for rank in (0, 1)
     ]
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "session").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until((tmp_path / "session").exists, 60, "the session")
     time.sleep(0.1)
     storage.hide(exp, 1.0, coordinator=int((tmp_path / "session").read_text()))
     (tmp_path / "armed").touch()

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 import torch
 import xxhash
-from programs import Program, digest
 from safetensors.torch import load_file
 
+from programs import Program, digest
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, WriterConfig
 from support import share_copies
 

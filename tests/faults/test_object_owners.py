@@ -14,8 +14,8 @@ from object_sweep import end_of, new_store, start
 
 from kit import object_servers
 from kit.fault_proxy import FaultProxy
+from kit.inside import judge_owners
 from kit.thorough import THOROUGH
-from safe_ckpt.core.home import object_lock
 from safe_ckpt.core.home.object_head import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
@@ -69,7 +69,7 @@ def stopped_and_woken(server, proxy, folder, number, monkeypatch):
     while not stopped.wait(0.05) and process.is_alive():
         pass
     before, said = said_in(lines), []
-    monkeypatch.setattr(object_lock, "fate_of_process", lambda _: "unknown")
+    judge_owners(monkeypatch, "unknown")
     train(store.url, config_of(server, lease_s=LEASE_S), lambda *words: said.append(words), SECOND, resumes=True)
     monkeypatch.undo()
     proxy.on_request = None

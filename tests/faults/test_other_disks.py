@@ -12,6 +12,7 @@ import types
 import pytest
 
 from kit.faults import FaultyStorage
+from kit.inside import forget_refusals_of_direct_io
 from kit.writing import write_file
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.storage import direct_io, durable, reader
@@ -55,7 +56,7 @@ def test_direct_writes_that_are_refused_go_through_the_page_cache(tmp_path, most
 
 def test_it_is_said_once_for_a_file_system(tmp_path, caplog, monkeypatch):
     """Several files at a time find out, a replaced process finds out again: one line."""
-    monkeypatch.setattr(direct_io, "_without_direct", {})
+    forget_refusals_of_direct_io(monkeypatch)
     with caplog.at_level(logging.INFO):
         for path in ("a", "a", "b"):
             direct_io.write_without_direct(7, path)
@@ -71,7 +72,7 @@ def test_it_is_said_once_for_a_file_system(tmp_path, caplog, monkeypatch):
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_refusal_anywhere_gives_the_same_bytes(tmp_path, monkeypatch, length, after):
     """Whether the first write, a later one or the last part is refused: the file is what it should be."""
-    monkeypatch.setattr(direct_io, "_without_direct", {})
+    forget_refusals_of_direct_io(monkeypatch)
     real, count = os.pwrite, 0
 
     def refusing(fd, data, offset):
@@ -95,7 +96,7 @@ def test_a_refusal_anywhere_gives_the_same_bytes(tmp_path, monkeypatch, length, 
 @pytest.mark.parametrize("short", [1, 512, 4096, 5000])
 def test_direct_writes_that_end_early_give_the_same_bytes(tmp_path, monkeypatch, short):
     """A direct write brings less than was asked for, even less than a page: the file is what it should be, and no error."""
-    monkeypatch.setattr(direct_io, "_without_direct", {})
+    forget_refusals_of_direct_io(monkeypatch)
     real = os.pwrite
 
     def ending_early(fd, data, offset):

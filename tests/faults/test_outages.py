@@ -11,6 +11,7 @@ import torch.distributed as dist
 from two_hosts import Job, check_start
 
 from kit.hosts import Hosts, needs_hosts
+from kit.patience import wait_until
 from kit.ranks import spawn_over, spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.core.coordination import rendezvous
@@ -116,9 +117,7 @@ def test_calls_stay_together_through_an_outage(tmp_path, matrix):
         folder = hosts.share("ext4")
 
         def outage():
-            deadline = time.monotonic() + 60
-            while not (folder.behind / "exp/step-00000003").exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until((folder.behind / "exp/step-00000003").exists, 60, "step 3")
             hosts[1].unplug()
             time.sleep(6.0)  # the outage itself
             hosts[1].plug()

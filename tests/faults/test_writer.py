@@ -34,7 +34,7 @@ def harm(writer, kind):
 
 def one_save(entry, step, kind, moment, mine):
     """Save, with something done to this rank's writer if it is ``mine``. Returns how long save() and the step after took."""
-    writer = entry.engine._save_queue.writer
+    writer = entry.writer
     writer.start()
     if mine and moment == "idle":
         harm(writer, kind)

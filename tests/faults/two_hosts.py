@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import host_job
 
-from kit.hosts import wait_until
+from kit.patience import wait_until
 
 START_S = 60.0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.hosts import wait_until
+from kit.patience import wait_until
 
 _SOURCE = Path(__file__).with_name("faulty_fuse.c")
 

@@ -20,13 +20,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
 import pytest
 
 from kit.kinds import starting
+from kit.patience import wait_until
 
 NETWORK = "10.77.0"
 INTERFACE = "eth0"
@@ -70,16 +70,6 @@ def why_no_hosts():
 
 
 needs_hosts = pytest.mark.skipif(bool(why_no_hosts()), reason=f"hosts of their own: {why_no_hosts()}")
-
-
-def wait_until(condition, seconds=10.0, what="it"):
-    """What ``condition`` returns once that is true; TimeoutError after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not come within {seconds} s")
-        time.sleep(0.005)
-    return found
 
 
 class Hosts:
@@ -416,4 +406,4 @@ def _run_within(settings, function, args):
     function(*args)
 
 
-__all__ = ["INTERFACE", "Host", "Hosts", "behind", "enter", "needs_hosts", "wait_until", "why_no_hosts"]
+__all__ = ["INTERFACE", "Host", "Hosts", "behind", "enter", "needs_hosts", "why_no_hosts"]

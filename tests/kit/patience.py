@@ -11,16 +11,29 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 # What the work below takes on one quiet core of the machines that the limits were made for.
 _REFERENCE_S = 0.3
 _MOST = 10.0
+_Found = TypeVar("_Found")
 _NAME = "RANKS_PATIENCE"  # spawn_ranks heeds it, too
 
 
 def scaled(seconds: float) -> float:
     """So many seconds of a quiet machine, as seconds of this one."""
     return seconds * factor()
+
+
+def wait_until(condition: Callable[[], _Found], seconds: float = 10.0, what: str = "it") -> _Found:
+    """What ``condition`` returns once that is true; TimeoutError after so many seconds of a quiet machine."""
+    deadline = time.monotonic() + scaled(seconds)
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not come within {scaled(seconds)} s")
+        time.sleep(0.005)
+    return found
 
 
 @functools.cache
@@ -41,4 +54,4 @@ def _measure() -> float:
     return min(_MOST, max(1.0, slow, crowded))
 
 
-__all__ = ["factor", "scaled"]
+__all__ = ["factor", "scaled", "wait_until"]

@@ -101,7 +101,8 @@ def spawn_over(hosts, per_host, function, *args, timeout_s=60.0, expendable=()):
 
     As ``spawn_ranks``. ``expendable`` ranks are killed when all others have ended.
     """
-    from kit.hosts import behind, wait_until
+    from kit.hosts import behind
+    from kit.patience import wait_until
 
     starting("ranks")
     hosts = list(hosts)

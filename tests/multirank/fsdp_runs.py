@@ -6,10 +6,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts
+from kit.limits import QUICK
+from safe_ckpt import CheckpointConfig, Checkpointer, PerRank
 from safe_ckpt.core.state.overlap import OverlapPlan
 
-QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=3, shutdown_s=10)
 CONFIG = CheckpointConfig(timeouts=QUICK)
 
 

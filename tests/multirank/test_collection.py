@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 from accelerate_runs import make
+from kit.limits import QUICK
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, set_up_directory
+from safe_ckpt import CheckpointConfig, Checkpointer, set_up_directory
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.coordination.coordinator import _open, open_coordinator
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import ClosedError, DirectoryInUseError
 
-TIMES = Timeouts(lengthy_s=30, barrier_s=20, peer_stall_s=5, shutdown_s=5)
-CONFIG = CheckpointConfig(timeouts=TIMES)
+CONFIG = CheckpointConfig(timeouts=QUICK)
 
 
 def _drop_at_different_times(rank, folder, early):
@@ -59,16 +59,16 @@ def test_what_is_held_says_what_frees_it(tmp_path):
 
 def _one_has_it_no_more(rank):
     """Some ranks have the session, others released it: they find each other in a new one."""
-    first = open_coordinator(None, TIMES)
-    kept = open_coordinator(None, TIMES)
+    first = open_coordinator(None, QUICK)
+    kept = open_coordinator(None, QUICK)
     assert kept is first
     first.release()
     if rank == 1:
         kept.release()  # the last user here, not there
-    second = open_coordinator(None, TIMES)
+    second = open_coordinator(None, QUICK)
     found = second.agree("x", timeout_s=10, local=lambda: rank, decide=sum)
     same = second is kept
-    third = open_coordinator(None, TIMES)
+    third = open_coordinator(None, QUICK)
     assert third is second
     for coordinator in (second, third, *([] if rank == 1 else [kept])):
         coordinator.release()

@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from kit.limits import QUICK
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.errors import RestoreError
 
-QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=3, shutdown_s=10)
 CONFIG = CheckpointConfig(timeouts=QUICK)
 
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from kit import limits
 from kit.ranks import free_port, spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Retention, Timeouts, dcp
 from safe_ckpt.core.formats.manifest import read_manifest
@@ -38,7 +39,7 @@ from support import flip_bit
 
 # DCP's own, in a process without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-QUICK = CheckpointConfig(timeouts=Timeouts(barrier_s=20, lengthy_s=30, peer_stall_s=5))
+QUICK = CheckpointConfig(timeouts=limits.QUICK)
 
 
 class Run:

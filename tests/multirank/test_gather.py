@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from kit.inside import store_keys
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts, iter_full_tensors, lengthy_timeouts
 from safe_ckpt.core.coordination import process_groups
@@ -333,7 +334,7 @@ def _odd_gathers(rank):
     keys = []
     for _ in range(4):
         list(iter_full_tensors(_sharded(), staging_bytes=1 << 16))
-        keys.append(coordinator.store_client("count").call(lambda store: store._store.num_keys(), phase="test"))
+        keys.append(store_keys(coordinator))
     dist.barrier()  # rank 0 hosts the store that the others still count in
     coordinator.release(keep=True)
     return told, keys, len(coordinator.receipts)

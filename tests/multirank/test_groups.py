@@ -7,11 +7,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import safe_ckpt
+from kit import limits
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.errors import SafeCheckpointError
 
-QUICK = CheckpointConfig(timeouts=Timeouts(barrier_s=20, lengthy_s=30, peer_stall_s=5))
+QUICK = CheckpointConfig(timeouts=limits.QUICK)
 
 
 def _model(seed, group=None):

@@ -5,12 +5,11 @@ import math
 import torch
 from torch.distributed.fsdp import fully_shard
 
+from kit.limits import PATIENT
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Checkpointer, Health, PerRank, Retention, Timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer, Health, PerRank, Retention
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import UnhealthyStateError
-
-TIMEOUTS = Timeouts(lengthy_s=60, barrier_s=20, peer_stall_s=5, shutdown_s=10)
 
 
 def made():
@@ -31,7 +30,7 @@ def _sharded(rank, folder, what):
     net, optimizer = made()
     state = {"net": net, "optimizer": optimizer, "own": PerRank({"t": torch.zeros(3)})}
     step(net, optimizer)
-    with Checkpointer(folder, CheckpointConfig(timeouts=TIMEOUTS, retention=Retention(keep_last=1))) as ckpt:
+    with Checkpointer(folder, CheckpointConfig(timeouts=PATIENT, retention=Retention(keep_last=1))) as ckpt:
         found = [ckpt.save(number, state).result().marked for number in (1, 2)]
         if rank == 1 and what == "shard":
             net[0].weight.data.to_local()[0, 3] = math.nan
@@ -64,7 +63,7 @@ def test_one_shard_of_one_rank_marks_the_checkpoint_for_all(tmp_path):
 
 
 def _stops(rank, folder):
-    config = CheckpointConfig(timeouts=TIMEOUTS, health=Health(action="stop"))
+    config = CheckpointConfig(timeouts=PATIENT, health=Health(action="stop"))
     with Checkpointer(folder, config) as ckpt:
         value = math.nan if rank == 2 else 1.0
         handle = ckpt.save(1, {"own": PerRank({"t": torch.tensor([value])})})

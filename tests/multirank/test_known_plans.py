@@ -13,14 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from kit.limits import QUICK
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.adapters import Attempt
 from safe_ckpt.adapters.strategy import Sharded
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.errors import StateError
-
-QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=3, shutdown_s=10)
 
 
 def build(world):

@@ -5,15 +5,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from kit.inside import store_keys
 from kit.kept import SLACK, kept
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention
-
-
-def _keys(ckpt):
-    """How many keys the store has that rank 0 hosts."""
-    store = ckpt._engine.coordinator._store
-    return store._store.num_keys() if dist.get_rank() == 0 else 0
 
 
 def _save_often(rank, folder):
@@ -27,7 +22,7 @@ def _save_often(rank, folder):
             if number in (10, 59):
                 handle.settle(timeout_s=30)
                 dist.barrier()
-                found.append((_keys(ckpt), kept()))
+                found.append((store_keys(ckpt) if rank == 0 else 0, kept()))
     return found
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from kit.patience import wait_until
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import Checkpointer, PerRank
 from safe_ckpt.errors import NotEnoughSpaceError, PeerLostError
@@ -142,7 +143,4 @@ def test_leaving_waits_for_what_was_saved(tmp_path):
     """Closing right after ``save`` loses nothing: the checkpoint is there, and no process stays."""
     assert values(spawn_ranks(_save_and_leave, 2, tmp_path / "run")) == [0, 1]
     assert _steps(tmp_path / "run") == ["step-00000001"]
-    deadline = time.monotonic() + 10
-    while writer_processes() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert writer_processes() == []
+    wait_until(lambda: not writer_processes(), what="the end of all writers")

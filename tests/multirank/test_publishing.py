@@ -11,12 +11,13 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 
 import safe_ckpt
+from kit import limits
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Retention, Timeouts
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import DesyncError, PeerLostError, RendezvousTimeout, SafeCheckpointError, StateError
 
-QUICK = CheckpointConfig(timeouts=Timeouts(barrier_s=20, lengthy_s=30, peer_stall_s=5))
+QUICK = CheckpointConfig(timeouts=limits.QUICK)
 
 
 def _each_writes(rank, path):

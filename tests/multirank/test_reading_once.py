@@ -10,12 +10,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from kit.limits import QUICK
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer, PerRank
 from safe_ckpt.core.sharding import dcp_read
 from safe_ckpt.core.storage.reader import drop_cache
 
-QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=3, shutdown_s=10)
 CONFIG = CheckpointConfig(timeouts=QUICK)
 ROWS, COLUMNS = 3072, 2048  # 24 MiB
 

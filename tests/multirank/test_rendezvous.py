@@ -10,6 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from kit.patience import wait_until
 from kit.ranks import free_port, spawn_ranks, values
 from safe_ckpt import Timeouts
 from safe_ckpt.core.coordination.coordinator import open_coordinator
@@ -275,8 +276,8 @@ def _meet_in_a_subgroup(rank, folder):
         (folder / "pid").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
         return None
-    while not (folder / "pid").exists() or process_state(int((folder / "pid").read_text() or 0)) != "T":
-        time.sleep(0.01)
+    pid = folder / "pid"
+    wait_until(lambda: pid.exists() and process_state(int(pid.read_text() or 0)) == "T", 60, "that rank 0 is stopped")
     begun = time.monotonic()
     try:
         open_coordinator(group, Timeouts(barrier_s=3, peer_stall_s=1, shutdown_s=1))
@@ -326,8 +327,7 @@ def _outlive_the_launcher(rank, port, launcher):
     dist.barrier()
     if rank == 0:
         os.kill(launcher, signal.SIGKILL)
-    while process_state(launcher) not in ("", "Z", "X"):
-        time.sleep(0.01)
+    wait_until(lambda: process_state(launcher) in ("", "Z", "X"), 60, "the end of the launcher")
     with pytest.raises(PeerLostError) as caught:
         open_coordinator(None, QUICK)
     return caught.value.ranks, str(caught.value)

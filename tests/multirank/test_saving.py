@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from kit import warm
+from kit.limits import QUICK
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState, Timeouts, WriterConfig
 from safe_ckpt.core.resuming import candidate
@@ -32,7 +33,6 @@ from safe_ckpt.errors import (
 )
 from support import names_in, needs_root, small_disk, writers_of
 
-QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=3, shutdown_s=10)
 CONFIG = CheckpointConfig(timeouts=QUICK)
 
 

@@ -14,16 +14,17 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from kit.inside import engine_of, store_port
+from kit.limits import QUICK
+from kit.patience import wait_until
 from kit.ranks import free_port, spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Checkpointer, Network, Timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer, Network
 from safe_ckpt.core.coordination import process_groups, rendezvous
 from safe_ckpt.core.coordination import store as store_module
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.store import SealedStore
 from safe_ckpt.errors import ConfigError, SafeCheckpointError, StateError, TamperedError
 from support import run_program, run_script
-
-TIMES = Timeouts(lengthy_s=30, barrier_s=20, peer_stall_s=5, shutdown_s=5)
 
 
 class Bomb:
@@ -114,12 +115,12 @@ def _attacked(rank, folder):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     spread = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (2,)), [Shard(0)])
-    with Checkpointer(folder, CheckpointConfig(timeouts=TIMES)) as ckpt:
-        coordinator = ckpt._engine.coordinator
+    with Checkpointer(folder, CheckpointConfig(timeouts=QUICK)) as ckpt:
+        coordinator = engine_of(ckpt).coordinator
         name = f"log/{coordinator.call + 1}.0"
         if rank == 0:
             # One who reaches the port answers in rank 1's place before it does.
-            port = coordinator._connect._port
+            port = store_port(coordinator)
             client = dist.TCPStore(
                 "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=9)
             )
@@ -128,8 +129,7 @@ def _attacked(rank, folder):
             client.set(f"{name}/from/1", json.dumps(forged))
             client.set(f"{name}/all/0", "{}")
         else:
-            while not (folder / "over").exists():
-                time.sleep(0.01)
+            wait_until((folder / "over").exists, 60)
         with pytest.raises(SafeCheckpointError) as caught:
             ckpt.save(1, {"s": {"t": spread}}).result(timeout_s=20)
         (folder / "over").touch()
@@ -146,10 +146,10 @@ def test_a_forged_plan_runs_nothing(tmp_path):
 
 
 def _disturbed(rank):
-    coordinator = open_coordinator(None, TIMES)
+    coordinator = open_coordinator(None, QUICK)
     if rank == 0:
         for garbage in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096)):
-            with socket.create_connection(("127.0.0.1", coordinator._connect._port), timeout=5) as stranger:
+            with socket.create_connection(("127.0.0.1", store_port(coordinator)), timeout=5) as stranger:
                 stranger.sendall(garbage)
     found = [
         coordinator.agree("x", must_match={"n": n}, timeout_s=10, local=lambda: rank, decide=lambda a: sum(a.values()))
@@ -165,7 +165,7 @@ def test_strangers_at_the_port_disturb_nothing():
 
 
 def _no_such_interface(rank):
-    config = CheckpointConfig(timeouts=TIMES, network=Network(interface="nowhere0"))
+    config = CheckpointConfig(timeouts=QUICK, network=Network(interface="nowhere0"))
     with pytest.raises(ConfigError, match="nowhere0") as caught:
         Checkpointer("/nowhere", config)
     return caught.value.key
@@ -181,12 +181,12 @@ def test_an_interface_that_is_not_there_is_every_ranks_error():
 def _several_sessions(rank, port):
     group = dist.new_group([0, 1])
     where = Network(interface="127.0.0.1", port=port)
-    coordinators = [open_coordinator(one, TIMES, network=where) for one in (None, group)]
+    coordinators = [open_coordinator(one, QUICK, network=where) for one in (None, group)]
     found = [
         coordinator.agree("x", timeout_s=10, local=lambda: rank, decide=lambda a: sum(a.values()))
         for coordinator in coordinators
     ]
-    ports = sorted(coordinator._connect._port for coordinator in coordinators)
+    ports = sorted(store_port(coordinator) for coordinator in coordinators)
     for coordinator in coordinators:
         coordinator.release()
     return found, ports

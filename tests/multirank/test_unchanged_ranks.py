@@ -8,11 +8,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
+from kit.limits import PATIENT
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, Timeouts, Unchanged
+from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, Unchanged
 from safe_ckpt.core.formats.manifest import read_manifest
 
-TIMEOUTS = Timeouts(lengthy_s=60, barrier_s=20, peer_stall_s=10, shutdown_s=10)
 WIDTH = 800
 
 
@@ -37,7 +37,7 @@ def whole(net):
 def _save(rank, folder):
     net, optimizer = made()
     state = {"net": net, "optimizer": optimizer, "own": PerRank({"t": torch.full((3,), float(rank))})}
-    config = CheckpointConfig(timeouts=TIMEOUTS, retention=Retention(keep_last=3))
+    config = CheckpointConfig(timeouts=PATIENT, retention=Retention(keep_last=3))
     with Checkpointer(folder, config) as ckpt:
         for number in (1, 2, 3, 4):
             step(net, optimizer)
@@ -48,7 +48,7 @@ def _save(rank, folder):
 def _resume(rank, folder):
     net, optimizer = made(seed=5)
     state = {"net": net, "optimizer": optimizer}
-    with Checkpointer(folder, CheckpointConfig(timeouts=TIMEOUTS)) as ckpt:
+    with Checkpointer(folder, CheckpointConfig(timeouts=PATIENT)) as ckpt:
         info = ckpt.resume(state)
         now = whole(net)
         step(net, optimizer)
@@ -92,7 +92,7 @@ def _switch(rank, folder, share):
     net, optimizer = made()
     state = {"net": net, "optimizer": optimizer}
     seen = []
-    with Checkpointer(folder, CheckpointConfig(timeouts=TIMEOUTS, unchanged=Unchanged(share=share))) as ckpt:
+    with Checkpointer(folder, CheckpointConfig(timeouts=PATIENT, unchanged=Unchanged(share=share))) as ckpt:
         for number in range(1, 7):
             if number == 3:
                 net[0].weight.data.to_local().view(-1)[0] += rank  # of rank 1 alone, and not noted anywhere
@@ -105,7 +105,7 @@ def _switch(rank, folder, share):
     back = []
     for number in range(1, 7):
         other, _ = made(seed=9)
-        with Checkpointer(folder, CheckpointConfig(timeouts=TIMEOUTS)) as ckpt:
+        with Checkpointer(folder, CheckpointConfig(timeouts=PATIENT)) as ckpt:
             ckpt.resume({"net": other}, step=number)
             now = whole(other)
         back.append(all(torch.equal(now[name], tensor) for name, tensor in seen[number - 1].items() if name != "links"))

@@ -8,10 +8,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from kit.limits import QUICK
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer
 
-CONFIG = CheckpointConfig(timeouts=Timeouts(lengthy_s=60, barrier_s=30, peer_stall_s=3, shutdown_s=10))
+CONFIG = CheckpointConfig(timeouts=QUICK)
 
 
 def sharded(model):

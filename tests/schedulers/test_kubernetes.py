@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from docs.blocks import blocks_of
-from kit.hosts import Hosts, needs_hosts, wait_until
+from kit.hosts import Hosts, needs_hosts
 from kit.pages import activated, write_files
+from kit.patience import wait_until
 
 PAGE = "docs/clusters.md"
 STEPS = "1500"

@@ -5,8 +5,9 @@ import signal
 
 import pytest
 
-from kit.hosts import Hosts, needs_hosts, wait_until
+from kit.hosts import Hosts, needs_hosts
 from kit.pages import activated, write_files
+from kit.patience import wait_until
 
 PAGE = "docs/clusters.md"
 WAIT_S = 120.0

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from kit.inside import copy_after
+from kit.limits import QUICK
+from kit.patience import wait_until
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Telemetry, Timeouts, WriterConfig
-from safe_ckpt.core.staging.snapshot import StagingCopy
+from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Telemetry, WriterConfig
 from safe_ckpt.errors import ConfigError, DirectoryError, RendezvousTimeout
 from safe_ckpt.events import (
     Agreed,
@@ -26,8 +28,6 @@ from safe_ckpt.events import (
     Written,
 )
 from support import writers_of
-
-QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=5, shutdown_s=10)
 
 
 def config(**more):
@@ -79,8 +79,8 @@ def test_without_a_rule_nothing_is_retained(tmp_path):
 @pytest.mark.parametrize("mode", ["overlapped", "streamed"])
 def test_it_is_told_how_the_copy_was_taken(tmp_path, monkeypatch, mode):
     """Overlapped with training, or not at all where memory is short: then the caller waited for the disk."""
-    seen, returned, copying = [], threading.Event(), StagingCopy.run_deferred
-    monkeypatch.setattr(StagingCopy, "run_deferred", lambda self: (returned.wait(10), copying(self)))
+    seen, returned = [], threading.Event()
+    copy_after(monkeypatch, returned)
     settings = {"overlapped": config(snapshot="overlapped"), "streamed": config(max_host_bytes=1 << 20)}[mode]
     model = torch.nn.Linear(1000, 600)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
@@ -148,9 +148,7 @@ def _alone(rank, path):
             ckpt.save(7, {"a": 1})
         (path / "done").touch()
     else:
-        deadline = time.monotonic() + 30
-        while not (path / "done").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until((path / "done").exists, 30)
     ckpt.close()
     return [(event.name, event.step, event.missing, event.seconds >= 1) for event in seen if event.kind == "failed"]
 

@@ -11,8 +11,7 @@ import pytest
 from obstore.store import from_url
 
 from kit import object_servers
-from kit.hosts import wait_until
-from kit.patience import scaled
+from kit.patience import wait_until
 from support import PROGRAMS
 
 
@@ -40,7 +39,7 @@ def test_a_bucket_shows_what_was_done_to_it(kind, tmp_path, monkeypatch):
         ):
             for _ in range(3):
                 writer.write(bytes(5 << 20))
-            wait_until(lambda: bucket.uploads() == ["run/big"], scaled(10), "the upload")
+            wait_until(lambda: bucket.uploads() == ["run/big"], 10, "the upload")
             raise KeyError
         assert bucket.keys() == bucket.keys("run/a") == {"run/a b/ü+&": 5}
         assert bucket.keys("b") == first.keys() == second.keys() == {}
@@ -70,7 +69,7 @@ def test_it_ends_with_who_started_it(kind, tmp_path):
         pid = int(starter.stdout.readline())
         assert Path(f"/proc/{pid}").exists()
         starter.send_signal(signal.SIGKILL)
-    wait_until(lambda: not Path(f"/proc/{pid}/fd/0").exists(), scaled(10), "the end of the server")
+    wait_until(lambda: not Path(f"/proc/{pid}/fd/0").exists(), 10, "the end of the server")
 
 
 def test_what_is_missing_is_said(monkeypatch, tmp_path):

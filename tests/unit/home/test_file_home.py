@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from kit.inside import exchange_no_names
 from kit.manifests import checkpoint
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.file_lock import JobLock
@@ -186,7 +187,7 @@ def test_the_holder_is_told_to_people(workspace):
 def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch, caplog, name):
     """Where the kernel cannot exchange names: killed after each rename, the old or the new is there after a restart."""
     caplog.set_level(logging.CRITICAL, "safe_ckpt")  # xdist cannot pass on a name that is no text
-    monkeypatch.setattr(durable, "exchange", lambda *_: False)
+    exchange_no_names(monkeypatch)
     for stop_after in range(4):
         exp = tmp_path / f"exp{stop_after}"
         workspace = FileHome(exp, lease_s=6)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kit.inside import lock_in
 from safe_ckpt import set_up_directory
 from safe_ckpt.core.home import file_lock as locks
 from safe_ckpt.core.home import lease as leases
@@ -26,10 +27,6 @@ def of_elsewhere(**facts):
     return Lease(**{**known, "kernel": "other", "namespace": 1, "process_start": 5, **facts})
 
 
-def lock_in(folder, lease_s=2.0):
-    return JobLock(folder, subject=folder, lease_s=lease_s)
-
-
 @needs_root
 def test_another_container_of_this_machine_is_asked_through_the_kernel(tmp_path):
     """A holder in another PID namespace: refused while it lives, taken over at once when it is killed, its pid unknown here."""
@@ -38,11 +35,11 @@ def test_another_container_of_this_machine_is_asked_through_the_kernel(tmp_path)
         assert lease.namespace != leases.pid_namespace()
         assert locks.fate_of(lease, tmp_path) == "unknown"
         with pytest.raises(DirectoryInUseError, match="no sign of life; its lease ends in"):
-            lock_in(tmp_path).acquire(patience_s=0.5)
+            lock_in(tmp_path, lease_s=2.0).acquire(patience_s=0.5)
         holder.kill()
         holder.wait()
         begun = time.monotonic()
-        lock = lock_in(tmp_path)
+        lock = lock_in(tmp_path, lease_s=2.0)
         lock.acquire()
         assert time.monotonic() - begun < 5
         lock.release()
@@ -52,9 +49,9 @@ def test_a_restarted_pod_is_not_its_predecessor(tmp_path):
     """Same host name, another machine or container: the lease runs out, and nothing is claimed to be alive."""
     (tmp_path / "lock").write_bytes(of_elsewhere(host=os.uname().nodename, pid=os.getpid(), lease_s=2.0).to_bytes())
     with pytest.raises(DirectoryInUseError) as caught:
-        lock_in(tmp_path).acquire(patience_s=0.2)
+        lock_in(tmp_path, lease_s=2.0).acquire(patience_s=0.2)
     assert "alive" not in str(caught.value)
-    lock = lock_in(tmp_path)
+    lock = lock_in(tmp_path, lease_s=2.0)
     lock.acquire(patience_s=10)
     lock.confirm()
     lock.release()
@@ -65,16 +62,16 @@ def test_waiting_is_counted_across_restarts(tmp_path):
     """A job that is restarted before the lease is over goes on waiting where it stopped; a live holder is heard meanwhile."""
     (tmp_path / "lock").write_bytes(of_elsewhere(lease_s=600.0).to_bytes())
     with pytest.raises(DirectoryInUseError, match="start again then"):
-        lock_in(tmp_path).acquire(patience_s=0.1)
+        lock_in(tmp_path, lease_s=2.0).acquire(patience_s=0.1)
     seen = json.loads((tmp_path / "lock.seen").read_text())
     (tmp_path / "lock.seen").write_text(json.dumps({**seen, "at": seen["at"] - 6}))
     (tmp_path / "lock").write_bytes(of_elsewhere(lease_s=6.0).to_bytes())  # not what was seen: counted anew
     with pytest.raises(DirectoryInUseError, match=r"lease ends in [56] s"):
-        lock_in(tmp_path).acquire(patience_s=0.5)
+        lock_in(tmp_path, lease_s=2.0).acquire(patience_s=0.5)
     seen = json.loads((tmp_path / "lock.seen").read_text())
     (tmp_path / "lock.seen").write_text(json.dumps({**seen, "at": seen["at"] - 6}))
     begun = time.monotonic()
-    lock = lock_in(tmp_path)
+    lock = lock_in(tmp_path, lease_s=2.0)
     lock.acquire()
     assert 1.9 < time.monotonic() - begun < 5  # a third of the lease, in which a live one would have shown itself
     lock.release()
@@ -158,7 +155,7 @@ def test_one_of_many_gets_it(tmp_path, left):
 def test_a_lock_file_that_says_nothing_is_taken_over(tmp_path, left):
     """A creator that was killed before it wrote its name, or a file of something else, keeps nobody out for long."""
     (tmp_path / "lock").write_text(left)
-    lock = lock_in(tmp_path)
+    lock = lock_in(tmp_path, lease_s=2.0)
     lock.acquire(patience_s=10)
     lock.confirm()
     lock.release()
@@ -169,7 +166,7 @@ def test_a_lock_file_that_says_nothing_is_taken_over(tmp_path, left):
 def test_what_is_no_file_neither_blocks_nor_misleads(tmp_path, make):
     """A directory, a pipe or a link in the place of the lock is moved out of the way."""
     make(tmp_path / "lock")
-    lock = lock_in(tmp_path)
+    lock = lock_in(tmp_path, lease_s=2.0)
     lock.acquire(patience_s=10)
     lock.confirm()
     lock.release()
@@ -203,12 +200,12 @@ def test_a_stopped_process_of_this_machine_is_named(tmp_path):
     with holding_lock(tmp_path) as holder:
         os.kill(holder.pid, signal.SIGSTOP)
         with pytest.raises(DirectoryInUseError, match=f"process {holder.pid}"):
-            lock_in(tmp_path).acquire(patience_s=1)
+            lock_in(tmp_path, lease_s=2.0).acquire(patience_s=1)
 
 
 def test_a_disk_that_refuses_says_so(tmp_path):
     """No lock without a lock file: a typed error with the errno, and nothing is held."""
-    lock = JobLock(tmp_path / "missing", subject=tmp_path, lease_s=2.0)
+    lock = lock_in(tmp_path / "missing", lease_s=2.0, subject=tmp_path)
     with pytest.raises(DirectoryError) as caught:
         lock.acquire()
     assert caught.value.errno == 2
@@ -222,7 +219,7 @@ def test_what_killed_contenders_left_is_swept(tmp_path):
     """Half-made locks and such that were being taken away: gone with the next start; the end leaves nothing."""
     for number in range(3):
         (tmp_path / f"lock.{number:032x}").write_bytes(of_elsewhere().to_bytes())
-    lock = lock_in(tmp_path)
+    lock = lock_in(tmp_path, lease_s=2.0)
     lock.acquire()
     assert sorted(os.listdir(tmp_path)) == ["lock", "lock.alive"]
     lock.release()
@@ -242,7 +239,7 @@ def test_another_thread_of_the_process_does_not_take_the_lock_away(tmp_path, mon
         return made
 
     monkeypatch.setattr(JobLock, "_take", slowly)
-    first, second = (JobLock(tmp_path, subject=tmp_path, lease_s=6.0) for _ in range(2))
+    first, second = (lock_in(tmp_path, lease_s=6.0) for _ in range(2))
     thread = threading.Thread(target=first.acquire)
     thread.start()
     inside.wait(20)
@@ -261,13 +258,13 @@ def test_no_lock_file_is_waited_for_without_end(tmp_path, lease_s):
     """A lease that no setting allows is nonsense: it is bounded, and the error says how to free the directory."""
     (tmp_path / "lock").write_bytes(of_elsewhere(lease_s=lease_s).to_bytes())
     with pytest.raises(DirectoryInUseError, match=r"ends in 3600 s.*unlock --break-lock"):
-        JobLock(tmp_path, subject=tmp_path, lease_s=6.0).acquire(0.0)
+        lock_in(tmp_path, lease_s=6.0).acquire(0.0)
 
 
 @pytest.mark.parametrize("of_the_keeper", [True, False], ids=["a sign of life", "a commit"])
 def test_one_wrong_read_of_its_lock_costs_a_holder_nothing(tmp_path, monkeypatch, of_the_keeper):
     """A read that brings another token, once, ends neither the signs of life nor a commit. Two such reads do."""
-    lock = lock_in(tmp_path, lease_s=60.0)
+    lock = lock_in(tmp_path)
     lock.acquire()
     real, wrong = locks.read_lock, []
 

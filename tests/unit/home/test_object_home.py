@@ -6,13 +6,13 @@ import json
 import os
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 
 from kit.fault_proxy import FaultProxy
+from kit.inside import fall_silent, judge_owners, ownership, put_owners_elsewhere
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
-from safe_ckpt.core.home import lease, object_lock
+from safe_ckpt.core.home import object_lock
 from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.home.object_head import Head, folders_of, list_objects, missing_condition
 from safe_ckpt.core.home.object_home import ObjectHome, UndecidedError
@@ -37,8 +37,7 @@ def place(bucket):
 @pytest.fixture
 def elsewhere(monkeypatch):
     """Every owner looks like one on another host: only its signs of life count."""
-    monkeypatch.setattr(object_lock, "fate_of_process", lambda _: "unknown")
-    monkeypatch.setattr(lease, "own_lease", lambda **facts: replace(own_lease(**facts), pid=1))
+    put_owners_elsewhere(monkeypatch)
 
 
 def opened(place, **more):
@@ -94,11 +93,11 @@ def test_a_second_job_is_refused_while_the_first_lives(place, elsewhere):
 def test_a_lease_that_ran_out_is_taken_over(place, elsewhere):
     """An owner that shows no sign of life loses the directory; it can commit nothing more, and says who has it."""
     first = opened(place, lease_s=60)
-    first._owner._stop.set()  # as if it were stopped
+    fall_silent(first)  # as if it were stopped
     save(first, 1)
     folder, manifest = save(first, 2, commit=False)
-    first._owner.head = dataclasses.replace(first._owner.head)
-    place.bucket.overwrite((place / ".safe_ckpt/head").key, _with_lease(first._owner.head, 0.3))
+    ownership(first).head = dataclasses.replace(ownership(first).head)
+    place.bucket.overwrite((place / ".safe_ckpt/head").key, _with_lease(ownership(first).head, 0.3))
     second = opened(place, lease_s=60)
     with pytest.raises(DirectoryInUseError, match="took the directory over"):
         first.commit(folder, manifest.to_bytes())
@@ -126,10 +125,10 @@ def test_a_commit_before_the_takeover_counts(place, monkeypatch):
     first = opened(place)
     folder, manifest = save(first, 1, commit=False)
     place.bucket.create((folder / "manifest.json").key, manifest.to_bytes())
-    monkeypatch.setattr(object_lock, "fate_of_process", lambda _: "dead")
+    judge_owners(monkeypatch, "dead")
     second = opened(place)
     assert names(place) == ["step-1"]
-    assert second._owner.head.pending == ()
+    assert ownership(second).head.pending == ()
     second.close()
 
 
@@ -152,8 +151,8 @@ def test_many_take_one_head(place, monkeypatch):
         for thread in threads:
             thread.join(60)
         assert len(outcomes) == 1
-        outcomes[0]._owner._stop.set()
-        gone = outcomes[0]._owner.head.lease.token
+        fall_silent(outcomes[0])
+        gone = ownership(outcomes[0]).head.lease.token
 
 
 def test_a_failed_save_leaves_nothing(place):
@@ -252,7 +251,7 @@ def test_a_head_that_was_deleted_or_damaged_is_begun_anew(place):
     place.bucket.delete([(place / ".safe_ckpt/head").key])
     folder, _ = save(root, 2, commit=False)
     place.bucket.overwrite((place / ".safe_ckpt/head").key, b"rubbish")
-    root._owner._stop.set()
+    fall_silent(root)
     again = opened(place)
     assert names(place) == ["step-1"]
     assert [entry.key for entry in place.bucket.entries(folder.key)] == [
@@ -291,7 +290,7 @@ def test_more_is_deleted_than_a_head_remembers(place, monkeypatch):
     monkeypatch.setattr(root, "_delete_folder", dies)
     with pytest.raises(SystemExit):
         root.discard(folders)
-    monkeypatch.setattr(object_lock, "fate_of_process", lambda _: "dead")
+    judge_owners(monkeypatch, "dead")
     again = opened(place)
     keys = {entry.key for entry in place.bucket.entries(place.key)}
     committed = {one.path.key for one in list_objects(place)}
@@ -324,7 +323,7 @@ def test_what_this_process_could_not_give_back_is_free(place, monkeypatch):
     """The store was away when the directory was closed: the same process may open it again at once."""
     root = opened(place)
     with monkeypatch.context() as away:
-        away.setattr(root._owner, "update", lambda *_, **__: (_ for _ in ()).throw(TimeoutError("no answer")))
+        away.setattr(ownership(root), "update", lambda *_, **__: (_ for _ in ()).throw(TimeoutError("no answer")))
         root.close()
     opened(place).close()
 
@@ -364,7 +363,7 @@ def test_gravestones_go_after_a_week(place, monkeypatch):
     """No request is on its way for so long."""
     root = opened(place)
     folder, _ = save(root, 1, commit=False)
-    monkeypatch.setattr(object_lock, "fate_of_process", lambda _: "dead")
+    judge_owners(monkeypatch, "dead")
     opened(place)
     assert [one.name for one in folders_of(place)] == [folder.name]
     stone = json.loads(place.bucket.read((folder / "manifest.json").key)[0])

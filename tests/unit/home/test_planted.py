@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
+from kit.inside import lock_in
 from safe_ckpt import Checkpointer
-from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.core.home.lease import Lease, fate_of_process, own_lease
 from safe_ckpt.errors import DirectoryInUseError
@@ -61,7 +61,7 @@ def test_a_pipe_in_the_place_of_what_was_seen_is_not_waited_for(tmp_path):
     facts = {"token": "x", "host": "elsewhere", "pid": 1, "started_at": "2020-01-01", "kernel": "k", "namespace": 1}
     (tmp_path / "lock").write_bytes(Lease(**facts, process_start=1, lease_s=60.0).to_bytes())
     with pytest.raises(DirectoryInUseError):
-        JobLock(tmp_path, subject=tmp_path, lease_s=6.0).acquire(0.0)
+        lock_in(tmp_path, lease_s=6.0).acquire(0.0)
 
 
 def test_a_holder_that_cannot_be_looked_at_is_not_dead(monkeypatch):

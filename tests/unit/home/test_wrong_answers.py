@@ -4,17 +4,16 @@ import contextlib
 import dataclasses
 import re
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
 
 from kit.fault_proxy import FaultProxy
+from kit.inside import fall_silent, judge_owners, ownership, put_owners_elsewhere
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.config import Mirror
 from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.home import lease, object_head, object_lock
-from safe_ckpt.core.home.lease import own_lease
+from safe_ckpt.core.home import object_head
 from safe_ckpt.core.home.object_head import Head, folders_of, list_objects, read_head
 from safe_ckpt.core.home.object_home import ObjectHome
 from safe_ckpt.core.home.object_lock import owner_of, take_away
@@ -93,8 +92,7 @@ def briefly(monkeypatch):
 @pytest.fixture
 def elsewhere(monkeypatch):
     """Every owner looks like one on another host: only its signs of life count."""
-    monkeypatch.setattr(object_lock, "fate_of_process", lambda _: "unknown")
-    monkeypatch.setattr(lease, "own_lease", lambda **facts: replace(own_lease(**facts), pid=1))
+    put_owners_elsewhere(monkeypatch)
 
 
 def state(value):
@@ -155,12 +153,12 @@ def test_what_was_committed_by_a_killed_job_is_missed_too(bucket, proxy, place, 
     run(bucket, 1)
     root = opened(place)
     folder, manifest = announced(root, 2)
-    root._owner._stop.set()
+    fall_silent(root)
     root.commit(folder, manifest.to_bytes())
     assert read_head(place).pending == (folder.name,)
     proxy.rewrite = Liar(is_list, without(2), 1)
     assert [one.manifest.step for one in read_listing(place).standing.usable] == [2, 1]
-    monkeypatch.setattr(object_lock, "fate_of_process", lambda _: "dead")
+    judge_owners(monkeypatch, "dead")
     again = opened(place)
     assert read_head(place).committed[-1] == folder.name
     proxy.rewrite = Liar(is_list, without(1, 2), 1)
@@ -221,7 +219,7 @@ def test_one_wrong_read_of_the_head_replaces_nobody(place, proxy, elsewhere, wro
         folder.name
     ]
     again.close()
-    root._owner._stop.set()
+    fall_silent(root)
 
 
 def test_an_old_state_of_the_head_replaces_nobody(place, proxy, elsewhere):
@@ -233,7 +231,7 @@ def test_an_old_state_of_the_head_replaces_nobody(place, proxy, elsewhere):
     proxy.rewrite = liar = Liar(of(HEAD), lambda _: old)
     assert (root.taken_over(), liar.told) == (None, 1)
     announced(root, 1)
-    root._owner._stop.set()
+    fall_silent(root)
     take_away(place, unfenced=False)
     assert "took the directory over" in str(root.taken_over())
 
@@ -343,7 +341,7 @@ def test_an_outage_is_not_the_silence_of_the_owner(bucket, place, proxy, elsewhe
 def test_an_owner_that_is_gone_is_replaced_after_an_outage(place, proxy, elsewhere):
     """An outage makes the wait longer, and not endless."""
     root = opened(place, lease_s=1.5)
-    root._owner._stop.set()
+    fall_silent(root)
     timer = threading.Timer(0.5, lambda: setattr(proxy, "down", False))
     proxy.down = True
     timer.start()
@@ -359,14 +357,14 @@ def test_a_replaced_owner_that_wakes_up_names_the_new_one(bucket, place, proxy, 
         if "step-" in record.path and moment in record.path and not taken.is_set():
             taken.set()
             with monkeypatch.context() as dead:
-                dead.setattr(object_lock, "fate_of_process", lambda _: "dead")
+                judge_owners(dead, "dead")
                 again.append(opened(place))
 
     with Checkpointer(bucket.url(), CheckpointConfig(lease_s=60)) as ckpt:
         proxy.on_request = held
         with pytest.raises(DirectoryInUseError, match="took the directory over") as caught:
             ckpt.save(1, state(1)).result(timeout_s=30)
-        assert caught.value.started_at == again[0]._owner.head.lease.started_at
+        assert caught.value.started_at == ownership(again[0]).head.lease.started_at
         proxy.on_request = None
     again[0].close()
 

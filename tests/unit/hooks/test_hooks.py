@@ -16,7 +16,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from safe_ckpt import CheckpointConfig, Checkpointer, Telemetry, Timeouts
+from kit.limits import QUICK
+from safe_ckpt import CheckpointConfig, Checkpointer, Telemetry
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Agreed, Committed, Failed, Quarantined, Respawned, Resumed, Snapshotted, Unhealthy, Written
 from safe_ckpt.hooks import asked_for, event_log
@@ -24,8 +25,6 @@ from safe_ckpt.hooks.event_log import JsonlHook
 from safe_ckpt.hooks.opentelemetry import OpenTelemetryHook
 from safe_ckpt.hooks.prometheus import PrometheusHook
 from safe_ckpt.hooks.scalars import ScalarsHook
-
-QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=5, shutdown_s=10)
 
 
 def removed(number):

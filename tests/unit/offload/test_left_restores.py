@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 
+from kit.inside import lock_in
 from safe_ckpt import consolidate_offloaded, restore_offloaded
-from safe_ckpt.core.home.file_lock import LOCK_NAME, JobLock
+from safe_ckpt.core.home.file_lock import LOCK_NAME
 from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.machine import kernel_id, pid_namespace
 
@@ -51,7 +52,7 @@ def test_one_that_is_alive_stays(source, tmp_path):
     target = tmp_path / "target"
     folder = left_by(target)
     (folder / LOCK_NAME).unlink()
-    lock = JobLock(folder, subject=target, lease_s=60.0)
+    lock = lock_in(folder, subject=target)
     lock.acquire()
     restore_offloaded(source, {"x": target}, timeout_s=30)
     assert (folder / "files").is_dir()

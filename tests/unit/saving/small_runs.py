@@ -1,17 +1,15 @@
 """A Checkpointer with short deadlines, and a small training state."""
 
-import time
-
 import torch
 
+from kit.inside import engine_of
+from kit.limits import QUICK
+from kit.patience import wait_until
 from safe_ckpt import (
     CheckpointConfig,
     PerRank,
     RngState,
-    Timeouts,
 )
-
-QUICK = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=5, fsync_stall_s=20, peer_stall_s=5, shutdown_s=10)
 
 
 def config(**more):
@@ -24,14 +22,13 @@ def steps(folder):
 
 def uploads_of(ckpt):
     """What uploads its checkpoints."""
-    return next(one.mirror for one in ckpt._engine.extensions if one.name == "mirror")
+    return next(one.mirror for one in engine_of(ckpt).extensions if one.name == "mirror")
 
 
 def wait_for_mirror(ckpt):
     """Until all is uploaded that waits."""
-    mirror, end = uploads_of(ckpt), time.monotonic() + 30
-    while mirror._known() and time.monotonic() < end:
-        time.sleep(0.01)
+    mirror = uploads_of(ckpt)
+    wait_until(lambda: not mirror._known(), 30, "the last upload")
 
 
 def trained():

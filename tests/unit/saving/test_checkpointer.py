@@ -19,6 +19,8 @@ import torch
 from small_runs import QUICK, config, steps
 
 from kit import warm
+from kit.inside import writer_of
+from kit.patience import wait_until
 from kit.states import EVERYTHING, same
 from safe_ckpt import (
     CheckpointConfig,
@@ -499,11 +501,8 @@ def test_a_fork_of_the_trainer_does_not_keep_the_writer_alive(tmp_path):
         (writer,) = writers_of(process.pid)
         process.kill()
         process.wait()
-        deadline = time.monotonic() + 10
-        while writer in writer_processes() and time.monotonic() < deadline:
-            time.sleep(0.05)
         try:
-            assert writer not in writer_processes()
+            wait_until(lambda: writer not in writer_processes(), what="the end of the writer")
         finally:
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -512,7 +511,7 @@ def test_one_that_is_forgotten_ends_by_itself(tmp_path):
     """Out of scope without close(): what was in flight is committed, the writer gone, the directory free."""
     ckpt = Checkpointer(tmp_path, config())
     ckpt.save(1, {"m": {"w": torch.zeros(3_000_000)}})
-    pid = ckpt._engine._save_queue.writer.pid
+    pid = writer_of(ckpt).pid
     del ckpt
     deadline = time.monotonic() + 20
     lock = tmp_path / ".safe_ckpt" / "lock"  # given back last, and perhaps on the background thread

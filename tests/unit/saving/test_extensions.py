@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 
+from kit.inside import home_of
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, checkpointer
 from safe_ckpt.core.saving.extension import Extension
 from safe_ckpt.errors import ConfigError
@@ -112,6 +113,6 @@ def test_what_an_extension_needed_goes_at_the_end(tmp_path, monkeypatch, fails):
             ckpt.save(step, {"n": step}).result(timeout_s=30)
         assert (tmp_path / "step-00000001").exists()
         if fails:
-            monkeypatch.setattr(ckpt._workspace, "discard", lambda _: 1 / 0)
+            monkeypatch.setattr(home_of(ckpt), "discard", lambda _: 1 / 0)
     assert (tmp_path / "step-00000001").exists() == fails
     Checkpointer(tmp_path).close()

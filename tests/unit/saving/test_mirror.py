@@ -15,7 +15,8 @@ import torch
 from small_runs import uploads_of, wait_for_mirror
 
 from kit.fault_proxy import FaultProxy
-from kit.patience import scaled
+from kit.inside import home_of
+from kit.patience import scaled, wait_until
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention, StorageConfig, Timeouts, events
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.home.candidates import WEIGHTS
@@ -119,8 +120,8 @@ def test_what_is_damaged_on_the_disk_is_not_mirrored(tmp_path, bucket):
     flip_bit(tmp_path / "step-00000001/model.safetensors", 5000)
     with Checkpointer(tmp_path, config(bucket), hooks=[seen.append]) as ckpt:
         mirror = uploads_of(ckpt)
-        (one,) = [c.info for c in ckpt._workspace.look()]
-        mirror.put(one, ckpt._workspace)
+        (one,) = [c.info for c in home_of(ckpt).look()]
+        mirror.put(one, home_of(ckpt))
         wait_for_mirror(ckpt)
     (event,) = [event for event in seen if isinstance(event, events.Mirrored)]
     assert "its bytes are not those" in event.error
@@ -211,8 +212,7 @@ def test_what_failed_is_uploaded_at_the_end(tmp_path, bucket, monkeypatch):
         settings = dataclasses.replace(config(bucket), timeouts=dataclasses.replace(TIMES, lengthy_s=1, barrier_s=2))
         with Checkpointer(tmp_path / "run", settings, hooks=[seen.append]) as ckpt:
             ckpt.save(1, state(1)).result()
-            while not [event for event in seen if isinstance(event, events.Mirrored) and event.error]:
-                time.sleep(0.01)
+            wait_until(lambda: any(isinstance(event, events.Mirrored) and event.error for event in seen), 60)
             proxy.down = False
         assert there(bucket) == [1]
         assert [event.error == "" for event in seen if isinstance(event, events.Mirrored)] == [False, True]
@@ -243,10 +243,7 @@ def test_a_store_that_is_away_does_not_hold_up_the_end(tmp_path, bucket, monkeyp
         begun = time.monotonic()
         ckpt.close()
         assert time.monotonic() - begun < scaled(20)
-        ends = time.monotonic() + scaled(20)
-        while threads_of_ours() - before and time.monotonic() < ends:
-            time.sleep(0.05)
-        assert not threads_of_ours() - before
+        wait_until(lambda: not threads_of_ours() - before, 20, "the end of the mirror's threads")
         proxy.down = False
     through(bucket, monkeypatch)
     assert there(bucket) == []
@@ -268,7 +265,7 @@ def test_weights_alone_do_not_count(tmp_path, bucket):
     with Checkpointer(tmp_path / "run", settings) as ckpt:
         ckpt.save(1, state(1)).result()
         wait_for_mirror(ckpt)
-        mirror, workspace = uploads_of(ckpt), ckpt._workspace
+        mirror, workspace = uploads_of(ckpt), home_of(ckpt)
         folder = tmp_path / "run" / "final"
         shutil.copytree(tmp_path / "run/step-00000001", folder)
         manifest = read_manifest(folder)

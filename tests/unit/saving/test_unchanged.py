@@ -18,6 +18,7 @@ import torch
 from frozen_jobs import FROZEN, SIZE, Job, Model, digest
 
 from kit import warm
+from kit.inside import copy_all_tensors
 from kit.thorough import THOROUGH
 from kit.writing import write_file
 from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention, Unchanged, WriterConfig, events
@@ -43,7 +44,7 @@ def inodes(folder, name=FROZEN):
 @pytest.fixture
 def elsewhere(monkeypatch):
     """No tensor lies in host memory in its order, as on a GPU: all is copied, and the writer looks."""
-    monkeypatch.setattr(unchanged, "_is_plain", lambda _: False)
+    copy_all_tensors(monkeypatch)
 
 
 @pytest.mark.parametrize("writer", [WriterConfig(), WriterConfig(inline_bytes=0)], ids=["thread", "process"])

@@ -13,6 +13,7 @@ from small_runs import wait_for_mirror
 
 from kit import object_servers
 from kit.fault_proxy import FaultProxy
+from kit.inside import copy_all_tensors
 from kit.thorough import THOROUGH
 from safe_ckpt import (
     CheckpointConfig,
@@ -25,7 +26,6 @@ from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import SafeCheckpointError
-from safe_ckpt.extensions import unchanged
 
 SEEDS = 40 if THOROUGH else 3
 FAULTS = [
@@ -95,7 +95,7 @@ def test_a_frozen_part_is_sent_once(proxy, bucket, inline):
 
 def test_what_the_writer_finds_to_be_there_is_not_sent(proxy, bucket, monkeypatch):
     """As on a GPU: it is copied to the snapshot, and to the next object by the store."""
-    monkeypatch.setattr(unchanged, "_is_plain", lambda _: False)
+    copy_all_tensors(monkeypatch)
     job, sent = Job(), []
     with Checkpointer(bucket.url(), config(keep=1)) as ckpt:
         for number in range(1, 5):
@@ -210,7 +210,7 @@ def test_random_programs_give_back_what_was_saved(bucket, monkeypatch, seed):
     """Frozen, thawed and changed in place, several in flight, few kept, restarted: by hash, every time."""
     draw = random.Random(seed)
     if seed % 3 == 1:  # as on a GPU
-        monkeypatch.setattr(unchanged, "_is_plain", lambda _: False)
+        copy_all_tensors(monkeypatch)
     job, saved = Job(), {}
     settings = config(
         keep=draw.choice([1, 2, None]), in_flight=draw.choice([1, 2, 3]), full_every=draw.choice([None, 3])

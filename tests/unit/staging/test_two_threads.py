@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from kit.inside import copy_after
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.cuda import TensorCopy
@@ -266,13 +267,8 @@ def test_it_returns_with_an_error_only_when_nobody_reads_any_more(monkeypatch):
 
 def test_the_thread_that_copies_helps_the_one_that_began_in_its_place(tmp_path, monkeypatch):
     """It had not come to run when a step stood at the gate; when it does, it takes its part of the copy."""
-    started, copying, beginning = threading.Event(), StagingCopy._copy_piece, StagingCopy.run_deferred
+    started, copying = threading.Event(), StagingCopy._copy_piece
     names, failed = set(), []
-
-    def run_deferred(self):
-        if threading.current_thread().name == "safe_ckpt-copy":
-            started.wait(30)
-        beginning(self)
 
     def copy_piece(self, piece):
         names.add(threading.current_thread().name)
@@ -285,7 +281,7 @@ def test_the_thread_that_copies_helps_the_one_that_began_in_its_place(tmp_path, 
                 time.sleep(0.001)
         copying(self, piece)
 
-    monkeypatch.setattr(StagingCopy, "run_deferred", run_deferred)
+    copy_after(monkeypatch, started, thread="safe_ckpt-copy")
     monkeypatch.setattr(StagingCopy, "_copy_piece", copy_piece)
     net = torch.nn.Linear(300, 300)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -299,12 +295,7 @@ def test_the_thread_that_copies_helps_the_one_that_began_in_its_place(tmp_path, 
 
 def test_a_handler_that_waits_for_the_save_in_the_middle_of_the_gate_gets_it(tmp_path, monkeypatch):
     """The training thread is interrupted while it asks for help: the thread that copies waits for nothing of it."""
-    putting, beginning, at_the_gate = Background.put, StagingCopy.run_deferred, threading.Event()
-    found = []
-
-    def run_deferred(self):
-        at_the_gate.wait(30)
-        beginning(self)
+    putting, at_the_gate, found = Background.put, threading.Event(), []
 
     def put(self, item):
         if self._name == "safe_ckpt-help" and threading.current_thread() is threading.main_thread() and not found:
@@ -313,7 +304,7 @@ def test_a_handler_that_waits_for_the_save_in_the_middle_of_the_gate_gets_it(tmp
                 found.append(handle.result(timeout_s=20).step)
         putting(self, item)
 
-    monkeypatch.setattr(StagingCopy, "run_deferred", run_deferred)
+    copy_after(monkeypatch, at_the_gate)
     monkeypatch.setattr(Background, "put", put)
     net = torch.nn.Linear(300, 300)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)

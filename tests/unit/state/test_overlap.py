@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from kit.inside import copy_after
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.state import overlap
@@ -258,8 +259,7 @@ def test_a_compiled_step(tmp_path, late):
 def test_an_edit_past_the_gate_fails_the_save(tmp_path, monkeypatch, edit):
     """Parameters that are changed by hand while they are copied: the save fails and says which, and nothing is committed."""
     edited = threading.Event()
-    copying = StagingCopy.run_deferred
-    monkeypatch.setattr(StagingCopy, "run_deferred", lambda self: (edited.wait(30), copying(self)))
+    copy_after(monkeypatch, edited)
     net, optimizer = trained()
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
         handle = ckpt.save(1, {"model": net, "optimizer": optimizer})
@@ -277,8 +277,7 @@ def test_an_edit_past_the_gate_fails_the_save(tmp_path, monkeypatch, edit):
 def test_an_edit_of_one_of_two_equal_modules_fails_the_save(tmp_path, monkeypatch, edited_one):
     """Twin critics with an optimizer each: every tensor that is copied later is watched, also where names are the same."""
     edited = threading.Event()
-    copying = StagingCopy.run_deferred
-    monkeypatch.setattr(StagingCopy, "run_deferred", lambda self: (edited.wait(30), copying(self)))
+    copy_after(monkeypatch, edited)
     nets = {"first": Net(), "second": Net()}
     optimizers = {name: torch.optim.AdamW(net.parameters()) for name, net in nets.items()}
     for name, net in nets.items():
@@ -303,8 +302,7 @@ def test_an_edit_of_one_of_two_equal_modules_fails_the_save(tmp_path, monkeypatc
 def test_an_edit_of_the_last_file_fails_the_save_too(tmp_path, monkeypatch):
     """The file that is written last does not end on a page: it must not be complete before the witness was heard."""
     edited = threading.Event()
-    copying = StagingCopy.run_deferred
-    monkeypatch.setattr(StagingCopy, "run_deferred", lambda self: (edited.wait(30), copying(self)))
+    copy_after(monkeypatch, edited)
     net = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(1 << 11, 1 << 11, bias=False))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
@@ -405,14 +403,8 @@ def test_a_copy_that_hangs_does_not_hold_up_the_next_saves(tmp_path, monkeypatch
 
 def test_a_thread_that_does_not_come_to_run_holds_no_step(tmp_path, monkeypatch):
     """On a busy machine the thread that copies may wait for a core: at the gate another one begins in its place."""
-    starved, copying = threading.Event(), StagingCopy.run_deferred
-
-    def run_deferred(self):
-        if threading.current_thread().name == "safe_ckpt-copy":
-            starved.wait(60)
-        copying(self)
-
-    monkeypatch.setattr(StagingCopy, "run_deferred", run_deferred)
+    starved = threading.Event()
+    copy_after(monkeypatch, starved, thread="safe_ckpt-copy", seconds=60)
     net, optimizer = trained()
 
     def go_on():

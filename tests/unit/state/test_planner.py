@@ -8,10 +8,10 @@ import threading
 import pytest
 import torch
 
+from kit.inside import copy_after
 from safe_ckpt import CheckpointConfig, Checkpointer, RngState
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.home import candidates as catalog
-from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.state import planner as planning
 from safe_ckpt.core.state.items import PerRank, items_of
 from safe_ckpt.core.state.planner import Planner
@@ -477,13 +477,8 @@ def test_a_class_that_was_given_its_own_way_is_planned_each_time(tmp_path, monke
 
 def test_small_tensors_that_get_other_memory_before_they_are_copied_are_saved_as_they_were(tmp_path, monkeypatch):
     """Hundreds of tensors that are copied by their addresses: the memory that they leave is kept until it was read."""
-    may_copy, original = threading.Event(), StagingCopy.run_deferred
-
-    def wait_and_copy(self):
-        may_copy.wait(30)
-        original(self)
-
-    monkeypatch.setattr(StagingCopy, "run_deferred", wait_and_copy)
+    may_copy = threading.Event()
+    copy_after(monkeypatch, may_copy)
     parts = torch.nn.ParameterList(torch.full((10_000,), float(n)) for n in range(600))
     state = {"parts": parts, "optimizer": torch.optim.SGD(parts, lr=0.1)}
     with Checkpointer(tmp_path, CheckpointConfig(snapshot="overlapped")) as ckpt:

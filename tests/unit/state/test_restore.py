@@ -6,10 +6,11 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
+from kit.limits import QUICK
+from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.errors import RestoreError
 
-CONFIG = CheckpointConfig(timeouts=Timeouts(lengthy_s=60, barrier_s=20, peer_stall_s=3, shutdown_s=10))
+CONFIG = CheckpointConfig(timeouts=QUICK)
 
 
 class Migrates(torch.nn.Linear):

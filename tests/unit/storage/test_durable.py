@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from kit.inside import exchange_no_names
 from safe_ckpt.core.storage import durable
 
 
@@ -16,7 +17,7 @@ def folder(path, word):
 def test_a_directory_replaces_another_of_the_same_name(tmp_path, monkeypatch, can_exchange):
     """The new one has the name, the old one lies aside, with and without the kernel's exchange."""
     if not can_exchange:
-        monkeypatch.setattr(durable, "exchange", lambda *_: False)
+        exchange_no_names(monkeypatch)
     final = folder(tmp_path / "final", "old")
     durable.publish_directory(folder(tmp_path / "staged", "new"), final, tmp_path / "aside")
     assert (final / "f").read_text() == "new"
@@ -66,7 +67,7 @@ def test_removing_what_is_gone_is_fine(tmp_path):
 
 def test_a_failed_replacement_puts_the_old_one_back(tmp_path, monkeypatch):
     """Without the exchange, the second rename fails: the old directory has its name again, the new one is where it was."""
-    monkeypatch.setattr(durable, "exchange", lambda *_: False)
+    exchange_no_names(monkeypatch)
     rename = os.rename
 
     def flaky(source, target):
@@ -106,7 +107,7 @@ def test_a_copy_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_a_rename_that_the_disk_does_not_confirm_is_taken_back(tmp_path, monkeypatch, can_exchange, there):
     """fsync of the parent fails after the new name is there: what had the name has it again, and the new one is in pending."""
     if not can_exchange:
-        monkeypatch.setattr(durable, "exchange", lambda *_: False)
+        exchange_no_names(monkeypatch)
     final, staged = tmp_path / "final", folder(tmp_path / "staged", "new")
     if there:
         folder(final, "old")
@@ -136,7 +137,7 @@ def test_a_rename_that_the_disk_does_not_confirm_is_taken_back(tmp_path, monkeyp
 def test_a_file_and_a_directory_replace_each_other(tmp_path, monkeypatch, can_exchange, old):
     """A single-file checkpoint takes the name of a sharded one and the other way round; nothing is left beside it."""
     if not can_exchange:
-        monkeypatch.setattr(durable, "exchange", lambda *_: False)
+        exchange_no_names(monkeypatch)
     final, staged = tmp_path / "final", tmp_path / "staged"
     for path, is_file in ((final, old == "file"), (staged, old == "directory")):
         if is_file:

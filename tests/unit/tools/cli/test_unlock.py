@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kit.inside import lock_in
 from safe_ckpt import Checkpointer
-from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.holders import holder_of
 from safe_ckpt.tools.cli.app import app
 from safe_ckpt.tools.doctor import durability
@@ -48,7 +48,7 @@ def test_the_lock_of_a_killed_job_keeps_nobody_out(tmp_path):
     assert f"process {job.pid} " in found.measured
     assert "is gone" in found.measured
     assert {path.name: path.read_bytes() for path in hidden.iterdir()} == before
-    lock = JobLock(hidden, subject=tmp_path, lease_s=60.0)
+    lock = lock_in(hidden, subject=tmp_path)
     lock.acquire()
     lock.release()
     assert run("unlock", tmp_path).stdout == f"{tmp_path} is free\n"
@@ -70,7 +70,7 @@ def test_what_cannot_be_told_is_not_guessed(tmp_path, change, says):
     """A holder of another host, and a lock file that names nobody: held, alive is null, and the next job's way in is told."""
     hidden = tmp_path / ".safe_ckpt"
     hidden.mkdir()
-    lock = JobLock(hidden, subject=tmp_path, lease_s=60.0)
+    lock = lock_in(hidden, subject=tmp_path)
     lock.acquire()
     text = (hidden / "lock").read_text()
     lock.release()
@@ -86,7 +86,7 @@ def test_what_cannot_be_told_is_not_guessed(tmp_path, change, says):
 
 def test_it_names_the_holder_of_this_lock(tmp_path):
     """Who holds it, and since when, come from one file: a record of an earlier job cannot be mistaken for this one's."""
-    lock = JobLock(tmp_path, subject=tmp_path, lease_s=60.0)
+    lock = lock_in(tmp_path)
     lock.acquire()
     found = holder_of(tmp_path)
     lock.release()
@@ -175,7 +175,7 @@ def test_all_commands_have_one_idea_of_a_directory(tmp_path, layout):
     shutil.rmtree(tmp_path / "made")
     record(hidden)
     (hidden / "quarantine" / f"{name}-bad").mkdir(parents=True)
-    lock = JobLock(hidden, subject=tmp_path, lease_s=60.0)
+    lock = lock_in(hidden, subject=tmp_path)
     lock.acquire()
     try:
         shelf = read_listing(asked)

@@ -1,0 +1,111 @@
+"""What tests reach of the package's inside, by name: where the package changes there, this is what has to follow."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+from safe_ckpt.core.coordination.coordinator import Coordinator
+from safe_ckpt.core.home import lease, object_lock
+from safe_ckpt.core.home.file_lock import JobLock
+from safe_ckpt.core.home.lease import own_lease
+from safe_ckpt.core.staging.snapshot import StagingCopy
+from safe_ckpt.core.storage import direct_io, durable
+from safe_ckpt.extensions import unchanged
+
+
+def engine_of(job):
+    """What saves for a ``Checkpointer``, or for the handle of an adapter."""
+    return job.saver.engine if hasattr(job, "saver") else job._engine
+
+
+def writer_of(job):
+    """What looks after the writer process of a ``Checkpointer`` or a handle: ``pid`` is that of the process."""
+    return engine_of(job)._save_queue.writer
+
+
+def home_of(ckpt):
+    """The directory of a ``Checkpointer``, as its saves see it."""
+    return ckpt._workspace
+
+
+def store_keys(job):
+    """How many keys the store of the ranks has; of a ``Checkpointer``, a handle or a coordinator."""
+    coordinator = job if isinstance(job, Coordinator) else engine_of(job).coordinator
+    return coordinator._calls.call(lambda store: store._store.num_keys(), phase="test")
+
+
+def store_port(coordinator):
+    """The port at which rank 0 hosts the store."""
+    return coordinator._connect._port
+
+
+def lock_in(folder, lease_s=60.0, subject=None):
+    """The lock of a directory whose lock file lies in ``folder``, taken and given back as a job does it."""
+    return JobLock(folder, subject=subject or folder, lease_s=lease_s)
+
+
+def ownership(home):
+    """What holds an object store's prefix for an ``ObjectHome`` that is open: ``head`` is what it last read or wrote."""
+    return home._owner
+
+
+def fall_silent(home):
+    """No more signs of life of an ``ObjectHome``, as if its process were stopped."""
+    home._owner._stop.set()
+
+
+def judge_owners(patch, fate):
+    """Every owner of a prefix is taken to be "alive", "dead" or "unknown", whatever its process is."""
+    patch.setattr(object_lock, "fate_of_process", lambda _: fate)
+
+
+def put_owners_elsewhere(patch):
+    """Every owner of a prefix looks like one on another host: only its signs of life count."""
+    judge_owners(patch, "unknown")
+    patch.setattr(lease, "own_lease", lambda **facts: replace(own_lease(**facts), pid=1))
+
+
+def exchange_no_names(patch):
+    """As a file system whose kernel cannot exchange two names."""
+    patch.setattr(durable, "exchange", lambda *_: False)
+
+
+def forget_refusals_of_direct_io(patch):
+    """As a new process, which has not yet learned where files cannot be written with O_DIRECT."""
+    patch.setattr(direct_io, "_without_direct", {})
+
+
+def copy_all_tensors(patch):
+    """No tensor lies in host memory in its order, as on a GPU: all is copied, and the writer looks what is unchanged."""
+    patch.setattr(unchanged, "_is_plain", lambda _: False)
+
+
+def copy_after(patch, event, *, thread=None, seconds=30):
+    """Copies that are made beside training begin when ``event`` is set, or those alone that the thread of a name makes."""
+    copying = StagingCopy.run_deferred
+
+    def run_deferred(self):
+        if thread in (None, threading.current_thread().name):
+            event.wait(seconds)
+        copying(self)
+
+    patch.setattr(StagingCopy, "run_deferred", run_deferred)
+
+
+__all__ = [
+    "copy_after",
+    "copy_all_tensors",
+    "engine_of",
+    "exchange_no_names",
+    "fall_silent",
+    "forget_refusals_of_direct_io",
+    "home_of",
+    "judge_owners",
+    "lock_in",
+    "ownership",
+    "put_owners_elsewhere",
+    "store_keys",
+    "store_port",
+    "writer_of",
+]
