@@ -42,8 +42,9 @@ def test_a_save_looks_at_nothing_but_its_own_file(tmp_path):
         str(PROGRAMS / "saves_among_neighbours.py"),
     ]
     command = ["strace", "-f", "--seccomp-bpf", "-qq", "-o", str(trace), "-e", CALLS, *command, str(tmp_path)]
-    here = str(Path(__file__).parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])}
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
     assert done.stdout.endswith("done\n"), done.stderr
     assert "lost+found is passed over" in done.stderr
