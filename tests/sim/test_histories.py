@@ -48,6 +48,7 @@ def test_histories_violate_nothing():
     print(ended.stdout[-1500:])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", [3, 29, 301])
 def test_a_seed_gives_the_same_history_again(seed):
@@ -57,6 +58,7 @@ def test_a_seed_gives_the_same_history_again(seed):
     assert first.stdout == second.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_planted_bug_is_found(name):

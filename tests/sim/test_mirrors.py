@@ -6,6 +6,7 @@ from kit.thorough import THOROUGH
 from sim.running import violations_of
 
 pytest.importorskip("greenlet")
+pytestmark = pytest.mark.slow
 
 SEEDS_OF_PLANTED = {
     "an empty directory is a new run": 61,

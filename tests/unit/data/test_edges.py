@@ -51,6 +51,7 @@ def go_on(batches, seen, count=None):
 
 
 # torch takes 5 s to end the workers of a loader that raised and was dropped, so there are but two of these.
+@pytest.mark.slow
 @pytest.mark.parametrize(("stop", "workers", "where"), [(4, 1, "sample"), (5, 2, "collate")])
 def test_what_a_failed_batch_drew_counts(stop, workers, where):
     """A worker draws for a batch and cannot make it: after a resume right behind it, the draws are as they would have been."""

@@ -28,6 +28,7 @@ NESTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NESTED)
 def test_two_small_files_do_not_keep_the_command_busy(tmp_path, kind):
     """A tuple of a tuple, 28 times, is 65 bytes; its whole text would have hundreds of millions of them."""

@@ -92,6 +92,7 @@ def lightning_like():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: {"a": torch.arange(6.0), "n": 1}, lightning_like], ids=["small", "lightning"])
 def test_every_bit_of_a_stock_file_counts(tmp_path, make):
     """A flip of any single bit of what torch.save wrote is found: in a payload, a header, padding or the directory."""
