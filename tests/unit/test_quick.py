@@ -155,5 +155,5 @@ def test_continuous_integration_runs_all_of_it():
 
 def test_a_few_histories_violate_nothing():
     """Simulated histories that a quick run has time for, and with other seeds than those of tests/sim."""
-    ended = sim("--first", 1_000_000, "--count", 100, "--processes", 2)
+    ended = sim("--first", 1_000_000, "--count", 40, "--processes", 2)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
