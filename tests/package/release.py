@@ -52,10 +52,7 @@ def main() -> None:
         check_interface()
         check_workflows()
         check_addresses()
-        if keep is not None:
-            keep.mkdir(parents=True, exist_ok=True)
-            for file in (sdist, wheel):
-                shutil.copy(file, keep)
+        smoke.leave(keep, sdist, wheel)
     print(f"{version} can be released: CONTRIBUTING.md says how")
 
 
@@ -78,19 +75,15 @@ def check_texts(version: str) -> None:
 
 
 def built_twice(folder: Path) -> tuple[Path, Path]:
-    """The sdist and the wheel, twice from copies at other places: no byte may differ."""
+    """The sdist and the wheel, twice, into two folders: no byte may differ."""
     os.environ["SOURCE_DATE_EPOCH"] = last_change()
     os.umask(0o022)
-    digests, pair = [], None
-    for name in ("one", "another"):
-        pair = smoke.build(folder / name)
-        digests.append([hashlib.sha256(file.read_bytes()).hexdigest() for file in pair])
+    pairs = [smoke.build(folder / name) for name in ("one", "another")]
+    digests = [[hashlib.sha256(file.read_bytes()).hexdigest() for file in pair] for pair in pairs]
     smoke.expect(digests[0] == digests[1], f"two builds differ: {digests}")
-    if pair is None:
-        raise AssertionError
-    for file, digest in zip(pair, digests[0], strict=True):
+    for file, digest in zip(pairs[-1], digests[-1], strict=True):
         said(f"built twice, equal: {file.name} sha256 {digest}")
-    return pair
+    return pairs[-1]
 
 
 def last_change() -> str:
@@ -122,18 +115,15 @@ def on_python(number: str, wheel: Path, folder: Path) -> None:
     smoke.run([found, "-m", "venv", str(place)])
     python = str(place / "bin/python")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    asked = [one.partition(";")[0] for one in requirements() if not one.startswith(("torch", "isal"))]
+    asked = [
+        one.partition(";")[0] for one in sbom.the_project()["dependencies"] if not one.startswith(("torch", "isal"))
+    ]
     smoke.run([*pip, *asked])
     smoke.run([*pip, "--no-deps", str(wheel)])
     (package,) = place.glob("lib/python*/site-packages/safe_ckpt")
     smoke.run([python, "-W", "error", "-m", "compileall", "-q", "-f", str(package)])
     smoke.run([python, "-W", "error", "-c", "".join(f"import {name}\n" for name in _LIGHT)])
     said(f"Python {number}: installed and compiled, imported without torch: {', '.join(_LIGHT)}")
-
-
-def requirements() -> list[str]:
-    """What the package asks for."""
-    return list(sbom.tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"])
 
 
 def python_of(number: str) -> str | None:
@@ -163,8 +153,7 @@ def check_workflows() -> None:
 
 def check_addresses() -> None:
     """The metadata leads to the project's pages; whoever releases it knows where they are."""
-    project = sbom.tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    missing = {"Source", "Documentation", "Changelog"} - set(project.get("urls", {}))
+    missing = {"Source", "Documentation", "Changelog"} - set(sbom.the_project().get("urls", {}))
     if missing:
         said(f"TO DO by the releaser: [project.urls] in pyproject.toml lacks {', '.join(sorted(missing))}")
 

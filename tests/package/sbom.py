@@ -32,9 +32,14 @@ def version() -> str:
     )
 
 
+def the_project() -> dict[str, Any]:
+    """What pyproject.toml says of it."""
+    return dict(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"])
+
+
 def made() -> str:
     """The text of the file."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = the_project()
     own = f"pkg:pypi/{project['name']}@{version()}"
     asked = [_component(asked) for asked in project["dependencies"]]
     facts = {

@@ -8,7 +8,6 @@ that safe_ckpt comes from the wheel and needs no package that it does not name; 
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import shutil
 import subprocess
@@ -21,7 +20,9 @@ from email.parser import Parser
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import sbom
+
+ROOT = sbom.ROOT
 WITHIN_S = 300
 USE = """
 import torch
@@ -68,11 +69,16 @@ def main() -> None:
         check_sdist(sdist)
         check_wheel(wheel)
         use(wheel, Path(folder))
-        if keep is not None:
-            keep.mkdir(parents=True, exist_ok=True)
-            for made in (sdist, wheel):
-                shutil.copy(made, keep)
+        leave(keep, sdist, wheel)
     print(f"{sdist.name} and {wheel.name}: built, complete, installed and used")
+
+
+def leave(keep: Path | None, *made: Path) -> None:
+    """Copy what was made to where it is wanted; None for nowhere."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        for file in made:
+            shutil.copy(file, keep)
 
 
 def build(folder: Path) -> tuple[Path, Path]:
@@ -108,11 +114,7 @@ def check_wheel(path: Path) -> None:
     expect(told["Requires-Python"] is not None, "the wheel does not say which Pythons it is for")
     expect(told["Description-Content-Type"] == "text/markdown", "the readme is not said to be Markdown")
     expect(told.get_payload().startswith("# safe_ckpt"), "the readme is not the description")
-    version = next(
-        ast.literal_eval(line.partition("=")[2].strip())
-        for line in (ROOT / "src/safe_ckpt/_version.py").read_text(encoding="utf-8").splitlines()
-        if line.startswith("__version__")
-    )
+    version = sbom.version()
     expect(told["Version"] == version, f"the wheel is of {told['Version']}, the sources of {version}")
 
 

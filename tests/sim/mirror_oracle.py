@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sim.object_oracle import StoreOracle
-from sim.oracle import Oracle
+from sim.oracle import MANIFEST, Oracle
 from sim.world import Proc, hub
 
 
@@ -29,7 +29,7 @@ class MirrorOracle(StoreOracle):
     def newest(self) -> int:
         """The highest sequence that is there, whole."""
         there = self.world.objects.there
-        return max((one.sequence for one in self.commits.values() if f"{one.node}/manifest.json" in there), default=0)
+        return max((one.sequence for one in self.commits.values() if f"{one.node}/{MANIFEST}" in there), default=0)
 
     def announced(self, proc: Proc, event: Any) -> None:
         """An event of a rank 0: something was mirrored, or was not."""

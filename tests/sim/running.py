@@ -24,6 +24,13 @@ def violations_of(name, seed):
     return with_bug, without
 
 
+def found_by_its_seed(name, seed):
+    """With the planted bug that history violates a rule, and without it none."""
+    with_bug, without = violations_of(name, seed)
+    assert with_bug > 0
+    assert without == 0
+
+
 def _run(*arguments):
     environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONOPTIMIZE", None)
