@@ -124,6 +124,9 @@ PLANTED: dict[str, dict[str, Patch]] = {
         )
     },
     # What histories found, and what was mended then.
+    "what a host remembers of a name is believed": {
+        _DURABLE: _swap("            os.listdir(final.parent)  # makes", "            # makes")
+    },
     "a holder believes one read of its lock": {
         "safe_ckpt.core.home.file_lock": _swap(
             "        look_again(self._directory)\n        return self._read()\n", "        return holder\n"
@@ -189,6 +192,9 @@ IN_STORES: dict[str, dict[str, Patch]] = {
         )
     },
     # What histories found, and what was mended then.
+    "what a host remembers of a name is believed": {
+        _DURABLE: _swap("            os.listdir(final.parent)  # makes", "            # makes")
+    },
     "the owner sleeps long after an outage": {
         "safe_ckpt.core.storage.objects.bucket": _swap("pause_s, self._longest_pause_s)", "pause_s, _LONGEST_PAUSE_S)")
     },

@@ -34,6 +34,7 @@ SEEDS_OF_PLANTED = {
     "the folder of a save is not durable when the old one goes": 392,
     "a lost answer of moving aside is a failure": 2095,
     "a holder believes one read of its lock": 4068,
+    "what a host remembers of a name is believed": 7207,
 }
 """The first seed that finds each planted bug, as ``python -m sim --planted`` prints it. Other plans have other seeds."""
 SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or number in (0, 9, 15, 21)]

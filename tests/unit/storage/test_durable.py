@@ -83,6 +83,38 @@ def test_a_failed_replacement_puts_the_old_one_back(tmp_path, monkeypatch):
     assert (staged / "f").read_text() == "new"
 
 
+@pytest.mark.parametrize(("kind", "there"), [("directory", False), ("file", False), ("file", True)])
+def test_a_rename_that_was_done_is_no_failure_whatever_the_host_remembers(tmp_path, monkeypatch, kind, there):
+    """The server did it and its answer was lost. Until the folder is listed, the host sees what the name was before."""
+    final, staged, listed = tmp_path / "final", tmp_path / "staged", []
+    for path in (final, staged) if there else (staged,):
+        folder(path, path.name) if kind == "directory" else path.write_text(path.name)
+    lstat, listdir = os.lstat, os.listdir
+    before = lstat(final) if there else None
+
+    def remembered(path, **options):
+        if os.fspath(path) != str(final) or listed:
+            return lstat(path, **options)
+        if before is None:
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return before
+
+    def without_an_answer(rename):
+        def done(source, target):
+            rename(source, target)
+            if os.fspath(target) == str(final):
+                raise OSError(5, "Input/output error", str(source))
+
+        return done
+
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, without_an_answer(getattr(os, name)))
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or listdir(path))
+    monkeypatch.setattr(os, "lstat", remembered)
+    durable.publish(staged, final, lambda: tmp_path / "aside")
+    assert (final / "f" if kind == "directory" else final).read_text() == "staged"
+
+
 def test_a_copy_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     """Across a mount, onto a full disk: no temporary file stays beside the final name."""
 

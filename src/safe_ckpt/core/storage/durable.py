@@ -197,6 +197,7 @@ def _settled(rename: Callable[[], bool | None], staged: Path, final: Path) -> bo
         return rename()
     except OSError as error:
         try:
+            os.listdir(final.parent)  # makes a network file system look: it may remember what had that name before
             there = os.lstat(final)
         except FileNotFoundError:
             raise error from None
@@ -237,11 +238,10 @@ def _undone_by(undo: Callable[[], object]) -> Iterator[None]:
 def _keep(staged: Path, final: Path) -> Path | None:
     """A second name for what ``final`` is now, to go back to; None where there are no hard links."""
     kept = staged.with_name(f".{final.name}.{uuid.uuid4().hex}.old")
-    try:
+    with contextlib.suppress(OSError):
         os.link(final, kept, follow_symlinks=False)
-    except OSError:
-        return None
-    return kept
+        return kept
+    return None
 
 
 def _replace(staged: Path, final: Path) -> None:
