@@ -95,12 +95,17 @@ def kill_group(process: subprocess.Popen[str], number: signal.Signals = signal.S
     process.wait(timeout=30)
 
 
-PROGRAMS = Path(__file__).parent / "programs"
+_PROGRAMS = {found.stem: found for found in (Path(__file__).parent / "programs").rglob("*.py")}
+
+
+def program_path(name: str) -> Path:
+    """The program of that name in ``tests/programs``, in whichever room; a name is there once."""
+    return _PROGRAMS[name]
 
 
 def run_program(name: str, *args: str, flags: tuple[str, ...] = (), **more: Any) -> subprocess.CompletedProcess[str]:
-    """Run ``tests/programs/<name>.py`` with these arguments, as ``run_script`` runs code."""
-    return _run([sys.executable, *flags, str(PROGRAMS / f"{name}.py"), *args], **more)
+    """Run ``program_path(name)`` with these arguments, as ``run_script`` runs code."""
+    return _run([sys.executable, *flags, str(program_path(name)), *args], **more)
 
 
 HOLD_LOCK = """
@@ -204,7 +209,6 @@ def placements(mesh, choice: int, dims: int) -> list[object]:
 
 __all__ = [
     "HOLD_LOCK",
-    "PROGRAMS",
     "flip_bit",
     "holding_lock",
     "kill_all",
@@ -212,6 +216,7 @@ __all__ = [
     "needs_root",
     "placements",
     "processes_of_this_test",
+    "program_path",
     "run_program",
     "run_script",
     "share_copies",

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kit import warm
 from safe_ckpt.tools.cli.app import app
-from support import PROGRAMS
+from support import program_path
 
 
 def run(*args):
@@ -23,7 +23,7 @@ def run(*args):
 @contextlib.contextmanager
 def job(program, *args):
     process = warm.Popen(
-        [sys.executable, str(PROGRAMS / f"{program}.py"), *map(str, args)],
+        [sys.executable, str(program_path(program)), *map(str, args)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support import PROGRAMS
+from support import program_path
 
 TOOLS = ("strace", "setpriv")
 CALLS = "trace=%file,getdents64"
@@ -39,7 +39,7 @@ def test_a_save_looks_at_nothing_but_its_own_file(tmp_path):
         "--bounding-set",
         "-dac_override,-dac_read_search",
         sys.executable,
-        str(PROGRAMS / "saves_among_neighbours.py"),
+        str(program_path("saves_among_neighbours")),
     ]
     command = ["strace", "-f", "--seccomp-bpf", "-qq", "-o", str(trace), "-e", CALLS, *command, str(tmp_path)]
     here = Path(__file__).parent

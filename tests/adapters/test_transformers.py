@@ -25,7 +25,7 @@ from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NotEnoughSpaceError, NoValidCheckpointError
 from safe_ckpt.transformers import SafeCheckpointMixin
 from safe_ckpt.transformers.saver import candidates
-from support import PROGRAMS, flip_bit, kill_all, needs_root, small_disk, writer_processes
+from support import flip_bit, kill_all, needs_root, program_path, small_disk, writer_processes
 
 
 def test_the_files_are_those_that_the_trainer_writes(tmp_path):
@@ -252,7 +252,7 @@ def test_it_survives_kills_bit_for_bit(tmp_path):
     """A save at every step, two SIGKILLs: the end is that of an uninterrupted run."""
 
     def start(folder):
-        command = [sys.executable, str(PROGRAMS / "trains_with_transformers.py"), str(tmp_path / folder), *sys.path]
+        command = [sys.executable, str(program_path("trains_with_transformers")), str(tmp_path / folder), *sys.path]
         return warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def end(folder):

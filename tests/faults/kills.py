@@ -11,7 +11,7 @@ from typing import Any
 
 from kit import warm
 from kit.thorough import THOROUGH
-from support import PROGRAMS
+from support import program_path
 
 TRIALS = 20 if THOROUGH else 6
 
@@ -31,7 +31,7 @@ def killed(job: str, *args: Any) -> Iterator[tuple[str, int]]:
     chance, announced = random.Random(seed), 0
     for trial in range(TRIALS):
         which = f"seed {seed}, trial {trial}"
-        command = [sys.executable, "-W", "ignore", str(PROGRAMS / f"{job}.py"), *map(str, args)]
+        command = [sys.executable, "-W", "ignore", str(program_path(job)), *map(str, args)]
         process = warm.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             begun = int(process.stdout.readline().split()[1])

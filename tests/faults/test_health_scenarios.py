@@ -17,7 +17,7 @@ import torch
 from kit.thorough import THOROUGH
 from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention
 from safe_ckpt.errors import UnhealthyStateError
-from support import PROGRAMS
+from support import program_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580), pytest.mark.filterwarnings("ignore")]
 STEPS = 14
@@ -213,7 +213,7 @@ def test_kills_on_top_change_nothing(tmp_path, matrix, seed):
     for number in range(15):
         after_s = chance.uniform(0.0, 1.0) if number < 5 else 0.0
         done = subprocess.run(
-            [sys.executable, PROGRAMS / "goes_bad_once.py", tmp_path / "run", str(seed), str(after_s)],
+            [sys.executable, program_path("goes_bad_once"), tmp_path / "run", str(seed), str(after_s)],
             capture_output=True,
             text=True,
             timeout=100,

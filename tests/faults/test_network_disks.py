@@ -15,7 +15,7 @@ from kit.faults import FaultyStorage
 from kit.patience import wait_until
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.errors import DirectoryError, SafeCheckpointError
-from support import PROGRAMS, needs_root, run_program
+from support import needs_root, program_path, run_program
 
 
 @pytest.mark.timeout(150)
@@ -27,7 +27,7 @@ def test_entries_that_show_late_on_one_rank(tmp_path, matrix):
         subprocess.Popen(
             [
                 sys.executable,
-                str(PROGRAMS / "rank_that_sees_late.py"),
+                str(program_path("rank_that_sees_late")),
                 str(exp),
                 str(rank),
                 str(tmp_path / "store"),

@@ -17,7 +17,7 @@ from kit.writing import write_file
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.storage import direct_io, durable, reader
 from safe_ckpt.core.storage.direct_io import WriteOptions
-from support import PROGRAMS, Quiet, names_in
+from support import Quiet, names_in, program_path
 
 SAVES = """
     import logging, sys
@@ -243,7 +243,7 @@ def test_a_size_of_zeros_is_no_full_disk(tmp_path, monkeypatch):
 
 def test_pages_of_64_kib(tmp_path):
     """Nothing maps, advises or allocates at places or in lengths that only fit pages of 4 KiB (told by hand, not run there)."""
-    command = [sys.executable, str(PROGRAMS / "saves_on_large_pages.py"), str(tmp_path / "exp")]
+    command = [sys.executable, str(program_path("saves_on_large_pages")), str(tmp_path / "exp")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout.splitlines()[0] == "True True", done.stderr
     assert done.returncode == 0, done.stderr

@@ -29,7 +29,7 @@ STARTERS = {
     ("kit.ranks", "spawn_ranks"): "ranks",
     ("kit.ranks", "spawn_over"): "ranks",
 }
-_PROGRAMS = {program.stem: program for program in (TESTS / "programs").glob("*.py")}
+_PROGRAMS = {program.stem: program for program in (TESTS / "programs").rglob("*.py")}
 _WORDS = {"mount": "hosts", "unshare": "hosts", "torch.distributed.run": "ranks", "torchrun": "ranks"}
 """Literals of a test's code, such as parts of a command."""
 _ON_PAGES = {

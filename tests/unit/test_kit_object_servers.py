@@ -12,7 +12,7 @@ from obstore.store import from_url
 
 from kit import object_servers
 from kit.patience import wait_until
-from support import PROGRAMS
+from support import program_path
 
 
 def needs(kind):
@@ -64,7 +64,7 @@ def test_it_ends_with_who_started_it(kind, tmp_path):
     """Even when that is killed."""
     needs(kind)
     environment = {**os.environ, "PYTHONPATH": str(Path(object_servers.__file__).parents[1])}
-    command = [sys.executable, PROGRAMS / "starts_an_object_server.py", kind, str(tmp_path)]
+    command = [sys.executable, program_path("starts_an_object_server"), kind, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as starter:
         pid = int(starter.stdout.readline())
         assert Path(f"/proc/{pid}").exists()

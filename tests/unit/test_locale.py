@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from support import PROGRAMS
+from support import program_path
 
 
 def said(given, kind):
     own = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, PROGRAMS / "saves_to_a_name.py", given, kind]
+    command = [sys.executable, program_path("saves_to_a_name"), given, kind]
     return subprocess.run(command, env=own, check=False, capture_output=True, text=True, encoding="utf-8", timeout=60)
 
 

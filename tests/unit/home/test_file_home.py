@@ -17,7 +17,7 @@ from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.lease import Lease
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
-from support import PROGRAMS
+from support import program_path
 
 
 def of_elsewhere(**facts):
@@ -322,7 +322,7 @@ def test_nothing_of_a_job_that_took_over_is_taken_away(tmp_path):
 
 def test_jobs_that_end_and_begin_at_once_do_not_disturb_each_other(tmp_path):
     """One job after the other has the directory, two processes at a time; each either gets it, or is told that it is in use."""
-    command = [sys.executable, PROGRAMS / "holds_in_turn.py", tmp_path / "a/exp"]
+    command = [sys.executable, program_path("holds_in_turn"), tmp_path / "a/exp"]
     jobs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [job.communicate(timeout=100)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], said

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support import PROGRAMS
+from support import program_path
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_each_goes_on_from_what_the_other_has_saved(open_to_all):
     steps = []
     for user in (1001, 1002, 1001, 1002):
         done = subprocess.run(
-            [sys.executable, PROGRAMS / "saves_as_another_user.py", folder / "run", str(user)],
+            [sys.executable, program_path("saves_as_another_user"), folder / "run", str(user)],
             capture_output=True,
             text=True,
             timeout=100,

@@ -13,7 +13,7 @@ import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt import machine as processes
-from support import PROGRAMS
+from support import program_path
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
@@ -28,7 +28,7 @@ def test_an_interpreter_whose_exec_hangs_holds_nothing_up(tmp_path):
     with log.open("w") as stream:
         # strace itself waits for the process that hangs.
         job = subprocess.Popen(
-            [*words, sys.executable, PROGRAMS / "saves_by_a_hanging_interpreter.py", tmp_path / "run", link],
+            [*words, sys.executable, program_path("saves_by_a_hanging_interpreter"), tmp_path / "run", link],
             stdout=subprocess.PIPE,
             stderr=stream,
             text=True,

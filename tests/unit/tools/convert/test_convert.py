@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from safe_ckpt import Checkpointer
 from safe_ckpt.tools.cli.app import app
-from support import PROGRAMS, flip_bit, needs_root, small_disk
+from support import flip_bit, needs_root, program_path, small_disk
 
 RUNNER = CliRunner()
 FORMS = ("safetensors", "torch", "dcp")
@@ -209,7 +209,7 @@ def test_a_full_disk_is_named_and_nothing_stays(tmp_path, form):
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     """240 MiB of tensors of 16 MiB each become each of the forms within 150 MiB of memory of the program's own."""
     torch.save({"state_dict": {f"w{n}": torch.full((4 << 20,), float(n)) for n in range(15)}}, tmp_path / "a.ckpt")
-    command = [sys.executable, PROGRAMS / "measures_conversions.py", str(tmp_path / "a.ckpt"), str(tmp_path / "out")]
+    command = [sys.executable, program_path("measures_conversions"), str(tmp_path / "a.ckpt"), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split("ANON")[1]) < 150 << 10
