@@ -91,8 +91,8 @@ PLANTED: dict[str, dict[str, Patch]] = {
     "retention comes before the commit": {_COMMIT: _swap("        return self._publication.commit(", _EARLY)},
     "a holder's signs of life are ignored": {
         _LEASE: _both(
-            _swap("if silence.is_broken_by(seen) and", "if False and"),
-            _swap("or seen.state != self._before.state:", "or False:"),
+            _swap("if silence.is_broken_by(seen):", "if False:"),
+            _swap("or seen.state != self.before.state:", "or False:"),
             _swap('        if fate == "alive":\n            raise', "        if False:\n            raise"),
         )
     },
@@ -124,6 +124,9 @@ PLANTED: dict[str, dict[str, Patch]] = {
         )
     },
     # What histories found, and what was mended then.
+    "who waits believes one read of a lock": {
+        _LEASE: _swap("while (seen := self._sure_look(silence)) is", "while (seen := self._look()) is")
+    },
     "what a host remembers of a name is believed": {
         _DURABLE: _swap("            os.listdir(final.parent)  # makes", "            # makes")
     },
@@ -192,6 +195,9 @@ IN_STORES: dict[str, dict[str, Patch]] = {
         )
     },
     # What histories found, and what was mended then.
+    "who waits believes one read of a lock": {
+        _LEASE: _swap("while (seen := self._sure_look(silence)) is", "while (seen := self._look()) is")
+    },
     "what a host remembers of a name is believed": {
         _DURABLE: _swap("            os.listdir(final.parent)  # makes", "            # makes")
     },

@@ -302,13 +302,13 @@ class LeaseLock(ABC):
     def _await_free(self, lease: Lease, began: float, deadline: float | None) -> Seen | None:
         """Look at the record until it may be taken. Returns it."""
         silence, overslept = _Silence(), False
-        while (seen := self._look()) is not None:
+        while (seen := self._sure_look(silence)) is not None:
             looked = time.monotonic()
             if seen.lease is not None and seen.lease.token == lease.token:  # by a request whose answer was lost
                 return seen
-            if silence.is_broken_by(seen) and (again := self._look(again=True)) and silence.is_broken_by(again):
+            if silence.is_broken_by(seen):
                 raise self.in_use(
-                    "it is alive, it gave a sign of life: stop it, or choose another directory", again.lease
+                    "it is alive, it gave a sign of life: stop it, or choose another directory", seen.lease
                 )
             if self._is_dead(seen.lease):
                 break
@@ -324,6 +324,15 @@ class LeaseLock(ABC):
             time.sleep(pause_s)
             # Since the look, not since the sleep began: to ask for the holder's fate may take long, too.
             overslept = time.monotonic() - looked > pause_s + SLOW_S
+        return seen
+
+    def _sure_look(self, silence: _Silence) -> Seen | None:
+        """Look. What is new counts once it was seen twice: one read may bring other bytes, and would be a sign of life."""
+        seen, before = self._look(), silence.before
+        for _ in range(3):
+            if seen is None or seen.lease is None or (before is not None and seen.state == before.state):
+                break
+            before, seen = seen, self._look(again=True)
         return seen
 
     def _is_dead(self, lease: Lease | None) -> bool:
@@ -399,19 +408,20 @@ class _Silence:
         seconds: so long.
         needed_s: until it counts as dead.
         holders: how many records there were.
+        before: the newest of them.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.needed_s = 0.0
         self.holders = 0
-        self._before: Seen | None = None
+        self.before: Seen | None = None
         self._looked_at = 0.0
 
     def is_broken_by(self, seen: Seen) -> bool:
         """Whether the holder has changed the record since it was first seen."""
-        tokens = [one.lease.token for one in (seen, self._before) if one is not None and one.lease is not None]
-        changed = self._before is not None and seen.state != self._before.state
+        tokens = [one.lease.token for one in (seen, self.before) if one is not None and one.lease is not None]
+        changed = self.before is not None and seen.state != self.before.state
         return changed and len(tokens) == 2 and tokens[0] == tokens[1]
 
     def heard(self, seen: Seen, waited_s: Callable[[Seen], float], *, outage: bool) -> None:
@@ -419,8 +429,8 @@ class _Silence:
         now, before = time.monotonic(), self._looked_at
         self._looked_at = now
         period_s = seen.lease_s / _PER_LEASE
-        if self._before is None or seen.state != self._before.state:
-            self._before, self.seconds, self.holders = seen, 0.0, self.holders + 1
+        if self.before is None or seen.state != self.before.state:
+            self.before, self.seconds, self.holders = seen, 0.0, self.holders + 1
             # Earlier waits were measured by the clocks of several machines. A live holder shows itself in the time left.
             self.needed_s = max(seen.lease_s - waited_s(seen), 2 * period_s)
             return
