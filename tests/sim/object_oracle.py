@@ -46,6 +46,9 @@ class StoreOracle(Oracle):
         if one is not None and f"{one.node}/{MANIFEST}" == key:
             one.deleted = True
 
+    def _troubles(self, host: int) -> list[tuple[float, float]]:
+        return [*super()._troubles(host), *self.world.objects.troubles.get(host, ())]
+
     def _head_changed(self, head: dict[str, Any], proc: Proc) -> None:
         lease = head["lease"]
         if head["quarantined"]:

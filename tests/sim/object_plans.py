@@ -27,7 +27,7 @@ class StoreFault(Fault):
         history.world.objects.once.setdefault(host.number, []).append(what)
         if not what.startswith("wrong"):
             now = history.world.now
-            history.world.mounts.trouble(host.number, now, now + 1.0)
+            history.world.objects.trouble(host.number, now, now + 1.0)
 
     def _late_request(self, history: Any, host: Any, proc: Proc | None) -> None:
         self._next_request(history, host, "late")
@@ -46,7 +46,7 @@ class StoreFault(Fault):
 
     def _refused(self, history: Any, host: Any, proc: Proc | None) -> None:
         until = history.world.now + min(self.length_s, 12.0)
-        history.world.mounts.trouble(host.number, history.world.now, until)
+        history.world.objects.trouble(host.number, history.world.now, until)
         history.world.objects.refusing.append((host.number, self.chance, until))
 
     def _store_down(self, history: Any, host: Any, proc: Proc | None) -> None:

@@ -122,6 +122,7 @@ class Objects:
         self.there: dict[str, Object] = {}
         self.watcher: Any = None
         self.down: dict[int, float] = {}
+        self.troubles: dict[int, list[tuple[float, float]]] = {}
         self.refusing: list[tuple[int, float, float]] = []
         self.once: dict[int, list[str]] = {}
         self.strayed = False
@@ -137,7 +138,11 @@ class Objects:
     def hang(self, host: int, seconds: float) -> None:
         """From now on requests of a host get no answer, for so long."""
         self.down[host] = max(self.down.get(host, 0.0), self.world.now + seconds)
-        self.world.mounts.trouble(host, self.world.now, self.down[host])
+        self.trouble(host, self.world.now, self.down[host])
+
+    def trouble(self, host: int, start: float, end: float) -> None:
+        """A host could not use the store then."""
+        self.troubles.setdefault(host, []).append((start, end))
 
     def ask(self, client: Client, verb: str, key: str, what: Callable[[Proc], Any], wrong: Any = None) -> Any:
         """Make a request, and again as often as the client does by itself. Returns its answer, or raises its error."""

@@ -100,8 +100,12 @@ class Oracle:
 
     def _hindered(self, proc: Any, since: float) -> list[tuple[float, float]]:
         """When a process could not reach the disk."""
-        spans = [*proc.stops, *self.world.mounts.troubles.get(proc.host.number, ())]
+        spans = [*proc.stops, *self._troubles(proc.host.number)]
         return [(start, end) for start, end in spans if end > since]
+
+    def _troubles(self, host: int) -> list[tuple[float, float]]:
+        """When a host could not use the directory."""
+        return list(self.world.mounts.troubles.get(host, ()))
 
     def _changed(self, change: Change) -> None:
         if hub.task is None:

@@ -124,6 +124,11 @@ PLANTED: dict[str, dict[str, Patch]] = {
         )
     },
     # What histories found, and what was mended then.
+    "a writer whose parent is gone ends by an error": {
+        "safe_ckpt.core.writer.process": _swap(
+            "with contextlib.suppress(OSError):  # the parent is", "if True:  # the parent is"
+        )
+    },
     "who waits believes one read of a lock": {
         _LEASE: _swap("while (seen := self._sure_look(silence)) is", "while (seen := self._look()) is")
     },
@@ -195,6 +200,11 @@ IN_STORES: dict[str, dict[str, Patch]] = {
         )
     },
     # What histories found, and what was mended then.
+    "a writer whose parent is gone ends by an error": {
+        "safe_ckpt.core.writer.process": _swap(
+            "with contextlib.suppress(OSError):  # the parent is", "if True:  # the parent is"
+        )
+    },
     "who waits believes one read of a lock": {
         _LEASE: _swap("while (seen := self._sure_look(silence)) is", "while (seen := self._look()) is")
     },

@@ -57,7 +57,8 @@ def main(socket_fd: int, control_fd: int, niceness: int, parent: int, ahead: Seq
         job = jobs.get()
         reply = _serve(job, buffers, maps, page)
         page.entered("idle")
-        connection.sendall(json.dumps(reply).encode() + b"\n")
+        with contextlib.suppress(OSError):  # the parent is gone, and this process ends
+            connection.sendall(json.dumps(reply).encode() + b"\n")
 
 
 def _import(modules: Sequence[str]) -> None:
