@@ -27,6 +27,7 @@ class StoreOracle(Oracle):
     def __init__(self, world: Any, below: str, keep_last: int | None) -> None:
         super().__init__(world, "", keep_last)
         self.below = below
+        self.too_late: dict[str, Any] = {}
         world.objects.watcher = self
 
     def put(self, key: str, there: Object, proc: Proc) -> None:
@@ -38,6 +39,12 @@ class StoreOracle(Oracle):
             if there.before is not None:
                 self.world.violate("replaced", f"{proc.name} put another object in place of {name}")
             self._manifest_put(name.partition("/")[0], json.loads(there.data), proc)
+        elif f"{self._folder_of(key)}/{MANIFEST}" in self.world.objects.there:
+            job = proc.name.partition(".writer")[0]
+            self.too_late[self._folder_of(key)] = next(one for one in proc.host.procs if one.name == job)
+
+    def _folder_of(self, key: str) -> str:
+        return f"{self.below}/{key.removeprefix(f'{self.below}/').partition('/')[0]}"
 
     def deleted(self, key: str, gone: Object, proc: Proc) -> None:
         """An object was deleted."""
@@ -121,7 +128,10 @@ class StoreOracle(Oracle):
                 self.world.violate("lost", f"{one.name} ({one.sequence}) was announced durable and is gone")
 
     def left_behind(self) -> list[str]:
-        """After a clean end: what belongs to no checkpoint. Beside a tombstone only a late request may have left it."""
+        """After a clean end: what belongs to no checkpoint.
+
+        Beside a tombstone only a late request may have left it, or who stood still, went on and was killed before it knew.
+        """
         there = self.world.objects.there
         wanted = {f"{self.below}/{_HEAD}"}
         for key, one in there.items():
@@ -131,6 +141,6 @@ class StoreOracle(Oracle):
             folder, facts = key.rpartition("/")[0], json.loads(one.data)
             if facts["format"] != _TOMBSTONE:
                 wanted |= {f"{folder}/{row['path']}" for row in facts["files"]}
-            elif self.world.objects.strayed:
+            elif self.world.objects.strayed or (folder in self.too_late and self.too_late[folder].ended != "exit"):
                 wanted |= {other for other in there if other.startswith(f"{folder}/")}
         return sorted(there.keys() - wanted)

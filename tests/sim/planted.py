@@ -200,17 +200,6 @@ IN_STORES: dict[str, dict[str, Patch]] = {
         )
     },
     # What histories found, and what was mended then.
-    "a writer whose parent is gone ends by an error": {
-        "safe_ckpt.core.writer.process": _swap(
-            "with contextlib.suppress(OSError):  # the parent is", "if True:  # the parent is"
-        )
-    },
-    "who waits believes one read of a lock": {
-        _LEASE: _swap("while (seen := self._sure_look(silence)) is", "while (seen := self._look()) is")
-    },
-    "what a host remembers of a name is believed": {
-        _DURABLE: _swap("            os.listdir(final.parent)  # makes", "            # makes")
-    },
     "the owner sleeps long after an outage": {
         "safe_ckpt.core.storage.objects.bucket": _swap("pause_s, self._longest_pause_s)", "pause_s, _LONGEST_PAUSE_S)")
     },
