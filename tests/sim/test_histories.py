@@ -36,6 +36,7 @@ SEEDS_OF_PLANTED = {
     "a holder believes one read of its lock": 4068,
     "what a host remembers of a name is believed": 7207,
     "who waits believes one read of a lock": 11780,
+    "a writer whose parent is gone ends by an error": 31183,
 }
 """The first seed that finds each planted bug, as ``python -m sim --planted`` prints it. Other plans have other seeds."""
 SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or number in (0, 9, 15, 21)]

@@ -286,3 +286,26 @@ def test_one_wrong_read_of_its_lock_costs_a_holder_nothing(tmp_path, monkeypatch
     with pytest.raises(DirectoryInUseError, match="took the directory over"):
         call()
     lock.release()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 6])
+def test_one_wrong_read_of_a_dead_jobs_lock_is_no_sign_of_life(tmp_path, monkeypatch, number):
+    """A look that brings other bytes, once, whichever it is: the directory is taken over when the lease is over."""
+    holder = of_elsewhere(lease_s=1.0)
+    (tmp_path / "lock").write_bytes(holder.to_bytes())
+    real, looks = locks.read_lock, []
+
+    def read(directory, name=locks.LOCK_NAME):
+        data = real(directory, name)
+        if name == locks.LOCK_NAME and data is not None:
+            looks.append(data)
+            if len(looks) == number:
+                return data.replace(b'"beat": "0', b'"beat": "1')
+        return data
+
+    monkeypatch.setattr(locks, "read_lock", read)
+    lock = lock_in(tmp_path, lease_s=1.0)
+    lock.acquire()
+    assert lock.is_held
+    assert len(looks) > number
+    lock.release()
