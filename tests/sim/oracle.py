@@ -87,7 +87,7 @@ class Oracle:
 
     def _refuse_robbery(self, holder: Any, taker: Any, lease_s: float, since: float) -> None:
         """Nobody takes the directory from a job that lives and could show itself whenever the taker could look."""
-        if not holder.alive or self.gave_back_at(holder) >= since:
+        if not holder.alive or holder is taker or self.gave_back_at(holder) >= since:
             return
         now = self.world.now
         mine, yours = self._hindered(holder, now - 2 * lease_s), self._hindered(taker, now - 2 * lease_s)

@@ -80,15 +80,20 @@ def is_there(place: ObjectPath) -> bool:
 
 
 def look_twice(path: ObjectPath, action: Callable[[ObjectPath], _Result]) -> _Result:
-    """Do something with a checkpoint. Where it is found damaged or incomplete, once more on a new connection, which decides.
+    """Do something with a checkpoint. That it is damaged or incomplete, two looks have to say alike, or a third one decides.
 
     Raises:
-        CorruptCheckpointError: it is, twice.
+        CorruptCheckpointError: it is.
     """
-    try:
-        return action(path)
-    except CorruptCheckpointError as error:
-        logger.warning("%s: reading it once more", error)
+    before = ""
+    for place in (path, path.afresh()):
+        try:
+            return action(place)
+        except CorruptCheckpointError as error:
+            if str(error) == before:
+                raise
+            before = str(error)
+            logger.warning("%s: reading it once more", error)
     return action(path.afresh())
 
 
