@@ -124,6 +124,9 @@ PLANTED: dict[str, dict[str, Patch]] = {
         )
     },
     # What histories found, and what was mended then.
+    "folders that a killed job made are not synced": {
+        _HOME: _swap("                durable.sync_above(self.pending)\n", "")
+    },
     "a writer whose parent is gone ends by an error": {
         "safe_ckpt.core.writer.process": _swap(
             "with contextlib.suppress(OSError):  # the parent is", "if True:  # the parent is"
@@ -224,6 +227,9 @@ IN_MIRRORS: dict[str, dict[str, Patch]] = {
             "        if (known.size_bytes, known.xxh3_128) != (entry.size_bytes, entry.xxh3_128):\n",
             "        if False:\n",
         )
+    },
+    "two looks that differ are believed": {
+        "safe_ckpt.core.storage.objects.second_look": _swap("if str(error) == before:", "if before:")
     },
     "what was fetched is not compared": {
         _FETCH: _swap("            verify_entry(into, entry, cached=True)\n", "            pass\n")

@@ -119,6 +119,7 @@ class FileHome(HeldHome[Path]):
         try:
             with naming(rank=0, phase="cleaning up after an earlier job", path=self.path):
                 self.pending.mkdir(exist_ok=True)  # here, because no job that ends now takes it away any more
+                durable.sync_above(self.pending)
                 self._take_former()
                 self._repair()
                 self._sweep()

@@ -85,6 +85,18 @@ def make_directory(path: Path) -> list[Path]:
     return made
 
 
+def sync_above(path: Path) -> None:
+    """Make the entries durable that lead to a directory: a job that made folders may have been killed before it did that."""
+    device = path.stat().st_dev
+    for folder in path.parents:
+        try:
+            if folder.stat().st_dev != device:
+                return
+            sync_directory(str(folder))
+        except PermissionError:
+            return  # no job makes a folder there
+
+
 def write_durably(path: Path, data: bytes) -> None:
     """Write a small file and fsync it; its directory entry is the caller's to fsync."""
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
