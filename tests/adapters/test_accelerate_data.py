@@ -3,20 +3,19 @@
 import contextlib
 import json
 import logging
-import random
 
-import numpy
 import pytest
 import torch
 from accelerate.utils import DataLoaderConfiguration
 from accelerate_launch import run as run_ranks
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from drawn_samples import SIZE, Drawing, Placed, Stream
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from accelerate_runs import Counter, Training, forget, fresh, registered
 from safe_ckpt.data import resumable
 from safe_ckpt.errors import NoValidCheckpointError, RestoreError
 
-SIZE, PER_EPOCH = 22, 6
+PER_EPOCH = 6
 
 
 @pytest.fixture(autouse=True)
@@ -25,39 +24,9 @@ def _alone():
         yield
 
 
-class Drawing(torch.utils.data.Dataset):
-    """Draws from every generator for a sample."""
-
-    def __len__(self):
-        return SIZE
-
-    def __getitem__(self, index):
-        noise = torch.rand(1) + random.random() + numpy.random.rand()
-        return (torch.full((4,), float(index)) + noise.float(),)
-
-
 class Plain(Drawing):
     def __getitem__(self, index):
         return (torch.full((4,), float(index)),)
-
-
-class Stream(IterableDataset):
-    def __init__(self):
-        self.at = 0
-
-    def __iter__(self):
-        while self.at < SIZE:
-            self.at += 1
-            yield (torch.full((4,), float(self.at)) + torch.rand(1),)
-        self.at = 0
-
-
-class Placed(Stream):
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
 
 
 def batches():
@@ -233,30 +202,6 @@ def test_a_loader_that_does_not_know_its_place_is_named(tmp_path, caplog):
     assert "resumable(loader)" in said
 
 
-RANKS = """
-    import contextlib, json
-    from accelerate.utils import DataLoaderConfiguration
-    from safe_ckpt.data import resumable
-    from safe_ckpt.errors import NoValidCheckpointError, RestoreError
-    from test_accelerate_data import Drawing, Placed, Stream
-    how, loading, stop = json.loads(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
-    data = {"map": Drawing, "stream": Placed, "blind": Stream}[loading.pop("data", "map")]()
-    skip = loading.pop("skip", None)
-    accelerator = make(folder, dataloader_config=DataLoaderConfiguration(**how))
-    with register(accelerator, CONFIG):
-        training = Training(accelerator, data=data, wrap=lambda loader: resumable(loader, skip=skip), **loading)
-        with contextlib.suppress(NoValidCheckpointError):
-            accelerator.load_state()
-        def after(count):
-            if count == stop:
-                accelerator.save_state()
-                raise KeyboardInterrupt
-        with contextlib.suppress(KeyboardInterrupt):
-            while training.loader.iteration < 3:
-                training.epoch(after)
-        say(json.dumps(training.seen))
-        say(training.fingerprint())
-"""
 EVEN = {
     "as it is": ({}, {}),
     "workers": ({}, {"num_workers": 1}),
@@ -277,11 +222,11 @@ EVEN = {
 def test_ranks_go_on_with_their_batches(tmp_path, case):
     """Two ranks, as Accelerate shares batches out: each rank's samples and what was drawn for them."""
     how, loading = map(json.dumps, EVEN[case])
-    whole = run_ranks(tmp_path, RANKS, tmp_path / "whole", how, loading, 0)
+    whole = run_ranks(tmp_path, "stops_among_its_batches", tmp_path / "whole", how, loading, 0)
     for stop in (2, 4):
         folder = tmp_path / str(stop)
-        before = run_ranks(tmp_path, RANKS, folder, how, loading, stop)
-        after = run_ranks(tmp_path, RANKS, folder, how, loading, 0)
+        before = run_ranks(tmp_path, "stops_among_its_batches", folder, how, loading, stop)
+        after = run_ranks(tmp_path, "stops_among_its_batches", folder, how, loading, 0)
         for rank in (0, 1):
             seen = json.loads(before[rank][0]) + json.loads(after[rank][0])
             assert seen == json.loads(whole[rank][0]), (case, stop, rank)

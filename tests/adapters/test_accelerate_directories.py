@@ -25,7 +25,7 @@ from safe_ckpt.errors import (
     NoValidCheckpointError,
 )
 from safe_ckpt.tools.cli.app import app
-from support import run_program, run_script, writers_of
+from support import run_program, writers_of
 
 
 @pytest.fixture(autouse=True)
@@ -73,16 +73,7 @@ def test_jobs_may_keep_their_checkpoints_side_by_side(tmp_path):
         Training(accelerator)
         accelerator.save_state(tmp_path / "job_a", async_save=False)
         shutil.copytree(tmp_path / "job_a", tmp_path / "kept")
-        code = """
-            import sys; sys.path[:0] = sys.argv[2:]
-            from accelerate_runs import CONFIG, Training, make
-            from safe_ckpt.accelerate import register
-            accelerator = make(None)
-            with register(accelerator, CONFIG):
-                Training(accelerator)
-                accelerator.save_state(sys.argv[1] + "/job_b")
-        """
-        done = run_script(code, str(tmp_path), *sys.path)
+        done = run_program("saves_beside_another_job", str(tmp_path), *sys.path)
         assert done.returncode == 0, done.stderr
         for number in range(4):
             last = accelerator.save_state(tmp_path / f"step_{number}")

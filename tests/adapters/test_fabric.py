@@ -2,7 +2,6 @@
 
 import os
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -21,39 +20,9 @@ from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, DirectoryError, HostileCheckpointError, StateError
 from safe_ckpt.lightning import SafeCheckpointIO
 from safe_ckpt.tools.cli.app import app
-from support import flip_bit, kill_group, start_script
+from support import flip_bit, kill_group, program_path, start_script
 
 EXAMPLE = Path(__file__).parents[2] / "examples/fabric_loop.py"
-FSDP2 = """
-    import sys, torch
-    from lightning.fabric import Fabric
-    from lightning.fabric.strategies import ModelParallelStrategy
-    from torch.distributed.fsdp import fully_shard
-    from safe_ckpt import Checkpointer
-
-    def parallelize(model, mesh):
-        for layer in model:
-            fully_shard(layer, mesh=mesh["data_parallel"])
-        return fully_shard(model, mesh=mesh["data_parallel"])
-
-    if __name__ == "__main__":
-        strategy = ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1)
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-        fabric.launch()
-        fabric.seed_everything(1)
-        model = fabric.setup(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)))
-        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
-        state = {"model": model, "optimizer": optimizer, "step": 0}
-        with Checkpointer(sys.argv[1]) as ckpt:
-            ckpt.resume(state)
-            for state["step"] in range(state["step"] + 1, int(sys.argv[2]) + 1):
-                fabric.backward(model(torch.full((2, 4), float(state["step"]))).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-                ckpt.save(state["step"], state)
-        whole = [p.full_tensor().flatten().tolist() for p in model.parameters()]
-        fabric.print("WEIGHTS", whole)
-"""
 pytestmark = pytest.mark.filterwarnings("ignore:.*srun.*")
 
 
@@ -95,31 +64,11 @@ def test_a_killed_loop_ends_as_an_uninterrupted_one(tmp_path, monkeypatch, devic
 @pytest.mark.timeout(180)
 def test_fsdp2_goes_on_from_what_every_rank_saved(tmp_path):
     """A model that ``ModelParallelStrategy`` shards over two ranks goes on in a new run as if there had been no end."""
-    file = tmp_path / "train.py"
-    file.write_text(textwrap.dedent(FSDP2))
-    reference = weights(run(file, tmp_path / "reference", 6))
-    run(file, tmp_path / "run", 3)
+    program = program_path("trains_with_fabric_fsdp2")
+    reference = weights(run(program, tmp_path / "reference", 6, "checkpointer"))
+    run(program, tmp_path / "run", 3, "checkpointer")
     assert len(list((tmp_path / "run/step-00000003").rglob("*.distcp"))) >= 2
-    assert weights(run(file, tmp_path / "run", 6)) == reference
-
-
-PUBLISHED = FSDP2.replace("from safe_ckpt import Checkpointer", "import safe_ckpt")
-PUBLISHED = (
-    PUBLISHED[: PUBLISHED.index("        with Checkpointer")]
-    + """
-        newest = safe_ckpt.newest(sys.argv[1])
-        if newest is not None:
-            fabric.load(newest.path / "state", state)
-        for state["step"] in range(state["step"] + 1, int(sys.argv[2]) + 1):
-            fabric.backward(model(torch.full((2, 4), float(state["step"]))).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            with safe_ckpt.publishing(sys.argv[1], state["step"]) as folder:
-                fabric.save(folder / "state", state)
-        whole = [p.full_tensor().flatten().tolist() for p in model.parameters()]
-        fabric.print("WEIGHTS", whole)
-"""
-)
+    assert weights(run(program, tmp_path / "run", 6, "checkpointer")) == reference
 
 
 @pytest.mark.timeout(180)
@@ -128,15 +77,14 @@ def test_what_fabric_saves_in_shards_is_published(tmp_path):
 
     Alone it writes into the folder of before; once it refused a folder that was there (Lightning, issues 18853 and 18881).
     """
-    file = tmp_path / "train.py"
-    file.write_text(textwrap.dedent(PUBLISHED))
-    reference = weights(run(file, tmp_path / "reference", 4))
-    run(file, tmp_path / "run", 2)
+    program = program_path("trains_with_fabric_fsdp2")
+    reference = weights(run(program, tmp_path / "reference", 4, "publishing"))
+    run(program, tmp_path / "run", 2, "publishing")
     (folder,) = (tmp_path / "run").glob("step-*2")
     assert {".metadata", "meta.pt"} < set(os.listdir(folder / "state"))
     listed = {entry.path for entry in read_manifest(folder).files}
     assert {f"state/{name}" for name in os.listdir(folder / "state")} == listed
-    assert weights(run(file, tmp_path / "run", 4)) == reference
+    assert weights(run(program, tmp_path / "run", 4, "publishing")) == reference
 
 
 def test_the_plugin_saves_whole_files_that_stock_fabric_reads(tmp_path):

@@ -5,23 +5,22 @@ import random
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
 import torch
 from lightning_runs import seconds_since_start
-from lightning_scripts import HEAD, fingerprints, run, script
+from lightning_scripts import fingerprints, run
 
 from kit import warm
 from kit.patience import scaled, wait_until
 from kit.ranks import free_port
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from support import kill_group, needs_root, small_disk, start_script, writer_processes
+from support import kill_group, needs_root, program_path, small_disk, start_script, writer_processes
 
 
-def run_ranks(file, *args, timeout_s=100):
+def run_ranks(tmp_path, program, *args, timeout_s=100):
     """As under a launcher: both ranks start at once, which takes half as long as one that starts the other."""
     port = str(free_port())
     common = {
@@ -32,11 +31,11 @@ def run_ranks(file, *args, timeout_s=100):
         "WORLD_SIZE": "2",
     }
     common |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "PYTHONUNBUFFERED": "1"}
-    said = file.with_suffix(".out")
+    said = tmp_path / "ranks.out"
     with said.open("w+") as output:
         ranks = [
             warm.Popen(
-                [sys.executable, str(file), *map(str, args)],
+                [sys.executable, str(program_path(program)), *map(str, args)],
                 stdout=output, stderr=output, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in (0, 1)
@@ -50,28 +49,16 @@ def run_ranks(file, *args, timeout_s=100):
     return said.read_text()
 
 
-TRAIN = """
-    if __name__ == "__main__":
-        pl.seed_everything(int(sys.argv[2]), verbose=False)
-        module = module_class(pl)(width=int(sys.argv[3]), loader=resumable)
-        callback = SafeCheckpointCallback(dirpath=folder, config=CONFIG, resume="auto", filename="{epoch}-{step}",
-                                          every_n_train_steps=1, save_last=True)
-        made = trainer(pl, [callback], folder, strategy=sys.argv[4], devices=2, max_epochs=EPOCHS)
-        made.fit(module)
-        print("RANK", made.global_rank, fingerprint(module), made.global_step, flush=True)
-"""
-
-
 def test_ddp_survives_kills_bit_for_bit(tmp_path):
     """Two DDP ranks, saving every step, killed twice at random moments: the end is that of an uninterrupted run."""
-    file = script(tmp_path, TRAIN.replace("EPOCHS", "20"))
-    reference = fingerprints(run_ranks(file, tmp_path / "reference", 1, 3000, "ddp"))
+    program = "trains_with_a_save_each_step"
+    reference = fingerprints(run_ranks(tmp_path, program, tmp_path / "reference", 1, 3000, "ddp", 20))
     seed = int.from_bytes(os.urandom(2))
     chance = random.Random(seed)
     events = tmp_path / "exp/.safe_ckpt/events.jsonl"
     for kill in range(2):
         before = len(events.read_text()) if events.exists() else 0
-        process = start_script(file, str(tmp_path / "exp"), "1", "3000", "ddp")
+        process = start_script(program_path(program), str(tmp_path / "exp"), "1", "3000", "ddp", "20")
         deadline = time.monotonic() + 60
         said = ""
         while time.monotonic() < deadline and process.poll() is None and said.count('"committed"') < 2:
@@ -82,7 +69,9 @@ def test_ddp_survives_kills_bit_for_bit(tmp_path):
         time.sleep(chance.random() * 0.1)
         kill_group(process)
         process.stdout.close()
-    assert fingerprints(run_ranks(file, tmp_path / "exp", 1, 3000, "ddp")) == reference, f"random seed {seed}"
+    assert fingerprints(run_ranks(tmp_path, program, tmp_path / "exp", 1, 3000, "ddp", 20)) == reference, (
+        f"random seed {seed}"
+    )
     assert len(reference) == 1
     assert sorted(p.name for p in (tmp_path / "exp").glob("*.ckpt")) == ["epoch=19-step=40.ckpt", "last.ckpt"]
     assert list((tmp_path / "exp/.safe_ckpt/pending").rglob("*")) == []
@@ -91,19 +80,7 @@ def test_ddp_survives_kills_bit_for_bit(tmp_path):
 
 def test_ddp_spawn_saves_and_gives_the_weights_back(tmp_path):
     """With a strategy that spawns its ranks, files are complete and the main process gets path and weights."""
-    body = """
-        class Module(module_class(pl)):
-            pass
-        if __name__ == "__main__":
-            pl.seed_everything(1, verbose=False)
-            module = Module()
-            before = fingerprint(module)
-            callback = SafeCheckpointCallback(dirpath=folder, config=CONFIG, monitor="val_loss", save_last=True)
-            made = trainer(pl, [callback], folder, strategy="ddp_spawn", devices=2)
-            made.fit(module)
-            print("RANK 0", fingerprint(module), os.path.exists(callback.best_model_path), before != fingerprint(module))
-    """
-    done = run(script(tmp_path, body), tmp_path / "exp")
+    done = run("spawns_its_ranks", tmp_path / "exp")
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().endswith("True True")
     for file in (tmp_path / "exp").glob("*.ckpt"):
@@ -114,24 +91,9 @@ def test_ddp_spawn_saves_and_gives_the_weights_back(tmp_path):
 @needs_root
 def test_a_failed_save_raises_the_same_error_on_both_ranks(tmp_path):
     """Rank 0's disk is full: rank 1, which writes nothing, raises the same named error, and both end promptly."""
-    body = """
-        if __name__ == "__main__":
-            class Fill(pl.Callback):
-                def on_train_epoch_start(self, trainer, pl_module):
-                    if trainer.current_epoch == 1 and trainer.is_global_zero:
-                        callback._saver.land()
-                        (folder / "filler").write_bytes(bytes(5_000_000))
-            callback = SafeCheckpointCallback(dirpath=folder, config=CONFIG)
-            made = trainer(pl, [Fill(), callback], folder, strategy="ddp", devices=2, max_epochs=4)
-            try:
-                made.fit(module_class(pl)(width=8000))
-            except Exception as error:
-                Path(sys.argv[2], f"rank{made.global_rank}").write_text(
-                    f"{type(error).__name__} {error} | {os.path.basename(callback.best_model_path)}")
-    """
     (tmp_path / "out").mkdir()
     with small_disk(tmp_path / "disk", "6m") as disk:
-        run(script(tmp_path, body), disk, tmp_path / "out")
+        run("fills_the_disk_in_training", disk, tmp_path / "out")
         said = [(tmp_path / "out" / f"rank{rank}").read_text() for rank in (0, 1)]
     assert said[0] == said[1]
     assert said[0].startswith("NotEnoughSpaceError")
@@ -141,18 +103,7 @@ def test_a_failed_save_raises_the_same_error_on_both_ranks(tmp_path):
 @pytest.mark.thorough
 def test_a_metric_that_differs_between_ranks_names_one_file(tmp_path):
     """Logged without sync_dist and part of the file's name: rank 0's counts, on both ranks."""
-    body = """
-        if __name__ == "__main__":
-            class Module(module_class(pl)):
-                def validation_step(self, batch, batch_idx):
-                    self.log("val_loss", 1.0 + self.global_rank - 0.1 * self.current_epoch, sync_dist=False)
-            callback = SafeCheckpointCallback(dirpath=folder, config=CONFIG, monitor="val_loss", save_top_k=2,
-                                              filename="{epoch}-{val_loss:.2f}")
-            made = trainer(pl, [callback], folder, strategy="ddp", devices=2)
-            made.fit(Module())
-            print("RANK", made.global_rank, sorted(map(os.path.basename, callback.best_k_models)))
-    """
-    done = run(script(tmp_path, body), tmp_path / "exp")
+    done = run("logs_another_loss_on_each_rank", tmp_path / "exp")
     assert done.returncode == 0, done.stderr[-2000:]
     files = sorted(path.name for path in (tmp_path / "exp").glob("*.ckpt"))
     assert files == ["epoch=1-val_loss=0.90.ckpt", "epoch=2-val_loss=0.80.ckpt"]
@@ -161,27 +112,7 @@ def test_a_metric_that_differs_between_ranks_names_one_file(tmp_path):
 
 def test_a_save_from_a_signal_handler_on_two_ranks(tmp_path):
     """SIGUSR1 to both ranks while they wait in different places: rank 0 writes at once, training goes on."""
-    body = """
-        if __name__ == "__main__":
-            import os, signal, time
-            class Uneven(pl.Callback):
-                def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-                    if trainer.global_step == 3 and trainer.global_rank == 0:
-                        time.sleep(0.5)  # rank 1 waits in the gradients' all-reduce meanwhile
-                        os.kill(os.getpid(), signal.SIGUSR1)
-                        os.kill(int((folder / "pid1").read_text()), signal.SIGUSR1)
-                def on_fit_start(self, trainer, pl_module):
-                    if trainer.global_rank == 1:
-                        (folder / "pid1").write_text(str(os.getpid()))
-                    trainer.strategy.barrier()
-            callback = SafeCheckpointCallback(dirpath=folder / "exp", config=CONFIG)
-            note_start(folder)
-            made = trainer(pl, [Uneven(), callback], folder, strategy="ddp", devices=2)
-            signal.signal(signal.SIGUSR1, lambda *_: made.save_checkpoint(folder / "hpc_ckpt_1.ckpt"))
-            made.fit(module_class(pl)())
-            print("RANK", made.global_rank, made.global_step)
-    """
-    done = run(script(tmp_path, body), tmp_path)
+    done = run("saves_in_handlers_of_two_ranks", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("RANK") == 2
     assert seconds_since_start(tmp_path) < 15
@@ -191,27 +122,7 @@ def test_a_save_from_a_signal_handler_on_two_ranks(tmp_path):
 @pytest.mark.thorough
 def test_the_users_own_saves_on_two_ranks(tmp_path):
     """trainer.save_checkpoint in fit and after it: done when it returns, and what fails fails on both ranks, promptly."""
-    body = """
-        if __name__ == "__main__":
-            class Own(pl.Callback):
-                def on_train_epoch_end(self, trainer, pl_module):
-                    trainer.save_checkpoint(folder / "own.ckpt")
-                    said.append((folder / "own.ckpt").exists())
-            said = []
-            callback = SafeCheckpointCallback(dirpath=folder / "exp", config=CONFIG)
-            note_start(folder)
-            made = trainer(pl, [Own(), callback], folder, strategy="ddp", devices=2, max_epochs=1)
-            made.fit(module_class(pl)())
-            made.save_checkpoint(folder / "final.ckpt")
-            said.append((folder / "final.ckpt").exists())
-            (folder / "file").touch()
-            try:
-                made.save_checkpoint(folder / "file/x.ckpt")
-            except OSError as error:
-                said.append(type(error).__name__)
-            (folder / f"rank{made.global_rank}").write_text(str(said))
-    """
-    done = run(script(tmp_path, body), tmp_path)
+    done = run("saves_in_fit_and_after_it", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     for rank in (0, 1):
         assert (tmp_path / f"rank{rank}").read_text() == "[True, True, 'DirectoryError']"
@@ -223,19 +134,7 @@ def test_an_exception_on_one_rank_ends_promptly(tmp_path):
 
     Lightning's OnExceptionCheckpoint beside it is bound by the same wait.
     """
-    body = """
-        if __name__ == "__main__":
-            class Boom(pl.Callback):
-                def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-                    if trainer.global_step == 5 and trainer.global_rank == 1:
-                        raise KeyError("mine")
-            callback = SafeCheckpointCallback(dirpath=folder, config=CONFIG, save_on_exception=True, save_top_k=-1)
-            note_start(folder)
-            other = pl.callbacks.OnExceptionCheckpoint(folder / "other")
-            made = trainer(pl, [Boom(), other, callback], folder, strategy="ddp", devices=2, max_epochs=8)
-            made.fit(module_class(pl)())
-    """
-    done = run(script(tmp_path, body), tmp_path / "exp")
+    done = run("raises_on_one_rank", tmp_path / "exp")
     assert done.returncode != 0
     assert seconds_since_start(tmp_path / "exp") < 25
     assert "KeyError: 'mine'" in done.stderr
@@ -248,8 +147,8 @@ def test_an_exception_on_one_rank_ends_promptly(tmp_path):
 @pytest.mark.thorough
 def test_ctrl_c_with_two_ranks(tmp_path):
     """SIGINT to the whole job: it ends within seconds and leaves only whole files."""
-    file = script(tmp_path, TRAIN.replace("EPOCHS", "100000"))
-    process = start_script(file, str(tmp_path / "exp"), "1", "3000", "ddp")
+    program = program_path("trains_with_a_save_each_step")
+    process = start_script(program, str(tmp_path / "exp"), "1", "3000", "ddp", "100000")
     try:
         wait_until(lambda: list((tmp_path / "exp").glob("*.ckpt")), 60, "a checkpoint")
         os.killpg(process.pid, signal.SIGINT)
@@ -266,24 +165,10 @@ def test_ctrl_c_with_two_ranks(tmp_path):
 
 def test_each_rank_continues_its_own_randomness(tmp_path):
     """Ranks with different generators each get their own back: dropout differs between ranks and continues exactly."""
-    body = """
-        if __name__ == "__main__":
-            class Draw(pl.Callback):
-                def on_train_epoch_start(self, trainer, pl_module):
-                    torch.manual_seed(100 * trainer.current_epoch + trainer.global_rank) if trainer.current_epoch == 0 else None
-                def on_train_epoch_end(self, trainer, pl_module):
-                    if trainer.current_epoch == 3:
-                        Path(sys.argv[2], f"rank{trainer.global_rank}").write_text(str(torch.rand(1).item()))
-            pl.seed_everything(1, verbose=False)
-            callback = SafeCheckpointCallback(dirpath=folder, config=CONFIG, resume="auto", save_last=True)
-            made = trainer(pl, [Draw(), callback], folder, strategy="ddp", devices=2, max_epochs=int(sys.argv[3]))
-            made.fit(module_class(pl)())
-    """
-    file = script(tmp_path, body)
     for name, epochs in (("straight", [4]), ("broken", [2, 4])):
         (tmp_path / name).mkdir()
         for epoch in epochs:
-            run_ranks(file, tmp_path / f"exp-{name}", tmp_path / name, epoch)
+            run_ranks(tmp_path, "draws_on_each_rank", tmp_path / f"exp-{name}", tmp_path / name, epoch)
     drawn = {name: [(tmp_path / name / f"rank{r}").read_text() for r in (0, 1)] for name in ("straight", "broken")}
     assert drawn["straight"] == drawn["broken"]
     assert drawn["straight"][0] != drawn["straight"][1]
@@ -292,16 +177,14 @@ def test_each_rank_continues_its_own_randomness(tmp_path):
 @pytest.mark.parametrize("kind", ["stdin", pytest.param("no_guard", marks=pytest.mark.thorough)])
 def test_programs_without_a_main_guard(tmp_path, kind):
     """A notebook-style script on stdin, or one without a guard: the writer does not import the user's main."""
-    body = textwrap.dedent(HEAD).replace("sys.argv[1]", repr(str(tmp_path / "exp"))) + textwrap.dedent("""
-        callback = SafeCheckpointCallback(dirpath=folder, config=CONFIG)
-        trainer(pl, [callback], folder).fit(module_class(pl)())
-        print("done once")
-    """)
+    program = program_path("saves_without_a_main_guard")
     if kind == "stdin":
-        done = subprocess.run([sys.executable], input=body, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-", str(tmp_path / "exp")], input=program.read_text(), capture_output=True, text=True,
+            timeout=scaled(60), check=False, env={**os.environ, "PYTHONPATH": str(program.parent)},
+        )  # fmt: skip
     else:
-        (tmp_path / "train.py").write_text(body)
-        done = run(tmp_path / "train.py")
+        done = run("saves_without_a_main_guard", tmp_path / "exp")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done once") == 1
     assert len(list((tmp_path / "exp").glob("*.ckpt"))) == 1
@@ -310,27 +193,7 @@ def test_programs_without_a_main_guard(tmp_path, kind):
 @pytest.mark.thorough
 def test_a_loader_that_fails_to_say_where_it_is_fails_on_both_ranks(tmp_path):
     """The user's loader raises in state_dict() on rank 1 alone: both ranks raise its cause, promptly."""
-    body = """
-        if __name__ == "__main__":
-            class Loader(torch.utils.data.DataLoader):
-                def state_dict(self):
-                    if made.global_rank == 1:
-                        raise KeyError("mine")
-                    return {}
-                def load_state_dict(self, state):
-                    pass
-            class Module(module_class(pl)):
-                def train_dataloader(self):
-                    return Loader(super().train_dataloader().dataset, batch_size=4)
-            callback = SafeCheckpointCallback(dirpath=folder, config=CONFIG)
-            note_start(folder)
-            made = trainer(pl, [callback], folder, strategy="ddp", devices=2)
-            try:
-                made.fit(Module())
-            except Exception as error:
-                print("RANK", made.global_rank, type(error).__name__, "mine" in str(error), flush=True)
-    """
-    done = run(script(tmp_path, body), tmp_path / "exp")
+    done = run("loses_its_place_on_one_rank", tmp_path / "exp")
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("RANK"))
     assert said == ["RANK 0 UnexpectedError True", "RANK 1 KeyError True"], done.stderr[-2000:]
     assert seconds_since_start(tmp_path / "exp") < 15
@@ -338,48 +201,17 @@ def test_a_loader_that_fails_to_say_where_it_is_fails_on_both_ranks(tmp_path):
 
 def test_sigterm_on_one_rank_stops_both_and_the_run_goes_on_exactly(tmp_path):
     """Only rank 1 gets the signal, in mid-epoch: both save at one step and end with status 0; the restart ends like one run."""
-    body = TRAIN.replace("EPOCHS", "20").replace("config=CONFIG", "config=STOP").replace("every_n_train_steps=1, ", "")
-    body = body.replace("callback], folder", "callback, Kick()], folder").replace(
-        'if __name__ == "__main__":',
-        """import signal
-    from dataclasses import replace
-    STOP = replace(CONFIG, save_on_signals=("SIGTERM",))
-    class Kick(pl.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if len(sys.argv) > 5:
-                if trainer.global_step == 4 and trainer.global_rank == 1:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(0.15)  # the run is not over before both have agreed on a step
-    import time
-    if __name__ == "__main__":""",
-        1,
-    )
-    file = script(tmp_path, body)
-    reference = fingerprints(run_ranks(file, tmp_path / "reference", 1, 100, "ddp"))
-    stopped = run(file, tmp_path / "exp", 1, 100, "ddp", "kick")
+    program = "stops_on_both_ranks"
+    reference = fingerprints(run_ranks(tmp_path, program, tmp_path / "reference", "alone"))
+    stopped = run(program, tmp_path / "exp", "kick")
     assert stopped.returncode == 0, stopped.stderr[-2000:]
     steps = {line.split()[3] for line in stopped.stdout.splitlines() if line.startswith("RANK")}
     assert len(steps) == 1
     assert 5 <= int(*steps) < 40
     assert (tmp_path / "exp/stopped.ckpt").exists()
-    assert fingerprints(run_ranks(file, tmp_path / "exp", 1, 100, "ddp")) == reference
+    assert fingerprints(run_ranks(tmp_path, program, tmp_path / "exp", "alone")) == reference
 
 
 def test_an_epoch_that_was_broken_off_goes_on_on_every_rank(tmp_path):
     """max_steps in mid-epoch, DDP with Lightning's own DistributedSampler: the rest of that epoch, the same weights."""
-    body = """
-        def go(name, seed, **settings):
-            pl.seed_everything(1, verbose=False)
-            module = module_class(pl)(loader=resumable)
-            torch.manual_seed(seed)  # the sampler's own seed is that of the program
-            callback = SafeCheckpointCallback(dirpath=folder / name, config=CONFIG, resume="auto", filename="{step}")
-            trainer(pl, [callback], folder, strategy="ddp", devices=2, **settings).fit(module)
-            return module
-        if __name__ == "__main__":
-            straight = go("straight", 1)
-            before, after = go("broken", 1, max_steps=3, max_epochs=-1), go("broken", 7)
-            assert before.seen + after.seen == straight.seen, (before.seen, after.seen, straight.seen)
-            assert len(before.seen) == 3 and len(straight.seen) == 6
-            assert fingerprint(after) == fingerprint(straight)
-    """
-    run_ranks(script(tmp_path, body), tmp_path / "exp")
+    run_ranks(tmp_path, "breaks_an_epoch_off", tmp_path / "exp")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from lightning_scripts import fingerprints, run, script
+from lightning_scripts import fingerprints, run
 from safetensors.torch import load_file
 
 from kit.ranks import spawn_ranks, values
@@ -22,54 +22,7 @@ from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.lightning import strategies
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.saver import TrainerSaver
-from support import flip_bit, kill_group, start_script, writer_processes
-
-BODY = """
-    import hashlib, json, threading
-    from lightning.pytorch.strategies import ModelParallelStrategy
-    from torch.distributed.fsdp import fully_shard
-    from safe_ckpt.errors import SafeCheckpointError
-
-    class Module(module_class(pl)):
-        def __init__(self, **more):
-            super().__init__(**more)
-            self.net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 2))
-
-        def configure_model(self):
-            if hasattr(self.net[0].weight, "placements"):  # called again for every stage
-                return
-            mesh = self.device_mesh["data_parallel"]
-            fully_shard(self.net[0], mesh=mesh)
-            fully_shard(self.net, mesh=mesh)
-
-    def whole(module):
-        state = module.state_dict()
-        return {name: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone() for name, v in state.items()}
-
-    def print_of(module):
-        return hashlib.sha256(b"".join(v.numpy().tobytes() for v in whole(module).values())).hexdigest()[:16]
-
-    def fit(folder, kind, epochs, ckpt_path=None, callback=True, **more):
-        pl.seed_everything(1, verbose=False)
-        module = Module(loader=resumable)
-        ours = SafeCheckpointCallback(dirpath=folder, config=CONFIG, resume=None if ckpt_path else "auto", save_last=True,
-                                      filename="{epoch}-{step}", every_n_train_steps=1, save_top_k=2, mode="max",
-                                      monitor="step", export_to=folder / "weights")
-        strategy = ModelParallelStrategy(
-            data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=kind == "sharded"
-        )
-        settings = {"strategy": strategy, "devices": 2, **more}
-        made = trainer(pl, [ours] if callback else [], folder, max_epochs=epochs, enable_checkpointing=callback, **settings)
-        made.fit(module, ckpt_path=ckpt_path)
-        return made, module
-"""
-TRAIN = """
-    if __name__ == "__main__":
-        made, module = fit(folder, sys.argv[2], int(sys.argv[3]))
-        os.write(1, f"RANK {made.global_rank} {print_of(module)} {made.global_step}\\n".encode())  # in one piece
-        if len(sys.argv) > 4:
-            made.save_checkpoint(sys.argv[4])
-"""
+from support import flip_bit, kill_group, program_path, start_script, writer_processes
 
 
 def test_killed_runs_go_on_bit_for_bit_and_shapes_of_checkpoints_change(tmp_path):
@@ -77,14 +30,14 @@ def test_killed_runs_go_on_bit_for_bit_and_shapes_of_checkpoints_change(tmp_path
 
     Top-k and ``last`` are directories then, verified, with nothing left in pending; a full run goes on from a sharded one.
     """
-    file = script(tmp_path, BODY + TRAIN)
+    program = "trains_sharded_or_full"
     exp, over = tmp_path / "exp", tmp_path / "over" / "it.ckpt"
-    reference = run(file, tmp_path / "reference", "full", 14, over)
+    reference = run(program, tmp_path / "reference", "full", 14, over)
     assert reference.returncode == 0, reference.stderr[-3000:]
     assert over.is_file()
     seed = int.from_bytes(os.urandom(2))
     events = exp / ".safe_ckpt/events.jsonl"
-    process = start_script(file, str(exp), "sharded", "14")
+    process = start_script(program_path(program), str(exp), "sharded", "14", str(over))
     deadline, said = time.monotonic() + 60, ""
     while time.monotonic() < deadline and process.poll() is None and said.count('"committed"') < 5:
         said = events.read_text() if events.exists() else ""
@@ -93,7 +46,7 @@ def test_killed_runs_go_on_bit_for_bit_and_shapes_of_checkpoints_change(tmp_path
     assert process.poll() is None, "the run ended before it could be killed"
     kill_group(process)
     process.stdout.close()
-    done = run(file, exp, "sharded", 14, over)
+    done = run(program, exp, "sharded", 14, over)
     assert done.returncode == 0, done.stderr[-3000:]
     assert fingerprints(done.stdout) == fingerprints(reference.stdout), f"random seed {seed}"
     assert len(fingerprints(done.stdout)) == 1
@@ -104,7 +57,7 @@ def test_killed_runs_go_on_bit_for_bit_and_shapes_of_checkpoints_change(tmp_path
         assert path.is_dir()
         verify(path, read_manifest(path))
     assert list((exp / ".safe_ckpt/pending").rglob("*")) == []
-    more = run(file, exp, "full", 15, over)  # resumes from the sharded directory, writes files
+    more = run(program, exp, "full", 15, over)  # resumes from the sharded directory, writes files
     assert more.returncode == 0, more.stderr[-3000:]
     assert over.is_file()
     assert (exp / "last.ckpt").is_file()
@@ -113,43 +66,10 @@ def test_killed_runs_go_on_bit_for_bit_and_shapes_of_checkpoints_change(tmp_path
     assert writer_processes() == []
 
 
-TOOLS = """
-    if __name__ == "__main__":
-        fit(folder / "sharded", "sharded", 1)
-        made, module = fit(folder / "sharded", "sharded", 2)  # the same directory again, in the same process
-        expected = whole(module)
-        last = folder / "sharded/last.ckpt"
-        stock, loaded = fit(folder / "stock", "sharded", 2, ckpt_path=str(last), callback=False)
-        assert all(torch.equal(v, expected[k]) for k, v in whole(loaded).items()), "stock load"
-        stock.save_checkpoint(folder / "theirs" / "one.ckpt")  # without our callback: Lightning's own
-        again, loaded = fit(folder / "theirs", "sharded", 2)
-        assert again.global_step == 4 and all(torch.equal(v, expected[k]) for k, v in whole(loaded).items()), "theirs"
-        again, loaded = fit(folder / "explicit", "full", 3, ckpt_path=str(last))
-        assert again.global_step == 6
-        again.save_checkpoint(folder / "explicit/after.ckpt")
-        again.validate(loaded, ckpt_path=str(folder / "explicit/after.ckpt"), verbose=False)
-        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("safe_ckpt")]
-        assert not [name for name in threads if "save" in name or "copy" in name], threads
-        if again.global_rank == 0:
-            torch.save(expected, folder / "expected.pt")
-        again.strategy.barrier()
-        shard = last / "__1_0.distcp"
-        if again.global_rank == 0:
-            data = bytearray(shard.read_bytes()); data[len(data) // 2] ^= 1; shard.write_bytes(data)
-        again.strategy.barrier()
-        try:
-            fit(folder / "damaged", "sharded", 3, ckpt_path=str(last))
-        except SafeCheckpointError as error:
-            print("REFUSED", type(error).__name__, flush=True)
-        if again.global_rank == 0:
-            data[len(data) // 2] ^= 1; shard.write_bytes(data)
-"""
-
-
 @pytest.mark.thorough
 def test_other_tools_read_and_write_beside_us(tmp_path):
     """Stock strategy, Lightning's consolidation, an unsharded Trainer; its directories are resumed; damage is refused."""
-    done = run(script(tmp_path, BODY + TOOLS), tmp_path)
+    done = run("reads_as_other_tools_do", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("CorruptCheckpointError") == 2, done.stdout
     expected = torch.load(tmp_path / "expected.pt")
@@ -178,32 +98,10 @@ def test_other_tools_read_and_write_beside_us(tmp_path):
         verify(last, read_manifest(last))
 
 
-LOST = """
-    import signal, time
-    if __name__ == "__main__":
-        from safe_ckpt.core.sharding import gather_transport
-        rank = int(os.environ.get("LOCAL_RANK", 0))
-        real, calls = gather_transport.to_rank_0, []
-        def stop(*args, **more):
-            calls.append(1)
-            if rank == 1 and len(calls) > 2:
-                (folder / "pid").write_text(str(os.getpid()))
-                os.kill(os.getpid(), signal.SIGSTOP)
-            return real(*args, **more)
-        gather_transport.to_rank_0 = stop
-        begun = time.monotonic()
-        try:
-            fit(folder, "full", 9)
-        except SafeCheckpointError as error:
-            print("NAMED", type(error).__name__, getattr(error, "ranks", ()), time.monotonic() - begun, flush=True)
-            os._exit(0)
-"""
-
-
 def test_a_rank_that_stops_within_a_full_save_is_named(tmp_path):
     """Lightning's own gather would wait for the group's timeout of half an hour; rank 0 raises within seconds."""
     (tmp_path / "exp").mkdir()
-    process = start_script(script(tmp_path, BODY + LOST), str(tmp_path / "exp"))
+    process = start_script(program_path("stops_within_a_gather"), str(tmp_path / "exp"))
     try:
         said = _read_until(process, "NAMED", 60)
         assert "NAMED PeerLostError (1,)" in said, said
@@ -251,33 +149,16 @@ def test_all_ranks_load_in_one_way(tmp_path):
     assert ends == ["loaded runs/step-00000001"] * 2
 
 
-FROZEN = """
-    class Wide(Module):
-        def __init__(self, **more):
-            super().__init__(**more)
-            self.net = torch.nn.Sequential(torch.nn.Linear(4, 800), torch.nn.Linear(800, 800), torch.nn.Linear(800, 2))
-            self.net[1].requires_grad_(False)
-
-    Module = Wide
-
-    if __name__ == "__main__":
-        made, module = fit(folder, "sharded", 4)
-        os.write(1, f"RANK {made.global_rank} {print_of(module)} {made.global_step}\\n".encode())
-"""
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_is_not_trained_is_written_once(tmp_path):
     """Each rank's frozen part has one name in each checkpoint, through a resume; ``dcp.load`` reads the directory."""
-    file, exp = script(tmp_path, BODY + FROZEN), tmp_path / "exp"
-    done = run(file, exp)
+    exp = tmp_path / "exp"
+    done = run("trains_with_a_frozen_layer", exp, 4)
     assert done.returncode == 0, done.stderr[-3000:]
     frozen = [path.stat().st_nlink for path in exp.glob("*.ckpt/__*_1.distcp")]
     assert len(frozen) >= 4
     assert set(frozen) == {len(frozen) // 2}
-    more = file.read_text().replace('"sharded", 4)', '"sharded", 6)')
-    file.write_text(more)
-    done = run(file, exp)
+    done = run("trains_with_a_frozen_layer", exp, 6)
     assert done.returncode == 0, done.stderr[-3000:]
     last = exp / "last.ckpt"
     verify(last, read_manifest(last))

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
@@ -17,7 +16,7 @@ from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.saving.save import SaveHandle
 from safe_ckpt.lightning import SafeCheckpointCallback
-from support import writers_of
+from support import program_path, writers_of
 
 
 @contextlib.contextmanager
@@ -114,28 +113,10 @@ def test_an_exception_in_a_save_hook_is_the_users(tmp_path):
 
 def test_killed_between_commit_and_removal(tmp_path):
     """What a killed run had not yet deleted is deleted by the next one; nothing else is."""
-    script = tmp_path / "run.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import os, sys, signal
-        sys.path[:0] = {sys.path!r}
-        from pathlib import Path
-        import lightning_runs as t
-        from safe_ckpt.core.home.file_home import FileHome
-        real = FileHome.discard
-        def discard(self, paths):
-            paths = list(paths)
-            if paths and "step=6" in str(paths):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(self, paths)
-        if sys.argv[1] == "kill":
-            FileHome.discard = discard
-        t.fit(Path({str(tmp_path / "exp")!r}), resume="auto", filename="{{step}}", settings={{"max_epochs": 4}})
-    """)
-    )
-    assert warm.run([sys.executable, str(script), "kill"], capture_output=True, check=False).returncode == -9
+    command = [sys.executable, str(program_path("killed_before_it_deletes")), str(tmp_path / "exp")]
+    assert warm.run([*command, "kill"], capture_output=True, check=False).returncode == -9
     assert names(tmp_path / "exp") == ["step=6.ckpt", "step=9.ckpt"]
-    done = warm.run([sys.executable, str(script), "go"], capture_output=True, text=True, check=False)
+    done = warm.run([*command, "go"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert names(tmp_path / "exp") == ["step=12.ckpt"]
 
@@ -143,32 +124,11 @@ def test_killed_between_commit_and_removal(tmp_path):
 @pytest.mark.parametrize("last", ["link", pytest.param(True, marks=pytest.mark.thorough)])
 def test_killed_between_commit_and_link(tmp_path, last):
     """A killed run had committed its checkpoint but not yet renamed last.ckpt: the next run does, also one that is over."""
-    script = tmp_path / "run.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import os, sys, signal
-        sys.path[:0] = {sys.path!r}
-        from pathlib import Path
-        import lightning_runs as t
-        from safe_ckpt.core.storage import durable
-        real = durable.publish_link
-        def publish_link(existing, staged, link, aside):
-            if "step=9" in str(existing):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(existing, staged, link, aside)
-        if sys.argv[1] == "kill":
-            durable.publish_link = publish_link
-        folder = Path({str(tmp_path / "exp")!r})
-        made, callback, module = t.fit(folder, resume="auto", filename="{{step}}", save_last={last!r})
-        if sys.argv[1] == "go":
-            made.validate(module, ckpt_path="last", verbose=False)
-            print(os.path.realpath(made.ckpt_path), callback.last_model_path)
-        """)
-    )
-    assert warm.run([sys.executable, str(script), "kill"], capture_output=True, check=False).returncode == -9
+    command = [sys.executable, str(program_path("killed_before_it_links")), str(tmp_path / "exp"), str(last)]
+    assert warm.run([*command, "kill"], capture_output=True, check=False).returncode == -9
     assert (tmp_path / "exp/last.ckpt").exists()
     assert torch.load(tmp_path / "exp/last.ckpt", weights_only=True)["global_step"] == 6
-    done = warm.run([sys.executable, str(script), "go"], capture_output=True, text=True, check=False)
+    done = warm.run([*command, "go"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "last.ckpt" in done.stdout
     assert names(tmp_path / "exp") == ["last.ckpt", "step=9.ckpt"]
@@ -177,25 +137,8 @@ def test_killed_between_commit_and_link(tmp_path, last):
 
 def test_ctrl_c_ends_promptly(tmp_path):
     """SIGINT to the whole group during training: the run ends within seconds and every file is whole."""
-    script = tmp_path / "run.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import sys
-        sys.path[:0] = {sys.path!r}
-        from pathlib import Path
-        import signal
-        import lightning_runs as t
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
-        pl = t.package("lightning.pytorch")
-        class Say(pl.Callback):
-            def on_train_epoch_start(self, trainer, pl_module):
-                if trainer.current_epoch == 3:
-                    print("training", flush=True)
-        t.fit(Path({str(tmp_path / "exp")!r}), save_top_k=-1, callbacks=[Say()],
-              module=t.module_class(pl)(width=3000), settings={{"max_epochs": 100000}})
-    """)
-    )
-    with warm.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
+    command = [sys.executable, str(program_path("trains_until_it_is_interrupted")), str(tmp_path / "exp")]
+    with warm.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
         assert run.stdout.readline() == "training\n"
         os.killpg(run.pid, signal.SIGINT)
         begun = time.monotonic()

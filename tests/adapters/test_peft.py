@@ -22,6 +22,7 @@ from safe_ckpt.accelerate import register
 from safe_ckpt.errors import RestoreError, StateError
 from safe_ckpt.peft import base_hash, load_adapter
 from safe_ckpt.transformers import SafeCheckpointMixin
+from support import program_path
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore")]
 SIZES = {
@@ -211,41 +212,6 @@ def test_a_base_that_peft_changes_is_not_recorded(tmp_path, caplog):
     assert torch.allclose(loaded(input_ids=batch).logits, model.eval()(input_ids=batch).logits, atol=1e-4)
 
 
-STOCK = """
-import sys
-sys.modules["safe_ckpt"] = None  # as if it were not installed
-import warnings; warnings.filterwarnings("ignore")
-from pathlib import Path
-import torch
-import torch.distributed.checkpoint as dcp
-from accelerate import load_checkpoint_in_model
-from peft import LoraConfig, get_peft_model
-from safetensors import safe_open
-from transformers import LlamaConfig, LlamaForCausalLM
-folder, sizes = Path(sys.argv[1]), {SIZES!r}
-expected = torch.load(folder / "expected.pt", weights_only=True)
-def check(state):
-    assert all(torch.equal(state[name], value) for name, value in expected.items()), "other bytes"
-saved = folder / "run/step-00000003"
-found = {{}}
-for file in saved.glob("model-*.safetensors"):
-    with safe_open(file, "pt") as opened:
-        found.update({{name: opened.get_tensor(name) for name in opened.keys()}})
-check(found)
-model = LlamaForCausalLM(LlamaConfig(**sizes))
-load_checkpoint_in_model(model, str(saved))
-check(model.state_dict())
-(saved / "config.json").write_text(LlamaConfig(**sizes).to_json_string())
-check(LlamaForCausalLM.from_pretrained(saved).state_dict())
-state = torch.load(saved / "optimizer.pt", weights_only=True)
-assert state["state"], "an optimizer's state"
-read = {{name: torch.zeros_like(value) for name, value in expected.items()}}
-dcp.load({{"model": read}}, checkpoint_id=folder / "sharded/step-00000003", no_dist=True)
-check(read)
-assert not [name for name in sys.modules if name.startswith("safe_ckpt.")]
-"""
-
-
 def _saves_sharded(rank, folder):
     model = base(**WIDE)
     for layer in model.model.layers:
@@ -272,7 +238,8 @@ def test_stock_loaders_need_nothing_of_ours(tmp_path):
     torch.save(model.state_dict(), tmp_path / "expected.pt")
     values(spawn_ranks(_saves_sharded, 2, tmp_path, timeout_s=90))
     assert all(path.stat().st_nlink > 1 for path in tmp_path.glob("sharded/step-00000003/model/__*_1.distcp"))
-    command = [sys.executable, "-c", STOCK.format(SIZES={**SIZES, **WIDE}), str(tmp_path)]
+    program = program_path("reads_with_stock_loaders")
+    command = [sys.executable, str(program), str(tmp_path), json.dumps({**SIZES, **WIDE})]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -16,7 +16,7 @@ import safe_ckpt
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import Checkpointer, PerRank
 from safe_ckpt.errors import DesyncError, NoValidCheckpointError, RestoreError
-from support import flip_bit, names_in, needs_root
+from support import flip_bit, names_in, needs_root, program_path
 
 
 def _sharded(seed):
@@ -109,21 +109,6 @@ def test_ranks_that_ask_for_different_steps(tmp_path):
     assert all(isinstance(error, DesyncError) for error in values(spawn_ranks(_differ, 2, tmp_path / "run")))
 
 
-LIVE = """
-import sys, time, torch
-from safe_ckpt import CheckpointConfig, Checkpointer, Retention
-state = {f"part{n}": torch.zeros(1 << 16) for n in range(8)}
-with Checkpointer(sys.argv[1], CheckpointConfig(retention=Retention(keep_last=1))) as ckpt:
-    for step in range(1, 100_000):
-        for tensor in state.values():
-            tensor.fill_(step)
-        ckpt.save(step, state)
-        ckpt.wait()
-        print(step, flush=True)
-        time.sleep(0.1)  # its training
-"""
-
-
 def _read_again_and_again(rank, path, times):
     seen = []
     for _ in range(times):
@@ -137,7 +122,8 @@ def _read_again_and_again(rank, path, times):
 
 def test_beside_a_live_job_that_keeps_one(tmp_path):
     """A job deletes each checkpoint as soon as the next one is there. What is read is always one of them, whole."""
-    job = subprocess.Popen([sys.executable, "-c", LIVE, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, program_path("keeps_only_the_newest"), tmp_path / "run"]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         for _ in range(3):
             assert job.stdout.readline()
@@ -151,16 +137,6 @@ def test_beside_a_live_job_that_keeps_one(tmp_path):
         job.communicate(timeout=30)
 
 
-READ_ONLY = """
-import os, sys, torch, safe_ckpt
-safe_ckpt.load(sys.argv[1], {"epoch": 0})  # nobody may read where these modules lie
-safe_ckpt.newest(sys.argv[1])
-os.setuid(65534)
-state = {"epoch": 0}
-print(safe_ckpt.load(sys.argv[1], state).step, state["epoch"], safe_ckpt.newest(sys.argv[1]).step)
-"""
-
-
 @needs_root
 def test_of_another_user(tmp_path):
     """A directory in which one may not write is read, beside the live job that holds it."""
@@ -171,7 +147,7 @@ def test_of_another_user(tmp_path):
         ckpt.wait()
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
-            [sys.executable, "-c", READ_ONLY, tmp_path / "run"],
+            [sys.executable, program_path("reads_as_another_user"), tmp_path / "run"],
             capture_output=True, text=True, check=False, timeout=60, env=environment, cwd=Path("/"),
         )  # fmt: skip
         assert done.stdout.split() == ["5", "5", "5"], done.stderr

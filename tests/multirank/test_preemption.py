@@ -13,7 +13,7 @@ from kit.inside import store_keys
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt.errors import ConfigError, RendezvousTimeout, SaveError
-from support import run_script
+from support import run_program
 
 CONFIG = CheckpointConfig(
     save_on_signals=("SIGTERM", "SIGUSR1"),
@@ -106,42 +106,13 @@ def test_decisions_do_not_pile_up_in_the_store(tmp_path):
 
 def test_one_process_without_a_group(tmp_path):
     """SIGTERM to a plain script: it saves, leaves its loop, and the default action does not end it."""
-    done = run_script(
-        """
-        import os, signal, sys
-        from safe_ckpt import CheckpointConfig, Checkpointer
-        with Checkpointer(sys.argv[1], CheckpointConfig(save_on_signals=("SIGTERM",))) as ckpt:
-            for step in range(1, 10):
-                if step == 3:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                if ckpt.stop_requested:
-                    print(ckpt.save(step, {"step": step}).result().step)
-                    break
-        print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
-        """,
-        str(tmp_path / "exp"),
-    )
+    done = run_program("saves_at_its_own_signal", str(tmp_path / "exp"))
     assert done.stdout.split() == ["3", "True"], done.stderr
 
 
 def test_a_program_that_does_not_ask_can_still_be_terminated(tmp_path):
     """Signals without a reaction: the second one, some seconds later, does what it always did."""
-    done = run_script(
-        """
-        import os, signal, sys, time
-        from safe_ckpt import CheckpointConfig, Checkpointer
-        config = CheckpointConfig(save_on_signals=("SIGTERM", "SIGUSR1"), signal_grace_s=0.5)
-        ckpt = Checkpointer(sys.argv[1], config)
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        print("alive", flush=True)
-        time.sleep(0.7)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        print("still alive", flush=True)
-        """,
-        str(tmp_path / "exp"),
-    )
+    done = run_program("never_asks_for_signals", str(tmp_path / "exp"))
     assert done.stdout.split() == ["alive"], done.stderr
     assert done.returncode == -signal.SIGTERM
 

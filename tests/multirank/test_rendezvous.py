@@ -17,6 +17,7 @@ from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.rounds import reraise
 from safe_ckpt.errors import CoordinationError, DesyncError, PeerLostError, RendezvousTimeout, UnexpectedError
 from safe_ckpt.machine import process_state
+from support import program_path
 
 QUICK = Timeouts(barrier_s=20, peer_stall_s=2, shutdown_s=5)
 
@@ -312,14 +313,6 @@ def test_the_latest_users_timeouts_hold():
     assert values(spawn_ranks(_change_timeouts, 2)) == [(3, 3, 7)] * 2
 
 
-_LAUNCHER = """
-import sys, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
-print("up", flush=True)
-sys.stdin.read()
-"""
-
-
 def _outlive_the_launcher(rank, port, launcher):
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -336,7 +329,7 @@ def _outlive_the_launcher(rank, port, launcher):
 def test_orphans_of_a_killed_launcher_name_no_rank(tmp_path):
     """The process that hosts the group's store is no rank: all ranks live, none says that one is lost, least of all itself."""
     port = free_port()
-    command = [sys.executable, "-c", _LAUNCHER, str(port)]
+    command = [sys.executable, str(program_path("hosts_a_groups_store")), str(port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout.readline() == b"up\n"
         try:

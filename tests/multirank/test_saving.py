@@ -31,7 +31,7 @@ from safe_ckpt.errors import (
     SaveError,
     StateError,
 )
-from support import names_in, needs_root, small_disk, writers_of
+from support import names_in, needs_root, program_path, small_disk, writers_of
 
 CONFIG = CheckpointConfig(timeouts=QUICK)
 
@@ -300,16 +300,8 @@ def test_a_held_directory_is_refused_on_every_rank(tmp_path):
 
 def test_ranks_launched_by_torchrun(tmp_path):
     """The same under torchrun, whose agent holds the default store."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch, torch.distributed as dist\n"
-        "from safe_ckpt import Checkpointer, PerRank\n"
-        "dist.init_process_group('gloo')\n"
-        f"with Checkpointer({str(tmp_path / 'exp')!r}) as ckpt:\n"
-        "    ckpt.save(1, {'own': PerRank(dist.get_rank())})\n"
-        "dist.destroy_process_group()\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(program_path("saves_under_a_launcher")), str(tmp_path / "exp")]
     done = warm.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     assert steps(tmp_path / "exp") == ["step-00000001"]
@@ -351,20 +343,9 @@ def test_after_a_rewind_the_abandoned_future_does_not_win(tmp_path):
 
 def test_ordinary_processes_that_just_end_lose_nothing(tmp_path):
     """Not children of multiprocessing: two scripts save and come to their end, without close or destroy_process_group."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys, torch, torch.distributed as dist\n"
-        "from safe_ckpt import Checkpointer, PerRank\n"
-        "rank = int(sys.argv[1])\n"
-        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=rank, world_size=2)\n"
-        f"ckpt = Checkpointer({str(tmp_path / 'exp')!r})\n"
-        "ckpt.save(1, {'own': PerRank({'t': torch.zeros(20_000_000)})})\n"
-    )
+    command = [sys.executable, str(program_path("saves_and_just_ends")), str(tmp_path / "exp"), str(tmp_path / "store")]
     begun = time.monotonic()
-    started = [
-        warm.Popen([sys.executable, str(script), str(rank)], stderr=subprocess.PIPE, text=True, finalize=True)
-        for rank in (0, 1)
-    ]
+    started = [warm.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True, finalize=True) for rank in (0, 1)]
     said = [process.communicate(timeout=60)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], said
     assert steps(tmp_path / "exp") == ["step-00000001"], said

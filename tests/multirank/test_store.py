@@ -24,7 +24,7 @@ from safe_ckpt.core.coordination import store as store_module
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.store import SealedStore
 from safe_ckpt.errors import ConfigError, SafeCheckpointError, StateError, TamperedError
-from support import run_program, run_script
+from support import run_program
 
 
 class Bomb:
@@ -249,15 +249,7 @@ def test_a_masters_address_that_is_not_ours_is_not_offered(monkeypatch):
 
 def test_the_limit_of_descriptors_is_raised_or_named():
     """Rank 0 raises the soft limit where it may; where it may not it says how many are needed and how to allow them."""
-    code = """
-        import resource
-        from safe_ckpt.core.coordination.rendezvous import ensure_descriptors
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))
-        print(ensure_descriptors(1000) == "", resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1000)
-        print(ensure_descriptors(10_000))
-        print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    """
-    first, second, third = run_script(code).stdout.splitlines()
+    first, second, third = run_program("asks_for_descriptors").stdout.splitlines()
     assert first == "True True"
     assert "file descriptors are needed here and 4096 allowed" in second
     assert "ulimit -Hn" in second
