@@ -21,8 +21,8 @@ from support import kill_all, needs_root, processes_of_this_test, small_disk, wr
 @pytest.mark.timeout(900 if THOROUGH else 240)
 @pytest.mark.parametrize("size", [2, 4] if THOROUGH else [4])
 def test_it_survives_kills_bit_for_bit(tmp_path, size):
-    """A save at every step, killed at random moments within one, started again: the end is that of an uninterrupted run, with
-    random generators, scheduler and the place in the data.
+    """A save at every step, killed at random moments within one, started again: it goes on from the newest checkpoint, and its
+    end is that of an uninterrupted run, with random generators, scheduler and the place in the data.
     """
     kills = 30 if THOROUGH else 5 - size
     width, epochs = 3000, 100 if THOROUGH else 20
@@ -30,7 +30,7 @@ def test_it_survives_kills_bit_for_bit(tmp_path, size):
     seed = int.from_bytes(os.urandom(2))
     chance = random.Random(seed)
     pending = tmp_path / "exp/.safe_ckpt/pending"
-    reached = within = number = 0
+    reached = newest = within = number = 0
     while number < kills or (not within and number < kills + 5):
         number += 1
         process = start(tmp_path, "trains_on_ranks_of_accelerate", tmp_path / "exp", width, epochs, size=size)
@@ -39,7 +39,7 @@ def test_it_survives_kills_bit_for_bit(tmp_path, size):
             assert "END" not in line, "the run ended before it could be killed"
             saves -= "SAVED" in line and line.startswith("RANK 0")
             if "BEGIN" in line:
-                assert int(line.split()[-1]) >= reached - 1, f"random seed {seed}"
+                assert int(line.split()[-1]) >= newest, f"random seed {seed}"
             if "SAVED" in line:
                 reached = max(reached, int(line.split()[-1]))
             if not saves:
@@ -55,8 +55,13 @@ def test_it_survives_kills_bit_for_bit(tmp_path, size):
         process.stdout.close()
         within += any(pending.glob("*"))
         for path in (tmp_path / "exp/checkpoints").iterdir():
-            verify(path, read_manifest(path))
+            manifest = read_manifest(path)
+            verify(path, manifest)
+            newest = max(newest, manifest.step)
+        assert newest >= reached - 1 > 0, f"random seed {seed}"
     done = run(tmp_path, "trains_on_ranks_of_accelerate", tmp_path / "exp", width, epochs, size=size)
+    begins = {line for said in done.values() for line in said if line.startswith("BEGIN")}
+    assert begins == {f"BEGIN {newest}"}, f"random seed {seed}"  # one that begins anew comes to the same end
     ends = [[line for line in said if line.startswith("END")] for said in (*reference.values(), *done.values())]
     assert [len(one) for one in ends] == [1] * (2 * size)
     assert ends[:size] == ends[size:], f"random seed {seed}"

@@ -48,22 +48,27 @@ def test_every_layout_of_the_table_is_made_here():
 @pytest.mark.parametrize("name", MADE)
 def test_what_a_framework_wrote_to_its_end_is_recognised(tmp_path, name):
     """Each layout by its name, with the number in the name."""
-    layout = layout_of(make(tmp_path, name))
+    path = make(tmp_path, name)
+    layout = layout_of(path)
     assert (layout.name, layout.step, layout.problem) == (name, MADE[name][2], "")
+    is_sharded = name in ("Lightning directory", "Lightning DeepSpeedStrategy directory")
+    assert layouts.is_lightning_directory(path) is is_sharded
 
 
 # Without the last file: what is recognised, and its problem. None: nothing. A sharded directory is one of plain DCP then, which
 # no resume of Lightning takes.
 CUT_SHORT = {
+    "Lightning file": None,
     "Lightning directory": ("torch.distributed.checkpoint directory", ""),
     "Lightning DeepSpeedStrategy directory": None,
     "Accelerate checkpoint": ("Accelerate checkpoint", "without random_states_0.pkl it is not complete"),
     "Transformers checkpoint": ("Transformers checkpoint", "without trainer_state.json it is not complete"),
+    "DeepSpeed tag": ("DeepSpeed tag", "it holds no states of DeepSpeed"),
     "torch.distributed.checkpoint directory": None,
 }
 
 
-@pytest.mark.parametrize("name", [name for name, (_, files, _) in MADE.items() if len(files) > 1])
+@pytest.mark.parametrize("name", MADE)
 def test_what_lacks_its_last_file_is_not_complete(tmp_path, name):
     """What a framework writes last is what tells that it came to the end."""
     path = make(tmp_path, name)
@@ -77,6 +82,14 @@ def test_what_lacks_its_last_file_is_not_complete(tmp_path, name):
         assert layout.name == recognised
         assert problem in layout.problem
         assert bool(problem) is bool(layout.problem)
+
+
+def test_a_file_called_latest_alone_makes_no_checkpoint_of_lightnings(tmp_path):
+    """DeepSpeed writes one beside its tags, whoever uses it: Lightning's has its own tag with states, too."""
+    path = make(tmp_path, "Lightning DeepSpeedStrategy directory")
+    (path / "checkpoint/mp_rank_00_model_states.pt").unlink()
+    assert not layouts.is_lightning_directory(path)
+    assert layout_of(path) is None
 
 
 @pytest.mark.parametrize(("name", "file"), [("Accelerate checkpoint", 2), ("Transformers checkpoint", 0)])

@@ -18,6 +18,7 @@ from safe_ckpt.core.home.object_head import Head, folders_of, list_objects, miss
 from safe_ckpt.core.home.object_home import ObjectHome, UndecidedError
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.storage.objects.bucket import Bucket
+from safe_ckpt.core.storage.objects.clients import ExistsError
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import (
@@ -375,16 +376,41 @@ def test_gravestones_go_after_a_week(place, monkeypatch):
     assert folder not in folders_of(place)
 
 
-def test_a_store_without_conditions_is_refused(place, monkeypatch):
-    """It is tried, not believed; ``unfenced`` takes it all the same."""
+@pytest.mark.parametrize(
+    ("condition", "without"),
+    [
+        ("If-None-Match", ("create", lambda bucket, key, data: bucket.overwrite(key, data))),
+        ("If-Match", ("replace", lambda bucket, key, data, _: bucket.overwrite(key, data))),
+    ],
+)
+def test_a_store_without_conditions_is_refused(place, monkeypatch, condition, without):
+    """It is tried, not believed, and the object of the trial is gone."""
     assert missing_condition(place) == ""
-    monkeypatch.setattr(type(place.bucket), "create", type(place.bucket).overwrite)
-    with pytest.raises(DirectoryError, match=r"If-None-Match.*storage\.unfenced"):
-        ObjectHome(place / "a", lease_s=60).open()
-    root = opened(place / "b", unfenced=True)
-    folder, _ = save(root, 1)
+    monkeypatch.setattr(Bucket, *without)
+    with pytest.raises(DirectoryError, match=rf"{condition}\b.*storage\.unfenced"):
+        ObjectHome(place, lease_s=60).open()
+    assert folders_of(place) == []
+
+
+def test_what_the_trial_of_a_store_could_not_delete_goes_at_the_next_start(place, monkeypatch):
+    """The store made the object and deletes nothing: the head names the object, as after a kill in between."""
+    with monkeypatch.context() as away:
+        away.setattr(Bucket, "delete", lambda *_: (_ for _ in ()).throw(TimeoutError("no answer")))
+        with pytest.raises(DirectoryError, match="no answer"):
+            ObjectHome(place, lease_s=60).open()
+    assert len(folders_of(place)) == 1
+    opened(place).close()
+    assert folders_of(place) == []
+
+
+def test_unfenced_takes_a_store_without_conditions(place, monkeypatch):
+    """It saves as ever, and looks whether a manifest is there where no condition would tell."""
+    monkeypatch.setattr(Bucket, "create", Bucket.overwrite)
+    root = opened(place, unfenced=True)
+    folder, manifest = save(root, 1)
+    with pytest.raises(ExistsError):
+        root.commit(folder, b"{}")
     root.close()
-    assert names(place / "b") == ["step-1"]
+    assert names(place) == ["step-1"]
+    assert read_manifest(folder).op_id == manifest.op_id
     assert place.bucket.read((folder / "x").key)[0] == b"data"
-    opened(place / "a", unfenced=True).close()
-    assert folders_of(place / "a") == []  # what the trial has left, too, is gone

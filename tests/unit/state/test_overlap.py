@@ -517,15 +517,21 @@ def test_optimizers_that_are_not_known_defer_nothing(optimizer):
 
 
 def test_state_dicts_are_copied_at_once(tmp_path, late):
-    """Without the module and the optimizer themselves nothing is known of who changes what: nothing is left for later."""
+    """Without the module and the optimizer themselves nothing is known of who changes what: nothing is left for later, also
+    behind a save that was given both.
+    """
     net, optimizer = trained()
-    expected = states({"model": net, "optimizer": optimizer})
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
-        handle = ckpt.save(1, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+        known = ckpt.save(1, {"model": net, "optimizer": optimizer})
+        train(net, optimizer)
+        known.result(timeout_s=60)
+        late.clear()
+        expected = states({"model": net, "optimizer": optimizer})
+        handle = ckpt.save(2, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
         handle.wait_snapshot(timeout_s=0)
         assert overlap._pending == ()
-        for parameter in net.parameters():
-            parameter.data.zero_()
+        for tensor in (*net.parameters(), *(one for state in optimizer.state.values() for one in state.values())):
+            tensor.data.zero_()
         handle.result(timeout_s=60)
         ckpt.resume({"model": net, "optimizer": optimizer})
     assert same(states({"model": net, "optimizer": optimizer}), expected)
