@@ -54,7 +54,7 @@ class StoreOracle(Oracle):
             one.deleted = True
 
     def _troubles(self, host: int) -> list[tuple[float, float]]:
-        return [*super()._troubles(host), *self.world.objects.troubles.get(host, ())]
+        return list(self.world.objects.troubles.get(host, ()))
 
     def _head_changed(self, head: dict[str, Any], proc: Proc) -> None:
         lease = head["lease"]
