@@ -72,9 +72,10 @@ def _run(
     stdin: str | None = None,
     fresh: bool = False,
     finalize: bool = False,
+    **more: Any,
 ) -> subprocess.CompletedProcess[str]:
-    options: dict[str, Any] = {"input": stdin, "capture_output": True, "text": True, "timeout": scaled(timeout_s)}
-    return subprocess.run(command, check=False, **options) if fresh else warm.run(command, finalize=finalize, **options)
+    more |= {"input": stdin, "capture_output": True, "text": True, "timeout": scaled(timeout_s)}
+    return subprocess.run(command, check=False, **more) if fresh else warm.run(command, finalize=finalize, **more)
 
 
 def start_script(path: Path, *args: str, flags: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -104,25 +105,14 @@ def program_path(name: str) -> Path:
 
 
 def run_program(name: str, *args: str, flags: tuple[str, ...] = (), **more: Any) -> subprocess.CompletedProcess[str]:
-    """Run ``program_path(name)`` with these arguments, as ``run_script`` runs code."""
+    """Run ``program_path(name)`` with these arguments, as ``run_script`` runs code, also with ``cwd`` and ``env``."""
     return _run([sys.executable, *flags, str(program_path(name)), *args], **more)
-
-
-HOLD_LOCK = """
-import sys
-from pathlib import Path
-from safe_ckpt.core.home.file_lock import JobLock
-lock = JobLock(Path(sys.argv[1]), subject=Path(sys.argv[1]), lease_s=float(sys.argv[2]))
-lock.acquire()
-print("held", flush=True)
-sys.stdin.read()
-"""
 
 
 @contextlib.contextmanager
 def holding_lock(folder: Path, *, lease_s: float = 60.0, within: tuple[str, ...] = ()):
     """A process that holds the job lock in ``folder``, started by the command ``within``."""
-    command = [*within, sys.executable, "-c", HOLD_LOCK, str(folder), str(lease_s)]
+    command = [*within, sys.executable, str(program_path("holds_a_lock")), str(folder), str(lease_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout.readline() == "held\n"
@@ -208,7 +198,6 @@ def placements(mesh, choice: int, dims: int) -> list[object]:
 
 
 __all__ = [
-    "HOLD_LOCK",
     "flip_bit",
     "holding_lock",
     "kill_all",

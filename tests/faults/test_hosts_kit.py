@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
 
@@ -15,45 +14,9 @@ import pytest
 from kit.hosts import Hosts, needs_hosts
 from kit.patience import wait_until
 from kit.proxy import Proxy
+from support import program_path
 
 pytestmark = needs_hosts
-
-EXCHANGE = """
-    import ctypes, os, sys
-    os.chdir(sys.argv[1])
-    for name in "ab":
-        open(name, "w").write(name)
-    libc = ctypes.CDLL(None, use_errno=True)
-    bad = libc.renameat2(-100, b"a", -100, b"b", 2)
-    print(bad and os.strerror(ctypes.get_errno()), open("a").read())
-"""
-FAULTS = """
-    import ctypes, errno, mmap, os, sys
-    os.chdir(sys.argv[1])
-    def said(act):
-        try:
-            return act()
-        except OSError as error:
-            return errno.errorcode[error.errno]
-    open("f", "w").write("content")
-    os.makedirs("d/inner", exist_ok=True)
-    page = mmap.mmap(-1, 4096)
-    def direct():
-        file = os.open("direct", os.O_CREAT | os.O_WRONLY | os.O_DIRECT)
-        try:
-            return os.write(file, page)
-        finally:
-            os.close(file)
-    def allocate():
-        with open("allocated", "wb") as file:
-            long = ctypes.c_long
-            if ctypes.CDLL(None, use_errno=True).fallocate(file.fileno(), 0, long(0), long(4096)):
-                raise OSError(ctypes.get_errno(), "fallocate")
-    def link():
-        os.link("f", "g")
-        os.unlink("g")
-    print(said(direct), said(lambda: os.statvfs(".").f_blocks > 0), said(link), said(allocate))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -62,22 +25,13 @@ def hosts(tmp_path_factory):
         yield found
 
 
-def python(code, *args):
-    return [sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
+def program(name, *args):
+    return [sys.executable, str(program_path(name)), *map(str, args)]
 
 
 def reaches(host, name):
     """Whether somebody answers, if only that nobody listens."""
-    code = """
-        import socket, sys
-        try:
-            socket.create_connection((sys.argv[1], 9), timeout=1)
-        except ConnectionRefusedError:
-            print("refused")
-        except OSError:
-            print("no answer")
-    """
-    return host.run(python(code, name)).stdout == "refused\n"
+    return host.run(program("knocks_at_a_host", name)).stdout == "refused\n"
 
 
 def test_a_host_has_all_of_its_own(hosts):
@@ -90,29 +44,17 @@ def test_a_host_has_all_of_its_own(hosts):
         assert host.run(["cat", "/tmp/mine", "/dev/shm/mine"]).stdout.split() == [host.name] * 2
         boots.add(host.run(["cat", "/proc/sys/kernel/random/boot_id"]).stdout)
         look = "import socket; print(*(socket.gethostbyname(n) for n in ('localhost', %r, %r)))"
-        found = host.run(python(look % (host.name, other.name))).stdout.split()
+        found = host.run([sys.executable, "-c", look % (host.name, other.name)]).stdout.split()
         assert found == ["127.0.0.1", host.address, other.address]
     assert len(boots) == 2
     assert not os.path.exists("/tmp/mine")
     assert "10.77." not in subprocess.run(["ip", "addr"], capture_output=True, text=True, check=True).stdout
 
 
-LISTEN = """
-    import socket
-    with socket.create_server(("", 5000)) as listener:
-        print("ready", flush=True)
-        while True:
-            one = listener.accept()[0]
-            one.sendall(b"hello ")
-            while data := one.recv(100):
-                one.sendall(data)
-"""
-
-
 @contextlib.contextmanager
 def listening(host):
     """Something on port 5000 that sends everything back."""
-    process = host.start(python(LISTEN), stdout=subprocess.PIPE)
+    process = host.start(program("sends_everything_back"), stdout=subprocess.PIPE)
     try:
         assert process.stdout.readline() == b"ready\n"
         yield process
@@ -124,15 +66,9 @@ def listening(host):
 
 def test_an_unplugged_host_is_silent_until_it_is_plugged_in(hosts):
     """What is sent to it gets lost and no connection ends; afterwards the same connection goes on."""
-    talk = """
-        import socket, sys
-        with socket.create_connection((sys.argv[1], 5000), timeout=20) as one:
-            for line in ("connected", "again"):
-                print(line, one.recv(100).decode(), flush=True)
-                one.sendall(sys.stdin.readline().encode())
-    """
+    talk = program("talks_twice", hosts[1].address)
     with listening(hosts[1]):
-        process = hosts[0].start(python(talk, hosts[1].address), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = hosts[0].start(talk, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdout.readline() == b"connected hello \n"
         hosts[1].unplug()
         process.stdin.write(b"while away\n")
@@ -200,19 +136,10 @@ def test_a_function_runs_on_a_host(hosts):
 
 def test_nothing_stays_when_a_test_run_is_killed(tmp_path):
     """SIGKILL to the process that made the hosts: their processes, file systems and networks go by themselves."""
-    code = """
-        import signal, sys
-        from pathlib import Path
-        from kit.hosts import Hosts
-        hosts = Hosts(1, Path(sys.argv[1])).__enter__()
-        hosts.share("bindfs")
-        hosts[0].start(["sleep", "1000"])
-        hosts[0].signal(signal.SIGSTOP)
-        print(hosts[0].pid, hosts.hub.pid, flush=True)
-        sys.stdin.readline()
-    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(python(code, tmp_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    process = subprocess.Popen(
+        program("makes_a_host", tmp_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
     pids = process.stdout.readline().split()
     assert len(pids) == 2
     namespaces = [os.readlink(f"/proc/{int(pid)}/ns/pid") for pid in pids]
@@ -241,7 +168,7 @@ def test_a_shared_folder_is_the_same_on_all_hosts(tmp_path, kind):
         assert (folder.behind / "file").read_text() == "one\n"
         hosts[1].restart()
         assert hosts[1].run(["cat", folder.path / "file"]).stdout == "one\n"
-        exchanged = hosts[0].run(python(EXCHANGE, folder.path / "exchange")).stdout.strip()
+        exchanged = hosts[0].run(program("exchanges_two_names", folder.path / "exchange")).stdout.strip()
         assert exchanged == ("Invalid argument a" if kind in {"bindfs", "faulty", "glusterfs"} else "0 b")
 
 
@@ -260,7 +187,7 @@ def test_a_faulty_folder_does_what_it_is_told(tmp_path):
         first, second = hosts
 
         def said(host):
-            return host.run(python(FAULTS, folder.path)).stdout.strip()
+            return host.run(program("tries_calls_of_disks", folder.path)).stdout.strip()
 
         assert said(first) == "4096 True None None"
         folder.refuse(direct=True, statfs=True, links=True, fallocate=True, on=first)
@@ -300,23 +227,8 @@ def test_a_faulty_folder_shows_old_news(tmp_path):
 def test_the_proxy_delays_holds_back_and_cuts(hosts):
     """What goes through it arrives whole and in order: late, after a resume, or ends with a reset."""
     with listening(hosts[1]), Proxy((hosts[1].address, 5000), host=hosts[0]) as proxy:
-        talk = """
-            import socket, sys, time
-            with socket.create_connection(("localhost", int(sys.argv[1])), timeout=20) as one:
-                print(one.recv(6).decode(), flush=True)
-                for line in sys.stdin:
-                    begun = time.monotonic()
-                    try:
-                        one.sendall(line.encode() * 10)
-                        got = b""
-                        while len(got) < 10 * len(line):
-                            got += one.recv(1000)
-                    except OSError as error:
-                        print(type(error).__name__, flush=True)
-                        break
-                    print(got == line.encode() * 10, time.monotonic() - begun, flush=True)
-        """
-        process = hosts[0].start(python(talk, proxy.port), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        talk = program("times_what_comes_back", proxy.port)
+        process = hosts[0].start(talk, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
         def ask(line):
             process.stdin.write(f"{line}\n")

@@ -4,7 +4,6 @@ import errno
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -22,9 +21,10 @@ from safe_ckpt.core.home.home import NewCheckpoint
 from safe_ckpt.core.home.visibility import Patience
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import NoValidCheckpointError, SafeCheckpointError, SaveError
-from support import flip_bit, names_in
+from support import flip_bit, names_in, program_path
 
 AWAY_S = 1.5
+REFUSED = "resumes_or_is_refused"
 PATIENT = CheckpointConfig(timeouts=Timeouts(lengthy_s=60, barrier_s=40, peer_stall_s=5, shutdown_s=10))
 HASTY = CheckpointConfig(timeouts=Timeouts(lengthy_s=60, barrier_s=2, peer_stall_s=5, shutdown_s=10))
 
@@ -120,24 +120,10 @@ def test_nothing_but_incomplete_ones_is_no_fresh_start(tmp_path):
         ckpt.resume({"a": 0})
 
 
-REFUSED = """
-    import sys
-    from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
-    from safe_ckpt.errors import DirectoryError
-    config = CheckpointConfig(timeouts=Timeouts(lengthy_s=60, barrier_s=4, peer_stall_s=5, shutdown_s=10))
-    try:
-        with Checkpointer(sys.argv[1], config) as ckpt:
-            print("resumed", ckpt.resume({"a": 0, "b": []}).step)
-    except DirectoryError as error:
-        print("refused", error.errno, error.path)
-"""
-
-
-def refusing(tmp_path, folder, syscalls, error, name):
-    """Run a resume under strace, which lets these system calls on one file fail."""
-    (tmp_path / "resume.py").write_text(textwrap.dedent(REFUSED))
+def traced(program, folder, syscalls, result, name):
+    """Run a program under strace, which gives these system calls on one file another result."""
     command = ["strace", "-f", "-qq", "-o", "/dev/null", "-P", str(name), "-e", f"trace={syscalls}"]
-    command += ["-e", f"inject={syscalls}:error={error}", sys.executable, str(tmp_path / "resume.py"), str(folder)]
+    command += ["-e", f"inject={syscalls}:{result}", sys.executable, str(program_path(program)), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     return done.stdout.split(), done.stderr
 
@@ -150,7 +136,7 @@ def test_what_cannot_be_read_is_an_error(tmp_path, name, syscalls, error):
     """EIO, ESTALE and EACCES of one file: that error with its path, nothing set aside, no older one resumed from instead."""
     exp = tmp_path / "exp"
     newest = saved(exp)
-    said, stderr = refusing(tmp_path, exp, syscalls, error, newest / name)
+    said, stderr = traced(REFUSED, exp, syscalls, f"error={error}", newest / name)
     assert said == ["refused", str(getattr(errno, error)), str(newest / name)], stderr
     assert in_quarantine(exp) == []
 
@@ -159,7 +145,7 @@ def test_a_name_that_is_listed_and_cannot_be_opened_is_an_error(tmp_path):
     """ENOENT of a file that its directory names: a client's cache is stale. Nothing is treated as corrupt."""
     exp = tmp_path / "exp"
     newest = saved(exp)
-    said, stderr = refusing(tmp_path, exp, "openat,newfstatat,lstat,stat,statx", "ENOENT", newest / "manifest.json")
+    said, stderr = traced(REFUSED, exp, "openat,newfstatat,lstat,stat,statx", "error=ENOENT", newest / "manifest.json")
     assert said[:2] == ["refused", "116"], stderr  # ESTALE
     assert in_quarantine(exp) == []
 
@@ -168,28 +154,9 @@ def test_reads_that_end_early_are_no_damage(tmp_path):
     """Reads that return nothing in the middle of a file: an error that says so, not a checkpoint of other bytes."""
     exp = tmp_path / "exp"
     newest = saved(exp)
-    (tmp_path / "resume.py").write_text(textwrap.dedent(REFUSED))
     for name in ("manifest.json", "a.json"):
-        command = [
-            "strace",
-            "-f",
-            "-qq",
-            "-o",
-            "/dev/null",
-            "-P",
-            str(newest / name),
-            "-e",
-            "trace=read,pread64,preadv,preadv2",
-        ]
-        command += [
-            "-e",
-            "inject=read,pread64,preadv,preadv2:retval=0",
-            sys.executable,
-            str(tmp_path / "resume.py"),
-            str(exp),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-        assert done.stdout.split()[:2] == ["refused", "5"], done.stderr
+        said, stderr = traced(REFUSED, exp, "read,pread64,preadv,preadv2", "retval=0", newest / name)
+        assert said[:2] == ["refused", "5"], stderr
     assert in_quarantine(exp) == []
 
 
@@ -216,22 +183,9 @@ def test_setting_up_to_resume_tells_an_error_from_nothing(tmp_path):
     """``mode="resume"`` where a folder cannot be listed: that error, not "there is no checkpoint"."""
     exp = tmp_path / "exp"
     newest = saved(exp, 1)
-    code = """
-        import sys
-        from safe_ckpt import set_up_directory
-        from safe_ckpt.errors import SafeCheckpointError
-        try:
-            set_up_directory(sys.argv[1], mode="resume", timeout_s=5)
-        except SafeCheckpointError as error:
-            print(type(error).__name__, error.errno)
-    """
-    (tmp_path / "job.py").write_text(textwrap.dedent(code))
-    name = newest / "manifest.json"
     for syscalls in ("newfstatat", "openat"):
-        command = ["strace", "-f", "-qq", "-o", "/dev/null", "-P", str(name), "-e", f"trace={syscalls}"]
-        command += ["-e", f"inject={syscalls}:error=EIO", sys.executable, str(tmp_path / "job.py"), str(exp)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert done.stdout.split() == ["DirectoryError", "5"], done.stderr
+        said, stderr = traced("sets_up_to_resume", exp, syscalls, "error=EIO", newest / "manifest.json")
+        assert said == ["DirectoryError", "5"], stderr
 
 
 def test_archive_ends_are_told_as_zipfile_tells_them(tmp_path):

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections import Counter
@@ -24,7 +23,7 @@ from safe_ckpt import consolidate_offloaded, restore_offloaded
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, RendezvousTimeout, SafeCheckpointError, SaveError
-from support import processes_of_this_test, writers_of
+from support import processes_of_this_test, program_path, writers_of
 
 MANY = 8
 SIZES = {"optimizer.tensor": (1 << 20) + 17, "deep/parameter.tensor": 4096, "deep/empty.tensor": 0}
@@ -293,62 +292,14 @@ def test_a_killed_restore_leaves_nothing_behind_after_the_next(tmp_path, matrix)
 
 # The first operation that goes wrong, and the step to the next.
 EACH = (1, 1) if THOROUGH else (5, 16)
-# A scenario for sweep.py, which then lets the n-th operation of a call go wrong, for every n.
-SCENARIO = """
-import os, shutil, sys
-sys.path[:0] = {paths}
-import sweep
-from safe_ckpt import consolidate_offloaded
-from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
-
-FILES = {{"a": 3, "b": 5000, "deep/c": 9000, "deep/d": 0}}
-
-
-class Folders(sweep.Numbered):
-    def prepare(self, folder):
-        for number in (1, 2):
-            for name, size in FILES.items():
-                file = folder.parent / f"disk{{number}}" / name
-                if not file.exists():
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_bytes(bytes([number]) * size)
-        super().prepare(folder)
-
-    def save(self, folder, number, reported=lambda: None):
-        consolidate_offloaded({{"part": folder.parent / f"disk{{number}}"}}, folder / "ckpt")
-        reported()
-
-    def find(self, folder):
-        found = self.number(folder)
-        self.save(folder, 2)  # whatever was left, the next call works, and tidies up
-        assert self.number(folder) == 2
-        if (folder / ".safe_ckpt/names").is_dir():
-            os.rename(folder / ".safe_ckpt/names", folder / ".safe_ckpt/pending")  # sweep.py tells what is left there
-        return found
-
-    def number(self, folder):
-        manifest = read_manifest(folder / "ckpt")
-        verify(folder / "ckpt", manifest)
-        contents = {{name: (folder / "ckpt/part" / name).read_bytes() for name in FILES}}
-        assert len(manifest.files) == len(FILES)
-        number = contents["a"][0]
-        assert contents == {{name: bytes([number]) * size for name, size in FILES.items()}}
-        return number
-
-
-sweep.SCENARIOS = {{"folders": Folders()}}
-sweep.main()
-"""
 
 
 def sweep(folder, fault, first, step):
-    """As ``kit.sweep``, of the scenario above."""
+    """As ``trials.sweep``, of consolidations."""
     kit = folder / "kit"
     environment = {**os.environ, **FaultyStorage(kit).environment, "RES_OPTIONS": "timeout:1"}
-    script = folder / "scenario.py"
-    script.write_text(textwrap.dedent(SCENARIO.format(paths=[str(SWEEP.parent), str(SWEEP.parent.parent)])))
-    command = [sys.executable, str(script), str(kit), str(folder / "exp"), "folders", fault, str(first), str(step)]
+    command = [sys.executable, str(program_path("sweeps_consolidations")), str(kit), str(folder / "exp")]
+    command += ["folders", fault, str(first), str(step), str(SWEEP.parent)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=600, check=False, env=environment, start_new_session=True
     )

@@ -6,7 +6,6 @@ import mmap
 import os
 import subprocess
 import sys
-import textwrap
 import types
 
 import pytest
@@ -19,26 +18,11 @@ from safe_ckpt.core.storage import direct_io, durable, reader
 from safe_ckpt.core.storage.direct_io import WriteOptions
 from support import Quiet, names_in, program_path
 
-SAVES = """
-    import logging, sys
-    from pathlib import Path
-    import torch
-    from safe_ckpt import CheckpointConfig, Checkpointer, WriterConfig
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    config = CheckpointConfig(max_host_bytes=int(sys.argv[2]) or None, writer=WriterConfig(chunk_bytes=1 << 20))
-    with Checkpointer(sys.argv[1], config) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, {"t": torch.full((1_000_003,), float(step)), "n": step}).result(timeout_s=30)
-        state = {"t": torch.zeros(1_000_003), "n": 0}
-        print("resumed", ckpt.resume(state).step, state["n"], set(state["t"].tolist()))
-"""
 
-
-def run_faulty(tmp_path, code, *args, kinds, error, always=True, at=1):
+def run_faulty(tmp_path, program, *args, kinds, error, always=True, at=1):
     storage = FaultyStorage(tmp_path / "kit")
-    (tmp_path / "job.py").write_text(textwrap.dedent(code))
     storage.fail(at, tmp_path / "exp", error, always=always, kinds=kinds)
-    command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "exp"), *args]
+    command = [sys.executable, str(program_path(program)), str(tmp_path / "exp"), *args]
     environment = {**os.environ, **storage.environment}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
     return done.stdout.splitlines(), done.stderr, storage.count
@@ -47,7 +31,9 @@ def run_faulty(tmp_path, code, *args, kinds, error, always=True, at=1):
 @pytest.mark.parametrize("most_bytes", [0, 1 << 20])
 def test_direct_writes_that_are_refused_go_through_the_page_cache(tmp_path, most_bytes):
     """EINVAL at the first direct write: the same saves, read again, one line in the log of the job, and no second try."""
-    said, stderr, count = run_faulty(tmp_path, SAVES, str(most_bytes), kinds=("direct",), error=errno.EINVAL)
+    said, stderr, count = run_faulty(
+        tmp_path, "saves_thrice_and_resumes", str(most_bytes), kinds=("direct",), error=errno.EINVAL
+    )
     assert "resumed 3 3 {3.0}" in said, stderr
     assert len([line for line in said if "refuses direct writes" in line]) == 1, said
     # Of what is small and comes first too: a file or two were under way when it was found out, later saves ask no more.
@@ -136,31 +122,18 @@ def test_direct_reads_that_are_refused_are_made_through_the_page_cache(tmp_path,
     assert (memory[: len(data)], digest) == (data, expected)
 
 
-REPLACES = """
-    import sys
-    from safe_ckpt import Checkpointer
-    with Checkpointer(sys.argv[1]) as ckpt:
-        for value in (1, 2, 3):
-            ckpt.save(1, {"x": value}).result(timeout_s=30)
-        state = {"x": 0}
-        ckpt.resume(state)
-        print(state["x"])
-"""
+def run_traced(tmp_path, *options):
+    """Save one step three times under strace."""
+    command = ["strace", "-f", "-qq", *options]
+    command += [sys.executable, str(program_path("saves_one_step_thrice")), str(tmp_path / "exp")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.mark.parametrize("error", ["EINVAL", "ENOSYS", "EOPNOTSUPP", "EPERM", "EXDEV"])
 def test_a_kernel_or_file_system_without_exchange(tmp_path, error):
     """Each errno with which exchanging two names is refused: a step that is saved again is replaced by two renames."""
-    (tmp_path / "job.py").write_text(textwrap.dedent(REPLACES))
-    command = ["strace", "-f", "-qq", "-o", str(tmp_path / "trace"), "-e", "trace=renameat2"]
-    command += [
-        "-e",
-        f"inject=renameat2:error={error}",
-        sys.executable,
-        str(tmp_path / "job.py"),
-        str(tmp_path / "exp"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    options = ["-o", str(tmp_path / "trace"), "-e", "trace=renameat2", "-e", f"inject=renameat2:error={error}"]
+    done = run_traced(tmp_path, *options)
     assert done.stdout.split() == ["3"], done.stderr
     assert (tmp_path / "trace").read_text().count("RENAME_EXCHANGE") == 2
     assert names_in(tmp_path / "exp/.safe_ckpt/trash") == []
@@ -189,20 +162,6 @@ def test_an_exchange_that_cannot_be_taken_back_is_not_taken_for_undone(tmp_path,
     assert (one / "f").read_text() == "final"
 
 
-LINKS = """
-    import os, sys
-    from pathlib import Path
-    from safe_ckpt.core.storage import durable
-    exp = Path(sys.argv[1])
-    for number, target in enumerate((None, "a")):
-        durable.publish_link(exp / "a", exp / "staged", durable.Link(path=exp / f"last{number}", target=target), Path)
-    durable.publish_file(exp / "new", exp / "last0")
-    durable.publish_link(exp / "d", exp / "staged", durable.Link(path=exp / "e"), Path)
-    print((exp / "last0").read_text(), (exp / "last1").read_text(), (exp / "e/f").read_text(), os.stat(exp / "e/f").st_nlink)
-    print(sorted(os.listdir(exp)))
-"""
-
-
 @pytest.mark.parametrize("error", ["EPERM", "ENOTSUP", "ENOSYS", "EMLINK", "EXDEV"])
 def test_a_file_system_without_links(tmp_path, error):
     """Further names are durable copies, files are replaced by one rename without a name to go back to, nothing is left."""
@@ -211,7 +170,7 @@ def test_a_file_system_without_links(tmp_path, error):
     (exp / "a").write_text("bytes")
     (exp / "new").write_text("replaced")
     (exp / "d/f").write_text("deep")
-    said, stderr, count = run_faulty(tmp_path, LINKS, kinds=("link",), error=getattr(errno, error))
+    said, stderr, count = run_faulty(tmp_path, "publishes_links", kinds=("link",), error=getattr(errno, error))
     assert said == ["replaced bytes deep 1", "['a', 'd', 'e', 'last0', 'last1']"], stderr
     assert count >= 4
 
@@ -219,10 +178,8 @@ def test_a_file_system_without_links(tmp_path, error):
 @pytest.mark.parametrize("syscall", ["fallocate", "fadvise64"])
 def test_calls_that_some_file_systems_do_not_know(tmp_path, syscall):
     """No fallocate, no advice on what to cache: everything is saved and resumed all the same."""
-    (tmp_path / "job.py").write_text(textwrap.dedent(REPLACES))
-    command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={syscall}", "-e"]
-    command += [f"inject={syscall}:error=EOPNOTSUPP", sys.executable, str(tmp_path / "job.py"), str(tmp_path / "exp")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    inject = f"inject={syscall}:error=EOPNOTSUPP"
+    done = run_traced(tmp_path, "-o", "/dev/null", "-e", f"trace={syscall}", "-e", inject)
     assert done.stdout.split() == ["3"], done.stderr
 
 
@@ -233,11 +190,9 @@ def test_a_size_of_zeros_is_no_full_disk(tmp_path, monkeypatch):
             usage = types.SimpleNamespace(total=total, free=0)
             patch.setattr(durable.shutil, "disk_usage", lambda _, usage=usage: usage)
             assert durable.free_bytes(tmp_path) == free
-    (tmp_path / "job.py").write_text(textwrap.dedent(REPLACES))
     for how in ("error=ENOSYS", "retval=0"):  # without the call the answer stays what it was: zeros
-        command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=statfs,fstatfs", "-e"]
-        command += [f"inject=statfs,fstatfs:{how}", sys.executable, str(tmp_path / "job.py"), str(tmp_path / "exp")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        trace, inject = "trace=statfs,fstatfs", f"inject=statfs,fstatfs:{how}"
+        done = run_traced(tmp_path, "-o", "/dev/null", "-e", trace, "-e", inject)
         assert done.stdout.split() == ["3"], done.stderr
 
 

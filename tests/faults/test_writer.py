@@ -16,7 +16,7 @@ from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt.core.saving.write_phase import WritePhase
 from safe_ckpt.errors import WriterError
-from support import run_program, run_script, writers_of
+from support import run_program, writers_of
 
 TIMES = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=0.7, fsync_stall_s=5, peer_stall_s=5, shutdown_s=10)
 SLOW = WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off", inline_bytes=0)
@@ -115,18 +115,7 @@ def test_whatever_happens_to_a_writer_the_save_is_committed(tmp_path, matrix, na
 
 def test_a_writer_that_dies_again_and_again_is_done_without(tmp_path):
     """After max_respawns deaths this process writes by itself: committed, with one warning for each and one for that."""
-    done = run_script(
-        """
-        import sys, logging, torch
-        from safe_ckpt import Checkpointer, CheckpointConfig, WriterConfig
-        from safe_ckpt.core.writer import workers
-        logging.basicConfig()
-        workers._BOOT = "import os; os._exit(3)"
-        with Checkpointer(sys.argv[1], CheckpointConfig(writer=WriterConfig(inline_bytes=0))) as ckpt:
-            print(ckpt.save(1, {"m": {"w": torch.ones(100_000)}}).result().step)
-        """,
-        str(tmp_path / "exp"),
-    )
+    done = run_program("saves_with_writers_that_die", str(tmp_path / "exp"))
     assert done.stdout.split() == ["1"], done.stderr
     assert done.stderr.count("WARNING") == 4, done.stderr
     assert done.stderr.count("exited with status 3") == 3

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support import run_script
+from support import run_program, run_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,52 +14,19 @@ FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "deepspeed", "tran
 
 def test_the_package_imports_no_framework():
     """A program that uses plain torch never pays for, or breaks on, a framework it does not use."""
-    code = f"""
-        import sys, pkgutil, importlib
-        import safe_ckpt
-        assert "torch" not in sys.modules, "importing the package alone must stay cheap"
-        for name in safe_ckpt.__all__:
-            getattr(safe_ckpt, name)
-        import safe_ckpt.core
-        for module in pkgutil.walk_packages(safe_ckpt.core.__path__, "safe_ckpt.core."):
-            importlib.import_module(module.name)
-        print([name for name in {FRAMEWORKS!r} if name in sys.modules])
-    """
-    done = run_script(code, fresh=True)
+    done = run_program("imports_all_of_the_core", *FRAMEWORKS, fresh=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 def test_the_writer_process_imports_no_torch():
     """The child that writes stays small: it imports neither torch nor numpy."""
-    code = """
-        import importlib, pkgutil, sys
-        import safe_ckpt.core.writer.process
-        from safe_ckpt.core import storage
-        from safe_ckpt.core.formats import file_plan, zip_archive
-        from safe_ckpt.extensions.health import examine
-        for module in pkgutil.walk_packages(storage.__path__, storage.__name__ + "."):
-            importlib.import_module(module.name)
-        print([name for name in ("torch", "numpy", "yaml", "safetensors") if name in sys.modules])
-    """
-    done = run_script(code, fresh=True)
+    done = run_program("imports_the_writer_process", "torch", "numpy", "yaml", "safetensors", fresh=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 def test_importing_lets_the_collector_rest_and_leaves_it_as_it_was():
     """Neither a collection falls into the first use of a name, nor is a program's own choice changed."""
-    code = """
-        import gc, torch, safe_ckpt
-        gc.set_threshold(1, 1, 1)
-        runs = []
-        gc.callbacks.append(lambda phase, info: runs.append((phase, gc.isenabled())))
-        before = len(runs)
-        safe_ckpt.Checkpointer
-        assert gc.isenabled() and len(runs) - before < 20, len(runs)
-        gc.disable()
-        safe_ckpt.RngState
-        assert not gc.isenabled()
-    """
-    done = run_script(code, fresh=True)
+    done = run_program("imports_beside_a_collector", fresh=True)
     assert not [line for line in done.stderr.splitlines() if "lengthy_timeouts has none" not in line]  # with torch 2.8
 
 

@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
@@ -90,15 +89,7 @@ def test_an_unfinished_save_is_never_rolled_forward(workspace):
 
 def test_a_live_job_keeps_others_out(tmp_path):
     """A second job is refused with host, pid and start of the first; once that is killed, the next one gets in at once."""
-    code = f"""
-        from pathlib import Path
-        from safe_ckpt.core.home.file_home import FileHome
-        root = FileHome(Path({str(tmp_path / "exp")!r}), lease_s=60)
-        root.open()
-        print("open", flush=True)
-        input()
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
+    command = [sys.executable, program_path("holds_a_directory"), str(tmp_path / "exp")]
     second = FileHome(tmp_path / "exp", lease_s=60)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "open\n"

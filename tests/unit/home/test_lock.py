@@ -19,7 +19,7 @@ from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.lease import Lease
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
-from support import HOLD_LOCK, holding_lock, needs_root
+from support import holding_lock, needs_root, program_path
 
 
 def of_elsewhere(**facts):
@@ -130,10 +130,9 @@ def test_one_of_many_gets_it(tmp_path, left):
     here = {"kernel": leases.kernel_id(), "namespace": leases.pid_namespace()}
     dead = of_elsewhere(**here, pid=2**22 - 1).to_bytes()
     (tmp_path / "lock").write_bytes(dead if left == "a dead process" else b"")
-    code = HOLD_LOCK.replace("lock.acquire()", "lock.acquire(patience_s=20)")
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path), "60"],
+            [sys.executable, program_path("holds_a_lock"), str(tmp_path), "60", "20"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

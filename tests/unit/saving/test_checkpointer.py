@@ -8,7 +8,6 @@ import signal
 import stat
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from dataclasses import replace
@@ -40,7 +39,16 @@ from safe_ckpt.errors import (
     SaveSkippedError,
     StateError,
 )
-from support import flip_bit, names_in, needs_root, run_script, small_disk, writer_processes, writers_of
+from support import (
+    flip_bit,
+    names_in,
+    needs_root,
+    program_path,
+    run_program,
+    small_disk,
+    writer_processes,
+    writers_of,
+)
 
 
 def test_names_become_files_that_others_read(tmp_path):
@@ -358,25 +366,14 @@ def test_every_error_is_catchable_as_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["pass", "ckpt.close()", "raise KeyError('mine')"])
-@pytest.mark.parametrize("here", [False, True])
-def test_a_save_that_moves_bytes_is_not_given_up_at_the_end(tmp_path, end, here):
+@pytest.mark.parametrize("how", ["returns", "closes", "raises"])
+@pytest.mark.parametrize("where", ["the writer process", "here"])
+def test_a_save_that_moves_bytes_is_not_given_up_at_the_end(tmp_path, how, where):
     """It takes longer than shutdown_s, in the writer process and in this one: committed, but after an exception given up."""
-    failed = "raise" in end
+    failed = how == "raises"
     # Four thousand flushes take longer than either; a busy machine may let none through for 0.05 s.
-    shutdown_s = 0.05 if failed else 0.5
-    code = f"""
-        import sys, torch
-        from safe_ckpt import Checkpointer, CheckpointConfig, Timeouts, WriterConfig
-        if {here}:
-            sys.executable = None
-        slow = WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off")
-        config = CheckpointConfig(timeouts=Timeouts(shutdown_s={shutdown_s}), writer=slow)
-        ckpt = Checkpointer(sys.argv[1], config)
-        ckpt.save(1, {{"m": {{"w": torch.zeros(4_000_000)}}}})
-        {end}
-    """
-    done = run_script(code, str(tmp_path / "exp"), finalize=True)
+    shutdown_s = "0.05" if failed else "0.5"
+    done = run_program("ends_while_bytes_move", str(tmp_path / "exp"), shutdown_s, where, how, finalize=True)
     assert done.returncode == int(failed), done.stderr
     assert steps(tmp_path / "exp") == ([] if failed else ["step-00000001"]), done.stderr
     if failed:
@@ -386,22 +383,7 @@ def test_a_save_that_moves_bytes_is_not_given_up_at_the_end(tmp_path, end, here)
 
 def test_close_does_not_return_as_if_all_were_well(tmp_path):
     """The disk hangs in this process at the end: close() comes back, and says that the outcome is not known."""
-    code = """
-        import sys, time, torch
-        from safe_ckpt import Checkpointer, CheckpointConfig, Timeouts
-        from safe_ckpt.core.home import file_home
-        from safe_ckpt.core.saving import queue
-        queue._LAST_WORDS_S = 0.3
-        file_home.durable.publish_directory = lambda *_: time.sleep(60)
-        ckpt = Checkpointer(sys.argv[1], CheckpointConfig(timeouts=Timeouts(shutdown_s=0.3)))
-        ckpt.save(1, {"x": 1})
-        begun = time.monotonic()
-        try:
-            ckpt.close()
-        except Exception as error:
-            print(type(error).__name__, error.name, time.monotonic() - begun < 5)
-    """
-    done = run_script(code, str(tmp_path / "exp"))
+    done = run_program("closes_on_a_disk_that_hangs", str(tmp_path / "exp"))
     assert done.stdout.split() == ["CommitOutcomeUnknown", "step-00000001", "True"], done.stderr
 
 
@@ -465,38 +447,14 @@ def test_nothing_in_the_working_directory_stands_in_for_the_standard_library(tmp
     """A queue.py where the job was started does not kill the writer."""
     (tmp_path / "cwd").mkdir()
     (tmp_path / "cwd/queue.py").write_text("raise SystemExit(7)")
-    (tmp_path / "train.py").write_text(
-        "from safe_ckpt import Checkpointer\n"
-        "events = []\n"
-        "with Checkpointer('exp', hooks=[events.append]) as ckpt:\n"
-        "    ckpt.save(1, {'x': 1}).result()\n"
-        "print([event.kind for event in events if event.kind == 'respawned'])\n"
-    )
-    command = [sys.executable, str(tmp_path / "train.py")]
-    done = warm.run(command, cwd=tmp_path / "cwd", capture_output=True, text=True, timeout=60, check=False)
+    done = run_program("tells_of_respawns", str(tmp_path / "exp"), cwd=tmp_path / "cwd")
     assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_a_fork_of_the_trainer_does_not_keep_the_writer_alive(tmp_path):
     """A loader's worker holds a copy of every descriptor: after SIGKILL of the trainer the writer still ends."""
-    code = """
-        import os, sys, time
-        from safe_ckpt import CheckpointConfig, Checkpointer, WriterConfig
-        ckpt = Checkpointer(sys.argv[1], CheckpointConfig(writer=WriterConfig(inline_bytes=0)))
-        ckpt.save(1, {"x": 1}).result()
-        if os.fork() == 0:
-            os.close(1)
-            os.close(2)
-            time.sleep(20)
-            os._exit(0)
-        print(os.getpid(), flush=True)
-        time.sleep(60)
-    """
-    with warm.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "exp")],
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    ) as process:
+    command = [sys.executable, str(program_path("forks_a_worker_that_stays")), str(tmp_path / "exp")]
+    with warm.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
         process.stdout.readline()
         (writer,) = writers_of(process.pid)
         process.kill()

@@ -10,7 +10,7 @@ import torch
 from safe_ckpt import Checkpointer
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import ForkedError
-from support import run_script
+from support import run_program
 
 
 def in_child(call):
@@ -70,18 +70,7 @@ def test_a_forked_child_is_refused_at_once(tmp_path, call, monkeypatch):
 
 def test_a_child_ends_without_a_word(tmp_path):
     """A child that only inherits a Checkpointer, as a data loader's worker does, ends by itself and disturbs nothing."""
-    code = """
-        import os, sys
-        from safe_ckpt import Checkpointer
-        with Checkpointer(sys.argv[1]) as ckpt:
-            handle = ckpt.save(1, {"x": 1})
-            if os.fork() == 0:
-                del ckpt
-                sys.exit(0)
-            print(os.wait()[1], handle.result(timeout_s=60).step, ckpt.save(2, {"x": 1}).result(timeout_s=60).step)
-    """
-    done = run_script(
-        code, str(tmp_path), finalize=True, flags=("-W", "ignore::DeprecationWarning")
-    )  # CPython's, of fork
+    quiet = ("-W", "ignore::DeprecationWarning")  # CPython's, of fork
+    done = run_program("forked_with_a_checkpointer", str(tmp_path), finalize=True, flags=quiet)
     assert done.stdout == "0 1 2\n", done.stderr
     assert done.stderr == ""

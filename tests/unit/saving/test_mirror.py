@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 
@@ -26,7 +25,7 @@ from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import DirectoryError, NoValidCheckpointError
 from safe_ckpt.extensions.mirror.mirror import Mirror as Uploads
-from support import flip_bit
+from support import flip_bit, program_path
 
 TIMES = Timeouts(lengthy_s=60, barrier_s=6, shutdown_s=10, peer_stall_s=5)
 
@@ -154,27 +153,10 @@ def test_a_mirror_that_does_not_answer_fails_no_save(tmp_path, object_server, bu
         assert there(bucket) == [2]
 
 
-JOB = textwrap.dedent("""
-    import sys, time, torch
-    from safe_ckpt import Checkpointer, CheckpointConfig, Mirror, Timeouts
-    config = CheckpointConfig(
-        mirror=Mirror(url=sys.argv[2]), save_on_signals=("SIGTERM",), signal_grace_s=20, timeouts=Timeouts(shutdown_s=5)
-    )
-    with Checkpointer(sys.argv[1], config) as ckpt:
-        print("ready", flush=True)
-        for step in range(1000):
-            time.sleep(0.05)
-            if ckpt.stop_requested:
-                ckpt.save(step, {"w": torch.ones(1 << 20)})
-                break
-""")
-
-
 def test_a_signal_leaves_time_for_the_upload(tmp_path, bucket):
     """The save after a SIGTERM is in the mirror when the job has ended."""
-    job = subprocess.Popen(
-        [sys.executable, "-c", JOB, str(tmp_path / "a"), bucket.url()], stdout=subprocess.PIPE, env=dict(os.environ)
-    )
+    command = [sys.executable, program_path("saves_at_a_signal"), str(tmp_path / "a"), bucket.url()]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, env=dict(os.environ))
     assert job.stdout.readline() == b"ready\n"
     job.send_signal(signal.SIGTERM)
     assert job.wait(40) == 0

@@ -2,16 +2,13 @@
 
 import json
 import os
-import sys
 import tempfile
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 from small_runs import config, steps, trained
 
-from kit import warm
 from safe_ckpt import (
     Checkpointer,
     PerRank,
@@ -21,7 +18,7 @@ from safe_ckpt.errors import (
     RestoreError,
     UnsupportedFormatError,
 )
-from support import flip_bit, needs_root
+from support import flip_bit, needs_root, run_program
 
 
 def test_a_training_state_is_restored_in_place(tmp_path):
@@ -110,23 +107,9 @@ def _unreadable(tmp_path):
     with Checkpointer(tmp_path, config()) as ckpt:
         for step in (1, 2):
             ckpt.save(step, {"a": {"t": torch.ones(10)}}).result(timeout_s=20)
-    script = f"""
-        import os, torch
-        from safe_ckpt import Checkpointer
-        os.chmod({str(tmp_path / "step-00000002" / "a.safetensors")!r}, 0)
-        for root, dirs, files in os.walk({str(tmp_path)!r}):
-            os.chown(root, 65534, 65534)
-        os.setuid(65534)
-        try:
-            with Checkpointer({str(tmp_path)!r}) as ckpt:
-                ckpt.resume({{"a": {{"t": torch.zeros(10)}}}})
-        except OSError as error:
-            print(type(error).__name__, error.errno)
-    """
-    done = warm.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False,
-        cwd="/", env={**os.environ, "HOME": "/nonexistent"},
-    )  # fmt: skip
+    unreadable = tmp_path / "step-00000002" / "a.safetensors"
+    home = {**os.environ, "HOME": "/nonexistent"}
+    done = run_program("resumes_without_permission", str(tmp_path), str(unreadable), cwd="/", env=home)
     assert done.stdout.split() == ["DirectoryError", "13"], done.stdout + done.stderr
     assert steps(tmp_path) == ["step-00000001", "step-00000002"]
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import textwrap
+import os
 import time
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.extensions import unchanged
-from support import run_script
+from support import run_program
 
 WHOLE = 4 * SIZE * SIZE
 HERE = str(Path(__file__).parent)
@@ -51,23 +51,17 @@ def frozen_key(bucket, step):
     return key
 
 
+def run_against(bucket, proxy, name):
+    """Run a program that reaches the bucket through the proxy."""
+    environment = {**os.environ, **bucket.environment(proxy.endpoint)}
+    return run_program(name, bucket.url(), HERE, env=environment, finalize=True)
+
+
 def test_a_program_that_just_ends_loses_nothing(bucket):
     """The copy is made while the interpreter shuts down, when it starts no threads of ``concurrent.futures`` any more."""
-    code = """
-        import sys; sys.path[:0] = [sys.argv[2]]
-        from frozen_jobs import Job
-        from safe_ckpt import Checkpointer
-        job = Job()
-        ckpt = Checkpointer(sys.argv[1])
-        ckpt.save(1, job.state).result()
-        job.step()
-        ckpt.save(2, job.state)
-    """
     with FaultProxy(bucket.endpoint) as proxy:
         proxy.slow_s = 0.1
-        environment = bucket.environment(proxy.endpoint)
-        head = f"import os; os.environ.update({environment!r})\n"
-        done = run_script(head + textwrap.dedent(code), bucket.url(), HERE, finalize=True)
+        done = run_against(bucket, proxy, "ends_while_a_copy_is_made")
     assert done.returncode == 0, done.stderr
     assert list(stored(bucket)) == ["step-00000001", "step-00000002"], done.stderr
 
@@ -170,27 +164,11 @@ def test_a_mirror_sends_everything_now_and_then(proxy, bucket, tmp_path, every):
 
 def test_a_copy_that_hangs_does_not_hold_up_the_end(bucket):
     """``close`` has given up, and the interpreter does not wait for the request."""
-    code = """
-        import sys, time; sys.path[:0] = [sys.argv[2]]
-        from frozen_jobs import Job, store_config
-        from safe_ckpt import Checkpointer, Timeouts
-        job = Job()
-        times = Timeouts(lengthy_s=60, barrier_s=20, shutdown_s=1)
-        ckpt = Checkpointer(sys.argv[1], store_config(request_timeout_s=40, timeouts=times))
-        ckpt.save(1, job.state).result()
-        job.step()
-        ckpt.save(2, job.state)
-        try:
-            ckpt.close()
-        except Exception as error:
-            print(type(error).__name__)
-    """
     with FaultProxy(bucket.endpoint) as proxy:
         proxy.hold_s = 50.0
         proxy.plan(1, "timeout", match=is_copy)
-        head = f"import os; os.environ.update({bucket.environment(proxy.endpoint)!r})\n"
         begun = time.monotonic()
-        done = run_script(head + textwrap.dedent(code), bucket.url(), HERE, finalize=True)
+        done = run_against(bucket, proxy, "closes_while_a_copy_hangs")
         took = time.monotonic() - begun
     assert "Error" in done.stdout, done.stderr
     assert took < 25, took

@@ -17,7 +17,7 @@ from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.storage.reader import digest_of, read_whole
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import ConfigError
-from support import Quiet, run_program, run_script
+from support import Quiet, run_program
 
 OPTIONS = WriteOptions(direct=True, chunk_bytes=1 << 20, flush_every_bytes=64 << 20)
 
@@ -223,26 +223,7 @@ def test_a_checkpointer_that_nobody_holds_does_not_wait_for_its_memory(tmp_path,
 
 def test_loaded_memory_is_not_shared_with_forked_processes(tmp_path):
     """An optimizer keeps the tensors that were loaded: what a forked process does to its own must not reach this one."""
-    done = run_script(
-        """
-        import os, sys, torch
-        from safe_ckpt import Checkpointer
-        weight = torch.nn.Parameter(torch.ones(1 << 16))
-        optimizer = torch.optim.Adam([weight])
-        weight.sum().backward()
-        optimizer.step()
-        with Checkpointer(sys.argv[1]) as ckpt:
-            ckpt.save(1, {"optimizer": optimizer}).result()
-            ckpt.resume({"optimizer": optimizer})
-        before = optimizer.state[weight]["exp_avg"].clone()
-        if (child := os.fork()) == 0:
-            optimizer.state[weight]["exp_avg"].fill_(123)
-            os._exit(0)
-        os.waitpid(child, 0)
-        print(bool(optimizer.state[weight]["exp_avg"].equal(before)))
-        """,
-        str(tmp_path / "exp"),
-    )
+    done = run_program("forked_after_a_resume", str(tmp_path / "exp"))
     assert done.stdout.strip() == "True", done.stderr
 
 

@@ -1,8 +1,6 @@
 """Object stores, request by request: conditions, answers that are lost, and what errors say."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -12,6 +10,7 @@ from safe_ckpt.core.storage.objects.clients import ChangedError, ExistsError, cl
 from safe_ckpt.core.storage.objects.options import StorageOptions, is_url
 from safe_ckpt.core.storage.objects.place import ObjectPath, open_place
 from safe_ckpt.errors import ConfigError
+from support import run_program
 
 QUICK = StorageOptions(give_up_after_s=3, request_timeout_s=1, part_bytes=5 << 20)
 
@@ -141,22 +140,8 @@ def test_addresses():
 @pytest.mark.slow
 def test_without_the_extra_all_else_works(tmp_path):
     """A directory needs no obstore, nothing imports it, and an address says what to install."""
-    code = """
-        import sys
-        sys.modules["obstore"] = None
-        from safe_ckpt import Checkpointer
-        with Checkpointer(sys.argv[1]) as ckpt:
-            ckpt.save(1, {"x": 1}).result()
-            print(ckpt.resume({"x": 0}).step)
-        try:
-            Checkpointer("s3://bucket/run")
-        except Exception as error:
-            print(type(error).__name__, error)
-    """
-    lines = [line[8:] for line in code.splitlines()]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines), str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_program("saves_without_obstore", str(tmp_path), fresh=True)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "1"
     assert "ConfigError" in done.stdout
     assert "pip install 'safe-ckpt[remote]'" in done.stdout

@@ -2,17 +2,16 @@
 
 import json
 import os
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from kit import warm
 from kit.manifests import checkpoint
 from safe_ckpt import Checkpointer
 from safe_ckpt.tools.cli.app import app
+from support import run_program
 
 
 def run(*args):
@@ -119,14 +118,7 @@ def test_quarantine_only_when_asked_for(folder):
 
 def test_leftovers_of_a_killed_job_are_swept(folder):
     """A job that was killed while it saved: its pending goes, its lock is taken over, what it committed stays."""
-    script = (
-        "import os, sys, signal; from safe_ckpt import Checkpointer\n"
-        "ckpt = Checkpointer(sys.argv[1]); ckpt.resume({})\n"
-        "half = sys.argv[1] + '/.safe_ckpt/pending/half'\n"
-        "os.makedirs(half); open(half + '/x', 'w').write('x')\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = warm.run([sys.executable, "-c", script, str(folder)], capture_output=True, timeout=60, check=False)
+    done = run_program("killed_with_a_save_pending", str(folder))
     assert (done.returncode, (folder / ".safe_ckpt/pending/half").exists()) == (-9, True), done.stderr
     assert run(folder).exit_code == 0
     assert not (folder / ".safe_ckpt/pending/half").exists()

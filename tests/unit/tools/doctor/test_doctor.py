@@ -23,7 +23,7 @@ from safe_ckpt.tools.doctor.check import Finding, Options, refused, worst
 from safe_ckpt.tools.doctor.durability import judge_fsync
 from safe_ckpt.tools.doctor.examination import diagnose
 from safe_ckpt.tools.doctor.speed import Pass, judge_speed
-from support import kill_group, needs_root, run_script
+from support import kill_group, needs_root, run_program
 
 GIB = 1 << 30
 COMMAND = [sys.executable, "-m", "safe_ckpt.tools.cli", "doctor"]
@@ -211,14 +211,7 @@ def test_a_disk_that_does_not_answer_cannot_hang_it(tmp_path, storage):
 
 def test_it_needs_no_torch(tmp_path):
     """On one process torch, which takes seconds to import, is not."""
-    code = f"""
-        import sys
-        from typer.testing import CliRunner
-        from safe_ckpt.tools.cli.app import app
-        done = CliRunner().invoke(app, ["doctor", {str(tmp_path)!r}, "--mebibytes", "0"])
-        print(done.exit_code, "torch" in sys.modules)
-    """
-    assert run_script(code, fresh=True).stdout.split() == ["0", "False"]
+    assert run_program("examines_a_folder", str(tmp_path), fresh=True).stdout.split() == ["0", "False"]
 
 
 def test_wrong_usage(tmp_path):

@@ -23,6 +23,7 @@ from safe_ckpt.tools.inspection.check import judge, plan
 from safe_ckpt.tools.inspection.content import read_content, read_structure
 from safe_ckpt.tools.inspection.pickle_reader import read_pickle
 from safe_ckpt.tools.inspection.values import Mapped, same
+from support import program_path
 
 
 def save_dcp(folder, state):
@@ -232,20 +233,8 @@ def test_one_state_has_one_set_of_names(tmp_path):
 def test_parts_of_a_tensor_are_put_together(tmp_path):
     """A tensor that two ranks wrote, with DCP or with us: told with its parts, and equal to the whole one."""
     whole = torch.arange(40.0).reshape(8, 5)
-    script = (
-        "import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp\n"
-        "from torch.distributed.device_mesh import init_device_mesh\n"
-        "from torch.distributed.tensor import distribute_tensor, Shard\n"
-        "dist.init_process_group('gloo', init_method=f'file://{sys.argv[2]}', rank=int(sys.argv[3]), world_size=2)\n"
-        "mesh = init_device_mesh('cpu', (2,))\n"
-        "w = distribute_tensor(torch.arange(40.0).reshape(8, 5), mesh, [Shard(0)])\n"
-        "v = distribute_tensor(torch.arange(40.0).reshape(8, 5), mesh, [Shard(1)])\n"
-        "dcp.save({'w': w, 'v': v, 'n': 1}, checkpoint_id=sys.argv[1])\n"
-        "from safe_ckpt import Checkpointer\n"
-        "with Checkpointer(sys.argv[1] + '-ours') as ckpt: ckpt.save(1, {'m': {'w': w, 'v': v}}).result(timeout_s=60)\n"
-        "dist.destroy_process_group()\n"
-    )
-    arguments = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path / "dcp"), str(tmp_path / "store")]
+    program = [sys.executable, "-W", "ignore", str(program_path("saves_two_parts"))]
+    arguments = [*program, str(tmp_path / "dcp"), str(tmp_path / "store")]
     ranks = [warm.Popen([*arguments, str(rank)]) for rank in range(2)]
     assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
     content = read_content(tmp_path / "dcp")

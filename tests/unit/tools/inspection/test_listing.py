@@ -18,7 +18,7 @@ from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.tools.cli.app import app
 from safe_ckpt.tools.inspection.check import judge, plan
 from safe_ckpt.tools.inspection.listing import read_listing
-from support import flip_bit
+from support import flip_bit, program_path
 
 STATE = {"w": {"t": torch.arange(2000.0)}}
 
@@ -185,21 +185,8 @@ def test_ctrl_c_ends_a_verification(tmp_path):
     file = tmp_path / "sparse"
     file.touch()
     os.truncate(file, 64 << 30)
-    code = """
-import os, signal, sys, threading
-from pathlib import Path
-from safe_ckpt.tools.inspection.check import Task, judge
-from safe_ckpt.core.storage.reader import digest_of
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-file = Path(sys.argv[1])
-def job(told):
-    digest_of(file, file.stat().st_size, progress=lambda count: (print("reading", flush=True), told(count)))
-try:
-    judge([Task(path=file, kind="x", size_bytes=1, jobs=[job])])
-except KeyboardInterrupt:
-    sys.exit(130)
-"""
-    with warm.Popen([sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE, text=True) as job:
+    command = [sys.executable, str(program_path("reads_until_ctrl_c")), str(file)]
+    with warm.Popen(command, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout.readline() == "reading\n"
         job.send_signal(signal.SIGINT)
         job.communicate(timeout=30)
