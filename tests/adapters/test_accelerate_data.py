@@ -217,7 +217,10 @@ EVEN = {
 
 @pytest.mark.parametrize(
     "case",
-    [name if name in ("as it is", "dispatched") else pytest.param(name, marks=pytest.mark.thorough) for name in EVEN],
+    [
+        name if name in ("as it is", "dispatched stream") else pytest.param(name, marks=pytest.mark.thorough)
+        for name in EVEN
+    ],
 )
 def test_ranks_go_on_with_their_batches(tmp_path, case):
     """Two ranks, as Accelerate shares batches out: each rank's samples and what was drawn for them."""

@@ -21,6 +21,7 @@ from accelerate.state import PartialState
 from safe_ckpt.accelerate import contents
 from safe_ckpt.adapters import Patch
 from safe_ckpt.adapters.data_position import DataPosition
+from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
 from safe_ckpt.data.loader import Resumable, Skip, made_of
 from safe_ckpt.data.order import is_map, is_placed, name_of
 from safe_ckpt.errors import RestoreError
@@ -425,6 +426,7 @@ class Placed(DataPosition):
             begin()
             return
         self._over = None
+        drawn = get_rng_state()
         begin()
         logger.warning(
             "the checkpoint was saved behind the last batch of epoch %d, so this loop gives no batch. If your loop begins with "
@@ -435,6 +437,7 @@ class Placed(DataPosition):
         def end(stock: Callable[[], None]) -> None:
             loader.skip_batches = skipped
             stock()
+            set_rng_state(drawn)  # what was drawn to find the end was drawn before the save
 
         loader.skip_batches = skipped + 1
         self._patch.once(loader, "end", end)
