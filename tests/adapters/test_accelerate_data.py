@@ -133,7 +133,7 @@ def test_the_last_step_of_an_epoch_belongs_to_that_epoch(tmp_path, case, numbere
         assert (json.dumps(before + after[0]), *after[1:]) == (json.dumps(whole[0]), *whole[1:]), place
 
 
-def test_a_place_that_was_saved_is_used_or_refused(tmp_path):
+def test_a_place_loaded_before_its_loader_is_prepared_is_used_or_refused(tmp_path):
     """A loader that is prepared after the load goes there; one that knows no place is named, and nothing is restored."""
     seen, _ = run(tmp_path / "whole", "nothing drawn")
     run(tmp_path / "x", "nothing drawn", stop_at=PER_EPOCH + 2)
@@ -222,7 +222,7 @@ EVEN = {
         for name in EVEN
     ],
 )
-def test_ranks_go_on_with_their_batches(tmp_path, case):
+def test_two_ranks_go_on_with_their_own_batches(tmp_path, case):
     """Two ranks, as Accelerate shares batches out: each rank's samples and what was drawn for them."""
     how, loading = map(json.dumps, EVEN[case])
     whole = run_ranks(tmp_path, "stops_among_its_batches", tmp_path / "whole", how, loading, 0)

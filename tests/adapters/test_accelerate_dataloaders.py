@@ -134,7 +134,7 @@ def test_a_seedable_sampler_goes_on_with_its_seed(tmp_path, torchdata):
     assert run(tmp_path / "broken", seed=4, stop=5, resumes=True) == straight[1:]
 
 
-def test_a_batch_is_let_go(tmp_path):
+def test_a_watched_loader_keeps_no_batch_that_the_loop_let_go(tmp_path):
     """A watched loader keeps no reference to a batch that the loop has let go of."""
     made = []
 
@@ -154,7 +154,7 @@ def test_a_batch_is_let_go(tmp_path):
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_accelerators_that_prepare_one_loader(tmp_path, order):
+def test_a_loader_prepared_by_two_accelerators_resumes_exactly(tmp_path, order):
     """One saves in mid-epoch where the other has resumed, and the resume is exact; both gone, the loader is as it was."""
 
     def run(folder, *, load=None, save=(None, 0)):

@@ -34,7 +34,7 @@ def _alone():
         yield
 
 
-def test_a_path_of_ones_own(tmp_path):
+def test_a_named_path_is_created_or_replaced_and_a_foreign_one_is_refused(tmp_path):
     """Absent: it appears at the commit. Ours: replaced, foreign files carried over. Somebody else's: refused."""
     with registered(None) as (accelerator, handle):
         training = Training(accelerator)
@@ -87,7 +87,7 @@ def test_jobs_may_keep_their_checkpoints_side_by_side(tmp_path):
         handle.save_model(accelerator._models[0], tmp_path / "step_3")
 
 
-def test_what_is_saved_after_the_weights_is_the_newest(tmp_path, monkeypatch):
+def test_a_checkpoint_saved_after_weights_in_one_folder_is_the_newest(tmp_path, monkeypatch):
     """Weights that were saved first in a folder do not hide the checkpoints of earlier jobs there."""
     monkeypatch.setattr(
         "safe_ckpt.core.home.home.sequence_after", lambda last: last + 1
@@ -148,7 +148,7 @@ def test_a_directory_that_could_not_be_looked_at_is_not_held(tmp_path, monkeypat
     assert read_manifest(path).sequence == 3
 
 
-def test_what_another_job_saved_under_a_name_of_ours_is_its_own(tmp_path):
+def test_a_checkpoint_of_another_job_under_our_name_is_not_deleted_or_loaded(tmp_path):
     """Retention does not delete it, nor does it count; ``load_state()`` does not take it."""
     config = CheckpointConfig(timeouts=CONFIG.timeouts, retention=Retention(keep_last=2))
     with registered(None) as (accelerator, _):  # of the other job

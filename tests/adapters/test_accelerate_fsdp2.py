@@ -183,7 +183,7 @@ def _refused(rank, folder):
         made.save_model(model, folder / "weights")
 
 
-def test_what_is_not_covered_is_refused(tmp_path):
+def test_fsdp1_and_arguments_wrong_on_one_rank_are_refused(tmp_path):
     """FSDP of version 1 and its local state dicts, with the setting's name. Arguments that are wrong on one rank reach all of
     them before anything is gathered, and the next call is one again.
     """
@@ -227,7 +227,7 @@ def _trains_a_part(rank, folder):
     dist.barrier()
 
 
-def test_what_is_not_trained_is_written_once(tmp_path):
+def test_frozen_parts_of_each_rank_are_written_once(tmp_path):
     """Each rank's frozen part has one name in each of three checkpoints; ``load_state`` reads it, ours and stock's."""
     values(spawn_ranks(_trains_a_part, 2, tmp_path, init=False, timeout_s=90))
     checkpoints = tmp_path / "exp/checkpoints"
@@ -254,7 +254,7 @@ def _freezes_midway(rank, folder):
     dist.barrier()
 
 
-def test_what_is_frozen_or_trained_from_now_on_goes_to_the_other_file(tmp_path):
+def test_parameters_frozen_or_unfrozen_between_saves_go_to_the_other_file(tmp_path):
     """The layout follows ``requires_grad``: from the second save after a change on, what is frozen is shared again."""
     values(spawn_ranks(_freezes_midway, 2, tmp_path, init=False, timeout_s=90))
     checkpoints = sorted((tmp_path / "exp/checkpoints").iterdir(), key=lambda path: int(path.name.split("_")[1]))

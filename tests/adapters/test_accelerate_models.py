@@ -73,7 +73,7 @@ def partly(model, folder):
 
 @pytest.mark.parametrize("offload", [lambda model, _: model, on_cpu, on_disk, partly])
 @pytest.mark.parametrize("used", [False, True])
-def test_every_tensor_is_there_once(tmp_path, handle, offload, used):
+def test_save_model_writes_every_tensor_once(tmp_path, handle, offload, used):
     """Root-level parameters too, which upstream drops; tied ones once; before and after a forward; the model is as it was."""
     expected = {name: tensor.clone() for name, tensor in Model().state_dict().items()}
     model = offload(Model(), tmp_path).eval()
@@ -91,7 +91,7 @@ def test_every_tensor_is_there_once(tmp_path, handle, offload, used):
         assert model(torch.tensor([1, 2])).equal(before)
 
 
-def test_stock_tools_load_it(tmp_path, handle):
+def test_stock_accelerate_loads_the_weights_of_save_model(tmp_path, handle):
     """Accelerate's own loader reads one file and shards alike, into a model of which only the shapes exist."""
     expected = Model().state_dict()
     for number, limit in enumerate(("10GB", 100, "150B")):
@@ -108,7 +108,7 @@ def test_stock_tools_load_it(tmp_path, handle):
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in loaded(path).values())
 
 
-def test_weights_beside_the_checkpoints(tmp_path):
+def test_weights_saved_in_the_project_folder_disturb_no_checkpoint(tmp_path):
     """In the project's directory, where Accelerate's own naming is at work: neither is in the other's way."""
     with fresh():
         accelerator = make(tmp_path, limit=1)
@@ -147,7 +147,7 @@ def test_equal_values_are_not_one_tensor(tmp_path, handle):
         model(torch.ones(1, 2))
 
 
-def test_weights_where_checkpoints_are_kept(tmp_path):
+def test_weights_saved_among_checkpoints_replace_nothing_else(tmp_path):
     """In a directory that holds others, or is a link, file by file: nothing else in it moves. A checkpoint is refused."""
     with fresh(), register(make(tmp_path / "project"), CONFIG) as made, register(make(None), CONFIG) as other:
         accelerator = made._accelerator
@@ -286,7 +286,7 @@ def test_sizes_are_read_as_people_write_them(text, expected):
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "5 bananas", 0, -5, 1.5, True, None])
-def test_what_is_no_size_is_refused(text):
+def test_a_shard_size_that_is_none_is_refused_by_key(text):
     """With the key's name."""
     with pytest.raises(ConfigError, match="size"):
         hugging_face.parse_size(text, "size")

@@ -20,7 +20,7 @@ from support import kill_all, needs_root, processes_of_this_test, small_disk, wr
 
 @pytest.mark.timeout(900 if THOROUGH else 240)
 @pytest.mark.parametrize("size", [2, 4] if THOROUGH else [4])
-def test_it_survives_kills_bit_for_bit(tmp_path, size):
+def test_a_job_killed_within_saves_goes_on_bit_for_bit(tmp_path, size):
     """A save at every step, killed at random moments within one, started again: it goes on from the newest checkpoint, and its
     end is that of an uninterrupted run, with random generators, scheduler and the place in the data.
     """
@@ -71,7 +71,7 @@ def test_it_survives_kills_bit_for_bit(tmp_path, size):
 
 
 @pytest.mark.thorough
-def test_a_slow_rank_and_a_save_longer_than_the_groups_timeout(tmp_path):
+def test_a_slow_rank_or_disk_beyond_the_groups_timeout_ends_no_save(tmp_path):
     """Rank 1 comes 5 s late to the second of three saves in a row, and the disk takes 6 s for an fsync, with a group timeout of
     4 s: no race, no abort, equal counters, and the group's timeout is what it was.
     """
@@ -90,7 +90,7 @@ def test_a_failed_save_is_told_to_all_and_the_one_before_is_there_for_all(tmp_pa
     assert said == {0: expected, 1: expected}
 
 
-def test_what_differs_between_ranks_is_refused_by_all(tmp_path):
+def test_arguments_and_hooks_that_differ_between_ranks_are_refused_by_all(tmp_path):
     """Another path, a size that is none, a hook that breaks, a loader at another place: every rank raises it, nothing hangs."""
     said = run(tmp_path, "saves_what_differs_between_ranks", tmp_path / "exp")
     listed = "['extra0.txt', 'extra1.txt', 'random_states_0.pkl', 'random_states_1.pkl']"
@@ -105,7 +105,7 @@ def test_what_differs_between_ranks_is_refused_by_all(tmp_path):
     assert said[1] == [*own, "KeyError True True", listed, "DesyncError False True"]
 
 
-def test_a_rank_that_the_users_own_code_could_not_meet_is_an_error_of_all(tmp_path):
+def test_a_meeting_that_fails_in_a_hook_of_one_rank_is_an_error_of_all(tmp_path):
     """A pre-hook on one rank raises RendezvousTimeout, as a Checkpointer of its own would: every rank raises it at once."""
     said = run(tmp_path, "misses_a_rank_in_a_hook", tmp_path / "exp")
     assert said == {rank: ["True True", "SAVED"] for rank in range(2)}

@@ -75,7 +75,7 @@ def test_the_files_are_those_that_accelerate_writes(tmp_path):
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_what_was_saved_is_what_is_loaded(tmp_path, safe):
+def test_a_fresh_accelerator_loads_every_bit_and_counts_on(tmp_path, safe):
     """With safetensors and with pickle: a fresh registered Accelerator has every bit again, and counts on from there."""
     with registered(tmp_path) as (accelerator, handle):
         training = Training(accelerator)
@@ -162,7 +162,7 @@ def test_a_fresh_run_has_nothing_to_load(tmp_path):
             accelerator.save_state()
 
 
-def test_total_limit_and_the_best(tmp_path):
+def test_total_limit_holds_after_each_commit_and_keeps_the_best(tmp_path):
     """The limit holds after each commit and never before; keep_best keeps one more."""
     config = CheckpointConfig(timeouts=CONFIG.timeouts, retention=Retention(keep_best=1, metric="loss"))
     with registered(tmp_path, config, limit=2) as (accelerator, handle):
@@ -311,7 +311,7 @@ def test_trackers_hear_of_a_save_after_its_commit(tmp_path):
     assert tracker.heard[0][0]["checkpoint/size_bytes"] > 1000
 
 
-def test_remove_leaves_nothing(tmp_path):
+def test_remove_leaves_no_method_thread_or_process(tmp_path):
     """Same bound methods, no attribute, no thread, no process, no shared memory, the directory free for others."""
     accelerator = make(tmp_path)
     before, attributes = threading.active_count(), set(vars(accelerator))
@@ -455,7 +455,7 @@ def test_after_the_end_one_may_register_again(tmp_path):
     assert checkpoints(tmp_path) == ["checkpoint_0"]
 
 
-def test_what_does_not_fit_is_named(tmp_path):
+def test_a_tensor_that_cannot_be_saved_is_refused_by_name(tmp_path):
     """A tensor on the meta device, a dtype that safetensors has not: refused with the remedy, nothing is left behind."""
     with registered(tmp_path) as (accelerator, handle):
         odd = torch.nn.Module()
@@ -527,7 +527,7 @@ def test_one_tensor_that_is_a_part_of_memory_is_refused(tmp_path):
         assert checkpoints(tmp_path) == []
 
 
-def test_overlapped_with_training(tmp_path):
+def test_a_save_overlapped_with_training_holds_the_state_at_the_call(tmp_path):
     """The next step waits for the copy, through Accelerate's own optimizer wrapper: what is saved is what was at the call."""
     config = replace(WARN, snapshot="overlapped")
     with registered(tmp_path, config) as (accelerator, handle):
@@ -542,7 +542,7 @@ def test_overlapped_with_training(tmp_path):
         assert training.fingerprint() == expected
 
 
-def test_the_manifest_says_what_it_is(tmp_path):
+def test_the_manifest_has_number_step_and_metrics(tmp_path):
     """Number, step and metrics can be read without unpickling anything."""
     with registered(tmp_path) as (accelerator, handle):
         Training(accelerator)
@@ -566,7 +566,7 @@ def test_errors_of_accelerate_stay_catchable(tmp_path):
         assert pickle.loads(pickle.dumps(raised.value)).args is not None
 
 
-def test_seeds_do_not_move(tmp_path):
+def test_a_save_takes_nothing_from_any_generator(tmp_path):
     """Saving takes nothing from any generator."""
     with registered(tmp_path) as (accelerator, handle):
         training = Training(accelerator)

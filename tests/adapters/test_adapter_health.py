@@ -73,7 +73,7 @@ def test_lightning_goes_on_from_the_last_healthy_one(tmp_path, how, optimizer):
     assert is_healthy(module)
 
 
-def test_last_is_a_healthy_one(tmp_path):
+def test_lightnings_last_is_a_healthy_checkpoint_or_none(tmp_path):
     """``ckpt_path="last"`` is Lightning's own search by name. Where all are marked it finds none, and says so."""
     pl = package(PACKAGES[0])
     how = {"every_n_train_steps": 2, "save_top_k": 0, "save_last": True}
@@ -103,7 +103,7 @@ def test_a_score_of_a_callback_is_no_alarm(tmp_path, name):
     assert [health["healthy"] for health in found] == [True] * len(found)
 
 
-def test_lightning_stops_where_that_is_asked_for(tmp_path):
+def test_lightning_stops_on_all_ranks_at_bad_numbers_if_told_to(tmp_path):
     """All ranks raise at the next hook; the message names the tensor."""
     pl = package(PACKAGES[0])
     with pytest.raises(UnhealthyStateError, match=r"state_dict.net.0.weight has \d+ NaN"):
@@ -135,7 +135,7 @@ def test_accelerate_goes_on_from_the_last_healthy_one(tmp_path):
             assert handle is not None
 
 
-def test_accelerate_keeps_a_healthy_one_of_the_name(tmp_path):
+def test_accelerate_keeps_a_healthy_checkpoint_where_a_bad_one_has_its_name(tmp_path):
     """One directory is saved into again and again: bad, good, bad."""
     with fresh():
         accelerator = make(tmp_path, limit=2)
@@ -204,7 +204,7 @@ def test_a_trainer_goes_on_from_the_last_healthy_one(tmp_path):
     assert made.state.global_step == 4
 
 
-def test_numbers_on_both_sides_of_a_restart_are_one_run(tmp_path):
+def test_masks_learnt_before_a_restart_are_known_after_it(tmp_path):
     """What was learnt of masks before is known after it: a Llama's buffers, and a mask of one's own."""
     for steps in (2, 4):
         made = trainer_of(tmp_path, save_steps=1, max_steps=steps)

@@ -74,7 +74,7 @@ def with_transformers(folder, counts):
         with_transformers,
     ],
 )
-def test_what_is_kept_does_not_depend_on_the_number_of_saves(tmp_path, run):
+def test_objects_in_the_process_do_not_grow_with_the_saves_of_an_adapter(tmp_path, run):
     """Without any call of ``wait`` there are as many objects of ours after 40 saves as after 10."""
     counts = []
     run(tmp_path, counts)

@@ -59,7 +59,7 @@ def test_a_trainer_saves_to_no_address(tmp_path):
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
-def test_capitals_make_no_folder():
+def test_an_address_in_capitals_is_refused_and_makes_no_folder():
     """An address is one in capitals, too."""
     with refused("directory"):
         Checkpointer("S3://bucket/run")

@@ -38,7 +38,7 @@ def job(program, *args):
 
 
 @pytest.mark.parametrize("naming", ["automatic", "of the user"])
-def test_gc_and_unlock_beside_a_job_of_accelerate(tmp_path, naming):
+def test_gc_and_unlock_leave_a_live_job_of_accelerate_alone(tmp_path, naming):
     """While it lives nothing is deleted and nothing is free, whichever lock it holds; once killed both are so at once."""
     folder = tmp_path / "checkpoints" if naming == "automatic" else tmp_path
     if naming == "automatic":
@@ -62,7 +62,7 @@ def test_gc_and_unlock_beside_a_job_of_accelerate(tmp_path, naming):
     assert run("resume-path", folder).stdout.strip() == str(folder / "checkpoint_2")
 
 
-def test_gc_beside_a_job_of_lightning(tmp_path):
+def test_gc_leaves_a_live_job_of_lightning_alone(tmp_path):
     """It holds the directory, and saves below it where a filename has a slash: gc leaves both alone while it lives."""
 
     def left():

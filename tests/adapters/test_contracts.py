@@ -179,33 +179,33 @@ LIGHTNING = [
 ]  # fmt: skip
 
 ELSEWHERE = {
-    "_extra_state": "test_an_extra_state_has_its_name",
-    "_get_backend": "test_the_timeouts_of_a_process_group",
-    "_timeout": "test_the_timeouts_of_a_process_group",
-    "_set_default_timeout": "test_the_timeouts_of_a_process_group",
-    "_device_types": "test_the_timeouts_of_a_process_group",
-    "_local_tensor": "test_a_sharded_tensor_has_its_part_and_its_placement",
-    "_spec": "test_a_sharded_tensor_has_its_part_and_its_placement",
+    "_extra_state": "test_an_extra_state_has_the_known_name",
+    "_get_backend": "test_the_timeouts_of_a_process_group_can_be_read_and_set",
+    "_timeout": "test_the_timeouts_of_a_process_group_can_be_read_and_set",
+    "_set_default_timeout": "test_the_timeouts_of_a_process_group_can_be_read_and_set",
+    "_device_types": "test_the_timeouts_of_a_process_group_can_be_read_and_set",
+    "_local_tensor": "test_a_dtensor_has_local_tensor_and_spec_and_fsdp2_its_hooks",
+    "_spec": "test_a_dtensor_has_local_tensor_and_spec_and_fsdp2_its_hooks",
     "_orig_mod": "test_a_compiled_module_has_the_plain_one",
-    "_checkpoint_wrapped_module": "test_what_wraps_a_module_is_known_by_name",
-    "_fsdp_wrapped_module": "test_what_wraps_a_module_is_known_by_name",
-    "_hf_hook": "test_what_offloads_a_module_is_found",
-    "_models": "test_what_an_accelerator_keeps",
-    "_optimizers": "test_what_an_accelerator_keeps",
-    "_schedulers": "test_what_an_accelerator_keeps",
-    "_dataloaders": "test_what_an_accelerator_keeps",
-    "_custom_objects": "test_what_an_accelerator_keeps",
-    "_save_model_state_pre_hook": "test_what_an_accelerator_keeps",
-    "_iterator_finished": "test_the_state_of_a_stateful_loader",
-    "_num_yielded": "test_the_state_of_a_stateful_loader",
-    "_sampler_iter": "test_the_state_of_a_stateful_loader",
-    "_sampler_iter_yielded": "test_the_state_of_a_stateful_loader",
-    "_steps_since_snapshot": "test_the_state_of_a_stateful_loader",
-    "_initial_iter_for_state_dict": "test_the_state_of_a_stateful_loader",
-    "_base_seed": "test_what_the_workers_of_a_loader_keep",
-    "_worker_queue_idx_cycle": "test_what_the_workers_of_a_loader_keep",
-    "_ex_iterable": "test_what_a_stream_of_datasets_keeps",
-    "_starting_state_dict": "test_what_a_stream_of_datasets_keeps",
+    "_checkpoint_wrapped_module": "test_wrappers_of_modules_have_the_known_names_and_classes",
+    "_fsdp_wrapped_module": "test_wrappers_of_modules_have_the_known_names_and_classes",
+    "_hf_hook": "test_hooks_of_offloaded_modules_hold_their_values",
+    "_models": "test_an_accelerator_keeps_what_was_prepared_and_registered",
+    "_optimizers": "test_an_accelerator_keeps_what_was_prepared_and_registered",
+    "_schedulers": "test_an_accelerator_keeps_what_was_prepared_and_registered",
+    "_dataloaders": "test_an_accelerator_keeps_what_was_prepared_and_registered",
+    "_custom_objects": "test_an_accelerator_keeps_what_was_prepared_and_registered",
+    "_save_model_state_pre_hook": "test_an_accelerator_keeps_what_was_prepared_and_registered",
+    "_iterator_finished": "test_the_state_of_a_stateful_loader_has_the_known_fields",
+    "_num_yielded": "test_the_state_of_a_stateful_loader_has_the_known_fields",
+    "_sampler_iter": "test_the_state_of_a_stateful_loader_has_the_known_fields",
+    "_sampler_iter_yielded": "test_the_state_of_a_stateful_loader_has_the_known_fields",
+    "_steps_since_snapshot": "test_the_state_of_a_stateful_loader_has_the_known_fields",
+    "_initial_iter_for_state_dict": "test_the_state_of_a_stateful_loader_has_the_known_fields",
+    "_base_seed": "test_the_workers_of_a_loader_keep_seed_and_turn_where_we_read_them",
+    "_worker_queue_idx_cycle": "test_the_workers_of_a_loader_keep_seed_and_turn_where_we_read_them",
+    "_ex_iterable": "test_a_stream_of_datasets_keeps_its_buffer_and_place_where_we_look",
+    "_starting_state_dict": "test_a_stream_of_datasets_keeps_its_buffer_and_place_where_we_look",
     "_restarting": "test_the_fields_of_lightnings_loops",
     "_state_dict_type": "test_the_fields_of_lightnings_loops",
     "_drop_last": "test_a_prepared_loader_leaves_out_batches",
@@ -261,7 +261,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("part", [*TORCH, *ACCELERATE, *TRANSFORMERS, *LIGHTNING], ids=str)
-def test_a_private_part_is_as_it_was(part):
+def test_each_listed_private_part_exists_and_takes_our_arguments(part):
     """The part exists, takes the arguments that we pass, and is used by the file that the list names."""
     part.check()
 
@@ -291,7 +291,7 @@ PLANNED_WITH = {
 
 
 @pytest.mark.parametrize("kind", PLANNED_WITH, ids=lambda kind: kind.__name__)
-def test_what_torch_plans_a_sharded_save_with(kind):
+def test_torchs_plans_of_sharded_saves_have_the_known_fields(kind):
     """core/sharding/plan_data.py passes on what it does not know: this says that a release has something new, to be judged."""
     new = {field.name for field in dataclasses.fields(kind)} - PLANNED_WITH[kind]
     assert not new, (
@@ -307,13 +307,13 @@ KNOWN_DTYPES = {
 }
 
 
-def test_the_types_of_tensors_are_known():
+def test_torchs_dtypes_are_all_known():
     """What is new is saved, but not looked at: health/regions, formats/dtypes and dtypes."""
     found = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
     assert not found - KNOWN_DTYPES, f"torch {torch.__version__} has new types of tensors: {found - KNOWN_DTYPES}"
 
 
-def test_what_the_workers_of_a_loader_keep():
+def test_the_workers_of_a_loader_keep_seed_and_turn_where_we_read_them():
     """data/loader.py reads the seed of an epoch's workers, data/workers.py asks them in turn from another one on."""
     loader = torch.utils.data.DataLoader(range(4), num_workers=2, persistent_workers=True)
     batches = iter(loader)
@@ -323,7 +323,7 @@ def test_what_the_workers_of_a_loader_keep():
     assert "_try_put_index" in inspect.getsource(type(batches)._reset), "data/workers.py: after the turn is known"
 
 
-def test_what_a_stream_of_datasets_keeps():
+def test_a_stream_of_datasets_keeps_its_buffer_and_place_where_we_look():
     """data/order.py looks for a shuffle buffer, data/workers.py for the place at which a stream began."""
     stream = datasets.Dataset.from_dict({"x": [0, 1]}).to_iterable_dataset()
     assert stream._ex_iterable is not None
@@ -338,7 +338,7 @@ def test_what_a_stream_of_datasets_keeps():
     assert stream._starting_state_dict is not None
 
 
-def test_the_timeouts_of_a_process_group():
+def test_the_timeouts_of_a_process_group_can_be_read_and_set():
     """core/coordination/process_groups.py reads and sets the timeout of each backend.
     core/sharding/gather_transport.py reads which devices have a backend."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -369,7 +369,7 @@ OWN_STATE = {
 
 
 @pytest.mark.parametrize("method", OWN_STATE, ids=lambda method: method.__qualname__)
-def test_what_a_state_dict_is_made_of(method):
+def test_a_state_dict_is_made_of_the_known_parts(method):
     """core/state/fingerprint.py looks at all of it: a further part could change while a known plan is used."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
     used = {
@@ -380,7 +380,7 @@ def test_what_a_state_dict_is_made_of(method):
     assert used == OWN_STATE[method]
 
 
-def test_an_extra_state_has_its_name():
+def test_an_extra_state_has_the_known_name():
     """core/sharding/dtensor.py knows by it what may have another size at each save."""
 
     class Extra(torch.nn.Module):
@@ -390,7 +390,7 @@ def test_an_extra_state_has_its_name():
     assert list(torch.nn.Sequential(Extra()).state_dict()) == ["0._extra_state"]
 
 
-def test_a_sharded_tensor_has_its_part_and_its_placement():
+def test_a_dtensor_has_local_tensor_and_spec_and_fsdp2_its_hooks():
     """core/state/fingerprint.py reads ``_local_tensor`` and ``_spec`` of a DTensor, and runs FSDP2's hooks before a save."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -415,7 +415,7 @@ def test_a_compiled_module_has_the_plain_one():
     assert torch._dynamo.OptimizedModule(module, torch._dynamo.disable)._orig_mod is module
 
 
-def test_what_wraps_a_module_is_known_by_name():
+def test_wrappers_of_modules_have_the_known_names_and_classes():
     """core/formats/names.py leaves out what wrappers put into names; those of data parallelism it knows by their classes."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp
@@ -431,7 +431,7 @@ def test_what_wraps_a_module_is_known_by_name():
         assert home.startswith("deepspeed") or isinstance(getattr(importlib.import_module(home), name), type)
 
 
-def test_what_offloads_a_module_is_found():
+def test_hooks_of_offloaded_modules_hold_their_values():
     """accelerate/offloaded_models.py reads the hooks of a module on the meta device to find its values."""
     module = torch.nn.Linear(1, 1)
     values = PrefixedDataset({"a.weight": torch.zeros(1)}, "a.")
@@ -442,7 +442,7 @@ def test_what_offloads_a_module_is_found():
     assert (values.prefix, list(values.dataset)) == ("a.", ["a.weight"])
 
 
-def test_what_an_accelerator_keeps():
+def test_an_accelerator_keeps_what_was_prepared_and_registered():
     """accelerate/*.py reads the objects given to ``prepare`` and to the registrations, and the settings of the project."""
     forget()
     accelerator = Accelerator(cpu=True)
@@ -453,7 +453,7 @@ def test_what_an_accelerator_keeps():
         assert hasattr(accelerator.project_configuration, name), f"accelerate/handle.py: {name}"
 
 
-def test_the_state_of_a_stateful_loader():
+def test_the_state_of_a_stateful_loader_has_the_known_fields():
     """accelerate/dataloaders.py resumes torchdata's loader, and accelerate/contents.py compares its position."""
     loader = StatefulDataLoader(range(4))
     assert loader._initial_iter_for_state_dict is False, "accelerate/dataloaders.py: _is_ready"
@@ -492,7 +492,7 @@ def test_the_trainer_saves_what_we_save():
     assert end, "transformers/mixin.py: nothing keeps the end of training from deleting the newest checkpoint"
 
 
-def test_how_a_trainer_takes_a_model_that_is_sharded_at_load():
+def test_a_trainer_refuses_and_saves_models_sharded_at_load_as_known():
     """transformers/at_load.py: its refusal asks for ``save_only_model``, and all ranks come to ``save_pretrained``."""
     if not hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"):
         pytest.skip("this release has no such models")

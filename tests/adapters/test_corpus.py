@@ -55,12 +55,12 @@ def listed_and_valid(place, held):
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CHECKPOINTS.iterdir() if path.name != "objects"))
-def test_they_are_listed_and_valid(saved, name):
+def test_checkpoints_of_an_earlier_commit_are_listed_and_valid(saved, name):
     """Each with its step; what is marked is so because of its numbers, and its bytes are those that were written."""
     listed_and_valid(saved / name, HELD[name])
 
 
-def test_checkpointer_resumes_them_from_an_object_store(bucket):
+def test_checkpointer_resumes_an_earlier_commits_checkpoint_from_a_store(bucket):
     """Every object under its key, as it was in the store then."""
     store, objects = obstore.store.from_url(bucket.url("")), CHECKPOINTS / "objects"
     for file in [path for path in objects.rglob("*") if path.is_file()]:
@@ -70,7 +70,7 @@ def test_checkpointer_resumes_them_from_an_object_store(bucket):
 
 
 @pytest.mark.parametrize("name", plain.ONE_RANK)
-def test_checkpointer_resumes_them(saved, name):
+def test_checkpointer_resumes_an_earlier_commits_checkpoint(saved, name):
     """Weights, optimizer, data, generators and what belongs to the rank; the marked one is passed over."""
     plain.ONE_RANK[name][1](saved / name)
 
@@ -82,30 +82,30 @@ def test_one_rank_resumes_what_two_have_sharded(saved, name):
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")  # Lightning's, of what it knows of the best ones
-def test_lightning_resumes_its_file(saved):
+def test_lightning_resumes_an_earlier_commits_file(saved):
     """Weights and optimizer, and of the epoch the batch that was left."""
     assert of_lightning.resume(saved / "lightning_file") == [[1, 10, 3, 4]]
 
 
-def test_accelerate_resumes_its_directory(saved):
+def test_accelerate_resumes_an_earlier_commits_directory(saved):
     """The same, with the scheduler and an object of the user's."""
     assert of_accelerate.resume(saved / "accelerate") == [[0, 5, 2, 3]]
 
 
-def test_a_trainer_resumes_its_directory(saved):
+def test_a_trainer_resumes_an_earlier_commits_directory(saved):
     """The same, with the four batches that were left."""
     left = [[14, 17, 4, 13], [8, 9, 1, 5], [12, 23, 21, 20], [7, 11, 16, 0]]
     assert of_transformers.resume(saved / "transformers") == left
 
 
-def test_two_ranks_resume_theirs(saved):
+def test_two_ranks_resume_an_earlier_commits_checkpoints(saved):
     """Each finds its own, its part of what Checkpointer, Accelerate and Lightning sharded, and the batches left."""
     with_accelerate, with_lightning = zip(*values(spawn_ranks(ranks.resume, 2, saved, init=False)), strict=True)
     assert with_accelerate == ([[9, 5, 22, 10]], [[19, 21, 14, 16]])
     assert with_lightning == ([[5, 1, 15, 4]], [[14, 18, 9, 7]])
 
 
-def test_two_ranks_resume_what_came_in_by_other_doors(saved):
+def test_two_ranks_resume_what_dcp_and_other_savers_saved_earlier(saved):
     """DCP's one import, any saver's files, and a model that is sharded at load with the rows left of the epoch."""
     left = [[14, 17, 4, 13], [8, 9, 1, 5], [12, 23, 21, 20], [7, 11, 16, 0]]
     assert values(spawn_ranks(of_doors.resume, 2, saved, init=False)) == [left] * 2

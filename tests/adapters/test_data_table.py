@@ -37,7 +37,7 @@ def row(name, tool, more, folder):
 
 
 @pytest.mark.parametrize("name", [*OURS, *(pytest.param(name, marks=pytest.mark.thorough) for name in PEERS)])
-def test_the_table_of_the_page_is_what_comes_out(tmp_path, name):
+def test_the_table_of_exactness_in_the_data_page_is_what_is_measured(tmp_path, name):
     """Row by row: are the samples the same, is what was drawn for them, how many were read that were not used."""
     made = row(name, *{**OURS, **PEERS}[name], tmp_path)
     assert made in PAGE.read_text().splitlines(), f"the row of docs/data.md should be:\n{made}"

@@ -62,7 +62,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize("part", PARTS, ids=str)
-def test_a_private_part_is_as_it_was(part):
+def test_each_listed_part_of_deepspeed_exists_and_takes_our_arguments(part):
     """It is there, takes what we give it, and the file that is named does use it."""
     part.check()
 
@@ -72,7 +72,7 @@ def test_no_private_part_is_used_without_a_contract():
     assert unlisted("deepspeed", PARTS) == {}
 
 
-def test_the_fields_of_the_optimizer_exist():
+def test_the_fields_of_zeros_optimizer_that_we_read_exist():
     """deepspeed/nvme.py reads where the parameters of ZeRO-3 are, and puts the scaling of the loss back."""
     source = inspect.getsource(Stage3)
     names = ["fp32_partitioned_groups_flat", "fp16_groups", "optimizer_swapper", "sub_group_to_group_id", "overflow",

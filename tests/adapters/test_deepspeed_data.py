@@ -92,7 +92,7 @@ def test_the_engines_loader_goes_on_within_an_epoch(tmp_path):
             assert after[rank][1] == whole[rank][1]
 
 
-def test_a_place_that_nobody_asked_for_is_said(tmp_path):
+def test_a_place_loaded_without_resume_data_is_one_warning(tmp_path):
     """A tag with the place of the engine's loader, loaded without resume_data: one warning says what to do."""
     job(1, tmp_path, 2)
     (said,) = values(spawn_ranks(without, 1, str(tmp_path), timeout_s=60))

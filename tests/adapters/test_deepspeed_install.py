@@ -396,7 +396,7 @@ def check_mistakes(run, handle, rank, out):
     assert seen(handle, out) == ("d", ["c", "d", "mine", "warmup"])
 
 
-def test_what_a_user_may_do_and_do_wrong(tmp_path):
+def test_saves_loads_and_mistakes_end_alike_on_both_ranks(tmp_path):
     """Saving, naming, retaining, loading, falling back and every mistake end alike on both ranks, and harm nothing."""
     values(spawn(using, str(tmp_path)))
 

@@ -75,7 +75,7 @@ def with_settings(rank, folder):
     return first, second
 
 
-def test_settings_that_say_who_writes(tmp_path):
+def test_settings_that_say_who_writes_are_taken_and_resume_exactly(tmp_path):
     """``checkpoint.writer`` and ``use_node_local_storage`` are taken: one rank writes the weights, and a resume is exact."""
     assert spawn(with_settings, str(tmp_path)) == [((True, True), (True, True))] * 2
     for name in ("writer", "local"):

@@ -72,7 +72,7 @@ def test_fsdp2_goes_on_from_what_every_rank_saved(tmp_path):
 
 
 @pytest.mark.timeout(180)
-def test_what_fabric_saves_in_shards_is_published(tmp_path):
+def test_sharded_saves_of_fabric_within_publishing_are_whole_folders(tmp_path):
     """``fabric.save`` of ``ModelParallelStrategy``, within ``publishing``: a folder that is whole, and goes on bit for bit.
 
     Alone it writes into the folder of before; once it refused a folder that was there (Lightning, issues 18853 and 18881).
@@ -128,7 +128,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path):
         fabric.load(path, weights_only=False)
 
 
-def test_what_fabric_does_not_give_is_refused_by_name(tmp_path):
+def test_strategies_and_loaders_that_fabric_cannot_save_are_refused_by_name(tmp_path):
     """A strategy that takes no plugin says so, and a loader without a state is named by the save."""
     with pytest.raises(NotImplementedError, match="CheckpointIO"):
         Fabric(

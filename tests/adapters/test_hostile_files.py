@@ -36,7 +36,7 @@ def put(folder, name, content):
     rewrite(folder, lambda manifest: [one.update(facts) for one in manifest["files"] if one["path"] == name])
 
 
-def test_plain_states(tmp_path, caplog):
+def test_a_resume_of_plain_states_passes_over_a_hostile_checkpoint(tmp_path, caplog):
     """``resume`` goes on with the checkpoint before it, says why, and leaves the hostile one where it is."""
     boom = tmp_path / "boom"
     state = {"model": torch.nn.Linear(2, 2), "data": {"t": torch.ones(2), "n": 1}}
@@ -59,7 +59,7 @@ def test_plain_states(tmp_path, caplog):
     assert not boom.exists()
 
 
-def test_what_is_no_such_file(tmp_path):
+def test_a_file_with_a_right_digest_that_is_no_archive_is_passed_over(tmp_path):
     """Digests are right, and the bytes are no archive: the checkpoint before it."""
     state = {"data": {"t": torch.ones(2), "n": 1}}
     with Checkpointer(tmp_path) as ckpt:
@@ -74,7 +74,7 @@ def test_what_is_no_such_file(tmp_path):
         assert ckpt.resume(state).step == 1
 
 
-def test_lightning(tmp_path, caplog):
+def test_lightning_passes_over_or_refuses_a_hostile_file(tmp_path, caplog):
     """``resume="auto"`` takes the checkpoint before it; ``ckpt_path`` is an error that names it; nothing runs."""
     boom, folder = tmp_path / "boom", tmp_path / "run"
     made, *_ = fit(folder, save_top_k=-1, filename="{step}", settings={"max_epochs": 1})
@@ -104,7 +104,7 @@ def fit_from(path, folder, weights_only):
 
 
 @pytest.mark.parametrize("file", ["optimizer.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl"])
-def test_accelerate(tmp_path, file):
+def test_accelerate_passes_over_or_refuses_a_hostile_file(tmp_path, file):
     """``load_state()`` takes the checkpoint before it; by name it is an error; also of the file that stock unpickles freely."""
     boom = tmp_path / "boom"
     with fresh(), registered(tmp_path / "run") as (accelerator, handle):
@@ -126,7 +126,7 @@ def test_accelerate(tmp_path, file):
     assert not boom.exists()
 
 
-def test_states_of_ranks_are_data():
+def test_states_sent_to_rank_0_run_no_code():
     """What goes to rank 0 is built without running code; a loader's state that is none is refused where it comes from."""
     state = {"rng": {"torch": torch.get_rng_state()}, "loaders": [{"at": 3, "seen": {1, 2}}]}
     assert loop_state.assemble({0: loop_state.to_text(state)})["ranks"][0]["loaders"] == state["loaders"]
@@ -162,7 +162,7 @@ def hostile_text(path):
         {"links": ["../made.ckpt"]},
     ],
 )
-def test_notes_that_lead_out(tmp_path, caplog, notes):
+def test_a_manifest_whose_due_work_leads_out_is_passed_over(tmp_path, caplog, notes):
     """What a checkpoint says was due at its commit is done within its directory alone; else the one before it is taken."""
     folder = tmp_path / "run"
     made, *_ = fit(folder, save_top_k=-1, filename="{step}", settings={"max_epochs": 1})
@@ -186,7 +186,7 @@ def test_notes_that_lead_out(tmp_path, caplog, notes):
     assert victim.exists()
 
 
-def test_what_was_due_within_is_done(tmp_path):
+def test_links_and_removals_that_a_killed_job_left_are_made_good(tmp_path):
     """Links and removals that a killed job left are made good; of what a job did elsewhere no note is taken."""
     from safe_ckpt.adapters.extras import Link
     from safe_ckpt.lightning import resume as resuming

@@ -46,7 +46,7 @@ def test_every_layout_of_the_table_is_made_here():
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_what_a_framework_wrote_to_its_end_is_recognised(tmp_path, name):
+def test_a_complete_checkpoint_of_each_framework_is_recognised(tmp_path, name):
     """Each layout by its name, with the number in the name."""
     path = make(tmp_path, name)
     layout = layout_of(path)
@@ -69,7 +69,7 @@ CUT_SHORT = {
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_what_lacks_its_last_file_is_not_complete(tmp_path, name):
+def test_a_checkpoint_without_its_last_file_is_not_complete(tmp_path, name):
     """What a framework writes last is what tells that it came to the end."""
     path = make(tmp_path, name)
     (path / MADE[name][1][-1]).unlink()
@@ -93,14 +93,14 @@ def test_a_file_called_latest_alone_makes_no_checkpoint_of_lightnings(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "file"), [("Accelerate checkpoint", 2), ("Transformers checkpoint", 0)])
-def test_what_was_cut_off_is_not_complete(tmp_path, name, file):
+def test_a_checkpoint_with_a_file_cut_off_is_not_complete(tmp_path, name, file):
     """A file that does not end as an archive was not written to its end."""
     path = make(tmp_path, name)
     cut(path / MADE[name][1][file])
     assert "was not written to its end" in layout_of(path).problem
 
 
-def test_only_its_content_tells_of_a_lightning_file_what_is_in_it(tmp_path):
+def test_a_lightning_files_step_and_kind_come_from_its_content(tmp_path):
     """The step, and whether there is more than weights."""
     path = make(tmp_path, "Lightning file")
     layout = layout_of(path)
@@ -113,14 +113,14 @@ def test_only_its_content_tells_of_a_lightning_file_what_is_in_it(tmp_path):
     assert layout.with_content([1]) == dataclasses.replace(layout, problem="is no checkpoint")
 
 
-def test_nothing_else_is_a_checkpoint(tmp_path):
+def test_other_folders_files_and_absent_paths_are_no_checkpoint(tmp_path):
     """A folder of other files, a text, and what is not there."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "notes.txt").write_text("x")
     assert [layout_of(tmp_path / name) for name in ("logs", "notes.txt", "gone")] == [None, None, None]
 
 
-def test_the_names_are_the_frameworks_own():
+def test_file_names_in_the_table_are_those_of_the_frameworks():
     """What the table spells out is what these releases write."""
     assert f"{utils.RNG_STATE_NAME}_0.pkl" == layouts._RANDOM_STATES
     assert layouts.TRANSFORMERS.number_of(f"{PREFIX_CHECKPOINT_DIR}-5") == 5

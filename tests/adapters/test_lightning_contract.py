@@ -115,7 +115,7 @@ def test_the_seams_of_the_trainer_exist(name):
 
 
 @PACKAGE
-def test_what_tells_where_in_an_epoch_a_loop_is(name):
+def test_the_fields_that_tell_a_loops_place_in_an_epoch_exist(name):
     """lightning/loop_state.py reads these of a running loop, and of the state of one."""
     pl = package(name)
     trainer = pl.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu", enable_checkpointing=False)
@@ -134,7 +134,7 @@ def test_what_tells_where_in_an_epoch_a_loop_is(name):
 
 
 @PACKAGE
-def test_where_a_trainer_saves_and_what_writes(name):
+def test_the_trainers_save_and_lightnings_io_are_where_we_replace_them(name):
     """lightning/install.py replaces the save_checkpoint of the class that has it, and knows Lightning's own I/O by its name."""
     from safe_ckpt.lightning.install import _home, _writes_as_torch
 

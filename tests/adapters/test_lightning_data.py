@@ -224,7 +224,7 @@ def test_a_loader_that_does_not_know_its_place_is_named_before_training(tmp_path
     assert ["Noisy" in words for words in said] == ([True] if expected else [])
 
 
-def test_streams_whose_ends_lightning_forgets_are_named(tmp_path, caplog):
+def test_max_size_cycle_with_a_loader_of_no_length_is_named(tmp_path, caplog):
     """``max_size_cycle`` over several loaders of which one has no length."""
     pl = package(PACKAGES[0])
     streams = {"a": resumable(DataLoader(Stream(), batch_size=2)), "b": resumable(DataLoader(Noisy(), batch_size=2))}

@@ -110,7 +110,7 @@ def test_a_metric_that_differs_between_ranks_names_one_file(tmp_path):
     assert done.stdout.count(str(files)) == 2
 
 
-def test_a_save_from_a_signal_handler_on_two_ranks(tmp_path):
+def test_a_save_from_a_signal_handler_on_two_ranks_is_written_at_once(tmp_path):
     """SIGUSR1 to both ranks while they wait in different places: rank 0 writes at once, training goes on."""
     done = run("saves_in_handlers_of_two_ranks", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -120,7 +120,7 @@ def test_a_save_from_a_signal_handler_on_two_ranks(tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_users_own_saves_on_two_ranks(tmp_path):
+def test_the_users_own_save_is_done_or_fails_on_both_ranks(tmp_path):
     """trainer.save_checkpoint in fit and after it: done when it returns, and what fails fails on both ranks, promptly."""
     done = run("saves_in_fit_and_after_it", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -129,7 +129,7 @@ def test_the_users_own_saves_on_two_ranks(tmp_path):
     assert seconds_since_start(tmp_path) < 25
 
 
-def test_an_exception_on_one_rank_ends_promptly(tmp_path):
+def test_an_exception_on_one_rank_ends_the_job_promptly(tmp_path):
     """Only rank 1 raises, and save_on_exception asks for a save that rank 0 will not join: no hang, no masked exception.
 
     Lightning's OnExceptionCheckpoint beside it is bound by the same wait.
@@ -145,7 +145,7 @@ def test_an_exception_on_one_rank_ends_promptly(tmp_path):
 
 
 @pytest.mark.thorough
-def test_ctrl_c_with_two_ranks(tmp_path):
+def test_ctrl_c_with_two_ranks_ends_in_seconds_and_leaves_whole_files(tmp_path):
     """SIGINT to the whole job: it ends within seconds and leaves only whole files."""
     program = program_path("trains_with_a_save_each_step")
     process = start_script(program, str(tmp_path / "exp"), "1", "3000", "ddp", "100000")
@@ -175,7 +175,7 @@ def test_each_rank_continues_its_own_randomness(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["stdin", pytest.param("no_guard", marks=pytest.mark.thorough)])
-def test_programs_without_a_main_guard(tmp_path, kind):
+def test_programs_without_a_main_guard_are_not_run_again_by_the_writer(tmp_path, kind):
     """A notebook-style script on stdin, or one without a guard: the writer does not import the user's main."""
     program = program_path("saves_without_a_main_guard")
     if kind == "stdin":

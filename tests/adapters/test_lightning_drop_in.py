@@ -123,7 +123,7 @@ def test_save_checkpoint_of_a_subclass_is_called(tmp_path, name):
     assert [call[:2] for call in calls["ours"]] == [call[:2] for call in calls["stock"]]
 
 
-def test_a_callback_that_reads_what_it_saved(tmp_path):
+def test_a_subclass_finds_its_committed_file_after_super_save(tmp_path):
     """A subclass finds the file after ``super()._save_checkpoint``, with async_save=False; it is committed by then."""
     seen = []
 
@@ -144,7 +144,7 @@ class Boom(pl.Callback):
         raise ValueError("boom")
 
 
-def test_an_exception_at_the_end_of_fit(tmp_path, caplog):
+def test_an_exception_at_the_end_of_fit_is_saved_or_named(tmp_path, caplog):
     """Raised when all is given back already, it is saved at all the same; if that fails the log names the exception."""
     arguments = {"filename": "{step}", "save_on_exception": True, "every_n_train_steps": 4}
     callback = SafeCheckpointCallback(dirpath=tmp_path / "a", **arguments)
@@ -211,7 +211,7 @@ def test_after_a_clean_end_only_the_record_is_left(tmp_path):
         assert of_ours(threading.enumerate()) == []
 
 
-def test_callbacks_hear_of_what_is_there(tmp_path, caplog):
+def test_callbacks_hear_once_of_each_committed_checkpoint(tmp_path, caplog):
     """on_checkpoint_committed comes once for each checkpoint, on the thread that trains, also behind one that raises; after
     wait() what is best is there.
     """

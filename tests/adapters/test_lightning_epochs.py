@@ -213,7 +213,7 @@ def test_a_run_goes_on_as_if_it_had_not_ended(tmp_path, straight_folder, cause, 
 
 
 @pytest.mark.parametrize("every", [2, 3])
-def test_a_scheduler_that_follows_a_metric(tmp_path, every):
+def test_reduce_lr_on_plateau_steps_at_the_end_of_a_resumed_epoch(tmp_path, every):
     """ReduceLROnPlateau steps at the end of an epoch that was resumed in its middle, or after its last batch, as ever."""
     pl = package(NAME)
 

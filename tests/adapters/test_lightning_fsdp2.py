@@ -67,7 +67,7 @@ def test_killed_runs_go_on_bit_for_bit_and_shapes_of_checkpoints_change(tmp_path
 
 
 @pytest.mark.thorough
-def test_other_tools_read_and_write_beside_us(tmp_path):
+def test_stock_tools_read_ours_and_ours_resumes_stocks_directories(tmp_path):
     """Stock strategy, Lightning's consolidation, an unsharded Trainer; its directories are resumed; damage is refused."""
     done = run("reads_as_other_tools_do", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -140,7 +140,7 @@ def _load_what_one_rank_sees(rank, folder):
         saver.close(quiet=True)
 
 
-def test_all_ranks_load_in_one_way(tmp_path):
+def test_rank_0_decides_for_all_whether_a_load_is_verified_together(tmp_path):
     """A checkpoint that rank 1 alone sees: whether all verify it together is what rank 0 says, not each for itself."""
     (tmp_path / "0").mkdir()
     with Checkpointer(tmp_path / "1/runs") as ckpt:
@@ -150,7 +150,7 @@ def test_all_ranks_load_in_one_way(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_is_not_trained_is_written_once(tmp_path):
+def test_frozen_parts_of_each_rank_are_written_once(tmp_path):
     """Each rank's frozen part has one name in each checkpoint, through a resume; ``dcp.load`` reads the directory."""
     exp = tmp_path / "exp"
     done = run("trains_with_a_frozen_layer", exp, 4)

@@ -29,7 +29,7 @@ def saving_on_sigusr1(made, path):
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_save_from_a_signal_handler_within_a_save(tmp_path):
+def test_a_save_from_a_signal_handler_within_a_save_does_not_deadlock(tmp_path):
     """SLURM's hpc save arrives in the middle of another save: it is written at once, neither deadlocks."""
     pl = package("lightning.pytorch")
 
@@ -51,7 +51,7 @@ def test_a_save_from_a_signal_handler_within_a_save(tmp_path):
     assert names(tmp_path / "exp") == ["epoch=2-step=9.ckpt"]
 
 
-def test_a_save_from_a_signal_handler_while_another_is_waited_for(tmp_path):
+def test_a_save_from_a_signal_handler_while_fit_waits_is_whole(tmp_path):
     """SLURM's hpc save arrives while fit waits for the disk: both files are whole, and fit goes on."""
     pl = package("lightning.pytorch")
     made = {}
@@ -85,7 +85,7 @@ def test_an_exception_of_the_user_is_the_one_that_is_seen(tmp_path):
     assert list((tmp_path / ".safe_ckpt/pending").rglob("*")) == []
 
 
-def test_save_on_exception(tmp_path):
+def test_save_on_exception_saves_the_state_and_raises_that_exception(tmp_path):
     """save_on_exception=True saves the state at the exception, and that exception is what comes out."""
     pl = package("lightning.pytorch")
     callback = SafeCheckpointCallback(dirpath=tmp_path, config=QUICK, save_on_exception=True, save_last=True)
@@ -111,7 +111,7 @@ def test_an_exception_in_a_save_hook_is_the_users(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_killed_between_commit_and_removal(tmp_path):
+def test_a_run_killed_before_a_removal_has_it_done_by_the_next(tmp_path):
     """What a killed run had not yet deleted is deleted by the next one; nothing else is."""
     command = [sys.executable, str(program_path("killed_before_it_deletes")), str(tmp_path / "exp")]
     assert warm.run([*command, "kill"], capture_output=True, check=False).returncode == -9
@@ -122,7 +122,7 @@ def test_killed_between_commit_and_removal(tmp_path):
 
 
 @pytest.mark.parametrize("last", ["link", pytest.param(True, marks=pytest.mark.thorough)])
-def test_killed_between_commit_and_link(tmp_path, last):
+def test_a_run_killed_before_linking_last_has_it_done_by_the_next(tmp_path, last):
     """A killed run had committed its checkpoint but not yet renamed last.ckpt: the next run does, also one that is over."""
     command = [sys.executable, str(program_path("killed_before_it_links")), str(tmp_path / "exp"), str(last)]
     assert warm.run([*command, "kill"], capture_output=True, check=False).returncode == -9
@@ -135,7 +135,7 @@ def test_killed_between_commit_and_link(tmp_path, last):
     assert torch.load(tmp_path / "exp/last.ckpt", weights_only=True)["global_step"] == 9
 
 
-def test_ctrl_c_ends_promptly(tmp_path):
+def test_ctrl_c_in_training_ends_promptly_and_leaves_whole_files(tmp_path):
     """SIGINT to the whole group during training: the run ends within seconds and every file is whole."""
     command = [sys.executable, str(program_path("trains_until_it_is_interrupted")), str(tmp_path / "exp")]
     with warm.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:

@@ -103,7 +103,7 @@ def _ema(pl):
 
 @pytest.mark.parametrize("make", [_swa, _ema])
 @pytest.mark.filterwarnings("ignore")
-def test_averaging_callbacks_are_met_eagerly(tmp_path, monkeypatch, make):
+def test_averaging_callbacks_make_snapshots_eager(tmp_path, monkeypatch, make):
     """Callbacks that swap other weights in between steps: eager even where overlapping was asked for."""
     pl = package(PACKAGES[0])
     spy = Spy(monkeypatch)
@@ -114,7 +114,7 @@ def test_averaging_callbacks_are_met_eagerly(tmp_path, monkeypatch, make):
 
 
 @pytest.mark.parametrize("snapshot", ["auto", "eager"])
-def test_edits_between_steps_are_no_matter_unless_overlapping_was_asked_for(tmp_path, monkeypatch, snapshot):
+def test_edits_between_steps_are_not_in_the_file_by_default(tmp_path, monkeypatch, snapshot):
     """What hooks of the module do to parameters after a save, through .data and under no_grad, is not in the file."""
     pl = package(PACKAGES[0])
 

@@ -146,14 +146,14 @@ def is_exact(folder, name, places, *, kind="ours", every="step", **more):
 
 
 @pytest.mark.parametrize("name", [name for name in LOADERS if name != "not resumable"])
-def test_loaders_that_were_set_up_before_the_states_came(tmp_path, name):
+def test_loaders_set_up_before_the_state_is_loaded_go_to_its_place(tmp_path, name):
     """``trainer.estimated_stepping_batches`` sets them up. The place is used all the same, within an epoch and at its end."""
     is_exact(tmp_path, name, (3, 5), before=early)
 
 
 @pytest.mark.parametrize("before", [early, lambda module: None])
 @pytest.mark.parametrize("name", ["in order", "shuffle", "stream"])
-def test_a_stock_checkpoint_callback(tmp_path, name, before):
+def test_a_stock_checkpoint_callback_with_resumable_gives_each_batch_once(tmp_path, name, before):
     """With ``safe_ckpt.lightning.resumable`` and nothing else of ours: each batch once in each epoch, at its end too."""
     is_exact(tmp_path, name, (3, 5, 10), kind="stock", before=before)
 

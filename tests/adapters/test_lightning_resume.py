@@ -95,7 +95,7 @@ def test_mid_epoch_continues_bit_for_bit_with_a_stateful_loader(tmp_path):
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_both_packages(tmp_path, name):
+def test_trainers_of_both_packages_take_the_same_callback(tmp_path, name):
     """lightning.pytorch and pytorch_lightning Trainers take the same callback."""
     callback, settings = KINDS["top_k"]
     reference, _, _ = run(tmp_path / "a", callback, settings, seed=1, name=name)
@@ -147,7 +147,7 @@ def test_a_finished_run_stays_finished(tmp_path):
     assert found_files == files
 
 
-def test_damage_moves_to_the_older_one(tmp_path):
+def test_a_damaged_newest_file_is_quarantined_and_the_older_one_taken(tmp_path):
     """A flipped bit in the newest file: the older one is resumed from, the damaged one is in quarantine."""
     from support import flip_bit
 
@@ -188,7 +188,7 @@ def test_a_stock_run_is_taken_over_and_given_back(tmp_path, name):
     assert made.global_step == 12
 
 
-def test_auto_needs_a_directory(tmp_path):
+def test_resume_auto_without_dirpath_is_refused(tmp_path):
     """Without dirpath every run would look into a new place and start afresh without a word: refused."""
     with pytest.raises(ConfigError, match="dirpath"):
         SafeCheckpointCallback(resume="auto")
@@ -346,7 +346,7 @@ def test_a_second_fit_keeps_its_links(tmp_path):
 
 
 @pytest.mark.parametrize("junk", ["text", "legacy", "folder"])
-def test_what_was_never_ours_is_neither_moved_nor_taken(tmp_path, junk):
+def test_foreign_files_and_folders_are_neither_moved_nor_taken(tmp_path, junk):
     """A text file, a file in torch's old format, a folder with that name: passed over, or tried last, and left there."""
     resume_once(tmp_path, settings={"max_epochs": 1})
     if junk == "text":
@@ -373,7 +373,7 @@ def test_stock_files_with_foreign_classes_inside_are_tried_in_order(tmp_path):
     assert made.ckpt_path.endswith("step=12.ckpt")
 
 
-def test_looking_inside_runs_nothing(tmp_path):
+def test_reading_the_step_of_a_stock_file_runs_no_code(tmp_path):
     """A pickle that would execute code is looked at without doing so."""
 
     class Evil:

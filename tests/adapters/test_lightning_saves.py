@@ -124,7 +124,7 @@ def test_last_and_top_k_of_one_step_are_one_file(tmp_path):
     verify(last, read_manifest(last))
 
 
-def test_weights_of_a_manual_optimization_swap(tmp_path):
+def test_swapped_weights_of_a_manual_optimization_are_what_is_saved(tmp_path):
     """A module that swaps earlier weights in around the save gets those weights saved, as ModelCheckpoint has it."""
     pl = package("lightning.pytorch")
 
@@ -177,7 +177,7 @@ def test_callbacks_that_disagree_are_refused(tmp_path):
         fit(tmp_path, callbacks=[second])
 
 
-def test_at_every_instant_one_checkpoint_is_there(tmp_path):
+def test_an_old_file_goes_only_after_its_successor_is_committed(tmp_path):
     """save_top_k=1 with a slow writer: the old file goes only after the new one is committed."""
     pl = package("lightning.pytorch")
     seen, over = [], threading.Event()
@@ -243,7 +243,7 @@ def test_a_failed_save_leaves_every_attribute_as_it_was(tmp_path, async_save):
 
 
 @needs_root
-def test_warn_trains_on_and_saves_again(tmp_path):
+def test_after_a_failed_save_warn_trains_on_and_saves_again(tmp_path):
     """on_failure="warn": one save fails, training goes on, the next save is there and believed."""
     pl = package("lightning.pytorch")
     with small_disk(tmp_path / "disk", "3m") as disk:
@@ -306,7 +306,7 @@ def test_the_users_own_save_is_done_when_it_returns(tmp_path):
     assert fingerprint(loaded) == fingerprint(module)
 
 
-def test_who_asks_for_a_file_is_told_that_there_is_none(tmp_path):
+def test_an_explicit_save_that_fails_raises_also_under_warn(tmp_path):
     """on_failure="warn" is for the periodic saves: trainer.save_checkpoint still raises."""
     pl = package("lightning.pytorch")
 
@@ -331,7 +331,7 @@ def test_a_remote_default_directory_is_refused(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_the_learning_rate_finder_works(tmp_path):
+def test_the_learning_rate_finder_restores_and_removes_its_checkpoint(tmp_path):
     """The tuner saves, restores and removes its own checkpoint through the same I/O."""
     pl = package("lightning.pytorch")
     module = module_class(pl)()
@@ -346,7 +346,7 @@ def test_the_learning_rate_finder_works(tmp_path):
     assert not list(tmp_path.rglob(".lr_find*"))
 
 
-def test_arbitrary_objects_in_a_checkpoint_are_taken_at_the_moment(tmp_path):
+def test_arbitrary_objects_are_saved_as_they_are_at_the_call(tmp_path):
     """Hyperparameters, numpy arrays and custom objects are saved as they are when save is called."""
     import numpy
 
@@ -364,7 +364,7 @@ def test_arbitrary_objects_in_a_checkpoint_are_taken_at_the_moment(tmp_path):
     assert arrays == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
 
 
-def test_what_cannot_work_is_refused_at_once(tmp_path):
+def test_settings_that_contradict_lightning_are_refused_at_once(tmp_path):
     """Retention beside save_top_k, a remote directory, another CheckpointIO, a sharded strategy: clear errors."""
     pl = package("lightning.pytorch")
     with pytest.raises(ConfigError, match="save_top_k"):
@@ -447,7 +447,7 @@ def test_fit_can_be_called_again(tmp_path):
     assert writers_of(os.getpid()) == []
 
 
-def test_callback_and_loader_pickle(tmp_path):
+def test_a_live_callback_and_loader_can_be_pickled(tmp_path):
     """Nothing live is pickled: strategies that spawn can take both."""
     made, callback, _ = fit(tmp_path, save_last=True)
     copy_of = pickle.loads(pickle.dumps(callback))

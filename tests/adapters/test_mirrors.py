@@ -170,7 +170,7 @@ def test_a_damaged_single_file_is_not_mirrored(tmp_path, bucket):
     assert mirrored(bucket) == [sound.name]
 
 
-def test_accelerate_finds_what_was_named(tmp_path, bucket, monkeypatch):
+def test_a_fresh_machine_fetches_a_checkpoint_named_in_accelerate(tmp_path, bucket, monkeypatch):
     """save_state and load_state with a path of one's own: a fresh machine fetches it, and equal last names do not mix."""
     config = mirroring(CONFIG, bucket)
     monkeypatch.chdir(tmp_path)

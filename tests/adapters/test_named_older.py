@@ -15,7 +15,7 @@ def said(error):
 
 
 @notes
-def test_lightning_names_the_checkpoint(tmp_path):
+def test_lightning_names_a_checkpoint_that_does_not_fit_and_the_way_out(tmp_path):
     """The module has another shape: the error has the file, and how another one is given. The next start tries it again."""
     fit(tmp_path, save_last=True, resume="auto", settings={"max_epochs": 1})
     other = module_class(package("lightning.pytorch"))()
@@ -28,7 +28,7 @@ def test_lightning_names_the_checkpoint(tmp_path):
 
 
 @notes
-def test_transformers_names_the_checkpoint(tmp_path):
+def test_a_trainer_names_a_checkpoint_that_does_not_fit_and_the_way_out(tmp_path):
     """The same under a Trainer."""
     trainer(tmp_path).train()
     with pytest.raises(RuntimeError) as caught:

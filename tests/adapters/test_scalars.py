@@ -91,7 +91,7 @@ def test_lightning_loggers_hear_of_a_failure(tmp_path):
     assert set(log.heard[1][1]) == {"ckpt/failures", "ckpt/respawns"}
 
 
-def test_lightning_loggers_can_be_left_alone(tmp_path):
+def test_loggers_of_lightning_hear_nothing_with_logger_scalars_off(tmp_path):
     """Telemetry(logger_scalars=False); and hooks of a callback hear of everything, one shared by two of them once."""
     log, seen = Log(tmp_path / "logs"), []
     hook = seen.append
@@ -165,7 +165,7 @@ def test_accelerate_trackers_hear_of_every_save(tmp_path):
     ]
 
 
-def test_accelerate_trackers_can_be_left_alone(tmp_path):
+def test_trackers_of_accelerate_hear_of_commits_alone_with_logger_scalars_off(tmp_path):
     """Telemetry(logger_scalars=False): only what was said of commits before; the plugin takes hooks too."""
     tracker, seen = Tracker(), []
     with fresh():

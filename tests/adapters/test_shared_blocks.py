@@ -123,7 +123,7 @@ def _save(folder, state, count, change=lambda number: None, **more):
     return heard.written
 
 
-def test_a_piece_that_changes_is_written(disk):
+def test_a_changed_piece_of_a_shared_file_is_written(disk):
     """In a file of which everything else stays: what is read back is what was there, at each save."""
     state, seen = {"t": {"odd": {1}, "w": torch.zeros(SIZE, SIZE)}}, []
     state["t"]["odd"] = [None, (1,)]  # no safetensors file
@@ -158,7 +158,7 @@ def test_an_old_file_that_was_touched_is_not_shared(disk):
     verify(path, read_manifest(path))
 
 
-def test_an_edit_that_sets_the_time_back_is_noticed(disk):
+def test_an_old_file_edited_with_its_mtime_set_back_is_not_shared(disk):
     """By the ctime, which nobody can set."""
     state = {"t": {"odd": [None, (1,)], "w": torch.zeros(SIZE, SIZE)}}
 
@@ -178,7 +178,7 @@ def test_an_edit_that_sets_the_time_back_is_noticed(disk):
         verify(path, read_manifest(path))
 
 
-def test_many_small_files_do_not_get_in_the_way(disk):
+def test_small_files_are_not_remembered_for_sharing(disk):
     """Only large ones are remembered."""
     state = {f"s{number}": {"a": number} for number in range(100)}
     state["t"] = {"odd": [None, (1,)], "w": torch.zeros(SIZE, SIZE)}
@@ -190,7 +190,7 @@ def test_many_small_files_do_not_get_in_the_way(disk):
     [({"share": False}, [0, 1, 2, 3, 4, 5]), ({"full_every": 3}, [0, 3])],
     ids=["off", "every"],
 )
-def test_what_is_to_be_written_anew_is(disk, settings, whole):
+def test_blocks_are_written_anew_where_the_settings_say_so(disk, settings, whole):
     """By the settings, as for files that are shared as a whole."""
     state = {"t": {"odd": [None, (1,)], "w": torch.zeros(SIZE, SIZE)}}
     written = _save(disk / "run", state, 6, unchanged=Unchanged(**settings))

@@ -26,7 +26,7 @@ def shorten(tensor):
     return tensor
 
 
-def test_lightning_names_it(tmp_path):
+def test_lightning_names_a_buffer_whose_memory_was_taken_away(tmp_path):
     """A buffer that the forward pass does not use, in a checkpoint of one file."""
 
     class Shortens(package("lightning.pytorch").Callback):
@@ -38,7 +38,7 @@ def test_lightning_names_it(tmp_path):
         fit(tmp_path, callbacks=[Shortens()], every_n_train_steps=1)
 
 
-def test_transformers_names_it(tmp_path):
+def test_a_trainer_names_a_tensor_whose_memory_was_taken_away(tmp_path):
     """In the model, and in the optimizer."""
     for part in ("model", "optimizer"):
 
@@ -53,7 +53,7 @@ def test_transformers_names_it(tmp_path):
 
 
 @pytest.mark.parametrize("safe_serialization", [True, False])
-def test_accelerate_names_it_in_every_part(tmp_path, safe_serialization):
+def test_accelerate_names_a_tensor_without_memory_in_every_part(tmp_path, safe_serialization):
     """A model's, also one that shares memory in part, an optimizer's, an object's of the user; and in save_model."""
     with fresh(), register(accelerator := make(tmp_path), CONFIG) as handle:
         training = Training(accelerator)
@@ -73,7 +73,7 @@ def test_accelerate_names_it_in_every_part(tmp_path, safe_serialization):
             accelerator.save_state(safe_serialization=safe_serialization)
 
 
-def test_an_offloaded_model_names_it(tmp_path):
+def test_an_offloaded_tensor_whose_memory_was_taken_away_is_named(tmp_path):
     """Its values lie in host memory, in a dict of Accelerate's."""
     with fresh(), register(make(None), CONFIG) as handle:
         model = torch.nn.Linear(4, 4)
@@ -84,7 +84,7 @@ def test_an_offloaded_model_names_it(tmp_path):
             handle.save_model(model, tmp_path / "weights")
 
 
-def test_gathers_and_hashes_name_it():
+def test_gathers_and_base_hashes_name_a_tensor_without_memory():
     """What is gathered, and the base of an adapter."""
     with pytest.raises(StateError, match=r"inner\.bad"):
         gather.named_tensors({"inner": {"bad": shorten(torch.ones(3))}})

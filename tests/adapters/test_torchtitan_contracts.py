@@ -27,7 +27,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize("part", PARTS, ids=str)
-def test_a_private_part_is_as_it_was(part):
+def test_each_listed_part_of_torchtitan_exists_and_takes_our_arguments(part):
     """It is there, takes what we give it, and the file that is named does use it."""
     part.check()
 
@@ -37,7 +37,7 @@ def test_no_private_part_is_used_without_a_contract():
     assert unlisted("torchtitan", PARTS) == {}
 
 
-def test_its_own_decisions_call_what_is_ours():
+def test_torchtitans_own_code_calls_our_save_and_purge():
     """What is saved when and under which name is torchtitan's code: it comes to these two methods, and purges by that one."""
     source = inspect.getsource(CheckpointManager)
     for call in ("self.dcp_save(", "self.dcp_load(", "self._find_load_step()", "if self._should_purge()"):

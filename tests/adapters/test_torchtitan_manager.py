@@ -96,7 +96,7 @@ def _changes_at_once(rank, folder, mode):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
-def test_what_was_saved_is_what_was_there(tmp_path, mode):
+def test_an_asynchronous_save_holds_the_state_at_the_call(tmp_path, mode):
     """The state may change, and be loaded, as soon as an asynchronous save has returned; each rank has its loader's state."""
     for rank, told in enumerate(values(spawn_ranks(_changes_at_once, 2, tmp_path, mode))):
         assert told == (True, [2.0] * 3, {f"dp_rank_{rank}": b"place", "world_size": 2}, {"step": 1})
@@ -122,7 +122,7 @@ def _one_fails(rank, folder):
 
 
 @pytest.mark.timeout(120)
-def test_what_fails_on_one_rank_fails_on_all(tmp_path):
+def test_a_state_that_fails_on_one_rank_fails_the_save_on_all(tmp_path):
     """No rank waits for one whose state cannot be had: all raise its error, nothing appears, and the next save works."""
     told = values(spawn_ranks(_one_fails, 2, tmp_path))
     assert all(len(raised) == 1 and "its state cannot be had" in raised[0] for raised in told), told
@@ -146,7 +146,7 @@ def _one_dies(rank, folder):
 
 
 @pytest.mark.timeout(120)
-def test_a_rank_that_died_is_named(tmp_path):
+def test_a_killed_rank_is_named_by_a_save_within_seconds(tmp_path):
     """A save whose other rank was killed ends within seconds, and names it. What was committed stays."""
     kind, text, seconds = spawn_ranks(_one_dies, 2, tmp_path, expendable=[1])[0].value
     assert kind is PeerLostError, text
@@ -205,7 +205,7 @@ def cpu():
     titan_runs.on_cpu()
 
 
-def test_what_cannot_be_honoured_is_refused_by_name(tmp_path, cpu):
+def test_settings_that_the_manager_cannot_honour_are_refused_by_name(tmp_path, cpu):
     """An address for a folder, rules of retention beside ``keep_latest_k``, and signals that nobody asks about."""
     with pytest.raises(ConfigError, match=r"checkpoint.folder.*mirror.url"):
         build(tmp_path, folder="s3://bucket/run")
@@ -262,7 +262,7 @@ def test_stock_reads_what_is_saved_and_a_seed_is_the_model_alone(tmp_path, cpu):
     again.close()
 
 
-def test_what_is_not_trained_is_written_once(tmp_path, cpu):
+def test_frozen_weights_are_written_once(tmp_path, cpu):
     """Weights that are frozen, as under an adapter of LoRA, go to a file of their own, which later checkpoints share."""
     manager, model, *_ = build(tmp_path, width=1 << 13)
     model.weight.requires_grad_(False)

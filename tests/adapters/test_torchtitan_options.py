@@ -32,7 +32,7 @@ def resumed(folder):
     return [os.path.basename(line["path"]) for line in lines if line["event"] == "resumed"]
 
 
-def test_what_is_kept_and_what_is_taken_goes_by_commits(tmp_path):
+def test_keep_latest_k_and_the_resume_follow_the_order_of_commits(tmp_path):
     """``keep_latest_k`` counts what was committed. After a step back a start goes on from the new branch, not from the old one.
 
     Stock counts folders by their numbers: torn ones too, so that it deletes the good ones, and it goes on from the old branch.
@@ -58,7 +58,7 @@ def test_what_is_kept_and_what_is_taken_goes_by_commits(tmp_path):
     assert resumed(tmp_path / "back/checkpoint") == ["step-4"]
 
 
-def test_a_seed_and_a_model_in_the_layout_of_hugging_face(tmp_path):
+def test_a_seed_and_a_last_save_in_hugging_faces_layout_are_read(tmp_path):
     """A seed of one rank is begun from on two, as with stock; a last save in that layout is read by stock and by ours."""
     seed = {"create_seed_checkpoint": True, "last_save_model_only": True}
     trained(tmp_path, (4, {**seed, "dump": tmp_path / "mine"}), ranks=1)

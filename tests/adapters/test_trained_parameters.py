@@ -28,7 +28,7 @@ class Unfreeze(TrainerCallback):
             model.get_input_embeddings().requires_grad_(True)
 
 
-def test_transformers(tmp_path, caplog):
+def test_a_trainer_names_parameters_frozen_again_by_a_resume(tmp_path, caplog):
     """``resume_from_checkpoint`` as True and as a path; a Trainer without the schedule is not warned of."""
     trainer(tmp_path, max_steps=4, callbacks=[Unfreeze()]).train()
     for path in (True, str(tmp_path / "checkpoint-4")):
@@ -61,7 +61,7 @@ def finetuned(pl):
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 @pytest.mark.parametrize("name", PACKAGES)
-def test_lightning(tmp_path, caplog, name):
+def test_lightning_names_parameters_frozen_again_by_a_resume(tmp_path, caplog, name):
     """Its own BackboneFinetuning, found by ``resume="auto"`` and by ``ckpt_path``; before the unfreezing nothing is said."""
     pl = package(name)
 
@@ -84,7 +84,7 @@ def test_lightning(tmp_path, caplog, name):
     assert run(3, path=str(tmp_path / "epoch=0.ckpt")) == []
 
 
-def test_accelerate(tmp_path, caplog):
+def test_accelerate_names_parameters_frozen_again_by_a_load(tmp_path, caplog):
     """``load_state`` of the newest and of a path, with two models: a number tells which."""
 
     def run(*, unfrozen, load=False, path=None):

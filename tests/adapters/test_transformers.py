@@ -50,7 +50,7 @@ def test_the_files_are_those_that_the_trainer_writes(tmp_path):
     assert writer_processes() == []
 
 
-def test_a_run_that_was_stopped_goes_on_exactly(tmp_path):
+def test_a_stopped_trainer_goes_on_exactly(tmp_path):
     """In the middle of an epoch and between two saves: resume_from_checkpoint=True ends as an uninterrupted run."""
     straight = trainer(tmp_path / "straight", max_steps=10)
     straight.train()
@@ -62,7 +62,7 @@ def test_a_run_that_was_stopped_goes_on_exactly(tmp_path):
     assert names(tmp_path / "broken") == names(tmp_path / "straight")
 
 
-def test_what_is_damaged_or_half_is_passed_over(tmp_path, caplog):
+def test_a_trainer_passes_over_damaged_and_half_checkpoints(tmp_path, caplog):
     """A damaged newest one, an empty one and half a stock one: the one before is taken; a path to a damaged one is an error."""
     trainer(tmp_path).train()
     flip_bit(tmp_path / "checkpoint-6/optimizer.pt", 200)
@@ -185,7 +185,7 @@ def test_classes_between_the_mixin_and_the_trainer_are_called(tmp_path):
     assert Trainer._save_checkpoint is stock
 
 
-def test_one_that_never_calls_the_trainers_own_is_told_of(tmp_path, caplog):
+def test_a_trainer_that_writes_checkpoints_itself_gets_a_warning(tmp_path, caplog):
     """A class that writes checkpoints itself keeps doing so, and a warning says that they are not safe."""
 
     class Own(Trainer):
@@ -216,7 +216,7 @@ def test_a_seq2seq_trainer_goes_on_exactly(tmp_path):
     assert fingerprint(resumed) == fingerprint(straight)
 
 
-def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
+def test_settings_that_contradict_the_trainers_are_refused_before_training(tmp_path, monkeypatch):
     """Retention beside the Trainer's own rules, and what is not covered: an error with the remedy, before training."""
 
     class Ruled(SafeTrainer):
@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
     assert names(tmp_path) == []
 
 
-def test_outside_of_train_the_trainer_is_itself(tmp_path):
+def test_outside_of_train_the_trainers_methods_are_its_own(tmp_path):
     """save_model and the parts that are replaced meanwhile work as ever."""
     save = torch.save
     made = trainer(tmp_path)
@@ -248,7 +248,7 @@ def test_outside_of_train_the_trainer_is_itself(tmp_path):
 
 
 @pytest.mark.timeout(200)
-def test_it_survives_kills_bit_for_bit(tmp_path):
+def test_a_trainer_killed_twice_goes_on_bit_for_bit(tmp_path):
     """A save at every step, two SIGKILLs: the end is that of an uninterrupted run."""
 
     def start(folder):

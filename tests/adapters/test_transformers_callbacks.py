@@ -177,7 +177,7 @@ def test_an_integration_that_uploads_checkpoints_finds_them(tmp_path, name):
     assert looks(callback)
 
 
-def test_without_one_that_looks_nothing_is_waited_for(tmp_path, monkeypatch):
+def test_a_trainer_whose_callbacks_look_at_no_folder_waits_for_no_save(tmp_path, monkeypatch):
     """Transformers' own callbacks and those without an ``on_save`` leave the save in the background."""
     waited = []
     made = trainer(tmp_path, callbacks=[wandb(False)[1], TrainerCallback()])
@@ -211,7 +211,7 @@ def test_a_class_of_the_users_finds_the_folder_behind_its_save(tmp_path):
     assert found == [("above", True), ("below", True)]
 
 
-def test_the_checkpoint_at_a_sigterm_of_the_trainers_own(tmp_path):
+def test_a_jit_checkpoint_at_sigterm_is_saved_without_the_trainers_mark(tmp_path):
     """``enable_jit_checkpoint`` puts a mark into the folder, saves, and takes the mark away: it is not in the checkpoint."""
     jit = pytest.importorskip("transformers.trainer_jit_checkpoint")
 

@@ -133,7 +133,7 @@ def collate_lists(rows):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_passes_over_a_stream_of_shards(tmp_path, workers):
+def test_passes_over_a_stream_have_the_shards_of_an_uninterrupted_run(tmp_path, workers):
     """Stopped between the first pass and the second, and within the third: each pass has the shards that it would have had."""
     CASES["shards"] = shards, {"dataloader_num_workers": workers, "max_steps": 26}
     collator, per_pass = collate_lists, 7 if not workers else 8
@@ -167,7 +167,7 @@ def test_ignore_data_skip_is_respected(tmp_path):
     assert after.seen[0][0] == [0, 1, 2, 3]
 
 
-def test_other_data_is_left_to_the_trainer(tmp_path, caplog):
+def test_a_place_in_other_data_is_said_and_left_to_the_trainer(tmp_path, caplog):
     """A place that means nothing any more is said, and the Trainer leaves out as many batches as it would."""
     run(tmp_path, "shuffle", stop=4)
     data, settings = CASES["shuffle"]

@@ -190,7 +190,7 @@ def _trains_a_part(rank, folder):
     return {state_of(one) for one in (first, again, stock)}
 
 
-def test_what_is_not_trained_is_written_once(tmp_path):
+def test_frozen_parts_of_each_rank_are_written_once(tmp_path):
     """A Trainer that trains no attention: each rank's part of it has one name in each of three checkpoints; stock reads it."""
     found = values(spawn_ranks(_trains_a_part, 2, tmp_path, init=False, timeout_s=200))
     assert [len(one) for one in found] == [1, 1]

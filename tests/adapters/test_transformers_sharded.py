@@ -133,7 +133,7 @@ ALWAYS = ("tp and fsdp on fsdp", "experts, tp on one rank")
 @pytest.mark.parametrize(
     "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.thorough) for name in MESHES]
 )
-def test_another_mesh_gets_what_was_saved(tmp_path, name):
+def test_a_resume_on_another_mesh_gets_the_saved_state(tmp_path, name):
     """Weights, optimizer and schedule are those that were saved, although a mesh has parameter groups of its own.
 
     With biases the Trainer makes one group for what is sharded and one for what is not; on one rank that is one group.
@@ -165,7 +165,7 @@ def _three_failures(rank, folder):
     return took_s, same(before, after), same(weights, trained), after
 
 
-def test_the_three_failures_of_tensor_parallel_checkpoints(tmp_path):
+def test_tensor_parallel_saves_end_and_each_rank_resumes_its_part(tmp_path):
     """A save ends, a resume fits the parts of every rank, and each rank gets its own part of the optimizer back."""
     base(tmp_path / "base")
     found = values(ranks(_three_failures, 2, tmp_path))
@@ -310,7 +310,7 @@ def _refusals(rank, folder):
     return fresh.args.save_only_model
 
 
-def test_what_is_not_resumed_stays_refused(tmp_path):
+def test_a_model_sharded_at_load_without_a_resume_stays_refused(tmp_path):
     """The stock refusal is passed only for what is resumed; the arguments are then as they were, ``model_init`` included."""
     base(tmp_path / "base")
     assert values(ranks(_refusals, 2, tmp_path)) == [False, False]

@@ -17,7 +17,7 @@ def told(caplog):
 
 
 @pytest.mark.parametrize("kind", [SafeTrainer, Trainer], ids=["ours", "stock"])
-def test_transformers_says_so_once(tmp_path, caplog, kind):
+def test_a_trainer_warns_once_of_a_resume_from_weights_alone(tmp_path, caplog, kind):
     """``save_only_model=True``, saved by ours or by a stock Trainer, resumed as True or by its path."""
     trainer(tmp_path, kind, max_steps=2, save_only_model=True).train()
     for path in (True, str(tmp_path / "checkpoint-2")):
@@ -28,7 +28,7 @@ def test_transformers_says_so_once(tmp_path, caplog, kind):
         assert "checkpoint-2 has the weights of the model alone" in said
 
 
-def test_transformers_says_nothing_of_a_whole_one(tmp_path, caplog):
+def test_a_trainer_does_not_warn_of_a_resume_from_a_whole_checkpoint(tmp_path, caplog):
     """Nor where weights alone are saved from now on, but what is resumed from is whole."""
     trainer(tmp_path, max_steps=2).train()
     trainer(tmp_path, max_steps=3, save_only_model=True).train(resume_from_checkpoint=True)
@@ -37,7 +37,7 @@ def test_transformers_says_nothing_of_a_whole_one(tmp_path, caplog):
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 @pytest.mark.parametrize("how", ["ours", "stock", "at once"])
-def test_lightning_refuses(tmp_path, how):
+def test_lightning_refuses_to_resume_from_weights_alone(tmp_path, how):
     """Weights alone are no checkpoint for ``resume="auto"``, and an error as ``ckpt_path``.
 
     Saved by ``save_weights_only``, by a stock callback, or in this process, without an engine.
@@ -57,7 +57,7 @@ def test_lightning_refuses(tmp_path, how):
         fit(tmp_path, path=str(tmp_path / "weights.ckpt"))
 
 
-def test_a_plain_loop_refuses(tmp_path):
+def test_a_plain_loop_refuses_a_checkpoint_without_its_optimizer(tmp_path):
     """A checkpoint without the optimizer that is asked for does not fit."""
     module = torch.nn.Linear(1, 1)
     with Checkpointer(tmp_path) as ckpt:

@@ -34,7 +34,7 @@ def cached(tmp_path):
     return dataclasses.replace(CONFIG, storage=StorageConfig(cache_dir=str(tmp_path / "cache")))
 
 
-def test_an_address_keeps_its_mirror(cached):
+def test_a_project_at_an_address_keeps_its_mirror_when_registered_again(cached):
     """Registered again, also by another Accelerator with that project; what is removed leaves the address where it was."""
     with fresh():
         accelerator = make(URL)
@@ -53,7 +53,7 @@ def test_an_address_keeps_its_mirror(cached):
         assert facts(accelerator) == before
 
 
-def test_what_is_refused_leaves_the_earlier_registration(cached):
+def test_a_refused_registration_leaves_the_earlier_one_working(cached):
     """Settings, or a limit, that are not allowed: the handle before goes on, its project and its saves with it."""
     with fresh():
         accelerator = make(URL, limit=2)
@@ -162,7 +162,7 @@ def test_changes_are_taken_back_the_last_first(caplog):
     assert copy.copy(loop).run() == "stock"
 
 
-def test_what_fails_to_be_taken_back_stops_nothing_else():
+def test_a_change_that_cannot_be_undone_stops_no_other_undoing():
     """Everything before it is taken back all the same, and its error is raised."""
     loop, patch = Loop(), Patch()
     patch.put(loop, {"run": print})

@@ -49,7 +49,7 @@ def test_an_option_that_the_text_names_exists():
     assert {one for code in re.findall(r"`([^`\n]+)`", prose) for one in OPTION.findall(code)} - known <= {"-"}
 
 
-def test_the_page_stays_short():
+def test_the_page_of_the_commands_stays_short():
     """A reference that nobody reads to the end helps nobody."""
     assert len(PAGE.split()) <= WORDS
 
@@ -62,6 +62,6 @@ def test_the_page_stays_short():
         ("| `1` | x |", {}),
     ],
 )
-def test_a_row_is_read(row, found):
+def test_the_comparison_reads_what_a_row_of_the_page_says(row, found):
     """The comparison reads what a row says: one that reads nothing would compare nothing."""
     assert options_on(row) == found

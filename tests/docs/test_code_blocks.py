@@ -54,7 +54,7 @@ def test_every_block_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_pat
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_is_not_run_is_listed_here():
+def test_every_block_that_is_not_run_is_listed_here():
     """No block drops out of the tests unnoticed."""
     found = [(b.page, b.code) for b in ALL if b.not_run]
     assert len(found) == len(NOT_RUN)
@@ -69,7 +69,7 @@ def test_every_file_that_a_page_shows_is_run_on_it():
         assert [b.where for b in found if b.title and b.title not in ran] == []
 
 
-def test_what_is_to_be_installed_can_be():
+def test_every_extra_of_an_install_line_exists():
     """Every extra that an install line names exists, and everything in it is a requirement that pip understands."""
     extras = set(importlib.metadata.metadata("safe-ckpt").get_all("Provides-Extra"))
     named = 0
@@ -169,12 +169,12 @@ def test_every_fence_says_its_language():
         ("", "something", False),
     ],
 )
-def test_ellipses_and_blanks(shown, printed, same):
+def test_ellipses_and_blanks_in_an_output_match_any_text(shown, printed, same):
     """``…`` is any text in a line, or any lines; blanks count as one; everything else is literal."""
     assert (difference(shown, printed) == "") is same
 
 
-def test_commands_and_their_output():
+def test_console_blocks_are_split_into_commands_outputs_and_statuses():
     """Lines after ``$`` are commands, a backslash goes on, ``# exits with N`` is the status."""
     found = commands_of(block("$ a \\\n  b\nout\n$ c   # exits with 2\n", "console"))
     assert [(c.command.split(), c.status, c.shown) for c in found] == [

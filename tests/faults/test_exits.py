@@ -36,7 +36,7 @@ def committed(folder):
         ("waits in a thread", 0, ""),
     ],
 )
-def test_whatever_the_end_what_was_saved_is_committed(tmp_path, how, code, words, flags):
+def test_a_save_in_flight_is_committed_whatever_ends_the_program(tmp_path, how, code, words, flags):
     """A save in flight when the program ends is finished first, the exception stays the user's; -O changes nothing."""
     done = run_program(SAVING, str(tmp_path / "exp"), how, flags=flags, finalize=True)
     assert done.returncode == code, done.stderr
@@ -44,7 +44,7 @@ def test_whatever_the_end_what_was_saved_is_committed(tmp_path, how, code, words
     assert committed(tmp_path / "exp") == ["step-00000001"]
 
 
-def test_a_script_on_stdin(tmp_path):
+def test_a_script_on_stdin_saves_and_is_not_imported_by_the_writer(tmp_path):
     """python - < script: nothing to import, nothing imported."""
     script = program_path(SAVING).read_text()
     done = run_script("", str(tmp_path / "exp"), "closes", stdin=script)
@@ -71,7 +71,7 @@ def test_the_source_has_no_assert():
         assert [node.lineno for node in code if isinstance(node, ast.Assert)] == [], file
 
 
-def test_ctrl_c_while_saving(tmp_path):
+def test_ctrl_c_within_a_save_ends_promptly_with_a_committed_checkpoint(tmp_path):
     """SIGINT to the whole group in the middle of a save: KeyboardInterrupt, a prompt end, a committed checkpoint."""
     command = [sys.executable, str(program_path(SAVING)), str(tmp_path / "exp"), "at Ctrl-C"]
     with warm.Popen(
@@ -87,7 +87,7 @@ def test_ctrl_c_while_saving(tmp_path):
     assert committed(tmp_path / "exp") == ["step-00000001"]
 
 
-def test_ctrl_c_twice_ends_at_once(tmp_path):
+def test_a_second_ctrl_c_ends_the_wait_for_a_stopped_writer(tmp_path):
     """The writer is stopped and close() waits for it: a second SIGINT ends that wait, and leaves no process."""
     command = [sys.executable, str(program_path("closes_with_a_stopped_writer")), str(tmp_path / "exp"), "60"]
     with warm.Popen(
@@ -119,7 +119,7 @@ def test_ctrl_c_twice_ends_at_once(tmp_path):
         ("pwrite64:delay_enter=3000000:when=1", "2"),
     ],
 )
-def test_what_the_kernel_does_to_the_writer(tmp_path, inject, expected):
+def test_errors_and_signals_at_the_writers_system_calls_lose_no_save(tmp_path, inject, expected):
     """Errors, signals and delays at the writer's system calls, from the kernel's side: committed, or a named error."""
     done = run_program("saves_under_strace", str(tmp_path / "exp"), inject, finalize=True)
     assert done.stdout.split() == [expected], done.stderr

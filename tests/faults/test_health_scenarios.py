@@ -190,7 +190,7 @@ JOBS = {"plain": plain, "lightning": lightning, "accelerate": accelerate, "trans
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_it_ends_healthy_without_a_human(tmp_path, matrix, seed):
+def test_a_run_with_bad_numbers_ends_healthy_without_a_human(tmp_path, matrix, seed):
     """However often it has to begin; never from nothing once a healthy checkpoint was there."""
     plan, net = Plan(seed), None
     for _ in range(19):
@@ -207,7 +207,7 @@ def test_it_ends_healthy_without_a_human(tmp_path, matrix, seed):
 
 
 @pytest.mark.parametrize("seed", range(30 if THOROUGH else 1))
-def test_kills_on_top_change_nothing(tmp_path, matrix, seed):
+def test_a_run_with_bad_numbers_and_kills_ends_healthy(tmp_path, matrix, seed):
     """SIGKILL at any moment, besides: each start is the same command, and the last one ends well."""
     chance, ends = random.Random(seed), []
     for number in range(15):

@@ -34,7 +34,9 @@ def load(rank, folder, name):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("name", "victim", "phase", "action"), SAMPLE)
-def test_the_others_learn_of_it_on_another_host(tmp_path, matrix, name, victim, phase, action):
+def test_ranks_on_another_host_learn_of_a_rank_that_dies_stops_or_is_late(
+    tmp_path, matrix, name, victim, phase, action
+):
     """What ranks of one host are told of one that dies, stops or is late, those on another host are told as well."""
     with Hosts(2, tmp_path) as hosts:
         folder = hosts.share("bindfs")

@@ -34,7 +34,7 @@ def reaches(host, name):
     return host.run(program("knocks_at_a_host", name)).stdout == "refused\n"
 
 
-def test_a_host_has_all_of_its_own(hosts):
+def test_a_simulated_host_has_its_own_name_processes_and_memory(hosts):
     """Name, processes, /tmp, /dev/shm and boot are each host's own; localhost works, and names lead to the other hosts."""
     boots = set()
     for host, other in (hosts, reversed(list(hosts))):
@@ -173,7 +173,7 @@ def test_a_shared_folder_is_the_same_on_all_hosts(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["btrfs", "xfs"])
-def test_copies_share_their_blocks(tmp_path, kind):
+def test_copies_on_a_reflink_folder_share_their_blocks(tmp_path, kind):
     """A reflink works there."""
     with Hosts(1, tmp_path) as hosts:
         hosts.share(kind)

@@ -45,7 +45,7 @@ def run_and_kill(folder, number, saves, seconds):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_kills_lose_nothing(tmp_path):
+def test_kills_of_a_two_rank_job_lose_no_announced_checkpoint(tmp_path):
     """SIGKILLs of a two-rank job that saves 64 MiB without pause, with keep_last=1: 6 of them, 100 in ``make faults``.
 
     Every restart finds a checkpoint that verifies, is equal in every byte, and is not older than the last one that was

@@ -25,7 +25,7 @@ SOME += [("accelerator.save_state", *case) for number, case in enumerate(CASES) 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("name", "victim", "phase", "action"), ALL if THOROUGH else SOME)
-def test_the_others_learn_of_it_in_time(tmp_path, matrix, name, victim, phase, action):
+def test_the_others_learn_in_time_of_a_rank_that_dies_stops_or_is_late(tmp_path, matrix, name, victim, phase, action):
     """The others get a named error well before the deadline, or the save is committed when the rank was only late, or had done
     its part; after a rename nobody guesses: CommitOutcomeUnknown, and the resume finds it.
     """

@@ -86,7 +86,7 @@ def _resume_while_away(rank, folder):
         return found
 
 
-def test_ranks_wait_together(tmp_path):
+def test_ranks_wait_together_for_a_file_that_is_away(tmp_path):
     """The file goes when rank 1 calls, whoever looks first: both ranks resume from the newest."""
     saved(tmp_path)
     assert values(spawn_ranks(_resume_while_away, 2, str(tmp_path), timeout_s=90)) == [2, 2]
@@ -94,7 +94,7 @@ def test_ranks_wait_together(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "a.json"])
-def test_what_stays_missing_is_passed_over_and_stays_where_it_is(tmp_path, caplog, name):
+def test_a_checkpoint_whose_file_stays_missing_is_passed_over_and_kept(tmp_path, caplog, name):
     """After the bounded time: the older one, a warning that names the file, no quarantine; back again, it is the newest."""
     newest = saved(tmp_path)
     os.rename(newest / name, tmp_path / "kept")
@@ -110,7 +110,7 @@ def test_what_stays_missing_is_passed_over_and_stays_where_it_is(tmp_path, caplo
         assert ckpt.resume({"a": 0, "b": []}).step == 2
 
 
-def test_nothing_but_incomplete_ones_is_no_fresh_start(tmp_path):
+def test_a_directory_of_incomplete_checkpoints_alone_is_no_fresh_start(tmp_path):
     """The only checkpoint lost its manifest: an error that names the file; nothing is started afresh over it."""
     os.unlink(saved(tmp_path, 1) / "manifest.json")
     with (
@@ -132,7 +132,7 @@ def traced(program, folder, syscalls, result, name):
     ("name", "syscalls", "error"),
     [("manifest.json", "openat", "EIO"), ("manifest.json", "newfstatat", "ESTALE"), ("a.json", "openat", "EACCES")],
 )
-def test_what_cannot_be_read_is_an_error(tmp_path, name, syscalls, error):
+def test_a_file_that_cannot_be_read_is_an_error_and_not_damage(tmp_path, name, syscalls, error):
     """EIO, ESTALE and EACCES of one file: that error with its path, nothing set aside, no older one resumed from instead."""
     exp = tmp_path / "exp"
     newest = saved(exp)
@@ -179,7 +179,7 @@ def test_a_manifest_that_differs_once_is_read_once_more(tmp_path, monkeypatch):
     assert in_quarantine(tmp_path) == []
 
 
-def test_setting_up_to_resume_tells_an_error_from_nothing(tmp_path):
+def test_setting_up_to_resume_a_folder_that_cannot_be_listed_is_an_error(tmp_path):
     """``mode="resume"`` where a folder cannot be listed: that error, not "there is no checkpoint"."""
     exp = tmp_path / "exp"
     newest = saved(exp, 1)
@@ -239,7 +239,7 @@ def test_the_commit_waits_for_what_another_rank_wrote(tmp_path):
         patience.until_sized(file, 1, given_up)
 
 
-def test_a_commit_names_what_is_not_there_in_the_end(tmp_path):
+def test_a_commit_names_the_file_that_never_shows_and_its_rank(tmp_path):
     """Of two files of rank 1 one comes late, one never: the error names the second, its rank and what was seen."""
     config = CheckpointConfig(timeouts=Timeouts(barrier_s=2))
     held = SimpleNamespace(confirm=lambda: None)

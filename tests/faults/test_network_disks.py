@@ -19,7 +19,7 @@ from support import needs_root, program_path, run_program
 
 
 @pytest.mark.timeout(150)
-def test_entries_that_show_late_on_one_rank(tmp_path, matrix):
+def test_entries_that_show_late_on_one_rank_are_waited_for(tmp_path, matrix):
     """Rank 1 does not see what rank 0 made until a second later, in every directory: the ranks wait for it and agree."""
     storage = FaultyStorage(tmp_path / "kit")
     exp = tmp_path / "exp"
@@ -53,7 +53,7 @@ def test_entries_that_show_late_on_one_rank(tmp_path, matrix):
     matrix("entries visible a second late", "rank 1 of 2", {"agreed": 1})
 
 
-def test_timestamps_mean_nothing(tmp_path, matrix):
+def test_the_newest_checkpoint_is_found_whatever_its_timestamps(tmp_path, matrix):
     """All times equal, or in the wrong order, as on a file system with coarse or skewed clocks: the newest is the newest."""
     with Checkpointer(tmp_path) as ckpt:
         for step in (30, 10, 20):
@@ -83,7 +83,7 @@ def test_no_source_looks_at_a_modification_time():
             assert not re.search(r"\b(st_mtime|getmtime|mtime)", file.read_text(encoding="utf-8")), file
 
 
-def test_a_directory_deleted_underneath(tmp_path):
+def test_a_directory_deleted_during_a_run_fails_one_save_by_name(tmp_path):
     """Somebody deletes the whole directory during the run: the save fails by name, and the next one after it is back works."""
     exp = tmp_path / "exp"
     config = CheckpointConfig(timeouts=Timeouts(lengthy_s=30, shutdown_s=5))
@@ -98,7 +98,7 @@ def test_a_directory_deleted_underneath(tmp_path):
 
 
 @needs_root
-def test_permission_lost_during_the_run():
+def test_permission_lost_during_a_run_fails_one_save_by_name():
     """The directory becomes read-only for this user: a DirectoryError with path and errno; given back, the next save works."""
     with tempfile.TemporaryDirectory() as folder:  # one that another user may enter
         os.chmod(folder, 0o755)

@@ -44,7 +44,7 @@ def check_program(seed, folder):
 @pytest.mark.parametrize(
     "seeds", [range(20), pytest.param(range(20, 200), marks=pytest.mark.thorough)], ids=["20", "180 more"]
 )
-def test_programs_that_change_what_they_have_just_saved(tmp_path, matrix, seeds):
+def test_a_state_changed_right_after_its_save_is_not_torn(tmp_path, matrix, seeds):
     """Through .data, numpy and C, in hooks, helpers and closures, on threads, by averages, swaps and rivals: with the default
     snapshot no save is torn, and none fails.
     """
@@ -104,7 +104,7 @@ class Tensors:
 @pytest.mark.parametrize("inline", [True, False], ids=["writer thread", "writer process"])
 @pytest.mark.parametrize("mode", ["eager", "overlapped"])
 @pytest.mark.parametrize("saves", [100, pytest.param(10_000, marks=pytest.mark.thorough)])
-def test_a_loop_that_changes_everything_at_once(tmp_path, matrix, mode, inline, saves):
+def test_a_state_changed_after_each_of_thousands_of_saves_is_not_torn(tmp_path, matrix, mode, inline, saves):
     """The state changes in the moment in which it may, in thousands of saves that use the same memory again: none is torn."""
     config = CheckpointConfig(
         snapshot=mode,

@@ -53,7 +53,7 @@ def total_of(server):
 
 @kinds
 @pytest.mark.skipif(THOROUGH, reason="the sweep goes through all of them")
-def test_a_fault_at_any_request(kind, server, matrix):
+def test_a_fault_at_any_request_loses_no_reported_checkpoint(kind, server, matrix):
     """What was reported as committed is there, whole; nothing is deleted before its successor is; nothing is left over."""
     points = sample(total_of(server(kind)), SAMPLED, seed())
     matrix(f"a request fails, {kind}", "a sample of them", fault_sweep(server(kind), points))
@@ -62,7 +62,7 @@ def test_a_fault_at_any_request(kind, server, matrix):
 @thorough
 @kinds
 @pytest.mark.parametrize(("fault", "when"), FAULTS)
-def test_a_fault_at_each_request(kind, fault, when, server, matrix):
+def test_a_fault_at_each_request_loses_no_reported_checkpoint(kind, fault, when, server, matrix):
     """The same for every request of the two jobs; every seventh time with a writer process."""
     points = [Point(number, fault, when, number % 7 > 0) for number in range(1, total_of(server(kind)) + 1)]
     matrix(f"a request fails, {kind}", f"{fault} {when} it reached the server", fault_sweep(server(kind), points))
@@ -88,7 +88,7 @@ def kills(server, folder, points, match=None):
 
 @kinds
 @pytest.mark.skipif(THOROUGH, reason="the sweep goes through all of them")
-def test_a_kill_at_any_request(kind, server, tmp_path, matrix):
+def test_a_kill_at_any_request_loses_no_reported_checkpoint(kind, server, tmp_path, matrix):
     """The job and its writer process are killed: the next start goes on at what was reported, with nothing left over."""
     chance = random.Random(seed())
     jobs = [chance.choice(list(REQUESTS)) for _ in range(KILLED)]
@@ -100,14 +100,14 @@ def test_a_kill_at_any_request(kind, server, tmp_path, matrix):
 @kinds
 @pytest.mark.parametrize("job", REQUESTS)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_kill_at_each_request(kind, job, when, server, tmp_path, matrix):
+def test_a_kill_at_each_request_loses_no_reported_checkpoint(kind, job, when, server, tmp_path, matrix):
     """The same for every request of the first job, of the second, and of one that finds what a killed one left."""
     points = [(job, number, when) for number in range(1, REQUESTS[job] + 1)]
     matrix(f"a job is killed at a request, {kind}", f"{job}, {when}", kills(server(kind), tmp_path, points))
 
 
 @kinds
-def test_a_fault_at_a_copy_within_the_store(kind, server, tmp_path):
+def test_a_fault_or_kill_at_a_copy_within_the_store_loses_nothing(kind, server, tmp_path):
     """The request with which the store copies what is not trained fails in any way, or the job is killed at it."""
 
     def copies(record):
@@ -147,7 +147,7 @@ def test_an_object_for_trying_out_the_store_is_not_left(kind, server, tmp_path):
 
 
 @kinds
-def test_a_replaced_step_does_not_stay(kind, server, tmp_path):
+def test_a_replaced_step_left_by_a_kill_is_deleted_by_a_later_save(kind, server, tmp_path):
     """The job is killed when the step is saved again, before the earlier one is deleted: a later save deletes it."""
 
     def commits(record):

@@ -183,7 +183,7 @@ def _lost(rank, folder, when):
 
 @pytest.mark.timeout(250)
 @pytest.mark.parametrize("when", ["in the middle", "after the commit"] if THOROUGH else ["after the commit"])
-def test_those_that_live_on_are_not_held_by_one_that_died(tmp_path, matrix, when):
+def test_consolidation_with_a_killed_rank_soon_ends_on_the_others(tmp_path, matrix, when):
     """Rank 2 of 3 is killed while it copies, or before it has heard of the commit: the call soon ends on both others, which
     live on, with a named error or the checkpoint.
     """

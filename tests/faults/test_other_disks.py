@@ -40,7 +40,7 @@ def test_direct_writes_that_are_refused_go_through_the_page_cache(tmp_path, most
     assert 1 <= count <= 2
 
 
-def test_it_is_said_once_for_a_file_system(tmp_path, caplog, monkeypatch):
+def test_a_refusal_of_direct_writes_is_said_once_for_a_file_system(tmp_path, caplog, monkeypatch):
     """Several files at a time find out, a replaced process finds out again: one line."""
     forget_refusals_of_direct_io(monkeypatch)
     with caplog.at_level(logging.INFO):
@@ -56,7 +56,7 @@ def test_it_is_said_once_for_a_file_system(tmp_path, caplog, monkeypatch):
 
 @pytest.mark.parametrize("length", [0, 1, 4096, 3_000_001])
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_a_refusal_anywhere_gives_the_same_bytes(tmp_path, monkeypatch, length, after):
+def test_a_direct_write_refused_anywhere_in_a_file_gives_the_same_bytes(tmp_path, monkeypatch, length, after):
     """Whether the first write, a later one or the last part is refused: the file is what it should be."""
     forget_refusals_of_direct_io(monkeypatch)
     real, count = os.pwrite, 0
@@ -130,7 +130,7 @@ def run_traced(tmp_path, *options):
 
 
 @pytest.mark.parametrize("error", ["EINVAL", "ENOSYS", "EOPNOTSUPP", "EPERM", "EXDEV"])
-def test_a_kernel_or_file_system_without_exchange(tmp_path, error):
+def test_a_step_is_replaced_by_two_renames_where_names_cannot_be_exchanged(tmp_path, error):
     """Each errno with which exchanging two names is refused: a step that is saved again is replaced by two renames."""
     options = ["-o", str(tmp_path / "trace"), "-e", "trace=renameat2", "-e", f"inject=renameat2:error={error}"]
     done = run_traced(tmp_path, *options)
@@ -163,7 +163,7 @@ def test_an_exchange_that_cannot_be_taken_back_is_not_taken_for_undone(tmp_path,
 
 
 @pytest.mark.parametrize("error", ["EPERM", "ENOTSUP", "ENOSYS", "EMLINK", "EXDEV"])
-def test_a_file_system_without_links(tmp_path, error):
+def test_a_file_system_without_links_gets_durable_copies(tmp_path, error):
     """Further names are durable copies, files are replaced by one rename without a name to go back to, nothing is left."""
     exp = tmp_path / "exp"
     (exp / "d").mkdir(parents=True)
@@ -176,7 +176,7 @@ def test_a_file_system_without_links(tmp_path, error):
 
 
 @pytest.mark.parametrize("syscall", ["fallocate", "fadvise64"])
-def test_calls_that_some_file_systems_do_not_know(tmp_path, syscall):
+def test_saves_work_without_fallocate_and_cache_advice(tmp_path, syscall):
     """No fallocate, no advice on what to cache: everything is saved and resumed all the same."""
     inject = f"inject={syscall}:error=EOPNOTSUPP"
     done = run_traced(tmp_path, "-o", "/dev/null", "-e", f"trace={syscall}", "-e", inject)
@@ -196,7 +196,7 @@ def test_a_size_of_zeros_is_no_full_disk(tmp_path, monkeypatch):
         assert done.stdout.split() == ["3"], done.stderr
 
 
-def test_pages_of_64_kib(tmp_path):
+def test_nothing_depends_on_pages_of_4_kib(tmp_path):
     """Nothing maps, advises or allocates at places or in lengths that only fit pages of 4 KiB (told by hand, not run there)."""
     command = [sys.executable, str(program_path("saves_on_large_pages")), str(tmp_path / "exp")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

@@ -38,7 +38,7 @@ def _through_an_outage(rank, folder, told):
 
 @needs_hosts
 @pytest.mark.timeout(120)
-def test_storage_that_was_away_for_longer_than_the_lease(tmp_path, matrix):
+def test_storage_away_for_longer_than_the_lease_costs_one_save(tmp_path, matrix):
     """EIO for two leases: the save within fails by name, the job keeps its directory, and the next save works."""
     told = tmp_path / "told"
 
@@ -108,7 +108,7 @@ def _each_for_itself(rank, folder, calls):
 
 @needs_hosts
 @pytest.mark.timeout(180)
-def test_calls_stay_together_through_an_outage(tmp_path, matrix):
+def test_steps_of_two_ranks_meet_again_after_an_outage(tmp_path, matrix):
     """Each rank makes its calls at its own pace, many of them fail during an outage: afterwards the same steps meet again, and
     no step is committed for one rank and failed for another.
     """
@@ -153,7 +153,7 @@ def _meet_in_the_second_host(rank):
 
 @needs_hosts
 @pytest.mark.timeout(120)
-def test_a_group_whose_first_rank_is_not_the_masters(tmp_path):
+def test_a_group_whose_rank_0_is_not_at_the_masters_address_meets(tmp_path):
     """MASTER_ADDR is another host than that of the group's rank 0: the group meets within moments all the same."""
     with Hosts(2, tmp_path) as hosts:
         outcomes = values(spawn_over(hosts, 2, _meet_in_the_second_host))
@@ -176,7 +176,7 @@ def _listen_on_one(rank):
 
 
 @needs_hosts
-def test_it_listens_where_it_is_told_to(tmp_path):
+def test_rank_0s_store_listens_on_the_given_interface_and_port_alone(tmp_path):
     """network.interface and network.port: rank 0's store listens on that address alone, on the first free port from there."""
     with Hosts(2, tmp_path) as hosts:
         ports, _ = values(spawn_over(hosts, 1, _listen_on_one))
@@ -206,7 +206,7 @@ def _stop_and_go_on(rank, victim, folder):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_was_stopped_lives_again(tmp_path, victim, matrix):
+def test_a_rank_stopped_beyond_peer_stall_joins_the_next_save(tmp_path, victim, matrix):
     """SIGSTOP for longer than ``peer_stall_s``, then SIGCONT: what was under way failed by name, the next save works."""
     outcomes = values(spawn_ranks(_stop_and_go_on, 3, victim, tmp_path, timeout_s=100))
     for rank, (said, step) in enumerate(outcomes):
@@ -217,7 +217,7 @@ def test_a_rank_that_was_stopped_lives_again(tmp_path, victim, matrix):
     matrix("SIGSTOP, then SIGCONT", f"rank {victim} of 3", {"the next save works": 1})
 
 
-def test_addresses_are_raced(tmp_path):
+def test_an_address_that_swallows_packets_delays_no_connection(tmp_path):
     """Addresses that swallow what is sent to them cost nothing: the one that answers is found while they are waited for."""
     listening = rendezvous.listen("127.0.0.1", 0)
     port = listening.getsockname()[1]

@@ -129,7 +129,7 @@ def test_a_disk_that_stalls_every_writer_is_an_error(tmp_path):
     assert issubclass(WriterError, RuntimeError)
 
 
-def test_it_is_nice_and_has_a_session_of_its_own(tmp_path):
+def test_the_writer_process_is_nice_and_has_a_session_of_its_own(tmp_path):
     """Training keeps its share of the processor: the writer yields to it, and is a group of its own to the scheduler."""
     config = CheckpointConfig(timeouts=TIMES, writer=WriterConfig(niceness=5, inline_bytes=0))
     with Checkpointer(tmp_path, config) as ckpt:

@@ -50,7 +50,7 @@ def _hold_on(rank, folder):
     return str(caught.value), step
 
 
-def test_what_is_held_says_what_frees_it(tmp_path):
+def test_a_second_checkpointer_is_refused_with_the_call_that_frees_the_first(tmp_path):
     """A second one beside one that lives: refused on every rank, with what holds it and the call that frees it."""
     for said, step in values(spawn_ranks(_hold_on, 2, tmp_path)):
         assert "a Checkpointer; its close() frees it" in said
@@ -87,7 +87,7 @@ def _set_up_and_go_on(rank, folder):
         return ckpt.save(1, {"x": 1}).result(timeout_s=20).step, alone
 
 
-def test_one_session_serves_what_comes_one_after_the_other(tmp_path):
+def test_a_session_of_set_up_directory_serves_the_next_checkpointer(tmp_path):
     """set_up_directory leaves its session to the Checkpointer that follows."""
     assert values(spawn_ranks(_set_up_and_go_on, 2, tmp_path / "exp")) == [(1, 1)] * 2
 

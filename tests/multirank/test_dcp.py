@@ -93,7 +93,7 @@ def _same(one, other):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("saves", "loads"), [("ours", "stock"), ("stock", "ours"), ("ours", "ours")])
-def test_saved_by_one_and_loaded_by_the_other(tmp_path, saves, loads):
+def test_stock_dcp_and_ours_load_each_others_checkpoints(tmp_path, saves, loads):
     """FSDP2's model and optimizer of 2 ranks, bit for bit on 3 and on 1, whichever of the two saves and whichever loads."""
     saved = values(spawn_ranks(_save, 2, tmp_path / "one", saves, 3))[0]
     for size in (3, 1):
@@ -128,7 +128,7 @@ def _in_the_background(rank, path):
 
 
 @pytest.mark.timeout(300)
-def test_in_the_background_with_retention(tmp_path):
+def test_background_saves_hold_the_state_at_the_call_and_two_stay(tmp_path):
     """Each holds what was there when it was called; two stay; the newest is loaded by the directory and by ``latest``."""
     assert values(spawn_ranks(_in_the_background, 2, tmp_path / "run")) == [(True, 5, True)] * 2
     assert sorted(os.listdir(tmp_path / "run")) == [".safe_ckpt", "other-5", "step-3", "step-4"]
@@ -184,7 +184,7 @@ def _failing(rank, path, kind):
         ("path to load", DesyncError, DesyncError),
     ],
 )
-def test_one_rank_that_fails_or_differs(tmp_path, kind, others, own):
+def test_a_rank_that_fails_or_differs_fails_the_save_on_all(tmp_path, kind, others, own):
     """All ranks raise, within seconds; nothing appears; the next save works."""
     outcomes = values(spawn_ranks(_failing, 3, tmp_path / "run", kind))
     for rank, (error, seconds) in enumerate(outcomes):
@@ -209,7 +209,7 @@ def _one_stays_away(rank, path):
 
 
 @pytest.mark.timeout(120)
-def test_a_rank_that_died_is_named(tmp_path):
+def test_a_killed_rank_is_named_by_the_others(tmp_path):
     """The others do not wait for ever in a collective: they raise, with its number."""
     outcomes = spawn_ranks(_one_stays_away, 3, tmp_path / "run")
     for rank in (0, 2):
@@ -272,7 +272,7 @@ def test_a_damaged_newest_is_passed_over_by_all(tmp_path):
     assert not state["a"].any()
 
 
-def test_stock_and_ours_in_one_directory(tmp_path):
+def test_ours_come_before_stocks_in_one_directory(tmp_path):
     """Ours come first in the order of their commits, then stock's by number; a torn one of stock's is none."""
     for step in (7, 20):
         stock.save({"step": step}, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
@@ -340,7 +340,7 @@ def _sharded_tensors(rank, path):
 
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore")
-def test_the_older_sharded_tensor(tmp_path):
+def test_the_older_sharded_tensor_is_loaded_in_another_sharding(tmp_path):
     """Several shards on one rank, saved in one way and loaded in another."""
     assert values(spawn_ranks(_sharded_tensors, 2, tmp_path)) == [[True] * 4] * 2
 
@@ -367,7 +367,7 @@ def _groups(rank, path):
 
 
 @pytest.mark.timeout(120)
-def test_a_rank_alone_and_a_part_of_the_ranks(tmp_path):
+def test_no_dist_and_two_groups_save_without_the_other_ranks(tmp_path):
     """``no_dist`` waits for nobody, and two groups save and load each its own."""
     assert values(spawn_ranks(_alone, 2, tmp_path / "alone")) == [(1, [1.0] * 3), (0, [0.0] * 3)]
     found = values(spawn_ranks(_groups, 4, tmp_path / "groups"))
@@ -386,13 +386,13 @@ def _again(rank, path, ports):
 
 
 @pytest.mark.timeout(120)
-def test_a_process_group_that_is_destroyed_and_made_again(tmp_path):
+def test_a_new_process_group_saves_under_the_name_of_the_one_before(tmp_path):
     """What is in flight is finished, and the next group saves under the same name."""
     ports = [free_port(), free_port()]
     assert values(spawn_ranks(_again, 2, tmp_path, ports, init=False)) == [1, 1]
 
 
-def test_one_process_without_a_group(tmp_path):
+def test_dcp_saves_and_loads_in_one_process_without_a_group(tmp_path):
     """All of it works in a plain script, and a failure in the background is told by the future, or by the next save."""
     model, optimizer = nn.Linear(4, 2), None
     optimizer = torch.optim.AdamW(model.parameters())
@@ -420,7 +420,7 @@ def test_one_process_without_a_group(tmp_path):
     assert response.result(30) is not None
 
 
-def test_what_cannot_be_honoured_is_refused_by_name(tmp_path):
+def test_arguments_of_dcp_that_cannot_be_honoured_are_refused_by_name(tmp_path):
     """Each with the argument's name and what to do instead; nothing is written."""
     path = tmp_path / "one"
     refused = [
@@ -447,7 +447,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_planners_of_loads(tmp_path):
+def test_loads_honour_allow_partial_load_and_derived_planners(tmp_path):
     """``allow_partial_load`` is honoured, and so is a planner of one's own that derives from torch's."""
 
     class Doubles(stock.DefaultLoadPlanner):
@@ -476,7 +476,7 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
-def test_nothing_is_run_of_what_is_loaded(tmp_path):
+def test_a_load_of_an_object_that_would_run_code_is_refused(tmp_path):
     """An object that would run code is refused, by its name, before a tensor is touched; what is not asked for is let be."""
     stock.save({"t": torch.ones(2), "evil": Evil(tmp_path / "made")}, checkpoint_id=tmp_path / "one", no_dist=True)
     state = {"t": torch.zeros(2), "evil": None}
@@ -489,7 +489,7 @@ def test_nothing_is_run_of_what_is_loaded(tmp_path):
     assert state["t"].all()
 
 
-def test_what_a_load_will_refuse_is_said_at_the_save(tmp_path, caplog):
+def test_an_object_that_no_load_would_take_is_one_warning_at_the_save(tmp_path, caplog):
     """Once for each class, with what to do; then it is loaded. Arrays and ``BytesIO`` need nothing."""
     state = {
         "at": datetime.date(2026, 1, 2),
@@ -512,7 +512,7 @@ def test_what_a_load_will_refuse_is_said_at_the_save(tmp_path, caplog):
     assert (found["array"] == state["array"]).all()
 
 
-def test_retention_among_siblings_of_one_kind(tmp_path):
+def test_retention_counts_only_folders_that_differ_in_their_number(tmp_path):
     """Folders whose names differ in more than their number, and those of other tools, are no siblings."""
     dcp.configure(retention=Retention(keep_last=1))
     try:
@@ -526,7 +526,7 @@ def test_retention_among_siblings_of_one_kind(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".safe_ckpt", "model-0", "model-3", "optimizer-2"]
 
 
-def test_what_a_folder_holds_besides(tmp_path):
+def test_a_folder_that_holds_something_else_is_not_replaced(tmp_path):
     """Something of another tool of ours, or with checkpoints in it, is not replaced."""
     import safe_ckpt
 
@@ -542,7 +542,7 @@ def test_what_a_folder_holds_besides(tmp_path):
     assert (tmp_path / "run/step-00000001/file").read_text() == "x"
 
 
-def test_a_link_is_saved_through(tmp_path):
+def test_a_save_to_a_link_replaces_what_it_leads_to(tmp_path):
     """As torch does: what it leads to is replaced, and the link stays; also where there is nothing behind it yet."""
     for name in ("there", "new"):
         link, target = tmp_path / f"to-{name}", tmp_path / "elsewhere" / name
@@ -576,7 +576,7 @@ def _in_a_block(rank, path):
 
 
 @pytest.mark.timeout(180)
-def test_within_publishing_it_is_torchs_turn(tmp_path):
+def test_a_save_of_ours_within_publishing_is_refused_and_torchs_works(tmp_path):
     """All ranks are told what to do instead, nothing appears; then torch's own save makes the block's folder a checkpoint."""
     for said, still in values(spawn_ranks(_in_a_block, 2, tmp_path / "run")):
         assert len(said) == 4

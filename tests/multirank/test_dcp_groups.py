@@ -35,7 +35,7 @@ def _own_collectives(rank, path):
     return sums == [2.0 * number for number in range(100)], sorted(upload.result(60).state_dict_metadata)
 
 
-def test_a_save_in_the_background_and_the_programs_own_collectives(tmp_path):
+def test_a_background_save_does_not_meet_the_programs_own_collectives(tmp_path):
     """Both use WORLD at one time, and neither meets the other's messages: with DCP they hang or give wrong sums.
 
     Reported in KempnerInstitute/KempnerForge, pull request 105.
@@ -58,7 +58,7 @@ def _of_a_mesh(rank, path, order):
 
 
 @pytest.mark.parametrize("order", [("other", "shard"), ("shard", "other")])
-def test_groups_of_a_mesh(tmp_path, order):
+def test_each_group_of_a_mesh_saves_and_loads_its_own_model(tmp_path, order):
     """A model for each group, neighbours or not, of which one does not have WORLD's rank 0 in it.
 
     Reported in pytorch/pytorch, issues 118277, 118337 and 152310, and pull request 136854.
@@ -84,7 +84,7 @@ def _overlapping(rank, path):
     return found
 
 
-def test_a_rank_in_two_groups_and_one_that_has_nothing(tmp_path):
+def test_a_rank_in_two_groups_saves_with_each_and_all_ranks_load(tmp_path):
     """A rank saves with one group and then with another; all load what a part has saved, also those with nothing to load."""
     found = values(spawn_ranks(_overlapping, 3, tmp_path))
     assert found == [[0.0, 1.0, 7.0]] * 2 + [[None] * 3]
@@ -104,7 +104,7 @@ def _by_its_members(rank, path):
     return state["t"].tolist(), took_s
 
 
-def test_a_group_that_only_its_members_made(tmp_path):
+def test_a_group_made_by_its_members_alone_needs_no_other_rank(tmp_path):
     """``use_local_synchronization``: ranks that are not in it take no part. Reported in huggingface/transformers, 48302."""
     found = values(spawn_ranks(_by_its_members, 4, tmp_path))
     assert [numbers for numbers, _ in found] == [[0.0] * 2] * 2 + [[1.0] * 2] * 2
@@ -122,7 +122,7 @@ def _same_ranks(rank, path):
     return state["number"], state["large"].unique().tolist()
 
 
-def test_two_groups_of_the_same_ranks_save_under_one_name(tmp_path):
+def test_two_groups_saving_under_one_name_leave_the_later_as_a_whole(tmp_path):
     """In the background, one after the other: the later one stays, as a whole. DCP's may leave the earlier one."""
     assert values(spawn_ranks(_same_ranks, 2, tmp_path)) == [(1, [1.0])] * 2
 

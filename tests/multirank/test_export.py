@@ -73,7 +73,7 @@ def _export(rank, folder, shard):
 
 
 @pytest.mark.parametrize(("world", "shard"), [(1, False), (2, True), (3, True)])
-def test_whole_weights_come_out_as_they_are(tmp_path, world, shard):
+def test_an_export_of_sharded_weights_equals_the_model(tmp_path, world, shard):
     """One file or shards with an index, tied weights once, converted where asked, replaced as a whole; verified by manifest."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "config.json").write_text("{}")

@@ -100,7 +100,7 @@ def _partial_and_parallel(rank):
                 assert tensor is None if rank else torch.equal(tensor, whole[name]), name
 
 
-def test_what_is_still_to_be_reduced_and_two_kinds_of_sharding_at_once():
+def test_partial_tensors_and_two_kinds_of_sharding_are_gathered_whole():
     """Partial tensors give their sum or mean; FSDP2 over tensor parallelism, strided parts included, gives the module."""
     values(spawn_ranks(_partial_and_parallel, 4))
 
@@ -115,12 +115,12 @@ def _other_type(rank):
         assert torch.equal(found["n.i"], torch.arange(3))
 
 
-def test_floating_point_tensors_are_converted():
+def test_a_gathers_dtype_converts_floating_point_tensors_alone():
     """``dtype`` is for floating point alone; nested names are joined by dots."""
     values(spawn_ranks(_other_type, 2))
 
 
-def test_one_rank_needs_no_process_group():
+def test_a_gather_on_one_rank_needs_no_process_group():
     """A plain state dict on one rank is handed out as it is."""
     state = {"a": torch.arange(4), "b": torch.ones(())}
     for name, tensor in iter_full_tensors(state):
@@ -249,7 +249,7 @@ def _own_error(rank):
         return type(error).__name__, str(error)
 
 
-def test_a_cause_that_is_told_reaches_every_rank():
+def test_the_consumers_error_on_rank_0_is_raised_on_every_rank():
     """ENOSPC of rank 0's disk is what the others raise, not that somebody left."""
     for rank, (_, text) in enumerate(values(spawn_ranks(_own_error, 3))):
         assert "No space left on device" in text
@@ -357,7 +357,7 @@ def _submesh(rank):
     return None if whole is None else whole.tolist(), inside, _timeouts()
 
 
-def test_a_mesh_that_some_ranks_are_not_in():
+def test_tensors_of_a_mesh_without_some_ranks_are_gathered():
     """Its tensors are gathered, its timeouts raised, and the rank outside takes part in WORLD alone."""
     assert values(spawn_ranks(_submesh, 3, group_timeout_s=60)) == [
         ([0.0, 0.0, 1.0, 1.0], [500.0], [60.0]),
@@ -401,7 +401,7 @@ def _nested(rank):
     return gather_nested(state, 60, None)
 
 
-def test_a_nested_state_keeps_its_keys_and_its_types():
+def test_a_gathered_nested_state_keeps_its_keys_and_types():
     """Named tuples, keys that look alike, and what has no part in it."""
     found, none = values(spawn_ranks(_nested, 2))
     assert none is None

@@ -74,7 +74,7 @@ def _stops(rank, folder):
     return "nothing"
 
 
-def test_all_ranks_stop_with_one_message(tmp_path):
+def test_all_ranks_stop_at_one_ranks_bad_number_with_one_message(tmp_path):
     """It names the tensor and the rank's file."""
     told = values(spawn_ranks(_stops, 3, str(tmp_path), timeout_s=60))
     assert len(set(told)) == 1

@@ -69,7 +69,7 @@ def _outlast(rank):
 
 
 @heeds_raised_timeouts
-def test_a_collective_may_take_longer_within():
+def test_a_collective_within_a_lengthy_block_outlasts_the_groups_timeout():
     """Under a group timeout of 3 s a rank that is 5 s late is awaited; afterwards the timeout is 3 s again."""
     assert values(spawn_ranks(_outlast, 2, group_timeout_s=3)) == [[3.0]] * 2
 
@@ -82,19 +82,19 @@ def _disagree(rank):
         return error.what, timeouts_of(None)
 
 
-def test_it_is_entered_by_all_alike_or_by_none():
+def test_a_lengthy_block_with_times_that_differ_is_refused_on_all():
     """Ranks that give different times are all refused, and nothing was changed."""
     assert values(spawn_ranks(_disagree, 2, group_timeout_s=60)) == [("seconds", [60.0])] * 2
 
 
-def test_without_a_process_group_nothing_happens():
+def test_a_lengthy_block_without_a_process_group_does_nothing():
     """A run on one rank uses the same code."""
     with lengthy_timeouts(None, 10):
         pass
 
 
 @pytest.mark.parametrize("seconds", [0, -1, "60", True])
-def test_a_time_that_is_none_is_refused(seconds):
+def test_a_lengthy_timeout_that_is_no_time_is_refused(seconds):
     """At the call, with the name of the argument."""
     with pytest.raises(ConfigError, match="seconds"), lengthy_timeouts(None, seconds):
         pass
@@ -105,6 +105,6 @@ def _odd_group(rank):
         pass
 
 
-def test_what_is_no_group_is_refused():
+def test_a_lengthy_block_on_no_group_is_refused():
     """The message says what is expected."""
     values(spawn_ranks(_odd_group, 1))

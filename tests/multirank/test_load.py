@@ -44,7 +44,7 @@ def _load(rank, path, names, verify):
     return info.step, state["epoch"], [parameter.full_tensor() for parameter in model.parameters()]
 
 
-def test_on_any_number_of_ranks(tmp_path):
+def test_a_sharded_checkpoint_is_loaded_on_any_number_of_ranks(tmp_path):
     """What 2 ranks saved in shards, 3 and 1 read, verified or not; the directory is as it was."""
     saved = values(spawn_ranks(_save, 2, tmp_path / "run", (1, 2)))[0]
     before = names_in(tmp_path)
@@ -65,7 +65,7 @@ def _mine(rank, path):
     return state["mine"].value
 
 
-def test_each_rank_gets_its_own(tmp_path):
+def test_each_rank_loads_its_own_per_rank_item(tmp_path):
     """``PerRank`` on as many ranks; on more, those that have none raise on all, by name."""
     values(spawn_ranks(_save, 2, tmp_path / "run", (1,)))
     assert values(spawn_ranks(_mine, 2, tmp_path / "run")) == [0, 1]
@@ -84,7 +84,7 @@ def _damaged(rank, path):
     return None
 
 
-def test_a_damaged_one_is_passed_over_by_all_and_stays(tmp_path):
+def test_a_load_passes_over_a_damaged_checkpoint_and_leaves_it(tmp_path):
     """All ranks take the one before it; asked for by its step all raise, and say why. Nothing is moved."""
     values(spawn_ranks(_save, 2, tmp_path / "run", (1, 2)))
     shard = next((tmp_path / "run/step-00000002/model").glob("*.distcp"))
@@ -103,7 +103,7 @@ def _differ(rank, path):
     return None
 
 
-def test_ranks_that_ask_for_different_steps(tmp_path):
+def test_loads_of_different_steps_raise_on_all_ranks(tmp_path):
     """All raise ``DesyncError``."""
     values(spawn_ranks(_save, 2, tmp_path / "run", (1, 2)))
     assert all(isinstance(error, DesyncError) for error in values(spawn_ranks(_differ, 2, tmp_path / "run")))
@@ -120,7 +120,7 @@ def _read_again_and_again(rank, path, times):
     return seen
 
 
-def test_beside_a_live_job_that_keeps_one(tmp_path):
+def test_a_load_beside_a_job_that_keeps_one_checkpoint_is_whole(tmp_path):
     """A job deletes each checkpoint as soon as the next one is there. What is read is always one of them, whole."""
     command = [sys.executable, program_path("keeps_only_the_newest"), tmp_path / "run"]
     job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -138,7 +138,7 @@ def test_beside_a_live_job_that_keeps_one(tmp_path):
 
 
 @needs_root
-def test_of_another_user(tmp_path):
+def test_a_load_from_another_users_directory_needs_no_write_permission(tmp_path):
     """A directory in which one may not write is read, beside the live job that holds it."""
     for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
@@ -173,7 +173,7 @@ def _beside_a_job(rank, url):
     return found
 
 
-def test_from_a_bucket_that_a_live_job_holds(bucket):
+def test_a_load_from_a_bucket_that_a_live_job_holds_is_of_one_step(bucket):
     """The address of a directory in an object store is read beside the job that saves there, and as one step alone."""
     outcomes = values(spawn_ranks(_beside_a_job, 4, bucket.url()))
     assert outcomes[2] == outcomes[3] == [(1, 1, [1.0]), (2, 2, [2.0])]

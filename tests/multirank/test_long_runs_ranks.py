@@ -26,7 +26,7 @@ def _save_often(rank, folder):
     return found
 
 
-def test_what_is_kept_does_not_depend_on_the_number_of_saves(tmp_path):
+def test_store_keys_and_objects_do_not_grow_with_the_saves_of_two_ranks(tmp_path):
     """After 60 saves and 60 exports of two ranks there are as many keys in the store, and objects in each, as after 10."""
     for early, late in values(spawn_ranks(_save_often, 2, tmp_path)):
         assert late[0] <= early[0] + SLACK

@@ -275,7 +275,7 @@ def refused(tmp_path_factory):
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_is_refused_on_every_rank(refused, what):
+def test_impossible_sources_and_destinations_are_refused_on_every_rank(refused, what):
     """With the same named error on all ranks, also where only rank 1 is to blame."""
     kind, match = REFUSED[what]
     for error in (found[what] for found in refused[1]):

@@ -77,7 +77,7 @@ def ask_without_rank_0(rank, folder):
             os.rename(folder / "step-00000001", folder / "gone")
 
 
-def test_a_rank_that_does_not_ask_is_named(tmp_path):
+def test_a_rank_that_does_not_ask_for_a_signal_is_named(tmp_path):
     """Rank 0 never looks: the other one is not blocked beyond its deadline and says whom it waited for."""
     first, second = spawn_ranks(ask_without_rank_0, 2, tmp_path)
     assert first.error is None, first.error
@@ -98,13 +98,13 @@ def many_askings(rank, folder, count):
     return None
 
 
-def test_decisions_do_not_pile_up_in_the_store(tmp_path):
+def test_keys_of_preemption_decisions_do_not_pile_up_in_the_store(tmp_path):
     """Thousands of decisions leave a bounded number of keys behind."""
     keys = values(spawn_ranks(many_askings, 2, tmp_path, 4000))[0]
     assert keys < 300
 
 
-def test_one_process_without_a_group(tmp_path):
+def test_a_plain_script_saves_and_leaves_its_loop_at_sigterm(tmp_path):
     """SIGTERM to a plain script: it saves, leaves its loop, and the default action does not end it."""
     done = run_program("saves_at_its_own_signal", str(tmp_path / "exp"))
     assert done.stdout.split() == ["3", "True"], done.stderr
@@ -118,7 +118,7 @@ def test_a_program_that_does_not_ask_can_still_be_terminated(tmp_path):
 
 
 @pytest.mark.parametrize("names", [["SIGKILL"], ["SIGNONSENSE"], "SIGTERM", [15]])
-def test_what_is_no_signal_is_refused(names):
+def test_a_name_that_is_no_signal_is_refused_by_key(names):
     """At construction, with the key."""
     with pytest.raises(ConfigError, match="save_on_signals"):
         CheckpointConfig.from_mapping({"save_on_signals": names})

@@ -139,7 +139,7 @@ def _save_and_leave(rank, path):
     return rank
 
 
-def test_leaving_waits_for_what_was_saved(tmp_path):
+def test_closing_waits_until_the_save_is_committed(tmp_path):
     """Closing right after ``save`` loses nothing: the checkpoint is there, and no process stays."""
     assert values(spawn_ranks(_save_and_leave, 2, tmp_path / "run")) == [0, 1]
     assert _steps(tmp_path / "run") == ["step-00000001"]

@@ -38,7 +38,7 @@ def _each_writes(rank, path):
     return infos
 
 
-def test_what_any_rank_writes_is_there_and_verified(tmp_path):
+def test_files_of_all_ranks_are_published_and_in_the_manifest(tmp_path):
     """Files of all ranks, nested ones, a child's, links, empty folders: all are there, each file in the manifest."""
     outcomes = values(spawn_ranks(_each_writes, 3, tmp_path / "run"))
     assert [step for _, step in outcomes[0]] == [1, 2, 3, 4, 5]
@@ -70,7 +70,7 @@ def _one_raises(rank, path, size):
     return first
 
 
-def test_one_that_raises_takes_all_along(tmp_path):
+def test_a_rank_that_raises_within_publishing_fails_it_on_all(tmp_path):
     """Nothing appears; the rank raises its own exception, the others one that names it, within seconds; the next one works."""
     with safe_ckpt.publishing(tmp_path / "run", 1) as folder:
         (folder / "before").write_text("x")
@@ -94,7 +94,7 @@ def _differ(rank, path):
     return None
 
 
-def test_ranks_at_different_steps(tmp_path):
+def test_publishing_at_different_steps_raises_on_all_ranks(tmp_path):
     """All raise ``DesyncError``; nothing appears."""
     for error in values(spawn_ranks(_differ, 2, tmp_path / "run")):
         assert isinstance(error, DesyncError)
@@ -136,7 +136,7 @@ def _asynchronous(rank, path):
     return [one.result().step for one in found]
 
 
-def test_one_after_the_other_in_the_background(tmp_path):
+def test_background_publications_are_committed_in_their_order(tmp_path):
     """Each waits for the one before it; every one is committed, and each handle tells of its own."""
     assert values(spawn_ranks(_asynchronous, 2, tmp_path / "run")) == [[1, 2, 3], [1, 2, 3]]
     assert safe_ckpt.newest(tmp_path / "run").step == 3
@@ -159,7 +159,7 @@ def test_disjoint_groups_do_not_wait_for_each_other(tmp_path):
     assert found[2] == found[3] == ["2", "3", "manifest.json"]
 
 
-def test_what_is_named_as_hashed_is_not_read(tmp_path):
+def test_a_file_published_with_its_digest_is_not_read(tmp_path):
     """Its digest goes into the manifest as it was given; a wrong one is found by whoever verifies."""
     right = safe_ckpt.publishing(tmp_path / "run", 1)
     with right as folder:
@@ -189,7 +189,7 @@ def _in_the_background(rank, path):
     return said, safe_ckpt.newest(path).step
 
 
-def test_a_saver_in_the_background_that_nobody_waits_for(tmp_path):
+def test_a_folder_published_before_its_saver_is_done_is_refused(tmp_path):
     """An empty folder is no checkpoint, nor is what DCP has not described: all ranks are told to wait, and nothing appears."""
     for said, newest in values(spawn_ranks(_in_the_background, 2, tmp_path / "run")):
         assert "no rank has written a file" in said[0]

@@ -97,7 +97,7 @@ def _refused_each(rank, folder):
     return found
 
 
-def test_what_a_rank_holds_and_rank_0_does_not_save_is_refused_by_name(tmp_path):
+def test_tensors_that_rank_0_would_not_save_are_refused_by_name(tmp_path):
     """Pipeline stages, other shapes, types and kinds under one name: an error on all ranks that names it, and no loss.
 
     Values that differ, and a rank that holds nothing, are saved as rank 0 has them.

@@ -130,7 +130,7 @@ def test_tensors_of_our_files_are_read_straight_to_their_places(tmp_path, world,
         assert bool(others) is (dim == 1)
 
 
-def test_what_torch_wrote_is_read_as_well(tmp_path):
+def test_a_resume_reads_files_that_torch_wrote_by_dcps_own_reader(tmp_path):
     """Entries that lie otherwise are left to DCP's own reader."""
     values(spawn_ranks(_write, 2, tmp_path, "torch", timeout_s=100))
     for others in values(spawn_ranks(_load, 3, tmp_path, 0, False, timeout_s=100)):
@@ -157,6 +157,6 @@ def _turned(rank, folder):
         assert empty._version > version
 
 
-def test_views_that_show_other_numbers_than_their_memory_holds(tmp_path):
+def test_conjugated_and_negated_views_are_read_as_what_they_show(tmp_path):
     """A conjugated and a negated view are read as what they show, and torch knows that they have changed."""
     values(spawn_ranks(_turned, 1, tmp_path, timeout_s=100))

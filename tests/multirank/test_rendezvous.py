@@ -62,7 +62,7 @@ def _fail_on_zero(rank):
     return errors, after
 
 
-def test_an_error_on_rank_zero_is_everybodys():
+def test_an_error_of_rank_0s_decision_is_raised_on_every_rank():
     """What the decision raises, every rank raises; the next step works."""
     for errors, after in values(spawn_ranks(_fail_on_zero, 3)):
         assert [type(error) for error in errors] == [UnexpectedError] * 2
@@ -92,7 +92,7 @@ def _fail_on_some(rank):
     return same, found, after
 
 
-def test_an_error_of_one_rank_is_everybodys():
+def test_an_error_of_one_ranks_own_part_is_raised_on_every_rank():
     """A rank that fails in its own part raises its own exception; the others raise that of the lowest, named; all go on."""
     outcomes = values(spawn_ranks(_fail_on_some, 4))
     assert [same for same, _, _ in outcomes] == [False, True, True, False]
@@ -222,7 +222,7 @@ def _outlive_the_group(rank):
     return result
 
 
-def test_it_outlives_the_process_group():
+def test_agreement_outlives_the_process_group():
     """The ranks can still agree after destroy_process_group()."""
     assert values(spawn_ranks(_outlive_the_group, 3)) == [3, 3, 3]
 
@@ -237,7 +237,7 @@ def _subgroup(rank):
     return result
 
 
-def test_subgroups_do_not_meet():
+def test_two_subgroups_agree_without_meeting_each_other():
     """Two groups of one world agree among themselves."""
     assert values(spawn_ranks(_subgroup, 4)) == [[0, 2], [1, 3], [0, 2], [1, 3]]
 

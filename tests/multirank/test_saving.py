@@ -128,7 +128,7 @@ def _destroy_at_once(rank, path):
         time.sleep(1.5)  # rank 0's interpreter ends first
 
 
-def test_leaving_without_a_word_loses_nothing(tmp_path):
+def test_ranks_that_end_right_after_save_lose_nothing(tmp_path):
     """destroy_process_group() right after save(), nobody closes, rank 0 exits first: the save is committed."""
     values(spawn_ranks(_destroy_at_once, 3, tmp_path))
     assert steps(tmp_path) == ["step-00000001"]
@@ -146,7 +146,7 @@ def _bad_on_one(rank, path):
     return found
 
 
-def test_what_one_rank_cannot_save_stops_all_at_the_call(tmp_path):
+def test_an_object_that_one_rank_cannot_save_stops_all_at_the_call(tmp_path):
     """An object that only rank 1 has: every rank raises at save(), naming the key and rank 1; the next save works."""
     for error in values(spawn_ranks(_bad_on_one, 3, tmp_path)):
         assert error.key == "state['x']['f']"
@@ -213,7 +213,7 @@ def _all_damaged(rank, path):
             return error
 
 
-def test_nothing_usable_raises_on_every_rank(tmp_path):
+def test_a_resume_without_a_usable_checkpoint_raises_on_every_rank(tmp_path):
     """When no checkpoint is usable all ranks raise the same error, and none starts afresh."""
     errors = values(spawn_ranks(_all_damaged, 3, tmp_path))
     assert len({str(error) for error in errors}) == 1
@@ -236,7 +236,7 @@ def _save_two(rank, path):
         ckpt.save(1, {"a": 5, "own": PerRank(rank)})
 
 
-def test_another_number_of_ranks(tmp_path):
+def test_shared_items_resume_on_any_number_of_ranks(tmp_path):
     """Shared items restore on any number of ranks; per-rank items that a rank does not have are an error on all."""
     values(spawn_ranks(_save_two, 2, tmp_path))
     for error in values(spawn_ranks(_resume_per_rank, 3, tmp_path)):
@@ -298,7 +298,7 @@ def test_a_held_directory_is_refused_on_every_rank(tmp_path):
         assert values(spawn_ranks(_open_held, 2, tmp_path)) == [os.getpid()] * 2
 
 
-def test_ranks_launched_by_torchrun(tmp_path):
+def test_ranks_launched_by_torchrun_save_and_resume(tmp_path):
     """The same under torchrun, whose agent holds the default store."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(program_path("saves_under_a_launcher")), str(tmp_path / "exp")]
@@ -367,7 +367,7 @@ def _blind_to_the_newest(rank, path):
             return error.ranks
 
 
-def test_what_one_rank_cannot_see_is_not_treated_as_corrupt(tmp_path):
+def test_a_checkpoint_that_one_rank_cannot_see_is_not_treated_as_corrupt(tmp_path):
     """A network file system that does not show the newest checkpoint to one rank: an error, on all, and no quarantine."""
     assert values(spawn_ranks(_blind_to_the_newest, 2, tmp_path)) == [(1,), (1,)]
     assert steps(tmp_path) == ["step-00000001", "step-00000002"]

@@ -77,7 +77,7 @@ def test_four_ranks_save_and_die_and_any_number_goes_on(bucket):
     assert steps == {"step-00000002", "step-00000003"}
 
 
-def test_a_host_reads_each_byte_once(bucket, monkeypatch):
+def test_a_host_of_four_ranks_reads_each_byte_of_a_store_once(bucket, monkeypatch):
     """Four ranks on one host resume what all of them need: the store sends it once, not four times."""
     values(spawn_ranks(_save_some, 2, 2, bucket.url(), timeout_s=60))
     size = sum(bucket.keys("run/").values())

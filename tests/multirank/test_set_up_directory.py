@@ -90,7 +90,7 @@ def test_missing_permission_raises_the_same_error_everywhere(tmp_path_factory):
         assert seconds < 5
 
 
-def test_resuming_needs_a_checkpoint(tmp_path):
+def test_resume_mode_without_a_checkpoint_raises_on_every_rank(tmp_path):
     """Missing, empty, or holding nothing but a half-written file: resume raises on every rank and changes nothing."""
     cases = {
         "missing": None,
@@ -122,7 +122,7 @@ def _resume_each(rank, path, names):
     return found
 
 
-def test_what_was_set_up_can_be_resumed(tmp_path):
+def test_fresh_resume_and_overwrite_do_as_they_say(tmp_path):
     """fresh on nothing, refused on something; resume finds what torch.save wrote; overwrite empties it."""
     values(spawn_ranks(_life, 2, tmp_path / "exp"))
 
@@ -143,7 +143,7 @@ def _life(rank, path):
     assert os.listdir(path) == []
 
 
-def test_ranks_that_disagree_are_told(tmp_path):
+def test_ranks_with_another_mode_or_path_are_told(tmp_path):
     """Another mode or another path on one rank: DesyncError on all, naming who wants what."""
     for error in values(spawn_ranks(_disagree, 3, tmp_path)):
         assert isinstance(error, DesyncError)
@@ -196,7 +196,7 @@ def _on_own_disk(rank, path):
         return error
 
 
-def test_alone_without_a_process_group(tmp_path):
+def test_set_up_directory_works_in_one_process_without_a_group(tmp_path):
     """The same function serves a program with a single process."""
     assert set_up_directory(tmp_path / "x", mode="fresh") == tmp_path / "x"
     (tmp_path / "x" / "f").write_text("x")

@@ -100,7 +100,7 @@ def _with_torch(rank, directory, versions):
     return _open(rank, directory, [{}] * len(versions), [None] * len(versions))
 
 
-def test_versions_that_differ_are_told_apart(tmp_path):
+def test_ranks_with_different_versions_are_told_who_has_which(tmp_path):
     """Who has what, on every rank, before anything is opened; a build for other hardware is the same version."""
     found = values(spawn_ranks(_with_torch, 3, tmp_path / "runs", ("2.13.0+cpu", "2.9.1", "2.13.0+cu128")))
     for error, seconds in found:
@@ -161,7 +161,7 @@ def _same_at_once(both):
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_what_one_rank_refuses_every_entry_point_refuses_on_all(tmp_path, bad):
+def test_every_entry_point_refuses_on_all_what_one_rank_refuses(tmp_path, bad):
     """consolidate_offloaded, set_up_directory, Lightning's callback: what is wrong on one rank is the same error on both."""
     first = _same_at_once(values(spawn_ranks(_enter, 2, tmp_path, bad, timeout_s=120)))
     assert f"(rank {bad})" in first[0][0]

@@ -368,7 +368,7 @@ def _refused(rank, folder, what):
         ("layout", (RuntimeError, MemoryError), "mine"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path, what, kind, match):
+def test_a_sharded_state_that_cannot_be_saved_is_refused_on_every_rank(tmp_path, what, kind, match):
     """With its name and what to do; the next save works."""
     for found, text in values(spawn_ranks(_refused, 2, str(tmp_path), what)):
         assert issubclass(found, kind)
@@ -472,7 +472,7 @@ def _save_many(rank, folder, count, part_bytes):
         pytest.param(45_000, 4 << 20, marks=[pytest.mark.thorough, pytest.mark.timeout(300)]),
     ],
 )
-def test_plans_above_the_limit_of_the_store(tmp_path, count, part_bytes):
+def test_plans_above_the_limit_of_the_store_are_saved_and_leave_no_key(tmp_path, count, part_bytes):
     """A state whose plan is larger than one value of the store may be: saved and resumed, and nothing of it stays there."""
     for keys in values(spawn_ranks(_save_many, 2, tmp_path, count, part_bytes, timeout_s=250)):
         assert keys < 60

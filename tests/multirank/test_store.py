@@ -100,7 +100,7 @@ def test_parts_of_somebody_else_are_refused():
     assert time.monotonic() - begun < 5
 
 
-def test_what_is_larger_than_can_be_sent_is_named(monkeypatch):
+def test_a_value_too_large_for_the_store_is_named_with_its_size(monkeypatch):
     """Which value, how large it is, how large it may be; and nothing of it is written."""
     monkeypatch.setattr(store_module, "_MOST_PARTS", 1)
     store = process_groups.host_store(rendezvous.listen("127.0.0.1", 0))
@@ -192,7 +192,7 @@ def _several_sessions(rank, port):
     return found, ports
 
 
-def test_each_session_takes_the_next_port():
+def test_each_session_on_a_given_port_takes_the_next_one():
     """A port that is given is the first of sixteen: several groups of one job do not collide."""
     port = free_port()
     for found, ports in values(spawn_ranks(_several_sessions, 2, port)):
@@ -222,7 +222,7 @@ def _all_free(port):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_both_families(address):
+def test_a_store_on_an_ipv4_or_ipv6_address_is_reached(address):
     """IPv4 and IPv6: a store that listens on one address is reached there."""
     try:
         listening = rendezvous.listen(address, 0)
@@ -256,13 +256,13 @@ def test_the_limit_of_descriptors_is_raised_or_named():
     assert third == "4096"
 
 
-def test_no_descriptor_left_is_named():
+def test_a_store_without_a_free_descriptor_says_so():
     """EMFILE where a connection is opened: that is what the error says, not that another process is stopped."""
     done = run_program("connects_without_descriptors")
     assert "no file descriptor left (ulimit -n is 64)" in done.stdout, done.stderr
 
 
-def test_one_host_listens_on_the_loopback(monkeypatch):
+def test_a_job_on_one_host_listens_on_the_loopback_alone(monkeypatch):
     """Where torchrun says that all ranks run here, nobody else can even connect."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("WORLD_SIZE", "4")

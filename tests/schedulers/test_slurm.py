@@ -114,7 +114,7 @@ def test_lightning_is_requeued_by_slurm(cluster, undisturbed):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("script", "sign"), [("train.py", "step 100"), ("train_lightning.py", "epoch 2\n")])
-def test_twice_and_the_other_way(cluster, undisturbed, script, sign):
+def test_a_job_whose_node_is_taken_and_then_times_out_goes_on(cluster, undisturbed, script, sign):
     """The node is taken, and later the time is up; in Lightning the script requeues then."""
     job = cluster.submit(script, f"runs/twice-{script}", *(["--requeued-by-script"] if "lightning" in script else []))
     cluster.wait_for(job, sign)
@@ -127,7 +127,7 @@ def test_twice_and_the_other_way(cluster, undisturbed, script, sign):
 
 
 @pytest.mark.thorough
-def test_the_time_limit_itself(cluster, undisturbed):
+def test_a_job_that_reaches_its_slurm_time_limit_goes_on(cluster, undisturbed):
     """``#SBATCH --time`` and ``--signal`` as SLURM applies them: the job runs over its limit and ends as it should."""
     job = cluster.submit("train.py", "runs/limit", options=("--time=1", "--signal=USR1@55"))
     cluster.wait_for(job, "step 100")

@@ -43,7 +43,7 @@ SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or nu
 
 
 @pytest.mark.timeout(900)
-def test_histories_violate_nothing():
+def test_simulated_histories_violate_no_rule():
     """Nothing durable is lost or torn, no two owners commit, ranks agree, every wait ends: in each history."""
     count, processes = (20_000, os.cpu_count() or 1) if THOROUGH else (1_500, 2)
     ended = sim("--count", count, "--processes", processes)

@@ -27,7 +27,7 @@ SAMPLE = list(SEEDS_OF_PLANTED)[: None if THOROUGH else 3]
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_planted_bug_is_found(name):
+def test_a_planted_bug_in_a_history_in_a_store_is_found(name):
     """With the bug the history violates a rule; without it the same history violates none."""
     found_by_its_seed(name, SEEDS_OF_PLANTED[name])
 

@@ -47,7 +47,7 @@ def test_a_public_name_is_documented_and_typed(module, name):
     assert lacking(found[0], name) == []
 
 
-def test_what_lacks_something_is_noticed():
+def test_a_public_name_without_docstring_or_types_is_noticed():
     """The test above can fail."""
     code = """
 class A:

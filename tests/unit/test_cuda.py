@@ -202,7 +202,7 @@ def test_without_pinning_the_copying_thread_waits_for_the_trainers_stream(buffer
     assert ("at", "copying") in cuda.log  # not on device 0, where a thread begins
 
 
-def test_what_cannot_wait_is_copied_on_the_trainers_stream(buffer):
+def test_tensors_copied_at_once_are_copied_on_the_trainers_stream(buffer):
     """In order with its work, and in place when the call returns."""
     cuda, moves = Remembering(), moves_of(deferred=False)
     cuda.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])

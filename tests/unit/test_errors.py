@@ -106,7 +106,7 @@ def test_survives_pickling_and_the_wire(error):
         ("UnsupportedVersionError", ImportError),
     ],
 )
-def test_is_the_natural_builtin(kind, builtin):
+def test_every_error_is_also_its_natural_builtin(kind, builtin):
     """Code that knows nothing of safe_ckpt catches its errors by the builtin it expects."""
     assert issubclass(getattr(errors, kind), builtin)
 

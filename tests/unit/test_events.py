@@ -77,7 +77,7 @@ def test_without_a_rule_nothing_is_retained(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["overlapped", "streamed"])
-def test_it_is_told_how_the_copy_was_taken(tmp_path, monkeypatch, mode):
+def test_the_event_of_a_snapshot_tells_how_the_copy_was_taken(tmp_path, monkeypatch, mode):
     """Overlapped with training, or not at all where memory is short: then the caller waited for the disk."""
     seen, returned = [], threading.Event()
     copy_after(monkeypatch, returned)
@@ -98,7 +98,7 @@ def test_it_is_told_how_the_copy_was_taken(tmp_path, monkeypatch, mode):
         assert snapshotted.stall_s >= written.seconds
 
 
-def test_weights_alone_are_told_apart(tmp_path):
+def test_events_tell_an_export_from_a_checkpoint(tmp_path):
     """An export is no checkpoint that training can go on from."""
     seen = []
     with Checkpointer(tmp_path / "runs", config(), hooks=[seen.append]) as ckpt:
@@ -106,7 +106,7 @@ def test_weights_alone_are_told_apart(tmp_path):
     assert [event.weights_only for event in seen if isinstance(event, Committed)] == [True]
 
 
-def test_a_failure_says_where_and_after_how_long(tmp_path):
+def test_the_event_of_a_failure_has_phase_and_seconds(tmp_path):
     """The phase and the seconds; the next save is told as usual."""
     seen = []
     pending = tmp_path / ".safe_ckpt/pending"

@@ -20,7 +20,7 @@ def check(*arguments):
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_and_succeeds(tmp_path):
+def test_gpu_check_without_a_gpu_says_so_and_succeeds(tmp_path):
     """One line, no error, nothing measured."""
     done = check("--folder", tmp_path)
     assert (done.returncode, done.stdout) == (0, "no GPU\n")
@@ -28,7 +28,7 @@ def test_without_a_gpu_it_says_so_and_succeeds(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_its_checks_run(tmp_path):
+def test_checks_of_gpu_check_run_on_a_cpu(tmp_path):
     """Each has a row: a save behind which the optimizer steps at once, a killed run; what needs a GPU is skipped by name."""
     names = ["gate: overlapped", "copies: pinned", "kill and resume: plain"]
     done = check("--device", "cpu", "--folder", tmp_path, *(part for name in names for part in ("--only", name)))
@@ -39,7 +39,7 @@ def test_its_checks_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_name_that_is_no_check_is_refused(tmp_path):
+def test_gpu_check_refuses_a_name_that_is_no_check(tmp_path):
     """With the names that there are."""
     done = check("--device", "cpu", "--folder", tmp_path, "--only", "gates")
     assert done.returncode == 2

@@ -103,7 +103,7 @@ def ask(client, method="PUT", path="/a", body=b"x" * 1000, **more):
     return answer.status, answer.read()
 
 
-def test_what_is_not_failed_passes_as_it_is(proxy, client, server):
+def test_the_fault_proxy_passes_requests_on_as_they_are(proxy, client, server):
     """Method, path with query, headers, Host and both kinds of bodies; one connection of a client is one to the server."""
     headers = {"Host": "bucket.example", "X-Odd": "a:  b", "If-None-Match": "*"}
     assert ask(client, "PUT", "/a%20b?c=d&e=%2F", BODY, headers=headers) == (200, BODY)
@@ -181,7 +181,7 @@ def test_a_client_that_waits_to_go_on_is_told_to(proxy, server):
         ("timeout", http.client.RemoteDisconnected),
     ],
 )
-def test_no_answer(proxy, client, server, fault, when, seen):
+def test_the_fault_proxy_ends_a_request_without_an_answer(proxy, client, server, fault, when, seen):
     """The connection ends in order, by a reset, or late; the server has been asked once or not at all."""
     proxy.hold_s = 0.2
     proxy.plan(2, fault, when)
@@ -209,7 +209,7 @@ def test_no_answer(proxy, client, server, fault, when, seen):
         ("409", {"If-None-Match": "*"}, b"ConditionalRequestConflict"),
     ],
 )
-def test_an_error_for_an_answer(proxy, client, server, fault, when, headers, code):
+def test_the_fault_proxy_answers_with_an_error_as_s3_does(proxy, client, server, fault, when, headers, code):
     """With S3's code in its body and the connection as good as before, whether or not the server did what it was asked."""
     proxy.plan(1, fault, when)
     proxy.plan(3, fault, when)
@@ -222,7 +222,7 @@ def test_an_error_for_an_answer(proxy, client, server, fault, when, headers, cod
 
 
 @pytest.mark.parametrize("path", ["/a", "/chunked"])
-def test_half_an_answer(proxy, client, server, path):
+def test_the_fault_proxy_sends_half_of_an_answer(proxy, client, server, path):
     """The head promises all of the body, and half of it comes."""
     proxy.plan(1, "truncated")
     client.request("PUT", path, BODY)
@@ -245,7 +245,7 @@ def test_half_of_an_answer_without_body_is_none(proxy, client, method, path):
         ask(client, method, path)
 
 
-def test_a_request_that_comes_twice(proxy, client, server):
+def test_the_fault_proxy_repeats_a_request_once(proxy, client, server):
     """The client gets its answer at once; the server is asked the same once more, later, and that counts for no plan."""
     proxy.later_s = 0.2
     proxy.plan(1, "duplicate")
@@ -262,7 +262,7 @@ def test_a_request_that_comes_twice(proxy, client, server):
     assert ask(client)[0] == 503
 
 
-def test_the_request_is_the_one_that_was_meant(proxy, client):
+def test_the_fault_proxy_fails_the_nth_matching_request(proxy, client):
     """The n-th of those that match, counted from the last reset, those before the plan among them; and once."""
     proxy.plan(2, "500", match=lambda record: record.method == "PUT")
     given = [ask(client, method, "/a", b"")[0] for method in ("PUT", "POST", "POST", "PUT", "PUT")]
@@ -281,7 +281,7 @@ def test_the_request_is_the_one_that_was_meant(proxy, client):
     assert [ask(client)[0] for _ in range(3)] == [200, 409, 200]
 
 
-def test_a_server_that_is_down(proxy, client, server):
+def test_the_fault_proxy_resets_connections_of_a_server_that_is_down(proxy, client, server):
     """Connections there are and new ones are reset while it is, and work again after it."""
     assert ask(client)[0] == 200
     proxy.down = True
@@ -294,7 +294,7 @@ def test_a_server_that_is_down(proxy, client, server):
     assert ask(client)[0] == 200
 
 
-def test_a_server_that_is_not_there():
+def test_the_fault_proxy_resets_clients_of_a_server_that_is_not_there():
     """The client gets a reset, as from an address where nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         nobody = taken.getsockname()[1]
@@ -330,7 +330,7 @@ def test_a_client_may_be_killed_at_a_request(proxy, server):
     assert [(record.path, record.status) for record in proxy.seen] == [("/k", 0), ("/a", 200)]
 
 
-def test_a_slow_one(proxy, client, server):
+def test_the_fault_proxy_holds_requests_and_limits_bytes_a_second(proxy, client, server):
     """Each request is held before it is forwarded; and no more bytes pass in a second than told."""
     proxy.slow_s = 0.1
     begun = time.monotonic()
@@ -344,7 +344,7 @@ def test_a_slow_one(proxy, client, server):
     assert proxy.seen[1].seconds >= 0.2
 
 
-def test_it_leaves_nothing_behind(server):
+def test_the_fault_proxy_leaves_no_thread_behind(server):
     """Its threads end with it, while they wait for a client, hold a request, or have one to repeat."""
     before = set(threading.enumerate())
     with FaultProxy(f"http://127.0.0.1:{server.server_port}") as proxy, contextlib.ExitStack() as stack:
@@ -367,7 +367,7 @@ def test_it_leaves_nothing_behind(server):
 
 
 @pytest.mark.parametrize("kind", object_servers.KINDS)
-def test_an_object_store_through_it(kind, tmp_path, monkeypatch):
+def test_clients_of_s3_and_azure_work_through_the_fault_proxy(kind, tmp_path, monkeypatch):
     """A client of S3 or Azure puts, gets and lists, and uploads in parts; a part that is dropped on the way it sends again."""
     if why := object_servers.missing(kind):
         pytest.skip(why)

@@ -47,7 +47,7 @@ def test_a_bucket_shows_what_was_done_to_it(kind, tmp_path, monkeypatch):
         assert first.uploads() == []
 
 
-def test_keys_go_on_beyond_a_page(tmp_path, monkeypatch):
+def test_a_bucket_of_the_kit_lists_more_than_a_thousand_keys(tmp_path, monkeypatch):
     """More than the thousand that one answer of a server holds."""
     needs("ministack")
     with object_servers.start("ministack", tmp_path) as server:
@@ -60,7 +60,7 @@ def test_keys_go_on_beyond_a_page(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", object_servers.KINDS)
-def test_it_ends_with_who_started_it(kind, tmp_path):
+def test_an_object_server_ends_with_the_process_that_started_it(kind, tmp_path):
     """Even when that is killed."""
     needs(kind)
     environment = {**os.environ, "PYTHONPATH": str(Path(object_servers.__file__).parents[1])}
@@ -72,7 +72,7 @@ def test_it_ends_with_who_started_it(kind, tmp_path):
     wait_until(lambda: not Path(f"/proc/{pid}/fd/0").exists(), 10, "the end of the server")
 
 
-def test_what_is_missing_is_said(monkeypatch, tmp_path):
+def test_a_missing_object_server_is_named_with_how_to_get_it(monkeypatch, tmp_path):
     """By name, and with how to give it."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert object_servers.missing("azurite") == "azurite needs node"

@@ -36,7 +36,7 @@ def test_a_program_ends_as_in_a_fresh_interpreter(code, status, said, finalize):
     assert "warm.py" not in done.stderr or finalize
 
 
-def test_it_can_be_found_and_killed():
+def test_a_warm_process_can_be_found_and_killed():
     """Its pid is that of the process, in a session of its own, and it belongs to this test."""
     code = "import time; print('there', flush=True); time.sleep(60)"
     with warm.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
@@ -49,7 +49,7 @@ def test_it_can_be_found_and_killed():
 
 
 @pytest.mark.parametrize("command", [["-O", "-c", "pass"], ["-I", "-c", "pass"], ["-"]])
-def test_what_needs_a_fresh_interpreter_gets_one(command):
+def test_programs_with_flags_or_on_stdin_get_a_fresh_interpreter(command):
     """Flags of the interpreter, and a program on stdin."""
     with warm.Popen([sys.executable, *command], stdin=subprocess.DEVNULL) as process:
         assert not process.warm

@@ -87,7 +87,7 @@ def now():
 
 
 @pytest.mark.parametrize("number", sorted(NUMBERS))
-def test_it_only_falls(now, number):
+def test_no_number_of_the_tree_is_above_numbers_json(now, number):
     """A number of the tree is at most what ``numbers.json`` says: lower it there when it has fallen, and never raise it."""
     assert now[number] <= NUMBERS[number]
 
@@ -102,7 +102,7 @@ def test_it_only_falls(now, number):
         ("isinstance(place, str)", False),
     ],
 )
-def test_the_question_is_found(line, asks):
+def test_a_line_that_asks_which_storage_it_is_is_counted(line, asks):
     """A count that finds nothing would hold for ever."""
     assert any(map(asks_which_storage, ast.walk(ast.parse(line)))) == asks
 

@@ -139,7 +139,7 @@ def test_every_mark_is_one_that_pytest_knows(pytestconfig):
     assert found <= set(kinds.NOT_QUICK) <= known
 
 
-def test_continuous_integration_runs_all_of_it():
+def test_continuous_integration_runs_all_tests():
     """``.ci/run`` calls the README's command for everything, which has all parts and leaves nothing out."""
     command = "make test-full"
     assert command in (ROOT / "README.md").read_text(encoding="utf-8")
@@ -153,7 +153,7 @@ def test_continuous_integration_runs_all_of_it():
     assert folders - ran == set()
 
 
-def test_a_few_histories_violate_nothing():
+def test_a_few_quick_histories_violate_no_rule():
     """Simulated histories that a quick run has time for, and with other seeds than those of tests/sim."""
     ended = sim("--first", 1_000_000, "--count", 40, "--processes", 2)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]

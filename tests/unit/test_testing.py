@@ -45,7 +45,7 @@ def test_a_save_returns_when_it_is_committed_and_starts_no_process(tmp_path, no_
     assert writer_processes() == []
 
 
-def test_outside_of_it_a_process_writes(tmp_path):
+def test_outside_of_testing_a_process_writes(tmp_path):
     """Nothing stays switched when it is left; what was opened within stays as it was opened."""
     with inline_saves():
         within = Checkpointer(tmp_path / "within", PROCESS)
@@ -55,7 +55,7 @@ def test_outside_of_it_a_process_writes(tmp_path):
         assert len(writer_processes()) == 1
 
 
-def test_it_can_be_entered_within_itself_and_on_another_thread(tmp_path, no_process):
+def test_testing_can_be_entered_within_itself_and_on_another_thread(tmp_path, no_process):
     """The outer one holds until it is left."""
     with inline_saves():
         thread = threading.Thread(target=inline_saves()(lambda: None))
@@ -67,7 +67,7 @@ def test_it_can_be_entered_within_itself_and_on_another_thread(tmp_path, no_proc
             assert ckpt.save(2, state()).done()
 
 
-def test_what_is_copied_or_published_starts_no_process_either(tmp_path, no_process):
+def test_within_testing_copies_and_publications_start_no_process(tmp_path, no_process):
     """Files that another saver wrote, and files that are as they were."""
     with inline_saves():
         with publishing(tmp_path / "published", 1) as folder:

@@ -120,6 +120,6 @@ def test_nothing_is_unpickled_freely():
         ("json.loads(text)", False),
     ],
 )
-def test_the_rule_finds_what_it_is_for(line, runs):
+def test_the_rule_of_pickles_finds_a_free_unpickling(line, runs):
     """The rule above is no rule if it finds nothing."""
     assert any(map(runs_what_it_reads, ast.walk(ast.parse(line)))) == runs

@@ -29,7 +29,7 @@ def row(test, outcome="failed", sometimes=False, says=""):
     return Row(reason="a", test=test, variants=("sync",), outcome=outcome, sometimes=sometimes, says=says)
 
 
-def test_what_no_row_explains_and_what_no_test_needs_any_more_are_told_apart():
+def test_unexplained_outcomes_and_obsolete_rows_are_told_apart():
     """A row explains the outcome that it names of the tests that it names, parameters and all; the rest is unexplained. A row
     without a difference is obsolete unless it says that it may be."""
     stock = {"f.py::a[1]": PASSED, "f.py::a[2]": PASSED, "f.py::ab": PASSED, "f.py::c": PASSED, "f.py::d": FAILED}
@@ -55,7 +55,7 @@ def test_what_no_row_explains_and_what_no_test_needs_any_more_are_told_apart():
     assert list(told.obsolete) == [wrong_outcome, wrong_words, fixed]
 
 
-def test_what_is_not_compared_is_a_failure(tmp_path):
+def test_tests_that_were_not_compared_are_failures(tmp_path):
     """A file that cannot be collected, and a test that is skipped for a reason that the table does not have, are named."""
     table = tmp_path / "expected_any.yaml"
     table.write_text("not compared:\n  requires (GPU|TPU): there is none\n")
@@ -84,7 +84,7 @@ def test_a_file_that_cannot_be_collected_is_in_the_results(tmp_path):
     assert len(found) == 1
 
 
-def test_saves_are_counted(tmp_path):
+def test_an_upstream_run_without_a_save_of_ours_counts_none(tmp_path):
     """A run in which nothing went through ours has none."""
     assert counted(tmp_path / "sync.saves") == 0
     (tmp_path / "sync.saves").write_bytes(b"...")

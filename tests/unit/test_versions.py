@@ -58,7 +58,7 @@ def test_before_1_0_the_second_number_makes_a_series():
     ]
 
 
-def test_one_that_is_too_old_is_an_import_error_that_says_what_to_do(installed):
+def test_a_framework_too_old_is_an_import_error_with_the_remedy(installed):
     """Its fields name the package, both releases, and the command."""
     installed["accelerate"] = "1.2.0"
     with pytest.raises(ImportError) as caught:
@@ -72,7 +72,7 @@ def test_one_that_is_too_old_is_an_import_error_that_says_what_to_do(installed):
         versions.check("accelerate")
 
 
-def test_one_with_which_something_does_not_work_is_one_warning(installed, caplog):
+def test_a_framework_that_works_in_part_is_one_warning(installed, caplog):
     """It is let through, and what does not work is said once."""
     installed.update(torch="2.8.0")
     versions.check()
@@ -81,7 +81,7 @@ def test_one_with_which_something_does_not_work_is_one_warning(installed, caplog
     assert "torch 2.8.0 is older than 2.9: with gloo a raised timeout has no effect" in said
 
 
-def test_one_that_is_not_there_is_named(installed):
+def test_a_framework_that_is_not_installed_is_named_with_its_extra(installed):
     """The extra that brings it is in the message."""
     with pytest.raises(UnsupportedVersionError, match=r"deepspeed is not installed: .*safe-ckpt\[deepspeed\]"):
         versions.check("deepspeed")
@@ -99,7 +99,7 @@ def test_a_newer_series_warns_once_and_a_newer_release_never(installed, caplog):
     ]
 
 
-def test_one_without_a_version_is_let_through(installed, caplog):
+def test_a_framework_without_a_version_is_let_through(installed, caplog):
     """Code on the path that nobody installed says nothing of itself."""
     caplog.set_level(logging.INFO, "safe_ckpt")
     installed["accelerate"] = ""
@@ -107,7 +107,7 @@ def test_one_without_a_version_is_let_through(installed, caplog):
     assert "not known" in caplog.text
 
 
-def test_one_of_lightnings_two_names_is_enough_and_both_must_fit(installed):
+def test_one_of_lightnings_two_packages_is_enough_and_both_must_fit(installed):
     """Our classes derive from those of both where both are installed."""
     with pytest.raises(UnsupportedVersionError, match="lightning is not installed"):
         versions.check_either("lightning", "pytorch-lightning")
@@ -118,13 +118,13 @@ def test_one_of_lightnings_two_names_is_enough_and_both_must_fit(installed):
         versions.check_either("lightning", "pytorch-lightning")
 
 
-def test_what_is_installed_here_is_found():
+def test_installed_frameworks_are_found_by_the_names_of_pip():
     """Releases are read from what pip wrote down, under the names that it uses."""
     versions.check("accelerate", "transformers")
     versions.check_either("lightning", "pytorch-lightning")
 
 
-def test_the_table_is_what_pip_says():
+def test_the_oldest_releases_of_the_table_are_those_of_pyproject():
     """pyproject.toml allows from the same release on."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f'requires-python = ">={SUPPORTED["python"].lowest}"' in project

@@ -185,7 +185,7 @@ DATA = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_would_run_code_is_refused(tmp_path, name):
+def test_pickles_that_would_run_code_are_refused_by_name(tmp_path, name):
     """In each of torch's formats; the error names the checkpoint, and the file in it."""
     for number, form in enumerate(FORMS):
         file = tmp_path / "step" / "deep" / f"{number}.pt"
@@ -199,14 +199,14 @@ def test_what_would_run_code_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_what_no_object_asks_for_is_refused(tmp_path, name):
+def test_pickles_that_call_what_they_made_themselves_are_refused(tmp_path, name):
     """Calls by way of what a pickle has made itself; also where the stand-ins could not follow it to its end."""
     (tmp_path / "custom_checkpoint_0.pkl").write_bytes(RAW[name])
     with pytest.raises(HostileCheckpointError, match="Nothing of it was run"):
         refuse_code(tmp_path)
 
 
-def test_files_that_only_the_user_reads(tmp_path, caplog):
+def test_a_hostile_pickle_that_no_framework_reads_is_left_alone(tmp_path, caplog):
     """A pickle that somebody lays beside the state is unpickled by no framework: it takes no checkpoint away, nor a warning."""
     torch.save(MadeByFunction(), tmp_path / "my_statistics.pkl")
     refuse_code(tmp_path)
@@ -235,21 +235,21 @@ def test_a_state_that_a_resume_would_refuse_is_told_when_it_is_saved(tmp_path, c
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_what_is_not_refused_is_saved_without_a_word(caplog, name):
+def test_states_that_a_resume_admits_are_saved_without_a_warning(caplog, name):
     """The rule of the save is that of the resume."""
     torch_file("b.pt", DATA[name])
     assert not caplog.records
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_what_states_hold_is_no_reason(tmp_path, name):
+def test_objects_that_states_usually_hold_are_admitted(tmp_path, name):
     """Tensors, arrays, generators, the plain types of Python's library and objects of the user's own pass."""
     for number, form in enumerate(FORMS):
         torch.save(DATA[name], tmp_path / f"{number}.pt", **form)
     refuse_code(tmp_path)
 
 
-def test_other_files(tmp_path):
+def test_old_pickles_and_tars_of_torch_are_refused(tmp_path):
     """A pickle of the oldest protocol and a tar of torch's are refused; what is no pickle is left to whoever reads it."""
     (tmp_path / "noise.bin").write_bytes(bytes(range(256)) * 20)
     (tmp_path / "empty.pt").write_bytes(b"")
@@ -265,7 +265,7 @@ def test_other_files(tmp_path):
         refuse_code(tmp_path)
 
 
-def test_what_the_user_has_named_is_admitted(tmp_path):
+def test_functions_named_by_add_safe_globals_are_admitted(tmp_path):
     """``add_safe_globals`` is the word of the one who trusts a function."""
     torch.save(Calls(np.fromfile, "x"), tmp_path / "a.pt")
     with torch.serialization.safe_globals([(np.fromfile, "numpy.fromfile")]):
@@ -274,7 +274,7 @@ def test_what_the_user_has_named_is_admitted(tmp_path):
         refuse_code(tmp_path)
 
 
-def test_ranks_share_the_files(tmp_path):
+def test_each_file_is_looked_through_by_one_rank(tmp_path):
     """Each file is looked through by one rank."""
     for name in ("a.pt", "b.pt"):
         torch.save(HOSTILE["code"] if name == "b.pt" else 1, tmp_path / name)

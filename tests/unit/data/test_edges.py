@@ -53,7 +53,7 @@ def go_on(batches, seen, count=None):
 # torch takes 5 s to end the workers of a loader that raised and was dropped, so there are but two of these.
 @pytest.mark.slow
 @pytest.mark.parametrize(("stop", "workers", "where"), [(4, 1, "sample"), (5, 2, "collate")])
-def test_what_a_failed_batch_drew_counts(stop, workers, where):
+def test_a_resume_behind_a_batch_that_failed_counts_its_draws(stop, workers, where):
     """A worker draws for a batch and cannot make it: after a resume right behind it, the draws are as they would have been."""
 
     def collate(samples):
@@ -150,7 +150,7 @@ def test_a_batch_sampler_with_a_generator_of_its_own(kind, stays):
         assert train(loaded(resumable(made()), state), seen, epoch) == whole, stop
 
 
-def test_two_loaders_that_are_read_together():
+def test_two_loaders_read_by_zip_lose_no_epoch():
     """zip() asks the second one no more when the first has ended. With ``strict`` it does, and no epoch is lost."""
 
     def made():
@@ -203,7 +203,7 @@ class Epochs(IterableDataset):
 
 
 @pytest.mark.parametrize("kind", ["stream", "indices"])
-def test_workers_that_stay_take_nothing_from_the_process(kind):
+def test_persistent_workers_take_no_random_numbers_from_the_process(kind):
     """Between epochs, with persistent workers: what training draws, and the order, are those of an uninterrupted run."""
 
     def made():

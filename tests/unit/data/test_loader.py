@@ -163,7 +163,7 @@ def run(loader, epochs, stop_at=None, resumed=None):
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_nothing_changes(name):
+def test_a_resumable_loader_gives_the_stock_batches_and_draws(name):
     """Three epochs of the same batches as the loader itself gives, and training draws the same numbers."""
     seed_all(1)
     expected, _ = run(made(name), 3)
@@ -211,7 +211,7 @@ ON_THE_PAGE = {
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_the_page_says_how_large_the_state_is(name):
+def test_the_size_of_a_loaders_state_is_that_of_the_page(name):
     """A few hundred bytes of plain data, and more only where a generator is in it: the table in docs/data.md."""
     seed_all(1)
     loader = resumable(made(name))
@@ -257,7 +257,7 @@ def test_a_place_of_a_loader_that_seeded_each_sample_is_taken(caplog):
 
 
 @pytest.mark.parametrize("name", ["shuffle", "shuffle, generator", "weighted", "custom"])
-def test_workers_that_stay_are_seeded_once(name):
+def test_persistent_workers_are_seeded_once_also_after_a_resume(name):
     """With persistent_workers torch draws their seed once in the loader's life: also of a run that was resumed."""
     more = {"persistent_workers": True}
     seed_all(1)
@@ -271,7 +271,7 @@ def test_workers_that_stay_are_seeded_once(name):
 
 
 @pytest.mark.slow
-def test_workers_that_are_not_forked():
+def test_spawned_workers_get_a_data_set_that_looks_like_the_users():
     """What stands in for the data set gets there by pickle, and looks like the data set."""
     loader = DataLoader(
         Ids(),
@@ -293,7 +293,7 @@ def looks_like_ids(_):
     assert get_worker_info().dataset.size == SIZE
 
 
-def test_a_place_that_was_loaded_is_the_place():
+def test_a_loaded_place_is_saved_again_as_the_same_state():
     """Saved again before any batch, also after going back within one process: the same state."""
     for name in SAMPLERS:
         loader = resumable(made(name))
@@ -310,7 +310,7 @@ def test_a_place_that_was_loaded_is_the_place():
         assert list(loader) == rest
 
 
-def test_a_bad_sample_ends_nothing():
+def test_a_loop_goes_on_behind_a_bad_sample():
     """As with the loader itself: the caller may go on with the next batch, and the place is behind it."""
 
     class Bad(Ids):
@@ -341,7 +341,7 @@ def test_a_bad_sample_ends_nothing():
     assert list(again) == stock[2:]
 
 
-def test_what_cannot_be_told_is_refused():
+def test_loaders_whose_place_cannot_be_told_are_refused_by_name():
     """At once, and by name: order of arrival, classes that know their place, data sets without indices."""
 
     class Knows(DataLoader):
@@ -370,7 +370,7 @@ def test_what_cannot_be_told_is_refused():
     assert [batch.tolist() for batch in again] == [[2, 3], [4, 5], [6, 7], [8, 9]]
 
 
-def test_an_iteration_of_its_own_is_noticed():
+def test_a_loader_that_iterates_in_its_own_way_fails_the_resume_by_name():
     """A subclass that gives batches past torch's: the resume fails by name, and does not begin at the start."""
 
     class Own(DataLoader):
@@ -431,7 +431,7 @@ def test_another_number_of_ranks_sees_each_sample_once(seed):
     assert len(set(dropped)) == len(dropped) >= SIZE - 2
 
 
-def test_another_order_is_refused():
+def test_a_place_in_another_order_of_the_data_is_refused():
     """Another length, another sampler, another rank's order: an error that names the loader and what differs."""
     loader = resumable(made("shuffle"))
     next(iter(loader))

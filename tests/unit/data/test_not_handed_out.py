@@ -111,7 +111,7 @@ RARE = ("time is up", "time of a stream is up")  # torch takes 5 s to end their 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.thorough] if name in RARE else []) for name in FAILURES]
 )
-def test_what_nobody_was_given_comes_after_a_resume(tmp_path, name):
+def test_a_batch_that_nobody_was_given_comes_after_a_resume(tmp_path, name):
     """A killed worker, a timeout, Ctrl-C, a bad sample whose error is not handled yet: nothing is left out, or comes twice."""
     kind, what, loading, inside = FAILURES[name]
     data = kind(tmp_path, what)
@@ -129,7 +129,7 @@ def test_what_nobody_was_given_comes_after_a_resume(tmp_path, name):
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("batched", [True, False])
-def test_a_sampler_that_raises(tmp_path, workers, batched):
+def test_batches_in_flight_when_a_sampler_raises_come_after_a_resume(tmp_path, workers, batched):
     """Workers were given indices ahead, and torch drops the batch in its hand: it comes after the resume."""
 
     def make():
@@ -149,7 +149,7 @@ class Batched(BatchSampler):
     """Not known by its type."""
 
 
-def test_time_that_was_up_once_and_a_loop_that_goes_on(tmp_path):
+def test_a_batch_given_after_a_timeout_counts_once(tmp_path):
     """A caller that asks again after a timeout is given that batch, and it counts once."""
     data = Failing(tmp_path, "stalled")
 

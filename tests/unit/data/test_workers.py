@@ -96,7 +96,7 @@ def test_workers_go_on_drawing_where_they_were(kinds, persistent):
     is_exact(make, (1, 2, 7, 13, 14, 15, 20), epochs=3)
 
 
-def test_a_batch_that_is_put_together_with_luck():
+def test_draws_of_collate_fn_go_on_where_they_were():
     """What collate_fn draws counts, too, and batch_size=None has batches of one."""
 
     def noisy(samples):
@@ -106,7 +106,7 @@ def test_a_batch_that_is_put_together_with_luck():
     is_exact(lambda: resumable(DataLoader(Draws(), batch_size=None, num_workers=2, collate_fn=list)), (3, 40))
 
 
-def test_workers_that_start_to_draw_late():
+def test_workers_that_start_to_draw_late_go_on_exactly_from_then():
     """From the batch on at which a worker is seen to draw, the place is exact; until then it needs nothing."""
     is_exact(lambda: resumable(DataLoader(Draws(late=20), batch_size=4, num_workers=2, collate_fn=list)), (2, 4, 8, 11))
 
@@ -121,7 +121,7 @@ def test_workers_that_draw_nothing_cost_nothing():
     assert "workers" not in loader.state_dict()
 
 
-def test_workers_of_another_rank_do_not_go_on(caplog):
+def test_a_place_of_another_ranks_workers_is_told(caplog):
     """The place of all ranks together holds one rank's workers: the others say that they draw other numbers, and how not to."""
 
     def make(rank, workers=2):
@@ -157,7 +157,7 @@ def collected(samples):
     return samples
 
 
-def test_the_place_of_an_iterable_is_this_ranks(monkeypatch):
+def test_an_iterables_place_of_another_rank_is_refused(monkeypatch):
     """Another rank, another number of workers, or data without a place: an error that says what to do."""
     monkeypatch.setenv("RANK", "0")
 
@@ -173,7 +173,7 @@ def test_the_place_of_an_iterable_is_this_ranks(monkeypatch):
         made().load_state_dict({**state, "facts": {**state["facts"], "rank": 1}})
 
 
-def test_what_cannot_be_exact_is_said_at_once(caplog):
+def test_a_loader_that_cannot_be_exact_is_one_warning_when_made(caplog):
     """One warning when the loader is made, with its name, the reason and the remedy."""
 
     class Plain(IterableDataset):
@@ -190,7 +190,7 @@ def test_what_cannot_be_exact_is_said_at_once(caplog):
     assert "skip='read'" in caplog.text
 
 
-def test_the_last_batches_can_be_taken_back():
+def test_a_loaders_place_can_go_back_by_batches_not_yet_trained_on():
     """A framework has taken more batches than training was given: the place before them, workers and all."""
     for data, more in ((Lines(draws=True), {}), (Draws(), {"shuffle": True})):
         make = lambda data=data, more=more: resumable(  # noqa: E731
@@ -210,7 +210,7 @@ def test_the_last_batches_can_be_taken_back():
             assert list(again) == whole[9 - unseen :]
 
 
-def test_reading_again_says_how_long_it_took(caplog, capsys):
+def test_reading_batches_again_shows_progress_and_logs_its_time(caplog, capsys):
     """A progress bar, and one line in the log."""
     loader = resumable(DataLoader(range(SIZE), batch_size=4), skip="read")
     given = iter(loader)
@@ -226,7 +226,7 @@ def test_reading_again_says_how_long_it_took(caplog, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_streams_of_hugging_face(workers, caplog):
+def test_streams_of_hugging_face_resume_exactly(workers, caplog):
     """``datasets.IterableDataset`` in shards, with a map that draws: exact in this epoch, and the next one is whole."""
     datasets = pytest.importorskip("datasets")
 
@@ -245,7 +245,7 @@ def test_streams_of_hugging_face(workers, caplog):
     is_exact(lambda: make(buffer=5, skip="read"), (3,))
 
 
-def test_a_data_set_that_wants_to_be_asked_otherwise(caplog):
+def test_a_data_set_whose_state_needs_its_own_loader_has_no_place(caplog):
     """litdata's ``state_dict`` takes what only its own loader knows: such a one has no place for a stock loader."""
 
     class Asks(IterableDataset):

@@ -34,7 +34,7 @@ def model_of(state):
 @pytest.mark.parametrize("comes", [observed, masked, scored])
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("whole", [False, True], ids=["its own file", "among others"])
-def test_what_comes_late_is_no_alarm_and_is_resumed(tmp_path, comes, resumed, whole):
+def test_buffers_that_come_after_the_first_save_are_no_alarm(tmp_path, comes, resumed, whole):
     """An observer, a mask, a score in a module: then, at every save that follows, and in the next job."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
@@ -108,7 +108,7 @@ def test_a_parameter_that_is_trained_later_is_held_to_it(tmp_path):
         assert ckpt.save(2, {"model": model}).result().marked
 
 
-def test_names_are_told_from_those_that_were_there():
+def test_names_of_another_layout_alone_are_not_new():
     """With another layout alone nothing is new: what was finite before is an alarm, and so is what nobody can tell."""
     names = ["best", "w", "state.0.exp_avg"]
     first = Expectation().judge({**FACTS, "layout": "L"}, [], names)
@@ -126,7 +126,7 @@ def test_names_are_told_from_those_that_were_there():
     assert is_sick(later.judge({**FACTS, "layout": "L"}, [{"name": "new", **row}], names))
 
 
-def test_so_many_names_that_they_are_not_kept(monkeypatch):
+def test_with_too_many_names_to_keep_the_models_decide(monkeypatch):
     """Then what the models say decides."""
     monkeypatch.setattr(verdict, "_MOST_FINITE", 2)
     row = {"name": "new", "numbers": 9, "nan": 0, "inf": 1, "pattern": "p"}
@@ -137,7 +137,7 @@ def test_so_many_names_that_they_are_not_kept(monkeypatch):
         assert is_sick(later.judge({**FACTS, "layout": "M"}, [row], ["a", "b", "c", "new"])) == sick
 
 
-def test_what_is_learnt_is_in_the_manifest(tmp_path):
+def test_tensors_learnt_as_infinite_are_noted_in_the_manifest(tmp_path):
     """It is read back as it was, and by releases that know of infinite ones only."""
     with Checkpointer(tmp_path) as ckpt:
         info = ckpt.save(1, {"x": {"a": torch.ones(2), "b": torch.tensor(math.inf)}}).result()

@@ -147,7 +147,7 @@ def test_a_sparse_tensor_is_not_looked_at():
     assert of_file(image, records) == []
 
 
-def test_views_are_looked_at_where_they_lie():
+def test_only_the_elements_of_views_are_looked_at():
     """Two views of one storage: the bytes between them are nobody's, and may be anything."""
     storage = torch.full((100,), math.nan)
     first, second = storage[10:20], storage[50:90].view(8, 5)
@@ -168,7 +168,7 @@ def test_a_tensor_of_mixed_types_keeps_its_own():
     assert [region[:2] for region in of_file(image, records)] == [("floats", "float32")]
 
 
-def test_files_of_other_kinds_have_none():
+def test_json_and_broken_headers_have_no_regions():
     """JSON, and anything that begins like no safetensors header."""
     for content in (b"", b"{}", b"[1, 2]", b"\x00" * 64, b"\xff" * 64):
         assert of_file(memoryview(content), None) == []

@@ -72,7 +72,7 @@ def test_every_bit_pattern_is_read_as_torch_reads_it(name):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_is_sick_is_found_wherever_the_bytes_are_cut(seed):
+def test_sick_numbers_are_found_wherever_the_bytes_are_cut(seed):
     """Several tensors and types, with bytes between them that nobody looks at: counts, names, and one pattern for all cuts."""
     chance = random.Random(seed)
     data, regions, expected = bytearray(), [], {}
@@ -96,7 +96,7 @@ def test_what_is_sick_is_found_wherever_the_bytes_are_cut(seed):
     assert all(one == found[0] for one in found)
 
 
-def test_the_pattern_tells_where_and_what():
+def test_the_pattern_of_sick_numbers_tells_place_and_kind():
     """Another place, or NaN in the place of Inf, is another pattern; other finite numbers are not."""
 
     def pattern(tensor):

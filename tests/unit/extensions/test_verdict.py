@@ -38,7 +38,7 @@ def test_a_buffer_may_become_less_infinite_or_another_one():
     assert is_sick(Expectation(**LATER, fixed=["mask"]).judge(grown, [row("weight", inf=9)]))
 
 
-def test_what_nobody_knows_may_be_infinite_from_the_first_save_on():
+def test_tensors_of_no_known_module_may_be_infinite_from_the_first_save():
     """A score in a dict of one's own, the mask of a module whose state dict alone is saved: as long as it stays so."""
     first = Expectation(trained=["head.weight"])
     found = first.judge(FACTS, [row("best", inf=1), row("model.mask", inf=3)])
@@ -59,12 +59,12 @@ def test_what_nobody_knows_may_be_infinite_from_the_first_save_on():
         (Expectation(**LATER, fixed=["mask"]), row("mask", inf=1)),
     ],
 )
-def test_what_is_never_learnt(expected, sick):
+def test_parameters_nan_and_finite_tensors_are_never_learnt(expected, sick):
     """Parameters, NaN, and what was finite before."""
     assert is_sick(expected.judge(FACTS, [sick]))
 
 
-def test_the_worst_come_first_and_not_all_are_named():
+def test_the_worst_twenty_sick_tensors_are_named():
     """Twenty by name, all of them counted; three in words."""
     found = Expectation().judge(FACTS, [row(f"t{number}", nan=number) for number in range(1, 31)])
     assert [one["name"] for one in found["sick"][:3]] == ["t30", "t29", "t28"]
@@ -94,7 +94,7 @@ def test_a_jump_is_told_from_growth():
     assert not is_sick(Expectation(norm=0.0, norm_jump=10.0, layout="L").judge(FACTS, []))
 
 
-def test_what_is_known_is_of_the_last_healthy_save():
+def test_norms_are_compared_with_those_of_the_last_healthy_save():
     """A sick one teaches nothing but its masks; a resume begins with what the manifest says."""
     known = Known()
     known.fixed = ["mask"]
@@ -111,7 +111,7 @@ def test_what_is_known_is_of_the_last_healthy_save():
     assert (told.norm, told.fixed, list(told.learnt["mask"])) == (2.0, ["mask"], ["p", 1])
 
 
-def test_names_that_are_ignored():
+def test_tensors_whose_names_match_ignored_patterns_are_not_judged():
     """Patterns are of whole names within a file."""
     regions = [Region(name, "float32", 0, 4) for name in ("callbacks.x.score", "state_dict.callbacks", "w")]
     left = Expectation(ignored=("callbacks.*", "*.mask")).regions(regions)

@@ -128,7 +128,7 @@ def test_other_tools_find_the_archive_in_order(tmp_path):
         assert done.returncode == 0, done.stdout
 
 
-def test_an_archive_larger_than_four_gigabytes(tmp_path):
+def test_an_archive_beyond_4_gib_is_read_by_torch_and_zipfile(tmp_path):
     """Sizes and offsets beyond 32 bits: zip64, read back by torch and zipfile (the payload is sparse zeros)."""
     size = (1 << 32) + 10
     records, pieces, at = [], [], 0
@@ -268,7 +268,7 @@ class Custom:
         ({"a": torch.nn.Linear(1, 1)}, "state['x']['a']", "Linear"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_by_name(state, where, words):
+def test_objects_that_weights_only_refuses_are_refused_at_the_save_by_name(state, where, words):
     """An object that weights_only loading would refuse is refused before anything is written, and named."""
     with pytest.raises(StateError) as caught:
         torch_archive.torch_image("x.pt", state, strict=True, key="state['x']")

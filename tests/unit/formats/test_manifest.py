@@ -88,14 +88,14 @@ def test_a_missing_or_mistyped_field_is_damage(tmp_path, key):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": "other"}', "\0\0\0"])
-def test_what_is_not_a_manifest_is_not_taken_for_one(tmp_path, text):
+def test_empty_and_foreign_files_are_not_taken_for_a_manifest(tmp_path, text):
     """Empty, cut off, foreign: an error, never a guess."""
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises((CorruptCheckpointError, UnsupportedFormatError)):
         read_manifest(tmp_path)
 
 
-def test_entries_are_values():
+def test_manifests_compare_by_value_and_are_immutable():
     """Manifests compare by value and cannot be changed after the fact."""
     entry = FileEntry(path="a", size_bytes=1, xxh3_128="0" * 32, rank=0)
     assert dataclasses.replace(entry) == entry

@@ -136,7 +136,7 @@ def test_an_archive_with_code_in_it_is_refused(archive):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_nested_tensors_go_torchs_own_way():
+def test_nested_tensors_are_pickled_by_torchs_own_code():
     """They claim to be strided and have no sizes."""
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     assert torch_image("x.pt", {"n": nested}, strict=False, key="x").tensors
@@ -155,7 +155,7 @@ def test_safetensors_lie_in_memory_and_are_apart():
     assert loaded["b"].equal(one.t())
 
 
-def test_an_archive_of_ours_in_memory(tmp_path):
+def test_an_archive_planned_in_memory_is_parsed_from_its_file(tmp_path):
     """What ``torch_image`` plans, ``parse_archive`` reads from the file."""
     buffer = SharedBuffer()
     image = torch_image("x.pt", zoo(), strict=True, key="x")

@@ -77,7 +77,7 @@ def test_a_model_that_lost_memory_is_refused_at_any_save(tmp_path, snapshot, par
     ],
     ids=["tensor", "per rank", "nested", "parameter", "view", "odd type", "two of one address"],
 )
-def test_data_that_lost_memory_is_refused(tmp_path, value, where):
+def test_a_tensor_in_data_that_lost_memory_is_refused_by_place(tmp_path, value, where):
     """The error names the place in the state."""
     with Checkpointer(tmp_path) as ckpt, pytest.raises(StateError, match=where):
         ckpt.save(1, {"alone": value})
@@ -132,7 +132,7 @@ def test_a_module_without_shapes_is_resumed(tmp_path):
         assert torch.equal(lazy.weight, saved.weight)
 
 
-def test_every_other_way_to_a_file_refuses_it(tmp_path):
+def test_exports_and_adapters_files_refuse_a_tensor_without_memory(tmp_path):
     """Exports, what adapters write with torch's format, and files that are written at once."""
     bad = {"fine": torch.ones(2), "bad": short(torch.ones(2))}
     bad["bad"].untyped_storage().resize_(0)
@@ -154,7 +154,7 @@ def test_every_other_way_to_a_file_refuses_it(tmp_path):
     assert not (tmp_path / "e").exists()
 
 
-def test_what_is_not_saved_is_not_looked_at_either():
+def test_an_unsaved_parameter_without_memory_fails_no_save():
     """A parameter without memory is not watched for changes while the others are copied."""
     model, optimizer = trained()
     short(model.first.weight.data, 0)
@@ -196,7 +196,7 @@ class Wrapped(torch.Tensor):
         torch.as_strided(torch.ones(6), (2, 2), (4, 1), 0),
     ],
 )
-def test_what_has_its_memory_is_not_refused(tensor):
+def test_odd_tensors_that_have_their_memory_are_not_refused(tensor):
     """Views, expanded, empty and odd tensors; of those that keep their values elsewhere nothing is claimed."""
     assert not is_short(tensor)
 

@@ -147,14 +147,14 @@ def test_a_file_in_the_way_is_named(tmp_path, make):
     assert not path.is_dir()
 
 
-def test_discarding_takes_only_what_is_there(workspace):
+def test_discarding_a_checkpoint_that_is_gone_is_no_error(workspace):
     """What is deleted is renamed away first; what is gone already is no error."""
     (workspace.path / "step-1").mkdir()
     assert workspace.discard([workspace.path / "step-1", workspace.path / "step-2"]) == [workspace.path / "step-1"]
     assert not any(workspace.trash.iterdir())
 
 
-def test_quarantine_keeps_what_it_is_given(workspace):
+def test_quarantine_keeps_two_checkpoints_of_one_name(workspace):
     """Two damaged checkpoints of one name are both kept."""
     for word in ("a", "b"):
         (workspace.path / "step-1").mkdir()
@@ -163,7 +163,7 @@ def test_quarantine_keeps_what_it_is_given(workspace):
     assert sorted((path / "f").read_text() for path in workspace.quarantined()) == ["a", "b"]
 
 
-def test_the_holder_is_told_to_people(workspace):
+def test_the_record_of_a_lock_can_be_read_by_people(workspace):
     """The lock is a record that a person can read."""
     record = json.loads((workspace.hidden / "lock").read_text())
     assert (record["host"], record["pid"]) == (socket.gethostname(), os.getpid())
@@ -210,7 +210,7 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch, ca
         assert [path.parent for path in exp.rglob("f")] == [final]
 
 
-def test_what_was_moved_aside_outlives_the_tidying_up(tmp_path):
+def test_tidying_up_a_failed_replacement_keeps_the_only_copy(tmp_path):
     """A replacement that failed half-way: tidying up after it does not delete the only copy, and the next start restores it."""
     workspace = FileHome(tmp_path, lease_s=60)
     workspace.open()
@@ -240,7 +240,7 @@ def test_a_record_that_cannot_be_written_gives_the_lock_back(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("name", ["", "pending", "staging", "trash", "quarantine"])
-def test_what_a_link_leads_to_is_not_swept(tmp_path, name):
+def test_a_hidden_folder_that_is_a_link_is_refused_and_not_swept(tmp_path, name):
     """A hidden folder that is a link is refused by name: sweeping it would delete somebody else's files."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -281,7 +281,7 @@ def test_a_name_that_cannot_be_is_a_directory_error(tmp_path):
         FileHome(tmp_path / ("n" * 300), lease_s=60.0).open()
 
 
-def test_what_was_made_and_is_empty_goes_at_the_end(tmp_path):
+def test_a_directory_that_nothing_was_saved_into_is_removed_at_the_end(tmp_path):
     """A directory that nothing was saved into leaves no trace, one that was there stays, and what somebody put there, too."""
     workspace = FileHome(tmp_path / "a/b/exp", lease_s=6)
     workspace.open()

@@ -55,7 +55,7 @@ def storage(request, tmp_path):
     return InObjects(open_place(url, StorageOptions(give_up_after_s=5, request_timeout_s=2)))
 
 
-def test_the_dead_holders_own_lease_counts(storage):
+def test_a_dead_holders_own_lease_is_waited_for(storage):
     """Whoever comes with a longer or a shorter lease waits as long as the holder promised to show itself."""
     for other in (1.0, 300.0):
         storage.record(of_elsewhere(lease_s=3.0))
@@ -67,7 +67,7 @@ def test_the_dead_holders_own_lease_counts(storage):
         lock.release()
 
 
-def test_alive_is_said_where_it_was_seen(storage):
+def test_a_holder_that_changes_its_record_is_refused_as_alive(storage):
     """A holder elsewhere that changes its record while it is watched is refused as alive, at its first sign."""
     lease = of_elsewhere(lease_s=6.0)
     storage.record(lease)
@@ -81,7 +81,7 @@ def test_alive_is_said_where_it_was_seen(storage):
     assert (caught.value.host, caught.value.pid) == ("elsewhere", 1)
 
 
-def test_another_job_that_was_faster_has_its_own_lease(storage):
+def test_a_faster_jobs_lease_begins_anew_for_those_who_wait(storage):
     """The record names another holder while it is watched: what the first one did not show counts nothing against it."""
     storage.record(of_elsewhere(lease_s=2.0))
     timer = threading.Timer(1.0, lambda: storage.record(of_elsewhere(token="cd", lease_s=2.0)))
@@ -102,7 +102,7 @@ def test_without_patience_the_rest_of_the_lease_is_told(storage):
     assert caught.value.host == "elsewhere"
 
 
-def test_the_same_process_is_told_that_it_has_it(storage):
+def test_a_process_that_opens_a_directory_twice_is_refused(storage):
     """And has it again as soon as it has given it back."""
     first, second = storage.lock(), storage.lock()
     first.acquire()
@@ -117,7 +117,7 @@ def test_the_same_process_is_told_that_it_has_it(storage):
     assert not second.is_held
 
 
-def test_what_this_process_could_not_give_back_is_taken_at_once(storage, monkeypatch):
+def test_a_record_this_process_could_not_give_back_is_taken_at_once(storage, monkeypatch):
     """The storage refused when it was given back: the record names this process, which holds it no more."""
     lock = storage.lock()
     lock.acquire()

@@ -123,7 +123,7 @@ def test_an_outage_longer_than_the_lease_ends_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("left", ["a dead process", "nobody"])
-def test_one_of_many_gets_it(tmp_path, left):
+def test_one_of_eight_contenders_gets_a_dead_processs_lock(tmp_path, left):
     """Eight contenders for the lock of a dead process, or of one that was killed before it wrote its name: one has it, and
     the others are refused by its name.
     """
@@ -162,7 +162,7 @@ def test_a_lock_file_that_says_nothing_is_taken_over(tmp_path, left):
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/null", path)])
-def test_what_is_no_file_neither_blocks_nor_misleads(tmp_path, make):
+def test_a_folder_pipe_or_link_in_the_place_of_the_lock_is_moved_away(tmp_path, make):
     """A directory, a pipe or a link in the place of the lock is moved out of the way."""
     make(tmp_path / "lock")
     lock = lock_in(tmp_path, lease_s=2.0)
@@ -202,7 +202,7 @@ def test_a_stopped_process_of_this_machine_is_named(tmp_path):
             lock_in(tmp_path, lease_s=2.0).acquire(patience_s=1)
 
 
-def test_a_disk_that_refuses_says_so(tmp_path):
+def test_a_disk_that_refuses_the_lock_file_is_a_typed_error(tmp_path):
     """No lock without a lock file: a typed error with the errno, and nothing is held."""
     lock = lock_in(tmp_path / "missing", lease_s=2.0, subject=tmp_path)
     with pytest.raises(DirectoryError) as caught:
@@ -214,7 +214,7 @@ def test_a_disk_that_refuses_says_so(tmp_path):
     assert Path(tmp_path / "missing").exists()
 
 
-def test_what_killed_contenders_left_is_swept(tmp_path):
+def test_lock_files_left_by_killed_contenders_are_swept(tmp_path):
     """Half-made locks and such that were being taken away: gone with the next start; the end leaves nothing."""
     for number in range(3):
         (tmp_path / f"lock.{number:032x}").write_bytes(of_elsewhere().to_bytes())

@@ -42,7 +42,7 @@ def state(value):
 FILES, PARTS = 2, 2  # of such a state: two files of one part each
 
 
-def test_the_table_of_the_page_is_right(count, bucket):
+def test_the_table_of_requests_in_the_page_is_what_a_proxy_counts(count, bucket):
     """Opening, saving, deleting and resuming take as many requests as the page says, for several numbers of checkpoints."""
     costs, found = said(), []
     save, per_file, _, per_copy = costs["a save"]

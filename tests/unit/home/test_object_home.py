@@ -63,7 +63,7 @@ def names(place):
     return sorted(one.manifest.name for one in list_objects(place) if one.manifest is not None)
 
 
-def test_the_head_survives_as_a_value():
+def test_a_head_comes_back_from_its_bytes_as_it_was():
     """Every change is another version; what is no head of ours, or newer, is None."""
     lease = own_lease(token="t", started_at="now", lease_s=1.0)
     head = Head().taken(lease).announced("a", 7).announced("b", 9).deleting(["b", "c"]).settled(["a"]).quarantining("d")
@@ -133,7 +133,7 @@ def test_a_commit_before_the_takeover_counts(place, monkeypatch):
     second.close()
 
 
-def test_many_take_one_head(place, monkeypatch):
+def test_one_of_sixteen_that_start_at_once_owns_the_head(place, monkeypatch):
     """Of sixteen that start at the same time exactly one owns it, also when they take over from a dead one."""
     monkeypatch.setattr(object_lock, "fate_of_process", lambda lease: "dead" if lease.token == gone else "alive")
     gone = ""
@@ -230,7 +230,7 @@ def test_a_delayed_request_brings_nothing_back(place, monkeypatch):
     assert place.bucket.entries(old.key) == []
 
 
-def test_a_damaged_one_is_kept_aside(place):
+def test_a_damaged_checkpoint_in_a_store_is_kept_in_quarantine(place):
     """In quarantine it is no candidate, and stays; a manifest that was altered is reported, not believed."""
     root = opened(place)
     folder, _ = save(root, 1)
@@ -263,7 +263,7 @@ def test_a_head_that_was_deleted_or_damaged_is_begun_anew(place):
     again.close()
 
 
-def test_folders_of_others_stay(place, caplog):
+def test_folders_of_other_programs_are_not_deleted(place, caplog):
     """Another program's folders may have names like ours: the first job at an address, and later ones, leave them alone."""
     theirs = ["worker.3f2504e04f89/log.txt", "worker.3f2504e04f89/manifest.json", "data.0123456789ab/part"]
     for key in theirs:
@@ -276,7 +276,7 @@ def test_folders_of_others_stay(place, caplog):
     assert [one for one in caplog.messages if "data.0123456789ab" in one]
 
 
-def test_more_is_deleted_than_a_head_remembers(place, monkeypatch):
+def test_a_kill_within_120_deletions_leaves_no_file_without_a_manifest(place, monkeypatch):
     """120 checkpoints are deleted at once, and the job dies in between: what has no manifest any more has no files either."""
     root = opened(place)
     folders = [save(root, step)[0] for step in range(120)]
@@ -320,7 +320,7 @@ def test_a_commit_that_came_through_late_stays(place, monkeypatch):
     root.close()
 
 
-def test_what_this_process_could_not_give_back_is_free(place, monkeypatch):
+def test_a_prefix_this_process_could_not_give_back_can_be_opened_again(place, monkeypatch):
     """The store was away when the directory was closed: the same process may open it again at once."""
     root = opened(place)
     with monkeypatch.context() as away:
@@ -345,7 +345,7 @@ def test_a_hanging_request_does_not_cost_the_directory(bucket, elsewhere, monkey
         root.close()
 
 
-def test_a_child_that_was_forked_is_told_so(place):
+def test_a_request_in_a_forked_child_raises_forked_error(place):
     """It has none of the client's threads: an error, and no wait without end."""
     place.bucket.overwrite((place / "x").key, b"x")
     read, write = os.pipe()
@@ -360,7 +360,7 @@ def test_a_child_that_was_forked_is_told_so(place):
     assert b"forked child" in os.read(read, 1000)
 
 
-def test_gravestones_go_after_a_week(place, monkeypatch):
+def test_tombstones_are_deleted_after_a_week(place, monkeypatch):
     """No request is on its way for so long."""
     root = opened(place)
     folder, _ = save(root, 1, commit=False)

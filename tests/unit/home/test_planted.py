@@ -20,7 +20,7 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("kind", ["link", "hard link", "pipe", "directory"])
-def test_a_job_saves_and_resumes_and_touches_nothing_else(tmp_path, kind):
+def test_a_job_touches_nothing_behind_links_planted_in_its_hidden_folder(tmp_path, kind):
     """Links, second names, pipes and folders in every place of the hidden folder."""
     run, victim = tmp_path / "run", tmp_path / "victim"
     (victim / "step-00000009").mkdir(parents=True)
@@ -55,7 +55,7 @@ def test_a_job_saves_and_resumes_and_touches_nothing_else(tmp_path, kind):
     assert contents(victim) == before
 
 
-def test_a_pipe_in_the_place_of_what_was_seen_is_not_waited_for(tmp_path):
+def test_a_pipe_in_the_place_of_the_seen_record_is_not_waited_for(tmp_path):
     """A waiting job keeps there when it first saw the lock."""
     os.mkfifo(tmp_path / "lock.seen")
     facts = {"token": "x", "host": "elsewhere", "pid": 1, "started_at": "2020-01-01", "kernel": "k", "namespace": 1}

@@ -31,7 +31,7 @@ counts = st.one_of(st.none(), st.integers(1, 5))
 
 
 @given(infos, counts, counts, st.sampled_from(["min", "max"]), st.one_of(st.none(), st.integers(1, 10)))
-def test_what_a_rule_keeps_is_kept_and_the_newest_always(found, last, top, mode, every):
+def test_retention_keeps_the_newest_and_what_any_rule_keeps(found, last, top, mode, every):
     """No policy ever deletes the newest checkpoint, or one that any of its rules keeps; the rest goes."""
     policy = Retention(keep_last=last, keep_best=top, metric="loss", mode=mode, keep_every_steps=every)
     gone = {i.sequence for i in to_delete(found, policy)}
@@ -60,7 +60,7 @@ def test_an_abandoned_future_does_not_outlive_its_rewind():
 
 
 @given(st.lists(st.integers(0, 1000), unique=True, max_size=12), st.integers(-1, 6), st.integers(-1, 11))
-def test_rotation_is_that_of_the_trainer(sequences, limit, best):
+def test_rotation_of_a_trainer_keeps_newest_and_best_within_the_limit(sequences, limit, best):
     """For any history: never the newest, never the best, no more than the limit otherwise, the oldest first."""
     committed = [
         CheckpointInfo(
@@ -85,7 +85,7 @@ def test_rotation_is_that_of_the_trainer(sequences, limit, best):
     assert all(old.sequence < min(p.sequence for p in plain) for old in gone) if plain else True
 
 
-def test_the_catalog_decides_with_the_policy(tmp_path):
+def test_retention_keeps_what_a_pointer_names_or_another_job_saved(tmp_path):
     """What a pointer names stays, as does what is of another job now; what goes is forgotten; a list needs no catalog."""
     made = [_committed(tmp_path / f"step-{n}", n) for n in range(1, 6)]
     (tmp_path / "latest").write_text("step-2\n")

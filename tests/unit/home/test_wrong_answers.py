@@ -148,7 +148,7 @@ def test_an_old_list_is_no_answer(bucket, proxy, place, briefly, lacking):
     assert resumed(bucket) == 3
 
 
-def test_what_was_committed_by_a_killed_job_is_missed_too(bucket, proxy, place, monkeypatch):
+def test_an_old_list_without_a_killed_jobs_commit_is_noticed(bucket, proxy, place, monkeypatch):
     """It died before its head said so: both the next owner and who only looks know of it all the same."""
     run(bucket, 1)
     root = opened(place)
@@ -275,7 +275,7 @@ def test_one_wrong_read_condemns_no_checkpoint(bucket, place, proxy, tmp_path, w
     assert read_head(place).quarantined == ()
 
 
-def test_one_wrong_no_is_not_believed(bucket, place, proxy, monkeypatch):
+def test_a_manifest_said_once_not_to_be_there_is_asked_for_again(bucket, place, proxy, monkeypatch):
     """A folder whose manifest is said not to be there, once, is no folder that nobody knows; gc would delete it."""
     run(bucket, 1)
     (folder,) = folders_of(place)
@@ -285,7 +285,7 @@ def test_one_wrong_no_is_not_believed(bucket, place, proxy, monkeypatch):
     assert (listing.unknown, len(listing.standing.usable)) == ((), 1)
 
 
-def test_what_was_uploaded_is_looked_for_twice(bucket, proxy):
+def test_an_upload_that_one_list_lacks_fails_no_save(bucket, proxy):
     """One list that does not have it yet fails no save."""
     with Checkpointer(bucket.url()) as ckpt:
         empty = Liar(lambda record: "list-type" in record.path and "step-" in record.path, without_contents)
@@ -369,7 +369,7 @@ def test_a_replaced_owner_that_wakes_up_names_the_new_one(bucket, place, proxy, 
     again[0].close()
 
 
-def test_what_is_said_to_be_gone_once_is_sent(bucket, proxy):
+def test_an_object_that_the_store_cannot_find_to_copy_is_sent(bucket, proxy):
     """The store does not find what it should copy, or the copy: the bytes are read and sent, and the save is whole."""
     frozen = torch.nn.Linear(600, 600).requires_grad_(requires_grad=False)
     with Checkpointer(bucket.url()) as ckpt:

@@ -223,7 +223,7 @@ def test_a_restarted_run_still_says_when_it_last_committed(tmp_path):
         b'safe_ckpt_last_committed_step{run="exp"} soon\nsafe_ckpt_last_committed_timestamp_seconds{run="exp"} -+\n',
     ],
 )
-def test_what_else_lies_there_is_passed_over(tmp_path, left):
+def test_a_textfile_with_other_content_is_passed_over(tmp_path, left):
     """Bytes of anybody, another run's numbers, and numbers that cannot be: neither an error nor a gauge."""
     path = tmp_path / "exp.prom"
     path.write_bytes(left)
@@ -301,7 +301,7 @@ def test_a_failed_save_is_a_span_with_an_error(telemetry):
     assert spans["save"].attributes["safe_ckpt.missing_ranks"] == (1,)
 
 
-def test_the_meter_counts(telemetry):
+def test_the_meter_counts_saves_bytes_and_respawns(telemetry):
     """Saves by outcome, bytes, respawns, and how long it took."""
     hook, _, reader = telemetry
     tell(hook, [*save(5), *save(6), *save(7, failed=True), Respawned(rank=0, pid=1, ended="died")])
@@ -342,7 +342,7 @@ def test_without_opentelemetry_the_error_says_what_to_install(monkeypatch):
     assert asked_for(Telemetry()) == []
 
 
-def test_scalars_are_put_by_until_asked_for():
+def test_scalars_are_kept_until_a_tracker_asks_for_them():
     """By name and once; counts go on; what nobody asks for does not pile up."""
     hook = ScalarsHook()
     tell(hook, [*save(1, failed=True), Respawned(rank=0, pid=1, ended="died"), *save(2), *save(3, size=0)])

@@ -38,7 +38,7 @@ def left_by(target, **facts):
     ],
     ids=["a recycled pid", "another pod of this host's name", "another machine of this host's name"],
 )
-def test_its_end_is_known_by_its_lease(source, tmp_path, facts, stays):
+def test_a_killed_restore_is_known_to_be_over_by_its_lease(source, tmp_path, facts, stays):
     """A pid proves nothing without the start of its process, nor does a host's name."""
     target = tmp_path / "target"
     folder = left_by(target, **{"pid": os.getpid(), **facts})
@@ -47,7 +47,7 @@ def test_its_end_is_known_by_its_lease(source, tmp_path, facts, stays):
     assert folder.exists() is stays
 
 
-def test_one_that_is_alive_stays(source, tmp_path):
+def test_a_live_restore_into_the_same_folder_is_left_alone(source, tmp_path):
     """Another restore into the same folder, at the same time; then nothing but the files is there."""
     target = tmp_path / "target"
     folder = left_by(target)

@@ -19,7 +19,7 @@ from small_runs import QUICK, config, steps
 
 from kit import warm
 from kit.inside import writer_of
-from kit.patience import wait_until
+from kit.patience import scaled, wait_until
 from kit.states import EVERYTHING, same
 from safe_ckpt import (
     CheckpointConfig,
@@ -101,7 +101,7 @@ def test_changing_everything_after_save_changes_nothing_on_disk(tmp_path):
             same({"t": torch.ones(100), "n": [1, (2,)]}, target["extra"])
 
 
-def test_retention_keeps_what_it_promises(tmp_path):
+def test_retention_keeps_last_best_and_every_nth_and_deletes_the_rest(tmp_path):
     """Last, best and every n-th stay, the rest goes; nothing is left in the hidden folder."""
     policy = Retention(keep_last=2, keep_best=1, metric="loss", keep_every_steps=4)
     with Checkpointer(tmp_path, config(retention=policy)) as ckpt:
@@ -225,7 +225,7 @@ def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path):
 
 
 @needs_root
-def test_a_disk_that_fills_up_while_writing(tmp_path):
+def test_a_disk_that_fills_up_within_a_file_fails_the_save_by_name(tmp_path):
     """ENOSPC in the middle of a file: the same named error, no pending left, the next save works once there is room."""
     with small_disk(tmp_path / "disk", "6m") as disk:
         with Checkpointer(disk, config(writer=WriterConfig(chunk_bytes=4096, flush_every_bytes=4096))) as ckpt:
@@ -270,7 +270,7 @@ def test_the_error_of_a_save_is_told_once(tmp_path):
     assert steps(tmp_path) == ["step-00000000", "step-00000003"]
 
 
-def test_warn_goes_on_until_too_many(tmp_path, caplog):
+def test_on_failure_warn_raises_after_max_consecutive_failures(tmp_path, caplog):
     """on_failure="warn": training goes on, with a warning each; after max_consecutive_failures it raises."""
     with Checkpointer(tmp_path, config(on_failure="warn", max_consecutive_failures=3)) as ckpt:
         (tmp_path / ".safe_ckpt/pending").rmdir()
@@ -311,7 +311,7 @@ def test_leaving_the_block_finishes_what_is_in_flight(tmp_path):
 
 
 @pytest.mark.slow
-def test_busy_can_mean_skip(tmp_path):
+def test_on_busy_skip_starts_no_save_beside_another(tmp_path):
     """on_busy="skip": a save while another is in flight is not started, and its handle says so."""
     slow = WriterConfig(direct_io="off", chunk_bytes=4096, flush_every_bytes=4096)
     with Checkpointer(tmp_path, config(on_busy="skip", writer=slow)) as ckpt:
@@ -324,7 +324,7 @@ def test_busy_can_mean_skip(tmp_path):
     assert steps(tmp_path) == ["step-00000001", "step-00000003"]
 
 
-def test_two_may_be_in_flight(tmp_path):
+def test_two_saves_in_flight_are_committed_in_order(tmp_path):
     """max_in_flight=2: two snapshots are held and both come out right, in order."""
     with Checkpointer(tmp_path, config(max_in_flight=2)) as ckpt:
         handles = [ckpt.save(step, {"w": {"t": torch.full((500_000,), float(step))}}) for step in range(6)]
@@ -372,7 +372,7 @@ def test_a_save_that_moves_bytes_is_not_given_up_at_the_end(tmp_path, how, where
     """It takes longer than shutdown_s, in the writer process and in this one: committed, but after an exception given up."""
     failed = how == "raises"
     # Four thousand flushes take longer than either; a busy machine may let none through for 0.05 s.
-    shutdown_s = "0.05" if failed else "0.5"
+    shutdown_s = "0.05" if failed else str(scaled(0.5))
     done = run_program("ends_while_bytes_move", str(tmp_path / "exp"), shutdown_s, where, how, finalize=True)
     assert done.returncode == int(failed), done.stderr
     assert steps(tmp_path / "exp") == ([] if failed else ["step-00000001"]), done.stderr
@@ -419,7 +419,7 @@ def test_names_that_stand_for_another_items_file_are_refused(tmp_path):
         ckpt.save(1, {"a": PerRank(1), "a.rank00000": 2})
 
 
-def test_what_python_cannot_write_down_is_refused_by_name(tmp_path):
+def test_huge_numbers_and_lists_within_themselves_are_refused_by_name(tmp_path):
     """A number of thousands of digits, a list that holds itself."""
     loop = []
     loop.append(loop)
@@ -465,7 +465,7 @@ def test_a_fork_of_the_trainer_does_not_keep_the_writer_alive(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_one_that_is_forgotten_ends_by_itself(tmp_path):
+def test_a_checkpointer_out_of_scope_commits_and_frees_its_directory(tmp_path):
     """Out of scope without close(): what was in flight is committed, the writer gone, the directory free."""
     ckpt = Checkpointer(tmp_path, config())
     ckpt.save(1, {"m": {"w": torch.zeros(3_000_000)}})

@@ -23,7 +23,7 @@ def save(path):
     return save_archive({"x": 1}, path, sequence=one_shot.sequence_beside(path)).sequence
 
 
-def test_each_is_newer_than_those_before_it_whatever_the_clock_says(tmp_path, monkeypatch):
+def test_each_file_saved_is_newer_than_those_before_whatever_the_clock(tmp_path, monkeypatch):
     """A process saves files beside each other, and the clock goes back each time."""
     newest = 0
     for number in range(3):
@@ -35,7 +35,7 @@ def test_each_is_newer_than_those_before_it_whatever_the_clock_says(tmp_path, mo
     assert [candidate.path.name for candidate in found] == ["2.ckpt", "1.ckpt", "0.ckpt"]
 
 
-def test_a_file_between_the_saves_of_a_job(tmp_path, new_process, monkeypatch):
+def test_a_jobs_next_save_is_newer_than_a_file_saved_beside_it(tmp_path, new_process, monkeypatch):
     """The job's next save is newer. Where no job was, the clock tells, and a process does not contradict itself."""
     held = tmp_path / "held"
     with Checkpointer(held, CheckpointConfig(record_events=False)) as ckpt:
@@ -50,7 +50,7 @@ def test_a_file_between_the_saves_of_a_job(tmp_path, new_process, monkeypatch):
     assert not (tmp_path / ".safe_ckpt").exists()
 
 
-def test_those_who_do_not_know_of_each_other_have_one_order(tmp_path, new_process):
+def test_processes_that_know_nothing_of_each_other_save_in_one_order(tmp_path, new_process):
     """Several jobs and processes, one after the other: what is saved after is newer."""
     before = save(tmp_path / "manual/a.ckpt")
     with Checkpointer(tmp_path) as ckpt:
@@ -63,7 +63,7 @@ def test_those_who_do_not_know_of_each_other_have_one_order(tmp_path, new_proces
     assert save(tmp_path / "c.ckpt") > last
 
 
-def test_of_equal_numbers_the_later_one_is_the_newer(tmp_path):
+def test_of_two_saves_with_equal_numbers_the_later_one_is_newer(tmp_path):
     """A job and another process that saved at the same moment gave out one number."""
     save_archive({"x": 1}, tmp_path / "b.ckpt", sequence=5)
     time.sleep(0.002)  # the manifest has milliseconds

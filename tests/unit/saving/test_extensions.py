@@ -71,7 +71,7 @@ def test_an_extension_that_raises_at_every_moment_costs_no_save(tmp_path, monkey
     assert "this goes on without it" in caplog.text
 
 
-def test_what_an_extension_refuses_at_the_opening_is_raised(tmp_path, monkeypatch):
+def test_settings_that_an_extension_refuses_are_raised_at_the_opening(tmp_path, monkeypatch):
     """Settings that it cannot work with end the opening, and the directory is free again."""
 
     class Refusing(Extension):
@@ -103,7 +103,7 @@ class Keeping(Extension):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_an_extension_needed_goes_at_the_end(tmp_path, monkeypatch, fails):
+def test_checkpoints_that_an_extension_needed_are_deleted_at_the_end(tmp_path, monkeypatch, fails):
     """And whatever goes wrong with that, the directory is given back."""
     keeping = Keeping()
     monkeypatch.setattr(checkpointer, "assemble", lambda _: [keeping])

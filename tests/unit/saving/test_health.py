@@ -84,7 +84,7 @@ def test_nothing_resumes_from_a_marked_one_and_the_healthy_ones_stay(tmp_path, w
         assert not job.model.layer.weight.isfinite().all()
 
 
-def test_the_optimizer_is_looked_at_too(tmp_path):
+def test_an_infinite_number_in_the_optimizer_marks_the_checkpoint(tmp_path):
     """A second moment that is infinite stops the training of one weight for good, and no loss shows it."""
     job = Job()
     with Checkpointer(tmp_path, config()) as ckpt:
@@ -95,7 +95,7 @@ def test_the_optimizer_is_looked_at_too(tmp_path):
     assert [row["name"] for row in facts["sick"]] == ["state.0.exp_avg_sq"]
 
 
-def test_what_is_infinite_by_design_is_learnt(tmp_path):
+def test_masks_that_are_infinite_by_design_are_no_alarm(tmp_path):
     """Masks and frozen weights are no alarm, also after a restart, until they change; a new NaN in a buffer is one."""
     for begin in (1, 3):
         job = Job()
@@ -138,7 +138,7 @@ def test_stop_ends_training_after_the_commit(tmp_path):
 
 
 @pytest.mark.parametrize("action", ["warn", "off"])
-def test_a_warning_marks_nothing(tmp_path, action, caplog):
+def test_with_warnings_alone_bad_numbers_mark_no_checkpoint(tmp_path, action, caplog):
     """It counts like any other; with "off" the numbers are not looked at."""
     job = Job()
     with Checkpointer(tmp_path, config(action=action)) as ckpt:
@@ -159,7 +159,7 @@ def test_a_norm_that_jumps_is_sick_where_that_is_asked_for(tmp_path):
             assert ckpt.save(2, job.state).result().marked is marked
 
 
-def test_what_is_to_be_ignored_is_not_looked_at(tmp_path):
+def test_tensors_whose_names_are_ignored_raise_no_alarm(tmp_path):
     """By patterns of names within a file."""
     job = Job()
     with Checkpointer(tmp_path, config(ignore=("layer.*",))) as ckpt:
@@ -254,7 +254,7 @@ def test_a_mask_in_a_state_dict_of_ones_own_is_no_alarm(tmp_path):
         assert ckpt.save(3, state).result().marked
 
 
-def test_what_lies_between_the_elements_of_a_tensor_is_not_its_own(tmp_path):
+def test_nan_between_the_elements_of_a_view_is_no_alarm(tmp_path):
     """A column of a matrix whose other columns are NaN."""
     whole = torch.zeros(4, 4)
     whole[:, 1] = math.nan
@@ -295,7 +295,7 @@ def test_a_state_that_is_streamed_is_looked_at(tmp_path):
         assert ckpt.resume(state).step == 1
 
 
-def test_in_an_object_store(bucket, tmp_path):
+def test_bad_numbers_mark_a_checkpoint_in_an_object_store(bucket, tmp_path):
     """The same, with names that no other save has."""
     job = Job()
     with Checkpointer(bucket.url(), config()) as ckpt:

@@ -32,7 +32,7 @@ def exported_elsewhere(ckpt, folder, number):
     ("save", "in_flight", "early"),
     [(saved, 1, 10), (saved, 3, 10), (exported, 1, 10), (exported_elsewhere, 1, MOST + 5)],
 )
-def test_what_is_kept_does_not_depend_on_the_number_of_saves(tmp_path, save, in_flight, early):
+def test_handles_of_finished_saves_do_not_pile_up(tmp_path, save, in_flight, early):
     """Handles of saves that are over go by themselves, without ``wait``; one that the user keeps still answers."""
     settings = config(retention=Retention(keep_last=2), max_in_flight=in_flight)
     with Checkpointer(tmp_path / "checkpoints", settings) as ckpt:
@@ -87,7 +87,7 @@ def test_failures_that_are_tolerated_do_not_accumulate(tmp_path):
         logging.disable(logging.NOTSET)
 
 
-def test_the_places_that_were_used_last_are_known():
+def test_places_used_long_ago_are_forgotten_unless_still_needed():
     """What is used stays, what was used long ago goes, and what is still needed stays however long ago that was."""
     recent = Recent(lambda value: value == "needed")
     recent.use("needed", lambda: "needed")

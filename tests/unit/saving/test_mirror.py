@@ -111,7 +111,7 @@ def test_a_damaged_copy_is_passed_over(tmp_path, bucket):
     assert resumed(tmp_path / "a", settings) == 1
 
 
-def test_what_is_damaged_on_the_disk_is_not_mirrored(tmp_path, bucket):
+def test_a_checkpoint_damaged_on_the_disk_is_not_mirrored(tmp_path, bucket):
     """The bytes are compared on the way, and the event has the reason."""
     seen = []
     with Checkpointer(tmp_path, CheckpointConfig(timeouts=TIMES)) as ckpt:
@@ -153,7 +153,7 @@ def test_a_mirror_that_does_not_answer_fails_no_save(tmp_path, object_server, bu
         assert there(bucket) == [2]
 
 
-def test_a_signal_leaves_time_for_the_upload(tmp_path, bucket):
+def test_a_save_after_sigterm_is_in_the_mirror_at_the_end(tmp_path, bucket):
     """The save after a SIGTERM is in the mirror when the job has ended."""
     command = [sys.executable, program_path("saves_at_a_signal"), str(tmp_path / "a"), bucket.url()]
     job = subprocess.Popen(command, stdout=subprocess.PIPE, env=dict(os.environ))
@@ -185,7 +185,7 @@ def test_directories_do_not_mix(tmp_path, bucket):
         one.close()
 
 
-def test_what_failed_is_uploaded_at_the_end(tmp_path, bucket, monkeypatch):
+def test_an_upload_that_failed_is_made_up_for_at_the_end(tmp_path, bucket, monkeypatch):
     """The store was away after the save and is back before the end: the newest is there then."""
     seen = []
     with FaultProxy(bucket.endpoint) as proxy:
@@ -200,7 +200,7 @@ def test_what_failed_is_uploaded_at_the_end(tmp_path, bucket, monkeypatch):
         assert [event.error == "" for event in seen if isinstance(event, events.Mirrored)] == [False, True]
 
 
-def test_a_clock_that_is_behind_loses_nothing(tmp_path, bucket, monkeypatch):
+def test_saves_of_a_host_whose_clock_is_behind_are_the_newest_in_the_mirror(tmp_path, bucket, monkeypatch):
     """A new run on a host whose clock is an hour behind: what it saves counts as newer than what the mirror had."""
     settings = keeping_one(bucket)
     run(tmp_path / "a", settings, [1, 2])
@@ -241,7 +241,7 @@ def threads_of_ours():
     return {one for one in threading.enumerate() if one.name in ("safe_ckpt-mirror", "safe_ckpt-lease")}
 
 
-def test_weights_alone_do_not_count(tmp_path, bucket):
+def test_weights_saved_alone_do_not_count_for_the_mirrors_retention(tmp_path, bucket):
     """With ``keep_last=1`` the last checkpoint to resume from stays beside weights that were saved after it."""
     settings = keeping_one(bucket)
     with Checkpointer(tmp_path / "run", settings) as ckpt:
@@ -261,7 +261,7 @@ def test_weights_alone_do_not_count(tmp_path, bucket):
     assert sorted(one.manifest.name for one in list_objects(place(bucket))) == ["final", "step-00000001"]
 
 
-def test_all_that_is_there_follows(tmp_path, bucket, monkeypatch):
+def test_with_follow_every_kept_checkpoint_is_in_the_mirror_at_the_end(tmp_path, bucket, monkeypatch):
     """With ``follow`` nothing is passed over: what local retention keeps is in the mirror at the end."""
     settings = dataclasses.replace(config(bucket, follow=True, required=True), retention=Retention(keep_last=3))
     with FaultProxy(bucket.endpoint) as proxy:

@@ -32,7 +32,7 @@ def test_a_limit_of_the_process_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(("left", "fits"), [(20 << 20, False), (64 << 20, True)])
-def test_what_the_writer_needs_is_counted(tmp_path, monkeypatch, left, fits):
+def test_the_writers_memory_counts_against_a_control_groups_limit(tmp_path, monkeypatch, left, fits):
     """A control group kills and does not refuse: the writer's interpreter and its chunks must fit besides the snapshot."""
     size = 16 << 20
     with Checkpointer(tmp_path, config()) as ckpt:

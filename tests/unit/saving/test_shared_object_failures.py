@@ -57,7 +57,7 @@ def run_against(bucket, proxy, name):
     return run_program(name, bucket.url(), HERE, env=environment, finalize=True)
 
 
-def test_a_program_that_just_ends_loses_nothing(bucket):
+def test_a_copy_in_the_store_is_made_while_the_interpreter_shuts_down(bucket):
     """The copy is made while the interpreter shuts down, when it starts no threads of ``concurrent.futures`` any more."""
     with FaultProxy(bucket.endpoint) as proxy:
         proxy.slow_s = 0.1
@@ -67,7 +67,7 @@ def test_a_program_that_just_ends_loses_nothing(bucket):
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
-def test_an_item_that_comes_and_goes(bucket, in_flight):
+def test_an_item_saved_every_second_time_relies_on_no_deleted_object(bucket, in_flight):
     """In every second save, with one checkpoint kept: no save relies on one that is being deleted."""
     job, teacher = Job(), torch.nn.Linear(SIZE, SIZE).requires_grad_(requires_grad=False)
     with Checkpointer(bucket.url(), store_config(keep=1, in_flight=in_flight)) as ckpt:
@@ -108,7 +108,7 @@ def test_copies_that_do_not_come_cost_one_save_at_most(proxy, bucket, fault):
     assert len(stored(bucket)) == 3
 
 
-def test_one_object_that_is_never_copied_is_tried_less_and_less(proxy, bucket):
+def test_an_object_that_the_store_never_copies_is_tried_less_and_less(proxy, bucket):
     """The others are: that does not count as a success."""
     state = {"a": torch.nn.Linear(SIZE, SIZE), "b": torch.nn.Linear(SIZE, SIZE)}
     for one in state.values():
@@ -191,7 +191,7 @@ def test_a_source_of_another_length_fails_one_save(proxy, bucket, length):
     assert list(stored(bucket)) == ["step-00000003"]
 
 
-def test_what_may_have_been_committed_is_not_relied_upon(proxy, bucket):
+def test_after_a_commit_of_unknown_outcome_the_next_save_sends_all(proxy, bucket):
     """No answer to a commit, nor to the question about it: the next save sends all, for what was the newest may be gone."""
     frozen = torch.nn.Linear(SIZE, SIZE).requires_grad_(requires_grad=False)
     first = frozen.weight.detach().clone()
@@ -217,7 +217,7 @@ def test_what_may_have_been_committed_is_not_relied_upon(proxy, bucket):
     assert "step-00000003" in stored(bucket)
 
 
-def test_what_a_resume_did_not_read_is_not_copied(bucket):
+def test_an_item_that_a_resume_did_not_read_is_sent_and_not_copied(bucket):
     """An item that was not asked for has other bytes in the store: the next save sends those in memory."""
     first, second = (torch.nn.Linear(SIZE, SIZE).requires_grad_(requires_grad=False) for _ in range(2))
     with Checkpointer(bucket.url(), store_config()) as ckpt:

@@ -74,7 +74,7 @@ def test_what_was_unfrozen_and_is_frozen_again_is_named(tmp_path, caplog):
     assert "and 1 more now" in said
 
 
-def test_the_same_parameters_are_not_spoken_of(tmp_path, caplog):
+def test_a_resume_with_the_same_trained_parameters_gets_no_warning(tmp_path, caplog):
     """Nor those that are unfrozen between the resume and the first step, or later by a schedule."""
     saved(tmp_path / "a", frozen())
     assert resumed(tmp_path / "a", frozen(), caplog) == []
@@ -83,7 +83,7 @@ def test_the_same_parameters_are_not_spoken_of(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, torch.nn.DataParallel], ids=["compiled", "DataParallel"])
-def test_wrappers_do_not_matter(tmp_path, caplog, wrap):
+def test_trained_parameters_of_a_wrapped_model_have_plain_names(tmp_path, caplog, wrap):
     """A model that is wrapped has the names of the plain one in the note and in the warning."""
     path = saved(tmp_path, wrap(frozen()) if wrap is torch.nn.DataParallel else wrap(frozen(), backend="eager"))
     assert read_manifest(path).frozen == ["model.body.*.bias", "model.body.*.weight"]
@@ -97,7 +97,7 @@ def test_names_are_few_and_right_where_layers_differ(tmp_path):
     assert read_manifest(saved(tmp_path / "b", Net())).frozen == []
 
 
-def test_it_is_noted_anew_when_it_changes(tmp_path):
+def test_the_note_of_trained_parameters_follows_a_change(tmp_path):
     """From one save to the next, with a plan that is known."""
     model = frozen()
     state, notes = state_of(model), []
@@ -111,7 +111,7 @@ def test_it_is_noted_anew_when_it_changes(tmp_path):
     assert notes == [names, names, [], []]
 
 
-def test_two_networks_that_are_switched_off_in_turns(tmp_path, caplog):
+def test_networks_frozen_in_turns_within_a_step_are_no_difference(tmp_path, caplog):
     """While one's optimizer steps the other is frozen: that is no difference. One that stays frozen is."""
 
     def both():
@@ -143,7 +143,7 @@ def test_two_networks_that_are_switched_off_in_turns(tmp_path, caplog):
         assert not freeze or "b.body.0.weight" in caplog.text
 
 
-def test_a_checkpoint_without_the_note(tmp_path, caplog):
+def test_a_checkpoint_without_a_note_of_trained_parameters_is_silent(tmp_path, caplog):
     """A state without a model has none, and a resume into a model from such a one is silent."""
     with Checkpointer(tmp_path) as ckpt:
         info = ckpt.save(1, {"model": copy.deepcopy(Net().state_dict())}).result()

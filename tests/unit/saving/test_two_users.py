@@ -21,7 +21,7 @@ def open_to_all():
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root: it becomes two other users")
-def test_each_goes_on_from_what_the_other_has_saved(open_to_all):
+def test_two_users_of_a_group_go_on_from_each_others_checkpoints(open_to_all):
     """What is frozen and belongs to the other user is copied where it cannot be linked; every save is committed."""
     folder = open_to_all / "group"
     folder.mkdir()

@@ -78,7 +78,7 @@ def test_a_frozen_part_is_written_once(tmp_path, mode, writer):
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("links", ["linked", "never", "gone"])
-def test_what_the_writer_finds_to_be_there_is_shared(tmp_path, monkeypatch, links):
+def test_a_tensor_that_the_writer_finds_unchanged_is_shared(tmp_path, monkeypatch, links):
     """It gets a further name, or a copy where there are none; a change in one bit is found, and all bytes are right."""
     job, expected, written = Job(), {}, []
     link = existing.Existing.link
@@ -111,7 +111,7 @@ def test_what_the_writer_finds_to_be_there_is_shared(tmp_path, monkeypatch, link
     assert written == (linked if links == "linked" else [True] * 5)
 
 
-def test_stock_loaders_read_it(tmp_path):
+def test_stock_loaders_read_a_checkpoint_with_shared_files(tmp_path):
     """The shards and their index, as Hugging Face's tools write them; a copy of the directory is complete."""
     from accelerate import load_checkpoint_in_model
 
@@ -172,7 +172,7 @@ def test_without_a_resume_nothing_is_taken_from_a_directory(tmp_path):
     assert len(set(inodes(tmp_path).values())) == 2
 
 
-def test_every_so_often_all_is_written_anew(tmp_path):
+def test_full_every_writes_all_anew_at_each_nth_save(tmp_path):
     """``full_every``: not all checkpoints depend on the same blocks of the disk."""
     job = Job()
     with Checkpointer(tmp_path, config(full_every=3)) as ckpt:
@@ -280,7 +280,7 @@ def _flip(path):
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def test_damage_is_that_of_all_that_share_it(tmp_path):
+def test_a_damaged_shared_file_damages_all_checkpoints_that_share_it(tmp_path):
     """A resume reads the damaged bytes once, and falls back to the newest checkpoint that has others."""
     job = Job()
     with Checkpointer(tmp_path, config(full_every=4)) as ckpt:

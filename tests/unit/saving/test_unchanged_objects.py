@@ -93,7 +93,7 @@ def test_a_frozen_part_is_sent_once(proxy, bucket, inline):
     assert digest(third.model) == digest(other.model)
 
 
-def test_what_the_writer_finds_to_be_there_is_not_sent(proxy, bucket, monkeypatch):
+def test_a_tensor_that_the_writer_finds_unchanged_is_copied_in_the_store(proxy, bucket, monkeypatch):
     """As on a GPU: it is copied to the snapshot, and to the next object by the store."""
     copy_all_tensors(monkeypatch)
     job, sent = Job(), []
@@ -110,7 +110,7 @@ def test_what_the_writer_finds_to_be_there_is_not_sent(proxy, bucket, monkeypatc
 
 
 @pytest.mark.parametrize("kind", object_servers.KINDS)
-def test_on_each_kind_of_store(tmp_path, monkeypatch, kind):
+def test_each_kind_of_store_copies_what_did_not_change(tmp_path, monkeypatch, kind):
     """moto, MiniStack and Azurite copy, and what they made is read back whole."""
     if why := object_servers.missing(kind):
         pytest.skip(why)
@@ -189,7 +189,7 @@ def test_a_source_that_somebody_deleted_is_looked_for_further_back(bucket):
     assert list(checked(bucket)) == ["step-00000005"]
 
 
-def test_bytes_that_come_back_while_saves_are_under_way(proxy, bucket):
+def test_bytes_that_change_and_change_back_in_flight_are_whole(proxy, bucket):
     """A, B, A in three saves of which two are in flight, and retention keeps one: no save relies on what is being deleted."""
     proxy.slow_s = 0.02
     frozen = torch.nn.Linear(SIZE, SIZE).requires_grad_(requires_grad=False)
@@ -310,7 +310,7 @@ def test_a_lost_answer_to_a_copy_is_made_up_for(proxy, bucket, caplog):
     assert not caplog.records
 
 
-def test_a_mirror_sends_it_once_too(proxy, bucket, tmp_path):
+def test_a_mirror_sends_an_unchanged_part_once(proxy, bucket, tmp_path):
     """At the next start once more, unless a fresh machine has fetched and verified it; each folder of the mirror is whole."""
     job, sent = Job(), []
     settings = dataclasses.replace(config(keep=2), mirror=Mirror(url=bucket.url(), keep_last=2, follow=True))

@@ -95,7 +95,7 @@ def test_yaml_is_read_at_top_level_and_under_its_own_key(tmp_path):
     ("value", "seconds"),
     [(90, 90), (1.5, 1.5), ("90", 90), ("1:30", 90), ("01:00:00", 3600), ("2:00:00.5", 7200.5), (3600, 3600)],
 )
-def test_durations(value, seconds):
+def test_durations_are_read_as_seconds_or_hours_minutes_seconds(value, seconds):
     """Durations are seconds or HH:MM:SS, also as YAML 1.1 hands them over."""
     assert parse_duration(value, "x") == seconds
 
@@ -151,7 +151,7 @@ def test_wrong_types_are_refused_when_built(build, key):
         ),
     ],
 )
-def test_what_differs_from_the_defaults_is_a_text(config, text):
+def test_settings_other_than_the_defaults_are_one_sorted_text(config, text):
     """Sorted by key, and the same for equal settings however they were written."""
     assert config.deviations() == text
 

@@ -28,7 +28,7 @@ def shown(call):
         (f"[{SECRET}]", "expected name=value"),
     ],
 )
-def test_a_variable_that_is_wrong_is_not_repeated(value, said):
+def test_a_wrong_value_of_a_variable_is_in_no_error(value, said):
     """The error names the variable and what is expected, also in a traceback."""
     name = "SAFE_CKPT__STORAGE__OPTIONS"
     text = shown(lambda: load_effective(CheckpointConfig, {name: value}))
@@ -47,7 +47,7 @@ def test_a_variable_that_is_wrong_is_not_repeated(value, said):
         (f'storage: {{options: ["secret_access_key={SECRET}]}}', "cannot be read as YAML"),
     ],
 )
-def test_a_file_that_is_wrong_is_not_repeated(tmp_path, text, said):
+def test_a_wrong_value_in_a_settings_file_is_in_no_error(tmp_path, text, said):
     """The error names the line and the key, also in a traceback."""
     file = tmp_path / "c.yaml"
     file.write_text(text)
@@ -65,7 +65,7 @@ def test_a_file_that_is_wrong_is_not_repeated(tmp_path, text, said):
         (f"mirror: [s3://user:{SECRET}@host/x]", "mirror"),
     ],
 )
-def test_a_password_in_an_address_is_not_repeated(tmp_path, text, key):
+def test_a_password_in_an_address_is_in_no_error(tmp_path, text, key):
     """The setting is refused by its own name, and the error shows no password."""
     file = tmp_path / "c.yaml"
     file.write_text(text)

@@ -99,7 +99,7 @@ def test_aliases_of_aliases_do_not_grow(file):
     assert "nested deeper" in refused(file, "\n".join(["l0: &l0 [x]", *levels]))
 
 
-def test_what_cannot_be_read_is_named(tmp_path):
+def test_a_settings_file_that_cannot_be_read_is_named(tmp_path):
     """A file that is not there, a directory, and what is no text."""
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     for name, words in (("none", "No such file"), (".", "Is a directory"), ("bytes", "cannot be read as YAML")):
@@ -295,7 +295,7 @@ def test_a_program_without_its_sources_has_no_texts(monkeypatch):
     texts._below_fields.cache_clear()
 
 
-def test_the_reference_of_a_key():
+def test_the_reference_spells_out_bounds_choices_and_null():
     """Bounds, choices and null are spelled out."""
     rows = {row.key: row for row in describe.rows(CheckpointConfig)}
     last, busy, nice = rows["retention.keep_last"], rows["on_busy"], rows["writer.niceness"]
@@ -362,7 +362,7 @@ def run(*args):
     return CliRunner().invoke(app, ["config", *map(str, args)])
 
 
-def test_check_says_what_differs_or_what_is_wrong(file, monkeypatch):
+def test_config_check_says_what_differs_or_what_is_wrong(file, monkeypatch):
     """Status 0 and the keys that are set to something else; status 1, file and line; status 2 where there is no file."""
     file.write_text("lease_s: 60\nretention:\n  keep_last: 3\n")
     good = run("check", file)
@@ -382,7 +382,7 @@ def test_check_says_what_differs_or_what_is_wrong(file, monkeypatch):
     assert run("check", file.parent / "none.yaml").exit_code == 2
 
 
-def test_show_prints_what_holds_and_where_it_comes_from(file, monkeypatch):
+def test_config_show_prints_each_value_and_its_source(file, monkeypatch):
     """Default, file and line, or variable; and what is printed is a file that gives the same settings again."""
     file.write_text("retention:\n  keep_last: 3\nwriter: {direct_io: off}\nsave_on_signals: [SIGTERM]\n")
     monkeypatch.setenv("SAFE_CKPT__LEASE_S", "9")
@@ -406,7 +406,7 @@ def test_show_prints_what_holds_and_where_it_comes_from(file, monkeypatch):
     assert "did you mean SAFE_CKPT__LEASE_S?" in wrong.stderr
 
 
-def test_reference_and_schema_are_printed():
+def test_the_command_prints_reference_and_schema_as_in_docs():
     """As they are in docs/reference."""
     assert run("reference").stdout == describe.markdown(CheckpointConfig)
     assert json.loads(run("schema").stdout) == describe.schema(CheckpointConfig)

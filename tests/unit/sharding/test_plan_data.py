@@ -66,7 +66,7 @@ def test_any_plan_comes_back_as_it_was(rows, paths):
     assert [item.index.offset for item in found.items] == [item.index.offset for item in plan.items]
 
 
-def test_what_the_planner_makes_comes_back_as_it_was():
+def test_a_plan_of_torchs_planner_comes_back_as_it_was():
     """Nested mappings, lists, scalars, empty and zero-dimensional tensors, objects; with their flattened names."""
     state = {
         "model": {"w": torch.ones(3, 4), "s": torch.tensor(1.5)},
@@ -96,7 +96,7 @@ JSON = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(JSON)
-def test_what_is_no_plan_is_refused_by_name(data):
+def test_json_that_is_no_plan_is_refused_by_name(data):
     """Any JSON instead of a plan, or somewhere in one: a StateError of the rank that told it, nothing else."""
     good = plan_data.plan_to_json(planned({"w": torch.ones(2, 3), "n": 1}))
     hostile = [data, [data, *good[1:]], [good[0], data, good[2]], [[data], *good[1:]]]
@@ -168,7 +168,7 @@ def one_entry(path=(), value=None):
         [[[["a", None, None], "BYTE_IO"]], None, True],
     ],
 )
-def test_each_bound_is_kept(data):
+def test_plans_with_values_out_of_bounds_are_refused(data):
     """Unknown kinds, types and fields, numbers and lengths out of range, parts that lie outside: refused."""
     with pytest.raises(StateError) as caught:
         plan_data.plan_from_json(data, rank=2)
@@ -191,7 +191,7 @@ def test_lengths_and_choices_are_checked_against_the_plan():
             plan_data.kept_from_json(bad, plan, rank=1)
 
 
-def test_what_cannot_be_told_is_refused_before_it_is_told():
+def test_a_plan_with_storage_data_is_refused_on_its_rank():
     """Storage data, which only a writer of another kind makes, is an error, not dropped."""
     with pytest.raises(StateError, match="storage_data"):
         plan_data.plan_to_json(SavePlan([], storage_data=object()))
@@ -214,7 +214,7 @@ def newer_plan(**facts):
     return SavePlan([WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)])
 
 
-def test_what_a_newer_torch_plans_with_goes_along(monkeypatch):
+def test_unknown_plain_fields_of_a_newer_torch_come_back_as_they_were(monkeypatch):
     """A field that is not known here arrives as it was: numbers, text, rows, mappings, sizes, types."""
     monkeypatch.setattr(metadata, "TensorProperties", NewerProperties)
     facts = {"a": [1, None, 2.5], "b": (torch.Size([3]), torch.strided, True), "c": {"d": torch.channels_last}}
@@ -224,7 +224,7 @@ def test_what_a_newer_torch_plans_with_goes_along(monkeypatch):
     assert type(found.items[0].tensor_data.properties.facts["b"][0]) is torch.Size
 
 
-def test_what_cannot_be_told_has_its_default_and_is_said_once(monkeypatch, caplog):
+def test_an_unknown_field_with_an_object_gets_its_default_and_one_warning(monkeypatch, caplog):
     """A new field with an object of some class in it does not stop a save."""
     monkeypatch.setattr(metadata, "TensorProperties", NewerProperties)
     monkeypatch.setattr(plan_data, "_reported", set())

@@ -45,7 +45,7 @@ IMAGES = {
 
 @pytest.mark.parametrize("kind", IMAGES)
 @pytest.mark.parametrize("buffer_bytes", [4096, 1 << 20, 64 << 20])
-def test_straight_from_the_tensors_gives_the_same_bytes(tmp_path, kind, buffer_bytes):
+def test_a_streamed_file_has_the_bytes_of_one_written_from_a_buffer(tmp_path, kind, buffer_bytes):
     """A file that is streamed through a small buffer is, bit for bit, the one that is written from an arena."""
     image = IMAGES[kind]()
     buffer = SharedBuffer()
@@ -173,7 +173,7 @@ def test_reading_without_direct_io_gives_the_same(tmp_path, monkeypatch):
     assert (memory[: len(data) + 3], digest) == (data + b"end", expected[1])
 
 
-def test_what_has_no_size_yet_is_no_matter(tmp_path):
+def test_lazy_modules_are_not_prepared_for_and_raise_nothing(tmp_path):
     """Lazy modules: nothing is made ready, and nothing is raised."""
     model = torch.nn.Sequential(torch.nn.LazyLinear(4))
     with Checkpointer(tmp_path, CheckpointConfig()) as ckpt:

@@ -42,14 +42,14 @@ V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
-def test_without_groups_it_is_what_the_machine_has(machine):
+def test_available_memory_without_control_groups_is_the_machines(machine):
     """MemAvailable; and nothing is claimed where nothing can be read."""
     assert ask(machine, "0::/job\n") == 8 * GIB
     missing = machine / "missing"
     assert available_bytes(meminfo=missing, membership=missing, cgroups=missing) is None
 
 
-def test_a_group_above_limits_as_well(machine):
+def test_a_limit_of_a_control_group_above_counts(machine):
     """Version 2: what any level leaves, where file pages that can be dropped do not count as used."""
     limit(machine / "groups/job/step", V2, "max", 0, 0)
     limit(machine / "groups/job", V2, 4 * GIB, 3 * GIB, GIB // 2)
@@ -63,7 +63,7 @@ def test_page_cache_in_use_does_not_count_as_taken(machine):
     assert ask(machine, "0::/job\n") == 3 * GIB
 
 
-def test_version_1_groups_limit_too(machine):
+def test_limits_of_version_1_control_groups_count(machine):
     """The memory controller's own hierarchy."""
     limit(machine / "groups/memory/job", V1, 2 * GIB, GIB, 0)
     assert ask(machine, "4:memory:/job\n3:cpuset:/\n") == GIB
@@ -140,7 +140,7 @@ def test_memory_that_runs_out_on_one_of_two_threads_is_given_back(monkeypatch, h
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_a_thread_leaves_that_ends_without_a_word_is_allocated(monkeypatch):
+def test_memory_left_by_a_thread_that_ended_silently_is_allocated(monkeypatch):
     """Its half was not mapped, and nothing says why: it is allocated all the same, not left to a SIGBUS."""
     made, mapping, caller = SharedBuffer(), buffer._map, threading.current_thread()
 

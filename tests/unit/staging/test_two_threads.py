@@ -65,7 +65,7 @@ def watch_marks(monkeypatch, buffer, expected):
 
 
 @pytest.mark.parametrize("deferred", [False, True], ids=["eager", "overlapped"])
-def test_every_byte_is_copied(monkeypatch, deferred):
+def test_two_threads_copy_every_byte_of_a_state(monkeypatch, deferred):
     """60 states, each with both threads at once: what lies in the shared buffer is the state, and no mark runs ahead of it."""
     for seed in range(60):
         moves, expected, end = moves_of(seed, deferred=deferred)
@@ -94,7 +94,7 @@ def test_every_byte_is_copied(monkeypatch, deferred):
         buffer.close()
 
 
-def test_thousands_of_small_tensors_are_shared_as_well(monkeypatch):
+def test_two_threads_share_the_copy_of_thousands_of_small_tensors(monkeypatch):
     """The one that helps is asked when there is something to take, however long it took to cut the state into pieces."""
     moves = [
         TensorCopy(offset=FIRST_BYTE + 300 * n, tensor=torch.full((300,), n % 251, dtype=torch.uint8))
@@ -123,7 +123,7 @@ def test_thousands_of_small_tensors_are_shared_as_well(monkeypatch):
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_it_is_not_over_while_a_piece_is_copied(monkeypatch, interrupted):
+def test_a_shared_copy_is_not_over_while_a_piece_is_copied(monkeypatch, interrupted):
     """The one at the back is slow with its last piece: until then it is not over, also if Ctrl-C ends the one at the front."""
     moves, expected, end = moves_of(40, deferred=False)
     buffer, copy = begun_copy(moves, end)
@@ -188,7 +188,7 @@ def test_an_error_of_the_one_that_helps_fails_the_save(monkeypatch, kind):
     buffer.close()
 
 
-def test_ctrl_c_again_and_again_does_not_end_it_early(monkeypatch):
+def test_repeated_ctrl_c_does_not_end_a_shared_copy_early(monkeypatch):
     """Each Ctrl-C ends what the caller waits for; it is over when the other thread has let go of its piece, and not before."""
     moves, _, end = moves_of(40, deferred=False)
     buffer, copy = begun_copy(moves, end)
@@ -234,7 +234,7 @@ def test_help_that_comes_late_does_nothing():
     buffer.close()
 
 
-def test_it_returns_with_an_error_only_when_nobody_reads_any_more(monkeypatch):
+def test_a_copy_that_fails_returns_once_no_thread_reads_the_state(monkeypatch):
     """The one at the front fails: the caller may free the state when the call returns, so the other one has let go of it."""
     moves, _, end = moves_of(40, deferred=False)
     buffer, copy = begun_copy(moves, end)
@@ -265,7 +265,7 @@ def test_it_returns_with_an_error_only_when_nobody_reads_any_more(monkeypatch):
     buffer.close()
 
 
-def test_the_thread_that_copies_helps_the_one_that_began_in_its_place(tmp_path, monkeypatch):
+def test_a_starved_copying_thread_helps_the_one_that_replaced_it(tmp_path, monkeypatch):
     """It had not come to run when a step stood at the gate; when it does, it takes its part of the copy."""
     started, copying = threading.Event(), StagingCopy._copy_piece
     names, failed = set(), []
@@ -293,7 +293,7 @@ def test_the_thread_that_copies_helps_the_one_that_began_in_its_place(tmp_path, 
     assert names >= {"safe_ckpt-copy", "safe_ckpt-help"}
 
 
-def test_a_handler_that_waits_for_the_save_in_the_middle_of_the_gate_gets_it(tmp_path, monkeypatch):
+def test_a_signal_handler_within_the_gate_can_wait_for_the_save(tmp_path, monkeypatch):
     """The training thread is interrupted while it asks for help: the thread that copies waits for nothing of it."""
     putting, at_the_gate, found = Background.put, threading.Event(), []
 

@@ -15,7 +15,7 @@ class Item:
         self.done = threading.Event()
 
 
-def test_things_are_done_one_after_the_other_on_one_thread():
+def test_a_worker_thread_does_its_work_in_order_on_one_thread():
     """What is put in is done in that order, on a single thread that stays."""
     seen, threads = [], set()
 
@@ -38,7 +38,7 @@ def test_things_are_done_one_after_the_other_on_one_thread():
     assert not background.is_alive
 
 
-def test_the_end_comes_after_what_was_put_in():
+def test_a_worker_thread_ends_after_the_work_it_was_given():
     """Ending waits for nothing and drops nothing; what comes later is refused, not lost."""
     go, done = threading.Event(), []
     background = Background("t", lambda item: (go.wait(WAIT_S), done.append(item)))
@@ -52,7 +52,7 @@ def test_the_end_comes_after_what_was_put_in():
     assert done == [0, 1, 2]
 
 
-def test_ended_before_it_began_it_never_begins():
+def test_a_worker_ended_before_its_first_work_starts_no_thread():
     """No thread is started for nothing."""
     before = threading.active_count()
     background = Background("t", print)
@@ -75,7 +75,7 @@ def test_an_idle_thread_keeps_nothing_alive():
     background.end()
 
 
-def test_without_threads_to_be_had_it_says_so_and_tries_again(monkeypatch):
+def test_a_worker_that_gets_no_thread_refuses_and_tries_again(monkeypatch):
     """A thread that could not be started is not taken for one that runs."""
     starting, refuse = threading.Thread.start, [True]
 
@@ -122,7 +122,7 @@ def test_an_interrupted_start_leaves_one_thread(monkeypatch):
         assert not thread.is_alive()
 
 
-def test_ended_within_a_start_it_refuses(monkeypatch):
+def test_a_worker_ended_by_a_handler_within_its_start_refuses(monkeypatch):
     """A signal's handler that ends it while the same thread puts something in: refused, and nothing waits for a lock."""
     starting = threading.Thread.start
 
@@ -138,7 +138,7 @@ def test_ended_within_a_start_it_refuses(monkeypatch):
     assert not background.is_alive
 
 
-def test_nothing_is_accepted_and_not_done():
+def test_work_that_a_worker_accepts_while_it_is_ended_is_done():
     """Ended by another thread right when something is put in: it is done, since it was not refused."""
     done = []
     background = Background("t", done.append)
@@ -162,7 +162,7 @@ def test_nothing_is_accepted_and_not_done():
         background.put(2)
 
 
-def test_what_the_work_raises_ends_nothing(caplog):
+def test_an_error_of_the_work_does_not_end_the_worker_thread(caplog):
     """The thread outlives an error of what it does, and the log has it."""
     item = Item(0)
 
@@ -179,7 +179,7 @@ def test_what_the_work_raises_ends_nothing(caplog):
     background.end()
 
 
-def test_a_forked_process_does_not_wait_for_a_thread_that_it_has_not():
+def test_a_forked_process_does_not_wait_for_its_parents_worker_thread():
     """Forked while another thread is within a call: the child's calls return, and what it puts in is refused."""
     done = run_program("forked_within_a_call", flags=("-W", "ignore::DeprecationWarning"), finalize=True)
     assert done.stdout.split() == ["7", "False"], done.stderr

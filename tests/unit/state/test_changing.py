@@ -60,7 +60,7 @@ def module():
 
 @pytest.mark.parametrize("make", [tensors, module])
 @pytest.mark.parametrize("wrap", [lambda value: value, PerRank])
-def test_what_changes_while_it_is_saved_is_named(tmp_path, make, wrap):
+def test_an_item_changed_by_a_thread_within_a_save_is_named(tmp_path, make, wrap):
     """Each save is good, or a StateError that names the item: never a bare KeyError or RuntimeError."""
     held, change = make()
     refused = []
@@ -74,7 +74,7 @@ def test_what_changes_while_it_is_saved_is_named(tmp_path, make, wrap):
     assert all(error.key.startswith("changing") and "thread" in error.message for error in refused)
 
 
-def test_names_that_come_and_go(tmp_path):
+def test_items_that_come_and_go_within_a_save_are_of_one_moment(tmp_path):
     """The mapping itself is looked at once: a save has the items that were there at one moment."""
     held = {"always": {"a": 1}}
 
@@ -109,7 +109,7 @@ def test_errors_of_the_users_code_stay_what_they_are(tmp_path):
                 ckpt.save(1, {"a": Raising(error)})
 
 
-def test_files_of_the_adapters_say_so_too():
+def test_an_adapters_file_changed_within_a_save_is_named():
     """What Lightning, Accelerate and the others put into a file is named by that file; the rest is the training's state."""
     held = {number: number for number in range(10)}
 

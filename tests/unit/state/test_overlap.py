@@ -172,7 +172,7 @@ def test_an_optimizer_that_nobody_knows_waits_at_its_entry(tmp_path, late):
     assert late.is_set()
 
 
-def test_two_optimizers_that_step_in_turn(tmp_path, late):
+def test_two_optimizers_that_step_in_turn_wait_for_the_whole_copy(tmp_path, late):
     """Whichever steps first waits for all of the copy."""
     one, other = Net(), Net()
     first, second = torch.optim.AdamW(one.parameters()), torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
@@ -201,7 +201,7 @@ def test_averages_and_swaps_are_not_deferred(tmp_path, late):
     assert saved(tmp_path, {"model": net, "average": average, "optimizer": optimizer}, go_on)
 
 
-def test_steps_within_backward(tmp_path, late):
+def test_optimizers_that_step_within_backward_defer_nothing(tmp_path, late):
     """An optimizer per parameter, stepped by a hook while gradients are made: nothing of it is deferred."""
     net = Net()
     trained = [p for p in net.parameters() if p.requires_grad]
@@ -218,7 +218,7 @@ def test_steps_within_backward(tmp_path, late):
     assert saved(tmp_path, {"model": net, "whole": whole}, lambda: loss_of(net).backward())
 
 
-def test_gradient_scaler_and_scheduler(tmp_path, late):
+def test_steps_of_a_gradient_scaler_and_scheduler_pass_the_gate(tmp_path, late):
     """Steps that come through a GradScaler or a wrapped method pass the gate as well."""
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -238,7 +238,7 @@ def test_gradient_scaler_and_scheduler(tmp_path, late):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_step(tmp_path, late):
+def test_a_compiled_step_passes_the_gate(tmp_path, late):
     """``torch.compile`` of the step keeps the gate, also when it was compiled while nothing was being copied."""
     net, optimizer = trained()
     step = torch.compile(optimizer.step, backend="eager")
@@ -453,7 +453,7 @@ def test_ctrl_c_while_a_thread_starts_leaves_nothing_waiting(tmp_path, monkeypat
             assert not thread.is_alive()
 
 
-def test_memory_is_free_once_closed(tmp_path):
+def test_a_closed_checkpointer_keeps_no_snapshot_memory(tmp_path):
     """A Checkpointer that is closed but still held, and no further step: no snapshot's memory stays mapped."""
     net, optimizer = trained()
     with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
@@ -485,7 +485,7 @@ def test_no_thread_for_a_save_fails_that_save_alone(tmp_path, monkeypatch):
         assert ckpt.save(2, {"model": net, "optimizer": optimizer}).result(timeout_s=60).step == 2
 
 
-def test_what_may_change_in_forward_is_copied_at_once():
+def test_tensors_that_forward_may_change_are_copied_at_once():
     """Buffers, frozen parameters, a renormed embedding and what is tied to it, counters: none of them is deferred."""
     net = Net()
     net.embedding.max_norm = 1.0

@@ -121,7 +121,7 @@ UNCHANGED = {"values": values_only, "floats": floats, "nothing": lambda state: N
 
 @pytest.mark.parametrize("snapshot", ["eager", "overlapped"])
 @pytest.mark.parametrize("change", UNCHANGED)
-def test_what_has_the_same_names_types_shapes_and_places_is_not_planned_again(tmp_path, planned, change, snapshot):
+def test_an_item_with_the_same_tensors_is_not_planned_again(tmp_path, planned, change, snapshot):
     """New values, a new learning rate, a number that is none: the known plan holds them, to the bit, save after save."""
     state = fresh()
     with Checkpointer(tmp_path, CheckpointConfig(snapshot=snapshot)) as ckpt:
@@ -279,7 +279,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_whatever_has_changed_is_found_and_planned_anew(tmp_path, planned, change):
+def test_an_item_with_any_change_is_planned_anew(tmp_path, planned, change):
     """A name, type, shape, stride, memory, tie, hook, group or number: the file is that of today, the rest is not planned."""
     state = fresh()
     with Checkpointer(tmp_path) as ckpt:
@@ -300,7 +300,7 @@ def test_whatever_has_changed_is_found_and_planned_anew(tmp_path, planned, chang
         assert_same(expected, found)
 
 
-def test_tensors_that_came_apart_are_found(tmp_path, planned):
+def test_tensors_that_are_tied_no_more_are_stored_twice(tmp_path, planned):
     """What was tied and is not any more is stored twice."""
     state = fresh()
     tied(state)
@@ -384,7 +384,7 @@ def test_files_that_are_planned_anew_are_whole_whatever_lay_in_their_place(tmp_p
         assert counter.at == (11, 261)
 
 
-def test_groups_that_share_their_options_are_known(tmp_path, planned):
+def test_an_optimizer_with_two_groups_is_not_planned_again(tmp_path, planned):
     """With and without weight decay: the usual two groups."""
     net = Net()
     groups = [{"params": net.first.parameters(), "weight_decay": 0.0}, {"params": net.second.parameters()}]

@@ -81,7 +81,7 @@ def test_modules_that_load_in_their_own_way_are_left_to_it(saved):
     ],
     ids=["shape", "name", "fewer", "kind", "groups"],
 )
-def test_what_does_not_fit_is_found_before_anything_is_applied(saved, misfit):
+def test_an_item_that_does_not_fit_is_found_before_any_is_applied(saved, misfit):
     """The item before it keeps what it had, and the error names the one that does not fit."""
     first = {"c": Counter(a=1)}
     state = {"d": first, **misfit}

@@ -51,7 +51,7 @@ IN = ["x", "a/b.pt", "..x", "x..", "...", "a/.b", "epoch:1", "e:1", "ä", "a b",
 
 
 @pytest.mark.parametrize("name", OUT)
-def test_what_leads_out_is_refused(tmp_path, name):
+def test_names_that_lead_out_of_a_folder_are_refused(tmp_path, name):
     """Absolute, upward, empty, with a NUL, of a drive, no text: the error names the folder, and is a ``ValueError``."""
     for join in (inside, really_inside):
         with pytest.raises(HostileCheckpointError, match="leads out") as caught:
@@ -65,14 +65,14 @@ def test_what_leads_out_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", IN)
-def test_what_lies_within_is_joined(tmp_path, name):
+def test_names_within_a_folder_become_paths(tmp_path, name):
     """Also names with dots, colons and letters of any language."""
     assert inside(tmp_path, name) == really_inside(tmp_path, name) == tmp_path / name
     assert inside(ObjectPath(BUCKET, "run"), name).key == f"run/{name}"
     assert checked_name(name) == name
 
 
-def test_a_link_on_the_way_that_leads_out(tmp_path):
+def test_a_path_through_a_link_that_leads_out_is_refused(tmp_path):
     """What is opened, linked or removed lies within, whatever the folders on the way are; a link within is one of them."""
     home = tmp_path / "home"
     (home / "real").mkdir(parents=True)
@@ -87,7 +87,7 @@ def test_a_link_on_the_way_that_leads_out(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a//x"])
-def test_each_reader_refuses(tmp_path, name):
+def test_every_reader_refuses_names_that_lead_out(tmp_path, name):
     """Files and items of a manifest, the name of a mirrored checkpoint, the folders of a head, a part that is given back."""
     made = checkpoint(tmp_path / "one", {"a.bin": b"abc"})
     rewrite(tmp_path / "one", lambda data: data["files"][0].update(path=name))
@@ -143,7 +143,7 @@ def test_a_path_in_the_metadata_is_read_whichever_python_wrote_it():
         assert dcp_read._Unpickler(io.BytesIO(data)).load() == Path("runs/x")
 
 
-def test_metadata_of_dcp_names_files_beside_it(tmp_path):
+def test_metadata_of_dcp_that_names_files_elsewhere_is_refused(tmp_path):
     """A reader joins what ``.metadata`` says to its folder."""
     import torch
     import torch.distributed.checkpoint as dcp

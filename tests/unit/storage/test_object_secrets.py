@@ -57,7 +57,7 @@ def test_a_secret_with_any_letters_is_hidden(secret):
     assert cleaned(text, [secret]) == "GET http://h/x?... failed: ... is wrong, ..."
 
 
-def test_what_is_secret_and_what_helps(monkeypatch):
+def test_tokens_are_hidden_and_endpoints_are_shown(monkeypatch):
     """Tokens of the environment are hidden like those of the settings; an endpoint or a region is not."""
     for name in ("AWS_SESSION_TOKEN", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_SAS_KEY", "AZURE_CLIENT_SECRET"):
         monkeypatch.setenv(name, f"{SECRET} {name}")

@@ -35,7 +35,7 @@ def through(proxy, bucket):
     return open_place(bucket.url(), StorageOptions(give_up_after_s=3.5, request_timeout_s=1, part_bytes=5 << 20))
 
 
-def test_conditions_decide(place):
+def test_objects_are_created_and_replaced_by_condition_alone(place):
     """An object is created once, and replaced only by who has seen it; the same request again is the same success."""
     store, key = place.bucket, (place / "head").key
     first = store.create(key, b"1")
@@ -67,7 +67,7 @@ def test_an_answer_that_is_lost_is_made_up_for(proxy, bucket, fault, when):
 
 
 @pytest.mark.parametrize("fault", ["drop", "503", "409", "truncated"])
-def test_an_upload_begins_anew(proxy, bucket, fault):
+def test_an_upload_of_which_a_request_fails_begins_anew(proxy, bucket, fault):
     """Whichever of its requests fails, the object is there in the end, whole."""
     place, data = through(proxy, bucket), os.urandom(11 << 20)
     for number in range(1, 6):  # begin, three parts, complete
@@ -78,7 +78,7 @@ def test_an_upload_begins_anew(proxy, bucket, fault):
         assert bucket.read(key) == data
 
 
-def test_what_the_pieces_raise_is_raised(place):
+def test_an_error_of_the_content_ends_an_upload_and_is_raised(place):
     """An error of the content ends an upload as itself, and nothing is there."""
 
     def pieces():
@@ -109,7 +109,7 @@ def test_errors_show_no_secret(monkeypatch, bucket):
     assert isinstance(named(Exception("status code: 403 Forbidden"), "s3://b/k", "read", ()), PermissionError)
 
 
-def test_addresses():
+def test_addresses_are_told_from_paths():
     """What is one, and what only looks like one."""
     assert is_url("s3://bucket/run")
     assert not is_url("/data/s3://x")
@@ -138,7 +138,7 @@ def test_addresses():
 
 
 @pytest.mark.slow
-def test_without_the_extra_all_else_works(tmp_path):
+def test_without_obstore_directories_work_and_addresses_say_what_to_install(tmp_path):
     """A directory needs no obstore, nothing imports it, and an address says what to install."""
     done = run_program("saves_without_obstore", str(tmp_path), fresh=True)
     assert done.returncode == 0, done.stderr

@@ -40,7 +40,7 @@ def test_http_must_be_allowed():
 
 
 @pytest.mark.parametrize("allowed", ["allow_http=true", "aws_allow_http=true"])
-def test_both_names_of_an_option_do(allowed):
+def test_storage_options_are_taken_with_and_without_obstores_prefix(allowed):
     """With obstore's prefix or without it; also where we have a value of our own."""
     given = options(f"aws_endpoint={NOWHERE}", allowed, "aws_checksum_algorithm=SHA256", give_up_after_s=0)
     with pytest.raises(TimeoutError):

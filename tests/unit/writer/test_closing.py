@@ -92,7 +92,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("facts", BAD, ids=str)
-def test_what_a_reader_would_refuse_cannot_be_an_entry(facts):
+def test_a_manifest_cannot_be_made_of_an_entry_that_a_reader_refuses(facts):
     """A manifest cannot be made of it."""
     with pytest.raises((TypeError, ValueError)):
         FileEntry(**{"path": "a", "size_bytes": 1, "xxh3_128": "a" * 32, "rank": 0, **facts})

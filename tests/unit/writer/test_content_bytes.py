@@ -82,7 +82,7 @@ def in_all_ways(plan, folder, chunk_bytes, observed=None):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_way_gives_the_bytes_of_the_plan(tmp_path, seed):
+def test_every_source_of_a_file_gives_the_bytes_of_its_plan(tmp_path, seed):
     """Also with gaps, which are zeros, and with memory that is filled while it is written."""
     torch.manual_seed(seed)
     plan = gaps(random.Random(seed))
@@ -93,7 +93,7 @@ def test_every_way_gives_the_bytes_of_the_plan(tmp_path, seed):
 
 
 @pytest.mark.parametrize("single", [True, False])
-def test_every_way_gives_the_same_archive(tmp_path, single):
+def test_every_source_of_an_archive_gives_the_same_bytes(tmp_path, single):
     """With its check sums, its manifest and its directory, and the same is found of its numbers."""
     state = {str(number): torch.full((number * 700,), float(number)) for number in range(1, 40)}
     plan = torch_archive.torch_image("a.pt", state, strict=True, key="x")
@@ -105,7 +105,7 @@ def test_every_way_gives_the_same_archive(tmp_path, single):
     assert (b'"health"' in found[0][0]) == single
 
 
-def test_what_was_streamed_from_tensors_that_stay_can_be_had_again():
+def test_content_from_tensors_can_be_streamed_again_and_fetched_content_not():
     """After a failed upload, say; what was fetched cannot."""
     plan = torch_archive.torch_image("a.pt", {"w": torch.rand(9999)}, strict=True, key="x")
     (task,) = snapshot.list_tasks([plan], "/folder", {})

@@ -58,7 +58,7 @@ def test_an_interpreter_that_never_comes_up_costs_no_save(tmp_path, monkeypatch)
         assert ckpt.resume({"w": {"t": torch.zeros(1000)}}).step == 1
 
 
-def test_descriptors_above_a_thousand(tmp_path):
+def test_a_job_with_a_thousand_open_files_saves_as_any_other(tmp_path):
     """A job with many open files saves as any other."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2000:

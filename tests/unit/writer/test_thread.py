@@ -126,7 +126,7 @@ def test_a_thread_that_comes_back_late_harms_no_file(tmp_path, monkeypatch, call
         verify(info.path, read_manifest(info.path))
 
 
-def test_an_input_output_error(tmp_path, monkeypatch):
+def test_an_io_error_of_the_threads_fsync_makes_a_process_write_anew(tmp_path, monkeypatch):
     """EIO of an fsync of the thread: a process writes all of it once more, to other files."""
     real, failed = os.fsync, []
 

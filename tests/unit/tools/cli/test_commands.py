@@ -31,7 +31,7 @@ def save(folder, *steps, metrics=None):
             ckpt.save(step, {"w": {"t": torch.ones(10) * step}}, metrics=metrics or {"loss": step}).result(timeout_s=20)
 
 
-def test_list_and_verify(tmp_path):
+def test_list_shows_the_newest_first_and_verify_names_a_damaged_file(tmp_path):
     """Newest first, damaged and quarantined ones included; verify names the bad file and exits with 1."""
     save(tmp_path, 1, 2)
     (tmp_path / ".safe_ckpt/quarantine/old").mkdir(parents=True)
@@ -129,7 +129,7 @@ def test_json_is_json_whatever_the_values(tmp_path):
     assert "bytes\\x1b[2J\\ud800" in shown.stdout
 
 
-def test_what_carries_no_checksums_is_not_called_valid(tmp_path):
+def test_a_checkpoint_without_checksums_is_not_called_valid(tmp_path):
     """A torch archive is verified by its CRC-32s; a pickle of before them: "cannot tell", status 3."""
     torch.save({"a": 1}, tmp_path / "x.ckpt")
     done = run("verify", tmp_path / "x.ckpt")
@@ -149,7 +149,7 @@ def test_what_carries_no_checksums_is_not_called_valid(tmp_path):
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_wrong_usage(tmp_path, args):
+def test_wrong_usage_of_a_command_ends_with_status_2_and_a_sentence(tmp_path, args):
     """What is not there, or makes no sense: status 2, a sentence on stderr, nothing on stdout."""
     done = run(*(tmp_path / arg if arg in ("missing", ".") else arg for arg in args))
     assert (done.exit_code, done.stdout) == (2, "")
@@ -193,7 +193,7 @@ def test_on_a_terminal_a_name_cannot_act(tmp_path):
     assert b"\x1b]0;" not in shown
 
 
-def test_the_impatient_can_break_a_lock(tmp_path):
+def test_unlock_break_lock_takes_a_directory_from_its_holder(tmp_path):
     """unlock names the holder; --break-lock takes the directory away: another job gets it, the old one cannot commit."""
     with Checkpointer(tmp_path) as old:
         old.save(1, {"x": 1}).result()
@@ -229,7 +229,7 @@ def test_the_lock_is_found_wherever_an_adapter_has_it(tmp_path, place):
     root.close()
 
 
-def test_what_is_no_lock_is_not_waited_for(tmp_path):
+def test_a_pipe_in_the_place_of_the_lock_is_not_waited_for(tmp_path):
     """A pipe in the place of the lock: the answer comes at once."""
     (tmp_path / ".safe_ckpt").mkdir()
     os.mkfifo(tmp_path / ".safe_ckpt/lock")
@@ -239,7 +239,7 @@ def test_what_is_no_lock_is_not_waited_for(tmp_path):
     assert run("unlock", tmp_path).exit_code == 1
 
 
-def test_a_manifest_of_a_newer_release(tmp_path):
+def test_commands_name_a_manifest_of_a_newer_release_and_delete_nothing(tmp_path):
     """list, verify, resume-path and gc say so and that an upgrade helps; nothing is called damaged, nothing deleted."""
     save_archive({"w": torch.ones(1)}, tmp_path / "x.ckpt", sequence=1)
     save(tmp_path, 1)

@@ -43,7 +43,7 @@ def folder(tmp_path):
     ],
     ids=str,
 )
-def test_rules(folder, rules, left):
+def test_gc_keeps_what_any_rule_keeps_and_the_newest(folder, rules, left):
     """What any rule keeps stays, and the newest always; --dry-run says the same and deletes nothing."""
     before = {path.name for path in folder.iterdir()}
     said = run(folder, *rules, "--dry-run", "--json")
@@ -58,7 +58,7 @@ def test_rules(folder, rules, left):
     assert steps(folder) == left
 
 
-def test_text(folder):
+def test_gc_prints_a_line_per_checkpoint_and_the_sum(folder):
     """A line per checkpoint on stdout, the sum on stderr."""
     done = run(folder, "--keep-last", "3")
     assert done.exit_code == 0
@@ -77,7 +77,7 @@ def test_a_live_job_keeps_its_directory(folder):
     assert run(folder, "--keep-last", "1").exit_code == 0
 
 
-def test_what_others_wrote_stays(folder):
+def test_gc_deletes_nothing_that_others_wrote(folder):
     """Stock checkpoints, damaged ones and anything else in the directory are not gc's to delete."""
     torch.save({"w": 1}, folder / "epoch=1-step=1.ckpt")
     (folder / "checkpoint-5").mkdir()
@@ -102,7 +102,7 @@ def test_a_directory_of_another_tool_is_left_without_a_trace(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
 
 
-def test_quarantine_only_when_asked_for(folder):
+def test_gc_deletes_the_quarantine_only_when_asked_to(folder):
     """What a resume found damaged is kept for people until they say otherwise."""
     bad = folder / ".safe_ckpt/quarantine/step-00000005"
     bad.mkdir(parents=True)

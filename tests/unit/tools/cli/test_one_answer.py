@@ -136,7 +136,7 @@ def examined(folder):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_whoever_asks_gets_one_answer(tmp_path, case):
+def test_all_commands_and_a_resume_agree_on_the_checkpoint_taken(tmp_path, case):
     """Standing, resume, list, resume-path, gc, retention and report of nine directories: what a resume takes is one thing."""
     tampering, expected = CASES[case]
     made(tmp_path / "run", *tampering)

@@ -73,7 +73,7 @@ def test_a_damaged_newest_is_passed_over(tmp_path, damage):
     assert all(set(row) == {"path", "reason"} and row["reason"] for row in rejected)
 
 
-def test_none_is_usable(tmp_path):
+def test_resume_path_without_a_usable_checkpoint_ends_with_status_1(tmp_path):
     """All damaged: status 1 and why, where a job raises; nothing there at all: status 1, where a job starts afresh."""
     save(tmp_path / "d", 1)
     flip_bit(tmp_path / "d/step-00000001/w.safetensors", 4100)
@@ -91,7 +91,7 @@ def test_none_is_usable(tmp_path):
     assert "in quarantine" in run(tmp_path / "d").stderr
 
 
-def test_quick_believes_the_manifest(tmp_path):
+def test_resume_path_quick_reads_no_payload(tmp_path):
     """--quick reads no payload, and the JSON does not claim that anything was verified."""
     save(tmp_path, 1, 2)
     flip_bit(tmp_path / "step-00000002/w.safetensors", 4100)
@@ -99,7 +99,7 @@ def test_quick_believes_the_manifest(tmp_path):
     assert json.loads(run(tmp_path, "--quick", "--json").stdout)["verified"] is False
 
 
-def test_ours_come_before_those_of_other_tools(tmp_path):
+def test_resume_path_takes_ours_before_those_of_other_tools(tmp_path):
     """A stock file of a later step is taken only when none of ours is left; status 3 where it carries no checksums."""
     stock = {"state_dict": {"w": torch.ones(1)}, "loops": {}, "lr_schedulers": [], "global_step": 50}
     save_archive(stock, tmp_path / "ours.ckpt", sequence=1, step=10)
@@ -120,7 +120,7 @@ def test_ours_come_before_those_of_other_tools(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_lightning_takes_the_same(tmp_path):
+def test_a_lightning_trainer_resumes_from_what_resume_path_says(tmp_path):
     """A Trainer with resume="auto" goes on from what resume-path said, with the newest one damaged."""
     import lightning.pytorch as pl
     from lightning.pytorch.demos.boring_classes import BoringModel

@@ -126,7 +126,7 @@ def test_files_of_another_tool_are_listed_as_a_resume_tries_them(tmp_path):
     assert "weights only" in rows["weights.ckpt"]["reason"]
 
 
-def test_what_a_link_leads_to_stays(tmp_path):
+def test_gc_keeps_a_checkpoint_that_a_link_leads_to(tmp_path):
     """``last`` or ``best`` of the user's, or of Lightning's."""
     save(tmp_path, 1, 2, 3)
     (tmp_path / "best").symlink_to("step-00000001")
@@ -171,7 +171,7 @@ def test_a_job_above_keeps_gc_out(tmp_path):
             assert left(tmp_path / folder) == ["step-00000001", "step-00000002"]
 
 
-def test_only_what_is_still_that_save_is_deleted(tmp_path):
+def test_a_deletion_spares_a_name_that_was_saved_again_or_is_held(tmp_path):
     """A path is not a checkpoint: another job may have saved under the name since; and one whose name is held stays."""
     save(tmp_path, 1, 2)
     first, second = sorted((c.info for c in read_listing(tmp_path).standing.usable), key=lambda info: info.step)
@@ -211,7 +211,7 @@ def test_verify_says_what_it_could_not_read_and_verifies_the_others(tmp_path):
 
 
 @pytest.mark.parametrize("retention", [Retention(keep_last=1), None], ids=["rules", "a list"])
-def test_what_could_not_be_deleted_is_tried_again_at_the_next_commit(tmp_path, monkeypatch, caplog, retention):
+def test_a_deletion_that_failed_is_tried_again_at_the_next_commit(tmp_path, monkeypatch, caplog, retention):
     """And said once. What has been saved under the name since is another one, and stays."""
     rename, refused = os.rename, []
 

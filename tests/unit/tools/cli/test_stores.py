@@ -144,7 +144,7 @@ def test_every_state_of_a_checkpoint_is_listed(store):
     assert f"{there[4].name}  4" in run("list", url).stdout
 
 
-def test_a_newer_format_stops_where_a_resume_would(store):
+def test_a_newer_format_in_a_store_stops_the_commands(store):
     """Listed as unreadable with status 1; resume-path, verify and gc say so and do nothing."""
     url = store.url()
     there = save(url, 1, 2)
@@ -261,7 +261,7 @@ def test_inspect_reads_headers_alone(store, requests):
     assert (refused.exit_code, "--fetch DIR" in refused.stderr) == (2, True)
 
 
-def test_what_a_resume_would_take(store):
+def test_resume_path_of_a_store_prints_the_newest_sound_checkpoint(store):
     """The newest by order of commits that is sound, with the reasons for newer ones; one checkpoint may be named; --quick."""
     url = store.url()
     there = save(url, 9, 5, 6, 7)
@@ -280,7 +280,7 @@ def test_what_a_resume_would_take(store):
     assert (nothing.exit_code, "a job would start afresh" in nothing.stderr) == (1, True)
 
 
-def test_fetching_is_whole_or_not_at_all(store, tmp_path, monkeypatch):
+def test_a_fetch_from_a_store_is_whole_or_leaves_nothing(store, tmp_path, monkeypatch):
     """What is printed is a stock directory that verify and resume accept; a target is refused, and an error leaves nothing."""
     url, goal = store.url(), tmp_path / "got"
     there = save(url, 1, 2, size=5_000_000)
@@ -312,7 +312,7 @@ def test_fetching_is_whole_or_not_at_all(store, tmp_path, monkeypatch):
     assert run("resume-path", goal, "--fetch", tmp_path).exit_code == 2
 
 
-def test_what_was_mirrored_is_fetched_as_it_was(store, tmp_path):
+def test_a_mirrored_checkpoint_is_fetched_under_its_name_and_resumed(store, tmp_path):
     """A directory and a single file come back under their names, and a resume takes them."""
     url = store.url()
     with Checkpointer(tmp_path / "run", CheckpointConfig(mirror=Mirror(url=url))) as ckpt:
@@ -404,7 +404,7 @@ def test_gc_takes_away_what_killed_jobs_left(store):
 
 
 @pytest.mark.parametrize("fate", ["alive", "dead", "unknown"])
-def test_unlock_says_who_owns_it(store, fate):
+def test_unlock_of_a_store_names_the_owner(store, fate):
     """As of a directory: held is status 1, gone is status 0; with --break-lock it is free, and what may be left stays named."""
     url = store.url()
     save(url, 1)
@@ -462,13 +462,13 @@ def test_convert_takes_an_address(store, tmp_path):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_addresses_are_wrong_usage(args, why):
+def test_wrong_addresses_end_commands_with_status_2(args, why):
     """Status 2, and the cause."""
     done = run(*args)
     assert (done.exit_code, why in " ".join(done.output.split())) == (2, True)
 
 
-def test_a_bucket_that_there_is_not(store):
+def test_a_command_on_a_missing_bucket_prints_its_name_with_status_1(store):
     """One line with its name and status 1."""
     for command in ("list", "verify", "resume-path", "gc", "inspect"):
         done = run(command, "s3://there-is-none/run")

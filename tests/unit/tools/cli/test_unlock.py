@@ -66,7 +66,7 @@ def test_the_lock_of_a_killed_job_keeps_nobody_out(tmp_path):
     ],
     ids=["another host", "torn", "empty"],
 )
-def test_what_cannot_be_told_is_not_guessed(tmp_path, change, says):
+def test_unlock_calls_a_holder_of_another_host_neither_alive_nor_gone(tmp_path, change, says):
     """A holder of another host, and a lock file that names nobody: held, alive is null, and the next job's way in is told."""
     hidden = tmp_path / ".safe_ckpt"
     hidden.mkdir()
@@ -84,7 +84,7 @@ def test_what_cannot_be_told_is_not_guessed(tmp_path, change, says):
     assert os.listdir(hidden) == []
 
 
-def test_it_names_the_holder_of_this_lock(tmp_path):
+def test_unlock_names_the_holder_that_the_lock_file_names(tmp_path):
     """Who holds it, and since when, come from one file: a record of an earlier job cannot be mistaken for this one's."""
     lock = lock_in(tmp_path)
     lock.acquire()
@@ -96,7 +96,7 @@ def test_it_names_the_holder_of_this_lock(tmp_path):
     assert holder_of(None) is None
 
 
-def test_names_do_not_act_on_the_terminal(tmp_path):
+def test_escape_sequences_in_names_come_out_as_text(tmp_path):
     """A directory whose name is an escape sequence comes out as text, also where stdout takes ASCII only."""
     directory = tmp_path / "\x1b]0;owned\x07é"
     record(directory / ".safe_ckpt", "é")
@@ -132,7 +132,7 @@ def nobody():
 
 @pytest.mark.parametrize("closed", ["", ".safe_ckpt"], ids=["the directory", "its hidden folder"])
 @pytest.mark.parametrize("command", [["unlock"], ["report"], ["watch", "--once"]], ids=lambda command: command[0])
-def test_a_directory_without_permission(command, closed):
+def test_unlock_of_a_directory_without_permission_says_the_cause(command, closed):
     """One sentence with the cause, status 1, no traceback; it is not said that nothing was saved, or that it is free."""
     with tempfile.TemporaryDirectory() as place:  # all of pytest's own are root's alone
         Path(place).chmod(0o755)

@@ -93,7 +93,7 @@ def weights_of(form, path, source):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("source", ["stock", "dcp", "safetensors", "ours", "accelerate"])
-def test_every_source_to_every_target(tmp_path, sources, source, form):
+def test_weights_of_every_source_come_back_from_every_target(tmp_path, sources, source, form):
     """The weights come back exactly, through the reader of the tool that the target is for."""
     target = tmp_path / "out"
     extra = ("--drop-objects",) if source == "accelerate" else ()
@@ -108,7 +108,7 @@ def test_every_source_to_every_target(tmp_path, sources, source, form):
     assert RUNNER.invoke(app, ["verify", str(target)]).exit_code == 0
 
 
-def test_what_lies_beside_the_weights_goes_along(tmp_path, sources):
+def test_a_conversion_to_torch_keeps_optimizer_and_versions(tmp_path, sources):
     """To torch: optimizer, numbers and the versions of modules; a job goes on from it."""
     assert convert(sources["stock"], tmp_path / "all.pt").exit_code == 0
     loaded = torch.load(tmp_path / "all.pt", weights_only=True)
@@ -121,7 +121,7 @@ def test_what_lies_beside_the_weights_goes_along(tmp_path, sources):
     assert torch.equal(fresh.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
 
 
-def test_shards_and_types(tmp_path, sources):
+def test_convert_obeys_max_shard_size_and_dtype(tmp_path, sources):
     """--max-shard-size and --dtype do as they say; integers and flags keep their type."""
     done = convert(
         sources["stock"], tmp_path / "out", "--to", "safetensors", "--max-shard-size", "100B", "--dtype", "float64"
@@ -140,7 +140,7 @@ class Surprise:
     """Anything of a class that torch does not know."""
 
 
-def test_objects_are_named_and_never_built(tmp_path):
+def test_convert_refuses_objects_by_name_and_builds_none(tmp_path):
     """A class in the source: refused by name, left out with --drop-objects."""
     torch.save({"state_dict": {"w": torch.ones(2)}, "extra": Surprise()}, tmp_path / "odd.ckpt")
     done = convert(tmp_path / "odd.ckpt", tmp_path / "out.pt")
@@ -151,7 +151,7 @@ def test_objects_are_named_and_never_built(tmp_path):
     assert torch.load(tmp_path / "out.pt", weights_only=True).keys() == {"state_dict"}
 
 
-def test_files_from_before_the_zip_format(tmp_path):
+def test_convert_names_files_from_before_the_zip_format(tmp_path):
     """Named as such, and what to do."""
     torch.save({"model": {"w": torch.arange(4)}}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     refused = convert(tmp_path / "old.pt", tmp_path / "new.pt")
@@ -169,7 +169,7 @@ def test_files_from_before_the_zip_format(tmp_path):
         (["--to", "safetensors", "--max-shard-size", "much"], "max-shard-size"),
     ],
 )
-def test_wrong_requests(tmp_path, sources, args, says):
+def test_wrong_requests_to_convert_write_nothing(tmp_path, sources, args, says):
     """A sentence that says what to do, and nothing is written."""
     done = convert(sources["stock"], tmp_path / "out", *args)
     assert done.exit_code in (1, 2)
@@ -177,7 +177,7 @@ def test_wrong_requests(tmp_path, sources, args, says):
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_is_replaced_and_nothing_damaged_is_passed_on(tmp_path, sources):
+def test_convert_refuses_an_existing_target_and_a_damaged_source(tmp_path, sources):
     """A destination that exists is left alone; a source with a flipped bit is refused by name."""
     (tmp_path / "there").write_text("mine")
     done = convert(sources["stock"], tmp_path / "there", "--to", "torch")
@@ -194,7 +194,7 @@ def test_nothing_is_replaced_and_nothing_damaged_is_passed_on(tmp_path, sources)
 
 @needs_root
 @pytest.mark.parametrize("form", FORMS)
-def test_a_full_disk_is_named_and_nothing_stays(tmp_path, form):
+def test_a_full_disk_ends_convert_by_name_and_no_file_stays(tmp_path, form):
     """Whatever writes, the error is one line that names the target; not a file of it is left, hidden ones included."""
     torch.save({"state_dict": {"w": torch.ones(1 << 19)}}, tmp_path / "a.ckpt")
     with small_disk(tmp_path / "disk", "1m") as disk:

@@ -58,7 +58,7 @@ def test_a_directory_that_is_not_there_is_not_made(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_it_speaks_in_lines(tmp_path):
+def test_doctor_prints_a_line_per_check_and_advice(tmp_path):
     """For people: a state word and a figure per check, advice below it where there is any, a sentence at the end."""
     done = CliRunner().invoke(app, ["doctor", str(tmp_path), "--mebibytes", "0", "--state-bytes", "900TiB"])
     lines = done.stdout.splitlines()
@@ -85,7 +85,7 @@ def read_only(path):
         subprocess.run(["umount", str(path)], check=True)
 
 
-def test_a_directory_that_cannot_be_written_to(tmp_path):
+def test_doctor_fails_a_directory_that_cannot_be_written_to(tmp_path):
     """It fails with the cause and advice; what needs writing is skipped, the rest is looked at all the same."""
     with read_only(tmp_path):
         code, found, _ = examine(tmp_path)
@@ -106,7 +106,7 @@ def test_a_file_is_no_directory(tmp_path):
 
 
 @needs_root
-def test_little_space(tmp_path):
+def test_little_space_is_a_warning_and_none_a_failure(tmp_path):
     """Little space is a warning, room for one checkpoint too, for none a failure; memory that looks like a disk is named."""
     with small_disk(tmp_path / "disk", "16m") as small:
         code, found, _ = examine(small)
@@ -131,7 +131,7 @@ def test_a_live_job_is_not_disturbed(tmp_path):
     assert "as step-00000001 is" in found["space"]["measured"]
 
 
-def test_a_check_that_breaks_leaves_nothing(tmp_path, monkeypatch):
+def test_a_check_of_doctor_that_breaks_leaves_no_folder(tmp_path, monkeypatch):
     """An error that nobody expected is raised, one of the operating system is told; the private folder goes either way."""
 
     def breaks(error):
@@ -153,7 +153,7 @@ def test_a_check_that_breaks_leaves_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_nothing(tmp_path, number):
+def test_a_signal_to_doctor_leaves_no_folder(tmp_path, number):
     """Ctrl-C, or a scheduler's SIGTERM, in the middle of writing: the private folder is gone when the process is."""
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip(f"{number.name} is ignored here, and so it is by what is started from here")
@@ -197,7 +197,7 @@ def test_a_disk_that_refuses_is_named(tmp_path, storage, kind, check):
     assert found["write"]["state"] == "ok"
 
 
-def test_a_disk_that_does_not_answer_cannot_hang_it(tmp_path, storage):
+def test_doctor_ends_on_a_disk_that_does_not_answer(tmp_path, storage):
     """A call that does not return is told of after --timeout-s, nothing else is tried on that disk, and the rest is told."""
     storage.delay(5, tmp_path, 600)
     begun = time.monotonic()
@@ -209,12 +209,12 @@ def test_a_disk_that_does_not_answer_cannot_hang_it(tmp_path, storage):
     assert found["memory"]["state"] in ("ok", "warn")
 
 
-def test_it_needs_no_torch(tmp_path):
+def test_doctor_on_one_process_does_not_import_torch(tmp_path):
     """On one process torch, which takes seconds to import, is not."""
     assert run_program("examines_a_folder", str(tmp_path), fresh=True).stdout.split() == ["0", "False"]
 
 
-def test_wrong_usage(tmp_path):
+def test_doctor_with_a_size_that_is_none_ends_with_status_2(tmp_path):
     """A size that is none: status 2 and a sentence."""
     done = CliRunner().invoke(app, ["doctor", str(tmp_path), "--state-bytes", "much"])
     assert (done.exit_code, "10GiB" in done.stderr) == (2, True)
@@ -240,7 +240,7 @@ damaged
         ("/overt", "lustre", "ok", "setstripe"),
     ],
 )
-def test_the_mount_of_a_path(path, kind, state, says):
+def test_the_mount_of_a_path_is_the_deepest_and_latest(path, kind, state, says):
     """The deepest mount above it, of two at one point the later, spaces and all; and what is known of its kind."""
     mount = disk.mount_of(path, MOUNTS)
     assert mount.kind == kind
@@ -249,7 +249,7 @@ def test_the_mount_of_a_path(path, kind, state, says):
     assert says in found.advice
 
 
-def test_a_mount_of_containers_and_of_programs():
+def test_mounts_of_containers_and_in_memory_are_warned_of():
     """What goes with the container, and what only looks like a disk, is a warning."""
     mount = disk.mount_of("/", MOUNTS)
     for kind, word in (("overlay", "volume"), ("fuse.s3fs", "object stores"), ("tmpfs", "reboot")):
@@ -271,7 +271,7 @@ def test_a_mount_of_containers_and_of_programs():
         (judge_speed({"cached": Pass(moved_bytes=GIB, seconds=1.0)}, None), "ok"),
     ],
 )
-def test_judgements(found, state):
+def test_figures_that_need_action_are_warned_of_with_advice(found, state):
     """Figures that ask for something to be done are warned of and come with advice; others are not."""
     assert found.state == state
     assert bool(found.advice) == (state != "ok")
@@ -284,7 +284,7 @@ def test_an_fsync_that_is_too_quick_is_a_hint():
     assert judge_fsync(3e-6, 1e-6, in_memory=True).advice == ""
 
 
-def test_a_limit_on_the_size_of_files():
+def test_a_limit_on_file_sizes_is_reported_and_may_fail():
     """It is reported with the command that raises it; one below the size of a checkpoint is a failure."""
     assert machine.judge_file_size(None, GIB).state == "ok"
     low = machine.judge_file_size(5 * GIB, GIB)
@@ -292,7 +292,7 @@ def test_a_limit_on_the_size_of_files():
     assert machine.judge_file_size(5 * GIB, 6 * GIB).state == "fail"
 
 
-def test_control_groups_of_both_kinds(tmp_path):
+def test_the_tightest_limit_of_all_control_groups_counts(tmp_path):
     """The tightest limit of all levels counts; what says that it is none does not."""
 
     def read(membership, **files):
@@ -317,7 +317,7 @@ def test_control_groups_of_both_kinds(tmp_path):
     assert limit_bytes == 7000
 
 
-def test_releases_that_do_not_fit():
+def test_releases_too_old_fail_and_newer_series_are_a_warning():
     """What is too old fails, what is of a newer series than was run is a warning, what is missing is said."""
     too_old, newer, _ = machine.judge_versions({"torch": "2.0.1", "deepspeed": "99.0", "numpy": "9"})
     assert (too_old.state, "torch 2.0.1" in too_old.measured) == ("fail", True)
@@ -326,7 +326,7 @@ def test_releases_that_do_not_fit():
     assert [finding.state for finding in machine.judge_versions({"torch": "2.13.0+cpu"})] == ["ok"]
 
 
-def test_the_whole_is_as_good_as_its_worst():
+def test_doctors_verdict_is_that_of_its_worst_check():
     """A failure outweighs a warning, that what was skipped, that what is fine."""
     findings = [Finding(check="x", state=state, measured="") for state in ("ok", "skipped", "warn")]
     assert worst([]) == "ok"

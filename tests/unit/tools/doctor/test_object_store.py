@@ -44,7 +44,7 @@ def findings(done):
     return {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
 
 
-def test_all_is_tried_and_nothing_is_left(store):
+def test_doctor_tries_every_guarantee_of_a_store_and_leaves_nothing(store):
     """Each guarantee and speed is a finding, beside a live job, which is named; what was written for that is gone."""
     url = store.url()
     with Checkpointer(url) as ckpt:
@@ -120,7 +120,7 @@ def test_the_rule_for_unfinished_uploads_is_named(store):
     assert (found["state"], "lifecycle rule" in found["advice"]) == ("ok", True)
 
 
-def test_a_store_that_does_not_answer(store, monkeypatch):
+def test_doctor_ends_in_time_on_a_store_that_does_not_answer(store, monkeypatch):
     """It ends in time, says so once, with status 1, and tries nothing more."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -132,7 +132,7 @@ def test_a_store_that_does_not_answer(store, monkeypatch):
     assert "--timeout-s" in found["held by"]["advice"]
 
 
-def test_a_bucket_that_there_is_not(store):
+def test_doctor_says_what_to_do_about_a_missing_bucket(store):
     """Status 1, and what to do."""
     done = run("s3://there-is-none/run", "--json")
     assert (done.exit_code, "create the bucket" in findings(done)["held by"]["advice"]) == (1, True)

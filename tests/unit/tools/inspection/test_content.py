@@ -51,7 +51,7 @@ DTYPES = [getattr(torch, name) for name in (
 
 
 @pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
-def test_every_dtype_is_told_and_read(tmp_path, new):
+def test_tensors_of_every_dtype_are_read_from_a_torch_file(tmp_path, new):
     """Types, shapes and numbers of what torch.save wrote; of a file from before the zip format types and shapes."""
     state = {str(dtype): torch.ones(2, 3).to(dtype) for dtype in DTYPES}
     torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=new)
@@ -65,7 +65,7 @@ def test_every_dtype_is_told_and_read(tmp_path, new):
             assert torch.equal(found.view(torch.uint8), state[entry.name].view(torch.uint8))
 
 
-def test_views_ties_and_subclasses(tmp_path):
+def test_views_ties_and_subclasses_are_read_as_torch_load_does(tmp_path):
     """Sliced, transposed and tied tensors, parameters and buffers are read as torch.load would give them."""
     whole = torch.arange(24.0).reshape(4, 6)
     state = {
@@ -87,7 +87,7 @@ def test_views_ties_and_subclasses(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor.*", "ignore:.*quantize_per_tensor.*", "ignore:.*TypedStorage.*")
-def test_what_has_no_plain_numbers_is_shown_all_the_same(tmp_path):
+def test_sparse_quantized_and_meta_tensors_are_shown_as_such(tmp_path):
     """Sparse, quantized and meta tensors and tensor subclasses: shown, and never taken for something else."""
 
     class Mine(torch.Tensor):
@@ -135,7 +135,7 @@ def test_memory_order_is_no_difference(tmp_path):
         assert torch.equal(found[f"m:{name}"], tensor)
 
 
-def test_differences_are_exact(tmp_path):
+def test_differences_between_tensors_are_exact_for_every_dtype(tmp_path):
     """The largest absolute difference, per tensor; NaN equals NaN; integers, booleans, complex numbers, bfloat16."""
     nan, inf = math.nan, math.inf
     one = {
@@ -276,7 +276,7 @@ def test_a_missing_shard_is_damage(tmp_path, suffix):
     assert bad[0] == {"shard": "model-00002-of-00002.safetensors", "index": "model.safetensors.index.json"}[suffix]
 
 
-def test_cannot_tell_says_how_much_is_covered(tmp_path):
+def test_a_verdict_of_cannot_tell_says_how_much_is_covered(tmp_path):
     """safetensors, JSON, legacy pickles and .metadata carry nothing; the share of bytes under a checksum is told."""
     save_file({"w": torch.ones(1000)}, tmp_path / "model.safetensors")
     torch.save({"x": torch.ones(1000)}, tmp_path / "optimizer.bin")
@@ -319,7 +319,7 @@ def test_a_checksum_of_zero_is_none(tmp_path):
         (["a.pt", "b.pt"], "files"),
     ],
 )
-def test_what_wrote_a_directory(tmp_path, names, kind):
+def test_damage_in_a_directory_of_any_tool_is_found(tmp_path, names, kind):
     """Each tool by the names that it gives; damage in any of its archives is found."""
     (tmp_path / "c").mkdir()
     for name in names:
@@ -342,7 +342,7 @@ def test_what_wrote_a_directory(tmp_path, names, kind):
         assert judge([plan(tmp_path / "c")])[0].state == "damaged"
 
 
-def test_a_piece_that_is_not_what_the_metadata_says(tmp_path):
+def test_files_that_differ_from_their_metadata_are_refused(tmp_path):
     """.metadata of one save beside the files of another: refused, not mixed."""
     save_dcp(tmp_path / "a", {"w": torch.ones(4)})
     save_dcp(tmp_path / "b", {"w": torch.ones(2, 2)})
@@ -351,7 +351,7 @@ def test_a_piece_that_is_not_what_the_metadata_says(tmp_path):
         read_content(tmp_path / "a")
 
 
-def test_what_is_too_long_to_be_looked_at_is_not_called_damaged(tmp_path, monkeypatch):
+def test_a_pickle_too_long_to_look_at_is_not_called_damaged(tmp_path, monkeypatch):
     """The pickle of a hundred thousand tensors: its checksums are compared all the same, and the rest is "cannot tell"."""
     monkeypatch.setattr(pickle_reader, "_MOST_WORK", 10_000)
     monkeypatch.setattr(pickle_reader, "_LARGE_BYTES", 30_000)

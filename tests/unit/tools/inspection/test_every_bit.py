@@ -138,7 +138,7 @@ def test_every_byte_of_a_dcp_file_counts(tmp_path):
         assert (bad.file, bad.names) == ("__0_0.distcp", ("w",))
 
 
-def test_damage_is_named(tmp_path):
+def test_damage_in_a_torch_archive_is_named_by_file_and_tensors(tmp_path):
     """In a torch archive: the file, and every tensor that lies in the damaged record, views of it included."""
     weight = torch.arange(1000.0)
     torch.save({"model": {"w": weight, "half": weight[:10], "other": torch.ones(5)}}, tmp_path / "x.pt")
@@ -182,7 +182,7 @@ def test_every_byte_of_a_single_file_of_ours_counts(tmp_path):
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "from_disk"])
-def test_random_flips_in_larger_files(tmp_path, monkeypatch, cached):
+def test_a_random_flip_in_a_larger_file_names_its_tensor_alone(tmp_path, monkeypatch, cached):
     """Megabytes, read in pieces or by several threads: the tensor in which the flip is, wherever it is, and no other."""
     monkeypatch.setattr(reader, "is_cached", lambda *_: cached)
     file = tmp_path / "x.pt"

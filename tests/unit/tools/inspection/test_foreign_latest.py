@@ -59,7 +59,7 @@ def test_a_checkpoint_of_ours_is_not_chosen_by_a_foreign_file(tmp_path):
 
 
 @pytest.mark.timeout(60)
-def test_a_pipe_of_that_name_keeps_nobody_waiting(tmp_path):
+def test_a_pipe_called_latest_is_not_waited_for(tmp_path):
     """A pipe, and a link that leads to itself, are no file of DeepSpeed's."""
     save(tmp_path, 1)
     os.mkfifo(tmp_path / "latest")

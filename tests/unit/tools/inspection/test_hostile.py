@@ -50,7 +50,7 @@ def run_all(folder):
 
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("command", ["verify", "inspect", "list", "resume-path"])
-def test_every_command_stays_within_bounds(runs, command):
+def test_every_command_on_a_hostile_checkpoint_stays_within_bounds(runs, command):
     """No crash, no traceback, seconds of processor time and less than 1 GiB, whatever is in the checkpoint."""
     for name in CASES:
         row = runs[command, name]
@@ -62,7 +62,7 @@ def test_every_command_stays_within_bounds(runs, command):
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect", "resume-path"])
-def test_what_is_hostile_is_refused_in_a_sentence(runs, command):
+def test_a_hostile_checkpoint_is_refused_in_a_sentence(runs, command):
     """Exit status 1 and a few lines that say what is wrong with which file."""
     for name in CASES:
         if name in hostile.CASES and (command, name) not in HARMLESS:
@@ -73,14 +73,14 @@ def test_what_is_hostile_is_refused_in_a_sentence(runs, command):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.removeprefix("pickle_") in hostile.PAYLOADS])
-def test_a_payload_is_called_by_its_name(runs, name):
+def test_code_in_a_pickle_is_named_and_not_run(runs, name):
     """Code that a pickle would run is named and not run, however the pickle asks for it."""
     said = runs["inspect", name]["said"]
     assert "it would run" in said
     assert any(call in said for call in ("system", "eval", "Popen")), said
 
 
-def test_links_are_followed_when_that_is_asked_for(tmp_path):
+def test_links_in_a_checkpoint_are_followed_only_when_asked_to(tmp_path):
     """--follow-symlinks reads what a hub's cache has behind links; without it the message says so."""
     (tmp_path / "blobs").mkdir()
     torch.save({"w": torch.ones(2)}, tmp_path / "blobs/x")
@@ -114,7 +114,7 @@ def test_a_device_is_not_read(tmp_path):
         hostile.manifest_of_odd_values,
     ],
 )  # fmt: skip
-def test_resuming_from_it_is_refused_too(tmp_path, make):
+def test_a_resume_from_a_hostile_checkpoint_is_refused(tmp_path, make):
     """Checkpointer.resume goes by the same manifests: it does not hang, nor follow them out, and says what is wrong."""
     place = make(tmp_path)
     (tmp_path / "d").mkdir()

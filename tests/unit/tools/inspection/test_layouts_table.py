@@ -221,7 +221,7 @@ def agreed(home, adapter):
     return path
 
 
-def test_what_no_adapter_resumes_from_is_not_chosen(tmp_path):
+def test_a_state_dict_that_no_adapter_resumes_from_is_not_chosen(tmp_path):
     """A state dict of a user's own making is converted or inspected, and no resume takes it."""
     dcp(tmp_path, 1, ours=False, complete=True)
     assert run("resume-path", tmp_path).exit_code == 1

@@ -86,7 +86,7 @@ def test_gc_does_not_count_what_is_damaged(tmp_path):
     assert run("resume-path", tmp_path).stdout == f"{tmp_path / 'step-00000002'}\n"
 
 
-def test_what_was_converted_into_it_is_no_checkpoint_of_the_run(tmp_path):
+def test_files_converted_into_a_runs_directory_are_no_checkpoint_of_it(tmp_path):
     """Neither listed, nor resumed from, nor deleted by retention or gc; a copy under a name of one's own stays too."""
     make(tmp_path, 10)
     for name, form in (("export", "dcp"), ("weights.ckpt", "torch"), ("hf", "safetensors")):
@@ -104,7 +104,7 @@ def test_what_was_converted_into_it_is_no_checkpoint_of_the_run(tmp_path):
     assert left == {"step-00000030", "export", "weights.ckpt", "hf", "backup-of-10"}
 
 
-def test_one_that_cannot_be_read_hides_no_other(tmp_path):
+def test_a_checkpoint_that_cannot_be_read_hides_no_other(tmp_path):
     """A newer format: list shows the rest and ends with 1, gc deletes nothing, resume-path says that a resume stops there."""
     make(tmp_path, 1, 2, 3)
     (tmp_path / "step-00000003/manifest.json").write_text('{"format": "safe_ckpt", "format_version": 99}')
@@ -121,7 +121,7 @@ def test_one_that_cannot_be_read_hides_no_other(tmp_path):
     assert len(list(tmp_path.glob("step-*"))) == 3
 
 
-def test_what_is_deleted_while_it_is_read_is_not_called_damaged(tmp_path):
+def test_a_checkpoint_deleted_while_it_is_read_is_not_called_damaged(tmp_path):
     """As a live job's retention does it."""
     place = make(tmp_path, 1) / "step-00000001"
     task = plan(place)
@@ -131,7 +131,7 @@ def test_what_is_deleted_while_it_is_read_is_not_called_damaged(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["list", "inspect", "verify"])
-def test_json_has_null_for_what_json_has_not(tmp_path, command):
+def test_json_has_null_for_a_metric_that_is_nan(tmp_path, command):
     """A metric that is NaN."""
     with Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, STATE, metrics={"loss": float("nan")}).result(timeout_s=20)
@@ -193,7 +193,7 @@ def test_ctrl_c_ends_a_verification(tmp_path):
     assert job.returncode == 130
 
 
-def test_nothing_usable_is_still_an_error(tmp_path):
+def test_damaged_checkpoints_beside_a_converted_one_are_an_error(tmp_path):
     """A directory whose checkpoints are all damaged, beside a converted one: no resume invents a start."""
     make(tmp_path, 1)
     run("convert", tmp_path / "step-00000001", tmp_path / "export", "--to", "dcp")

@@ -45,7 +45,7 @@ def once(directory, *options):
     return CliRunner().invoke(app, ["watch", str(directory), "--once", *options])
 
 
-def test_once(tmp_path):
+def test_watch_once_prints_the_present_state_in_lines(tmp_path):
     """The present state in plain lines: verdict, last commit, figures, what happened last. Nothing recorded: that is said."""
     assert "record_events" in once(tmp_path).output
     record(tmp_path, a_save(1, 0) + a_save(2, 10, error="no space") + line("respawned", 11, pid=1, ended="signal 9"))
@@ -77,7 +77,7 @@ def test_nothing_recorded_acts_on_the_terminal(tmp_path):
         }
 
 
-def test_the_screen(tmp_path):
+def test_the_screen_of_watch_has_verdict_saves_and_failures(tmp_path):
     """Verdict, figures, the last saves newest first, what failed; a directory in which nothing is recorded yet waits."""
     screen = Console(file=io.StringIO(), width=100)
     screen.print(report.view(None, tmp_path, START))
@@ -93,7 +93,7 @@ def test_the_screen(tmp_path):
     assert "step-31: no space" in text
 
 
-def test_only_what_is_new_is_printed():
+def test_watch_prints_only_what_is_new():
     """After the last line that was printed; all of it when that line is not among them any more."""
     assert report.after(["a", "b", "c"], ["a"]) == ["b", "c"]
     assert report.after(["a", "b"], ["a", "b"]) == []
@@ -115,7 +115,7 @@ def test_a_file_is_read_again_only_when_it_changed(tmp_path):
     assert [save.step for save in follower.look().saves] == [1, 2, 3]
 
 
-def test_a_line_that_is_not_finished_waits_for_its_end(tmp_path):
+def test_an_unfinished_line_of_the_record_waits_for_its_end(tmp_path):
     """It is neither an event nor one that is no event, until its end is there."""
     record(tmp_path, a_save(1, 0) + '{"event"')
     follower = Follower(tmp_path)
@@ -132,7 +132,7 @@ def test_a_line_that_is_not_finished_waits_for_its_end(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["rotated", "cut", "cut and grown beyond", "older ones deleted"])
-def test_what_is_there_now_is_shown(tmp_path, kind):
+def test_watch_shows_the_record_that_is_there_after_a_rotation(tmp_path, kind):
     """A rotated file, one that shrank or is another behind the same inode: the history is that of what is there now."""
     file = tmp_path / ".safe_ckpt/events.jsonl"
     record(tmp_path, a_save(1, 0))
@@ -154,7 +154,7 @@ def test_what_is_there_now_is_shown(tmp_path, kind):
     assert follower.look() == history.build(event_log.read_events(event_log.find_events(tmp_path)))
 
 
-def test_an_outcome_that_nobody_knows(tmp_path):
+def test_watch_does_not_call_an_unknown_outcome_failed(tmp_path):
     """A save that may be committed is not called failed, in lines and on the screen."""
     unknown = line("failed", 2, name="step-2", step=2, error="rank 0 was lost", outcome_unknown=True)
     record(tmp_path, a_save(1, 0) + unknown)
@@ -167,7 +167,7 @@ def test_an_outcome_that_nobody_knows(tmp_path):
     assert "step-2: rank 0 was lost" in screen.file.getvalue()
 
 
-def test_it_follows_where_stdout_is_no_terminal(tmp_path):
+def test_watch_without_a_terminal_prints_a_line_per_save(tmp_path):
     """One line per save as it happens; Ctrl-C ends it with status 0 and no traceback."""
     record(tmp_path, a_save(1, 0))
     command = [*WATCH, str(tmp_path), "--every", "0.1"]
@@ -182,7 +182,7 @@ def test_it_follows_where_stdout_is_no_terminal(tmp_path):
         assert (process.stdout.read(), process.stderr.read()) == ("", "")
 
 
-def test_it_lives_in_a_terminal(tmp_path):
+def test_watch_on_a_terminal_ends_with_ctrl_c_and_status_0(tmp_path):
     """On a terminal the screen follows; Ctrl-C ends it with status 0 and gives the cursor back."""
     record(tmp_path, a_save(1, 0))
     ours, theirs = pty.openpty()

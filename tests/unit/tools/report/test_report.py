@@ -185,7 +185,7 @@ def test_values_of_any_type_make_a_page(events):
     json.dumps(summary.total(recorded).__dict__, default=str)
 
 
-def test_what_became_of_each_save():
+def test_the_report_tells_what_became_of_each_save():
     """Committed, failed, cut short by a kill, in flight; stalls, throughput, work at risk and what lay on the disk."""
     events = [
         line("run", 0, pid=7, host="node", world_size=2, versions={"torch": "2.13"}),
@@ -250,7 +250,7 @@ def test_many_kept_ones_are_named_in_part():
         assert told([*saves, kept, *a_save(6, 60)]).saves[-1].kept_bytes == held
 
 
-def test_an_outcome_that_nobody_knows():
+def test_the_report_does_not_call_an_unknown_outcome_failed():
     """A save that may be committed is counted and told as that: verdict, timeline and failures do not say failed."""
     unknown = line("failed", 20, name="step-2", step=2, error="rank 0 was lost", outcome_unknown=True)
     history_ = told([*a_save(1, 10), unknown])
@@ -276,7 +276,7 @@ def test_failures_in_a_row_are_one_entry():
     assert "5 failures, newest first." in text
 
 
-def test_weights_alone_are_nothing_to_resume_from():
+def test_the_report_counts_an_export_as_no_checkpoint():
     """An export counts as a save, but neither as the last commit nor as work that is safe, nor as a checkpoint on the disk."""
     export = {**a_save(0, 50)[-1], "name": "weights", "weights_only": True}
     whole = told([*a_save(10, 20), *a_save(20, 40), export, *a_save(30, 60)])
@@ -294,7 +294,7 @@ def test_runs_are_told_apart_in_older_records():
     assert [(run.number, run.seconds) for run in told(events).runs] == [(1, 30), (2, 31)]
 
 
-def test_a_real_run(tmp_path):
+def test_a_real_run_arrives_on_the_page_and_in_the_json(tmp_path):
     """Two runs of a Checkpointer: saves, retention, a quarantine and a resume arrive on the page and in the JSON."""
     config = CheckpointConfig(retention=Retention(keep_last=2))
     state = {"w": {"t": torch.ones(1000)}}
@@ -334,7 +334,7 @@ def test_what_accelerate_keeps_is_listed(tmp_path, monkeypatch):
     assert "newer" in list_existing(tmp_path)[1]
 
 
-def test_wrong_usage(tmp_path):
+def test_the_report_without_events_or_target_ends_with_status_1(tmp_path):
     """No events: status 1 and what to do. A page that cannot be written: status 1, and nothing half-written."""
     done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert done.exit_code == 1
@@ -400,7 +400,7 @@ def _checkpoint(folder):
         return ckpt.save(1, {"x": 1}, metrics={HOSTILE: 1.0}).result(timeout_s=20).path
 
 
-def test_the_page_allows_itself_nothing():
+def test_the_policy_of_the_page_forbids_scripts_and_foreign_content():
     """Its policy forbids scripts and everything from elsewhere, and allows exactly the style sheet that it has."""
     text = rendered(a_save(1, 10))
     seen = Elements().read(text)
@@ -480,7 +480,7 @@ def test_every_axis_begins_at_zero_and_has_room(values, quantity):
         (clean("x" * 5, most=3), "xxx…"),
     ],
 )
-def test_words(said, expected):
+def test_numbers_and_times_of_the_report_are_as_people_read_them(said, expected):
     """Numbers and times as people read them."""
     assert said == expected
 
@@ -505,7 +505,7 @@ def _contrast(one, other):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast(scheme):
+def test_the_page_has_the_contrast_of_wcag_aa_light_and_dark(scheme):
     """Text has a contrast of 4.5 and more on what it stands on, marks of 3 and more: WCAG AA, light and dark."""
     colours = _colours(scheme)
     for text in ("text", "soft", "good", "bad", "note"):
@@ -516,7 +516,7 @@ def test_contrast(scheme):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-def test_in_a_browser(tmp_path):
+def test_the_page_in_a_browser_never_scrolls_sideways(tmp_path):
     """No width from 320 pixels on scrolls sideways, even with names that never end; in the dark the page is dark."""
     long = "x" * 900
     events = [
