@@ -308,3 +308,24 @@ def test_one_wrong_read_of_a_dead_jobs_lock_is_no_sign_of_life(tmp_path, monkeyp
     assert lock.is_held
     assert len(looks) > number
     lock.release()
+
+
+def test_a_lock_that_was_taken_is_held_although_its_first_name_cannot_be_removed(tmp_path, monkeypatch):
+    """The file system fails between the two: a job that thought it had nothing would show no sign of life."""
+    real = locks.Path.unlink
+
+    def failing(path, **options):
+        if path.name.startswith("lock."):
+            raise OSError(116, "Stale file handle", str(path))
+        real(path, **options)
+
+    lock = lock_in(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(locks.Path, "unlink", failing)
+        lock.acquire()
+    assert lock.is_held
+    lock.confirm()
+    lock.release()
+    lock.acquire()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", locks.KERNEL_NAME]
+    lock.release()

@@ -120,7 +120,8 @@ class JobLock(LeaseLock):
             fresh.write_bytes(lease.to_bytes())
             made = put(fresh, lease.to_bytes(), self._path) and self._token_in(LOCK_NAME) == lease.token
         finally:
-            fresh.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # if it is taken, that must not say otherwise: what stays here is swept
+                fresh.unlink()
             if not made:
                 self._drop_kernel_lock()
         if not made:
