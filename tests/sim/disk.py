@@ -145,7 +145,7 @@ class Disk:
             target.pending.append(change)
         else:
             change.durable = True
-        if kind in ("rename", "exchange", "enter", "leave"):
+        if kind in ("rename", "exchange", "enter", "leave", "write"):
             for watch in self.watchers:
                 watch(change)
 

@@ -112,6 +112,8 @@ class Oracle:
             return
         if change.kind == "enter" and change.name == "lock" and change.child is not None:
             self._locked(change.child)
+        if change.kind == "write" and change.node is self._at(f"{self.directory}/.safe_ckpt/lock"):
+            self._locked(change.node)  # where it could not be linked
         proc = hub.task.proc
         ends = proc.facts.get("phase", "").startswith(("close", "open"))
         if change.kind == "rename" and change.name == "lock" and ends and proc in self.leases.values():
