@@ -87,12 +87,16 @@ class Oracle:
 
     def _refuse_robbery(self, holder: Any, taker: Any, lease_s: float, since: float) -> None:
         """Nobody takes the directory from a job that lives and could show itself whenever the taker could look."""
-        if not holder.alive or holder is taker or self.gave_back_at(holder) >= since:
+        if not holder.alive or holder is taker or self.gave_back_at(holder) >= since or not self._holds(holder):
             return
         now = self.world.now
         mine, yours = self._hindered(holder, now - 2 * lease_s), self._hindered(taker, now - 2 * lease_s)
         if all(any(start >= a and end <= b for a, b in yours) for start, end in mine):
             self.world.violate("robbed", f"{taker.name} took the directory from {holder.name}, which was well")
+
+    def _holds(self, proc: Any) -> bool:
+        """Whether a process thinks so: where the disk or the store failed it has let go, and the lease runs out."""
+        return bool(proc.slot.load("safe_ckpt.core.home.lease")._held)
 
     def gave_back_at(self, proc: Any) -> float:
         """When a process gave the directory back; before all time if it did not."""

@@ -228,8 +228,8 @@ IN_MIRRORS: dict[str, dict[str, Patch]] = {
             "        if False:\n",
         )
     },
-    "two looks that differ are believed": {
-        "safe_ckpt.core.storage.objects.second_look": _swap("if str(error) == before:", "if before:")
+    "two looks at what was fetched are believed": {
+        "safe_ckpt.core.storage.objects.second_look": _swap("in (path, path.afresh()):", "in (path,):")
     },
     "what was fetched is not compared": {
         _FETCH: _swap("            verify_entry(into, entry, cached=True)\n", "            pass\n")

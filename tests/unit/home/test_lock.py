@@ -329,3 +329,17 @@ def test_a_lock_that_was_taken_is_held_although_its_first_name_cannot_be_removed
     lock.acquire()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", locks.KERNEL_NAME]
     lock.release()
+
+
+def test_a_lock_that_could_not_be_given_back_is_taken_again_at_once(tmp_path, monkeypatch):
+    """By the process that left it, also where it cannot be told which process that was: nobody waits for its lease."""
+    lock = lock_in(tmp_path)
+    lock.acquire()
+    with monkeypatch.context() as patch:
+        patch.setattr(locks, "take_away", lambda *_: (_ for _ in ()).throw(OSError(116, "Stale file handle")))
+        lock.release()
+    assert (tmp_path / "lock").exists()
+    monkeypatch.setattr(locks, "fate_of", lambda *_: "unknown")
+    again = lock_in(tmp_path)
+    again.acquire(0.0)
+    again.release()

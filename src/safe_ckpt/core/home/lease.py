@@ -48,6 +48,9 @@ SLOW_S = 1.0
 MOMENT_S = 1.5
 _FREE = "or free it with safe-ckpt unlock --break-lock"
 _held: dict[str, str] = {}
+_made: set[str] = (
+    set()
+)  # the tokens of this process; one that is not held any more may stand where it could not be given back
 """What holds each lease of this process, by its token."""
 
 Fate = Literal["alive", "dead", "unknown"]
@@ -237,9 +240,9 @@ class LeaseLock(ABC):
         """
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         lease = own_lease(token=uuid.uuid4().hex, started_at=now, lease_s=self._lease_s)
-        _held[lease.token] = (
-            self._owner
-        )  # before it is recorded: another thread would take it for one that was left behind
+        # Before it is recorded: another thread would take it for one that was left behind.
+        _held[lease.token] = self._owner
+        _made.add(lease.token)
         try:
             self._lease = self._contend(lease, patience_s)
         except BaseException:
@@ -374,14 +377,16 @@ class LeaseLock(ABC):
 
     def _fate_here(self, lease: Lease) -> Fate:
         """As ``_fate``; of a lease of this process its own list decides."""
-        fate, mine = self._fate(lease), lease.pid == os.getpid()
-        if fate != "dead" and mine and lease.token in _held:
+        if lease.token in _made and lease.token not in _held:
+            return "dead"
+        fate = self._fate(lease)
+        if fate != "dead" and lease.pid == os.getpid() and lease.token in _held:
             gc.collect()  # an object that is only referenced by itself ends now
             if (who := _held.get(lease.token)) is not None:
                 who = who or "use one Checkpointer per directory and process"
                 raise self.in_use(f"this process has it open already: {who}", lease)
-        # "alive": ours, from a time when the storage refused to give it back.
-        return "dead" if fate == "alive" and mine else fate
+            return "dead"
+        return fate
 
     def _keep(self, lease: Lease, stop: threading.Event) -> None:
         """Show signs of life. An outage of the storage does not end this: afterwards the record is still ours, or it is not."""

@@ -19,7 +19,7 @@ from safe_ckpt.core.resuming.host_cache import fetch_ranges, ranges_of
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.inside import checked_name, really_inside
 from safe_ckpt.core.storage.objects.place import ObjectPath
-from safe_ckpt.core.storage.objects.second_look import look_twice
+from safe_ckpt.core.storage.objects.second_look import look_thrice
 from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, SafeCheckpointError
 
@@ -163,9 +163,9 @@ def fetch_verified(source: ObjectPath, entries: Sequence[FileEntry], into: Path)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(path=str(source), file=entry.path, message=error.message) from None
 
-    look_twice(source, lambda place: read(place, entries))
+    look_thrice(source, lambda place: read(place, entries))
     for entry in entries:
-        look_twice(source, partial(verified, entry=entry))
+        look_thrice(source, partial(verified, entry=entry))
 
 
 def _is_older(path: Path, new: Manifest) -> bool:

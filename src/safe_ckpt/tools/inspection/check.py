@@ -26,7 +26,7 @@ from safe_ckpt.core.formats.verify import UNEQUAL, identity_of, verify_archive, 
 from safe_ckpt.core.home.home import is_one
 from safe_ckpt.core.home.object_head import manifest_in
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
-from safe_ckpt.core.storage.objects.second_look import look_twice
+from safe_ckpt.core.storage.objects.second_look import look_thrice
 from safe_ckpt.core.storage.reader import ReadProgress, Span, wrong_spans
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from safe_ckpt.tools.inspection import dcp_reader, torch_reader
@@ -483,7 +483,7 @@ def read_committed(path: ObjectPath) -> tuple[Manifest, bytes]:
 
 def _object(folder: ObjectPath, entry: FileEntry, progress: ReadProgress | None) -> Judgement:
     def compare() -> int:
-        return look_twice(folder, lambda at: verify_entry(at, entry, progress=progress if at is folder else None))
+        return look_thrice(folder, lambda at: verify_entry(at, entry, progress=progress if at is folder else None))
 
     with _large if entry.size_bytes > _LARGE_BYTES else contextlib.nullcontext():
         judgement = _compared(folder, entry, compare, partial(is_one, folder))

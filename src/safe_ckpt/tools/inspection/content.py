@@ -11,7 +11,7 @@ from typing import Any
 from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, MOST_BYTES, FileEntry, Manifest, parse_json
 from safe_ckpt.core.home.object_head import in_parallel
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
-from safe_ckpt.core.storage.objects.second_look import look_twice
+from safe_ckpt.core.storage.objects.second_look import look_thrice
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.tools.inspection import dcp_reader, safetensors_reader, torch_reader
 from safe_ckpt.tools.inspection.check import read_committed
@@ -235,7 +235,7 @@ def read_object_content(path: ObjectPath) -> tuple[Manifest, Content, list[str]]
         OSError: it could not be read, or is not there.
     """
     manifest, _ = read_committed(path)
-    parts = in_parallel(lambda entry: look_twice(path, lambda place: _content_of_object(place, entry)), manifest.files)
+    parts = in_parallel(lambda entry: look_thrice(path, lambda place: _content_of_object(place, entry)), manifest.files)
     unread = [entry.path for entry, part in zip(manifest.files, parts, strict=True) if part is None]
     return manifest, Content.of([part for part in parts if part is not None]), unread
 

@@ -79,20 +79,18 @@ def is_there(place: ObjectPath) -> bool:
     return _is_there(place.bucket, place.key) or _is_there(place.bucket.afresh(), place.key)
 
 
-def look_twice(path: ObjectPath, action: Callable[[ObjectPath], _Result]) -> _Result:
-    """Do something with a checkpoint. That it is damaged or incomplete, two looks have to say alike, or a third one decides.
+def look_thrice(path: ObjectPath, action: Callable[[ObjectPath], _Result]) -> _Result:
+    """Do something with a checkpoint. That it is damaged or incomplete, three looks have to say, each on a new connection.
+
+    A look goes wrong by the store or by the disk to which it was fetched, so one wrong answer of each must not be enough.
 
     Raises:
         CorruptCheckpointError: it is.
     """
-    before = ""
     for place in (path, path.afresh()):
         try:
             return action(place)
         except CorruptCheckpointError as error:
-            if str(error) == before:
-                raise
-            before = str(error)
             logger.warning("%s: reading it once more", error)
     return action(path.afresh())
 
