@@ -21,7 +21,7 @@ def _limits_s(lease_s: float, faults: list[Fault]) -> dict[str, float]:
     barrier_s, lengthy_s = _TIMEOUTS["barrier_s"], _TIMEOUTS["lengthy_s"]
     calls = {
         "open": 2 * barrier_s + 2 * lease_s,  # the ranks meet, the lock is awaited, and they meet again
-        "resume": 2 * barrier_s,
+        "resume": 3 * barrier_s,  # what has half of its files is waited for, at the list and again by itself
         "save": barrier_s + lengthy_s,  # the one before it may be under way
         "wait": lengthy_s,
         "close": lengthy_s + _TIMEOUTS["shutdown_s"],
