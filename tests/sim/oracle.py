@@ -267,12 +267,11 @@ class Oracle:
         there: dict[str, int] = {}
         for name, node in self._root().children.items():
             if name.startswith("step-"):
-                if any(one.node is node and one.deleted for one in self.commits.values()):
-                    continue  # a power cut between its way to the trash and its deletion: it had retention's leave
-                if (problem := _problem(node)) is not None:
-                    self.world.violate("torn", f"{name} {problem}")
-                else:
+                if (problem := _problem(node)) is None:
                     there[name] = json.loads(bytes(node.children[MANIFEST].data))["sequence"]
+                elif not any(one.node is node and one.deleted for one in self.commits.values()):
+                    # Else a power cut came between its way to the trash and its deletion: it had retention's leave.
+                    self.world.violate("torn", f"{name} {problem}")
         sequences = sorted(one.sequence for one in self.commits.values() if not one.undone)
         for one in self.commits.values():
             if not one.announced or there.get(one.name) == one.sequence:
