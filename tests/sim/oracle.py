@@ -63,6 +63,7 @@ class Oracle:
         self.root: Node | None = None
         self.open: set[Any] = set()
         self.least = 0
+        self.token = ""
         self.leaving: Callable[[Commit], None] = lambda _: None
         world.disk.watchers.append(self._changed)
 
@@ -76,7 +77,8 @@ class Oracle:
             lease = json.loads(bytes(node.data))
         except ValueError:
             return
-        if lease["token"] not in self.leases:
+        if lease["token"] != self.token:  # one that thought it had not got it may come with its token again
+            self.token = lease["token"]
             host = next(host for host in self.world.hosts if host.name == lease["host"])
             proc = next(proc for proc in host.procs if proc.pid == lease["pid"])
             self.leases[lease["token"]] = proc
