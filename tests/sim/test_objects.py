@@ -21,7 +21,7 @@ SEEDS_OF_PLANTED = {
     "another owner's tombstone is deleted": 8044,
     "a rank that gives up says that nothing is saved": 3034,
 }
-"""The first seed that finds each planted bug, as ``python -m sim --planted`` prints it. Other plans have other seeds."""
+"""A seed that finds each planted bug; ``python -m sim --planted`` prints the first ones. Other plans have other seeds."""
 SAMPLE = list(SEEDS_OF_PLANTED)[: None if THOROUGH else 3]
 
 
