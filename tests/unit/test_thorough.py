@@ -20,7 +20,7 @@ COUNTED = {
     "20,200 saves in each mode": (
         "docs/guarantees.md",
         "tests/faults/test_never_torn.py",
-        "changes_everything_at_once",
+        "changed_after_each_of_thousands",
         8,
     ),
     "30 random combinations": ("docs/guarantees.md", "tests/multirank/test_sharded.py", "four_ranks_save_and_die", 1),
