@@ -34,7 +34,7 @@ SEEDS_OF_PLANTED = {
     "the folder of a save is not durable when the old one goes": 516,
     "a lost answer of moving aside is a failure": 1359,
     "a holder believes one read of its lock": 1064,
-    "what a host remembers of a name is believed": 7207,
+    "what a host remembers of a name is believed": 93104,
     "folders that a killed job made are not synced": 40667,
     "who waits believes one read of a lock": 3627,
     "a writer whose parent is gone ends by an error": 38526,
