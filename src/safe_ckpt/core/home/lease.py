@@ -48,10 +48,9 @@ SLOW_S = 1.0
 MOMENT_S = 1.5
 _FREE = "or free it with safe-ckpt unlock --break-lock"
 _held: dict[str, str] = {}
-_made: set[str] = (
-    set()
-)  # the tokens of this process; one that is not held any more may stand where it could not be given back
 """What holds each lease of this process, by its token."""
+_made: set[str] = set()
+"""All tokens of this process. One that is not held any more may still stand where it could not be given back."""
 
 Fate = Literal["alive", "dead", "unknown"]
 
