@@ -12,13 +12,14 @@ import torch.distributed as dist
 from entries import ENTRIES, entered
 from trials import sampled
 
+from kit.limits import QUICK
+from kit.patience import scaled
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
+from safe_ckpt import CheckpointConfig, Checkpointer, WriterConfig
 from safe_ckpt.core.saving.write_phase import WritePhase
 from safe_ckpt.errors import WriterError
 from support import run_program, writers_of
 
-TIMES = Timeouts(lengthy_s=60, barrier_s=20, writer_stall_s=0.7, fsync_stall_s=5, peer_stall_s=5, shutdown_s=10)
 SLOW = WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off", inline_bytes=0)
 HARMS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "out of memory")
 MOMENTS = ("idle", "in mid-write", "between write and commit")
@@ -63,7 +64,7 @@ def one_save(entry, step, kind, moment, mine):
 
 def go_through(rank, folder, name, victim):
     found = {}
-    config = CheckpointConfig(timeouts=TIMES, writer=SLOW)
+    config = CheckpointConfig(timeouts=QUICK, writer=SLOW)
     step = 0
     for kind in HARMS:
         for moment in MOMENTS:
@@ -94,7 +95,7 @@ def test_whatever_happens_to_a_writer_the_save_is_committed(tmp_path, matrix, na
     outcomes = Counter()
     for (kind, moment), (exact, call_s, respawns, left) in found[victim].items():
         assert exact, (kind, moment)
-        assert call_s < 1, (kind, moment, call_s)
+        assert call_s < scaled(1), (kind, moment, call_s)
         assert left == 0
         assert respawns, (kind, moment)
         expected = {
@@ -131,7 +132,7 @@ def test_a_disk_that_stalls_every_writer_is_an_error(tmp_path):
 
 def test_the_writer_process_is_nice_and_has_a_session_of_its_own(tmp_path):
     """Training keeps its share of the processor: the writer yields to it, and is a group of its own to the scheduler."""
-    config = CheckpointConfig(timeouts=TIMES, writer=WriterConfig(niceness=5, inline_bytes=0))
+    config = CheckpointConfig(timeouts=QUICK, writer=WriterConfig(niceness=5, inline_bytes=0))
     with Checkpointer(tmp_path, config) as ckpt:
         ckpt.save(1, {"n": 1}).result(timeout_s=50)
         (pid,) = writers_of(os.getpid())
