@@ -12,11 +12,11 @@ import torch.distributed as dist
 from entries import ENTRIES, entered
 from trials import sampled
 
+from kit.inside import once_written
 from kit.limits import QUICK
 from kit.patience import scaled
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, WriterConfig
-from safe_ckpt.core.saving.write_phase import WritePhase
 from safe_ckpt.errors import WriterError
 from support import run_program, writers_of
 
@@ -40,15 +40,7 @@ def one_save(entry, step, kind, moment, mine):
     if mine and moment == "idle":
         harm(writer, kind)
     if mine and moment == "between write and commit":
-        report = WritePhase.run
-
-        def write(self):
-            found = report(self)
-            harm(writer, kind)
-            WritePhase.run = report
-            return found
-
-        WritePhase.run = write
+        once_written(lambda _: harm(writer, kind))
     begun = time.monotonic()
     handle = entry.save(step)
     call_s = time.monotonic() - begun

@@ -9,6 +9,7 @@ from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.home import lease, object_lock
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.lease import own_lease
+from safe_ckpt.core.saving.write_phase import WritePhase
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.storage import direct_io, durable
 from safe_ckpt.extensions import unchanged
@@ -93,6 +94,22 @@ def copy_after(patch, event, *, thread=None, seconds=30):
     patch.setattr(StagingCopy, "run_deferred", run_deferred)
 
 
+def once_written(action):
+    """Call ``action`` with what this rank reports, once: when its next save is written, before it is committed.
+
+    What it returns is reported instead, unless that is None.
+    """
+    real = WritePhase.run
+
+    def run(self):
+        WritePhase.run = real
+        report = real(self)
+        changed = action(report)
+        return report if changed is None else changed
+
+    WritePhase.run = run
+
+
 __all__ = [
     "copy_after",
     "copy_all_tensors",
@@ -103,6 +120,7 @@ __all__ = [
     "home_of",
     "judge_owners",
     "lock_in",
+    "once_written",
     "ownership",
     "put_owners_elsewhere",
     "store_keys",

@@ -11,6 +11,7 @@ import time
 
 import torch
 
+from kit.inside import writer_of
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 
 PAUSES = """
@@ -27,7 +28,7 @@ def save(step):
 
 
 save(1).result(timeout_s=30)
-writer = ckpt._engine._save_queue.writer
+writer = writer_of(ckpt)
 pid = writer.pid
 os.kill(pid, signal.SIGSTOP)
 handle = save(2)

@@ -6,13 +6,13 @@ import pytest
 import torch
 import xxhash
 
+from kit.inside import once_written
 from kit.writing import write_file
 from safe_ckpt import CheckpointConfig, Checkpointer, WriterConfig
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.saving.write_phase import WritePhase
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
@@ -105,22 +105,18 @@ def test_a_manifest_that_its_own_reader_refuses_is_not_written():
 
 
 @pytest.mark.parametrize("kind", ["no digest", "twice"])
-def test_a_report_that_no_resume_would_take_fails_the_save(tmp_path, monkeypatch, kind):
+def test_a_report_that_no_resume_would_take_fails_the_save(tmp_path, kind):
     """The checkpoint before stays, the error names the file, and the next save works."""
-    real = WritePhase.run
+
+    def spoiled(report):
+        row = report["files"][0]
+        return {**report, "files": [{**row, "xxh3_128": ""}] if kind == "no digest" else [row, row]}
+
     with Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"w": {"t": torch.ones(10)}}).result(timeout_s=20)
-
-        def write(self):
-            report = real(self)
-            row = report["files"][0]
-            report["files"] = [{**row, "xxh3_128": ""}] if kind == "no digest" else [row, row]
-            return report
-
-        with monkeypatch.context() as patched:
-            patched.setattr(WritePhase, "run", write)
-            with pytest.raises(SaveError, match=r"could not be resumed from.*w\.safetensors"):
-                ckpt.save(2, {"w": {"t": torch.ones(10)}}).result(timeout_s=20)
+        once_written(spoiled)
+        with pytest.raises(SaveError, match=r"could not be resumed from.*w\.safetensors"):
+            ckpt.save(2, {"w": {"t": torch.ones(10)}}).result(timeout_s=20)
         assert ckpt.resume({"w": {"t": torch.zeros(10)}}).step == 1
         ckpt.save(3, {"w": {"t": torch.ones(10)}}).result(timeout_s=20)
         assert ckpt.resume({"w": {"t": torch.zeros(10)}}).step == 3
