@@ -8,7 +8,6 @@ import time
 
 sys.path[:0] = sys.argv[2:]
 from accelerate_runs import CONFIG, Training, make
-from kit.inside import writer_of
 from safe_ckpt.accelerate import register
 
 folder = sys.argv[1]
@@ -17,7 +16,7 @@ handle = register(accelerator, CONFIG)
 Training(accelerator, width=100_000)
 for step in (30, 40, 50):
     accelerator.save_state(f"{folder}/step_{step}", async_save=False)
-writer = writer_of(handle)
+writer = handle.saver.engine._save_queue.writer
 os.kill(writer.pid, signal.SIGSTOP)
 accelerator.save_state(f"{folder}/step_60")
 deadline = time.monotonic() + 20

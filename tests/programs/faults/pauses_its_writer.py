@@ -11,7 +11,6 @@ import time
 
 import torch
 
-from kit.inside import writer_of
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 
 PAUSES = """
@@ -28,7 +27,7 @@ def save(step):
 
 
 save(1).result(timeout_s=30)
-writer = writer_of(ckpt)
+writer = ckpt._engine._save_queue.writer
 pid = writer.pid
 os.kill(pid, signal.SIGSTOP)
 handle = save(2)
