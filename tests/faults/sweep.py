@@ -43,7 +43,8 @@ from safe_ckpt.core.writer import existing
 # Every copy is shared by two threads, as those of a large state are.
 snapshot.PIECE_BYTES, snapshot._HELP_FROM = 4096, 1
 torch.set_num_threads(1)
-TIMES = Timeouts(lengthy_s=20, barrier_s=10, writer_stall_s=2, fsync_stall_s=2, peer_stall_s=2, shutdown_s=3)
+# A busy machine is no fault: nothing here is to be taken for stalled.
+TIMES = Timeouts(lengthy_s=20, barrier_s=10, writer_stall_s=10, fsync_stall_s=10, peer_stall_s=2, shutdown_s=3)
 CONFIG = CheckpointConfig(
     timeouts=TIMES,
     retention=Retention(keep_last=1),
@@ -332,11 +333,17 @@ def fork(action, *, timeout_s=60.0):
     return "hung"
 
 
-def trial(storage, folder, scenario, fault, at):
+def prepare(scenario, folder):
+    """Begin from what the scenario begins from."""
     shutil.rmtree(folder, ignore_errors=True)
+    if status := fork(lambda: scenario.prepare(folder)):
+        raise RuntimeError(f"the state to begin with could not be made: {status}")
+
+
+def trial(storage, folder, scenario, fault, at):
+    prepare(scenario, folder)
     notes = folder.parent / "notes"
     notes.unlink(missing_ok=True)
-    fork(lambda: scenario.prepare(folder))
     seen = {}
 
     def arm():
@@ -413,8 +420,7 @@ def random_kills(folder, scenario, count, seed):
     notes = folder.parent / "notes"
     whole_s = writing_s = float("inf")
     for _ in range(3):  # the shortest: other programs may hold one up
-        shutil.rmtree(folder, ignore_errors=True)
-        fork(lambda: scenario.prepare(folder))
+        prepare(scenario, folder)
         began = time.monotonic()
         child = start(scenario, folder, notes)
         writing = moment(child, folder, busy)
@@ -423,8 +429,7 @@ def random_kills(folder, scenario, count, seed):
         whole_s, writing_s = min(whole_s, done - began), min(writing_s, done - writing)
     for number in range(1, count + 1):
         if number % 4 in (1, 2):  # from the old one again, for a kill of either kind
-            shutil.rmtree(folder, ignore_errors=True)
-            fork(lambda: scenario.prepare(folder))
+            prepare(scenario, folder)
         child = start(scenario, folder, notes)
         if number % 2:
             moment(child, folder, busy)
@@ -448,7 +453,7 @@ def random_kills(folder, scenario, count, seed):
 
 def record(storage, folder, scenario):
     """Leave the tree as it was in "before" and the trace of the save in "log"; a marker says when it was reported."""
-    fork(lambda: scenario.prepare(folder))
+    prepare(scenario, folder)
     folder.mkdir(exist_ok=True)
     shutil.copytree(folder, folder.parent / "before", symlinks=True)
 

@@ -62,7 +62,7 @@ def go_through(rank, folder, name, victim):
         for moment in MOMENTS:
             events = []
             step += 1
-            with entered(name, folder, config, rank=rank, size=500_000) as entry:
+            with entered(name, folder, config, rank=rank, size=200_000) as entry:
                 entry.engine.emit.add(events.append)
                 call_s = one_save(entry, step, kind, moment, rank == victim)
                 exact = entry.load() == step
@@ -77,13 +77,13 @@ def go_through(rank, folder, name, victim):
 VICTIMS = sampled([("Checkpointer", 0), ("Checkpointer", 1), ("accelerator.save_state", 0)], lambda number: number == 1)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("name", "victim"), VICTIMS)
 def test_whatever_happens_to_a_writer_the_save_is_committed(tmp_path, matrix, name, victim):
     """Killed, stopped, crashed or out of memory; idle, writing, or done: replaced, the same snapshot written again, the
     training thread not held, and the reason told: pid, signal or status, file and bytes.
     """
-    found = values(spawn_ranks(go_through, 2, tmp_path, name, victim, timeout_s=280))
+    found = values(spawn_ranks(go_through, 2, tmp_path, name, victim, timeout_s=380))
     outcomes = Counter()
     for (kind, moment), (exact, call_s, respawns, left) in found[victim].items():
         assert exact, (kind, moment)

@@ -125,11 +125,15 @@ PLANTED: dict[str, dict[str, Patch]] = {
     },
     # What histories found, and what was mended then.
     "folders that a killed job made are not synced": {
-        _HOME: _swap("                durable.sync_above(self.pending)\n", "")
+        _DURABLE: _both(
+            _swap("    for folder in path.parents:\n", "    for folder in [one.parent for one in missing]:\n"),
+            _swap("    _sync_above(path)\n", "    _sync_above(path, missing)\n"),
+            _swap("_sync_above(path: Path)", "_sync_above(path: Path, missing: list[Path])"),
+        )
     },
     "a writer whose parent is gone ends by an error": {
         "safe_ckpt.core.writer.process": _swap(
-            "with contextlib.suppress(OSError):  # the parent is", "if True:  # the parent is"
+            "            return  # the parent is gone", "            raise  # the parent is gone"
         )
     },
     "who waits believes one read of a lock": {

@@ -9,7 +9,7 @@ import torch
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 
 folder, how = sys.argv[1:]
-ckpt = Checkpointer(folder, CheckpointConfig(timeouts=Timeouts(shutdown_s=5)))
+ckpt = Checkpointer(folder, CheckpointConfig(timeouts=Timeouts(shutdown_s=20)))
 handle = ckpt.save(1, {"w": {"t": torch.ones(20_000_000)}})
 if how == "closes":
     ckpt.close()

@@ -1,5 +1,6 @@
 """Who may have a directory: taken over from the dead at once or when their lease is over, never from the living."""
 
+import itertools
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.lease import Lease
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
-from support import holding_lock, needs_root, program_path
+from support import holding_lock, needs_root, program_path, run_program
 
 
 def of_elsewhere(**facts):
@@ -343,3 +345,29 @@ def test_a_lock_that_could_not_be_given_back_is_taken_again_at_once(tmp_path, mo
     again = lock_in(tmp_path)
     again.acquire(0.0)
     again.release()
+
+
+def test_a_program_that_begins_anew_by_an_exec_takes_its_directory_again(tmp_path):
+    """It is the same process, and it was not closed: what the one before it held is nobody's."""
+    done = run_program("begins_anew_by_exec", str(tmp_path / "run"), "2")
+    assert done.stdout.split() == ["None", "8", "9"], done.stderr
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_holder_whose_record_is_read_old_and_new_in_turn_keeps_its_lock(tmp_path, first):
+    """It gives signs of life, and every second look shows a state from before them: that is no silence."""
+    looks = itertools.count(first)
+
+    class Flickering(JobLock):
+        def _look(self, *, again=False):
+            seen = super()._look(again=again)
+            return replace(seen, state=b"old") if next(looks) % 2 else seen
+
+        def _take(self, lease, seen):
+            raise AssertionError("it was taken for dead")
+
+    with holding_lock(tmp_path, lease_s=0.5):
+        rival = Flickering(tmp_path, subject=tmp_path, lease_s=0.5)
+        rival._fate = lambda _: "unknown"
+        with pytest.raises(DirectoryInUseError):
+            rival.acquire(3.0)

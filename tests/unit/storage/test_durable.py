@@ -1,4 +1,5 @@
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,70 @@ def test_made_directories_include_their_parents(tmp_path):
     durable.make_directory(tmp_path / "a/b/c")
     durable.make_directory(tmp_path / "a/b/c")
     assert (tmp_path / "a/b/c").is_dir()
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """The folders whose entries were synced, in order."""
+    real, found = durable.sync_directory, []
+    monkeypatch.setattr(durable, "sync_directory", lambda folder: real(folder) or found.append(folder))
+    return found
+
+
+def test_all_that_leads_to_a_directory_is_durable_whoever_made_it(tmp_path, synced):
+    """A job that made folders may have been killed before it synced them. Once in a process: a save pays for no more."""
+    (tmp_path / "a/b/c").mkdir(parents=True)
+    durable.make_directory(tmp_path / "a/b/c")
+    above = [str(tmp_path / "a/b"), str(tmp_path / "a"), str(tmp_path)]
+    assert synced[:3] == above
+    synced.clear()
+    durable.make_directory(tmp_path / "a/b/c")
+    assert synced == above[:1]
+
+
+def test_a_folder_that_was_made_again_is_made_durable_again(tmp_path, synced):
+    """Somebody removed it, and another job, which was killed, made it anew: what this process knew is of no use."""
+    durable.make_directory(tmp_path / "a/b/c")
+    (tmp_path / "a/b/c").rmdir()
+    (tmp_path / "a/b").rmdir()
+    (tmp_path / "a").rmdir()
+    time.sleep(0.01)  # a file system tells times apart by ticks of 4 ms
+    (tmp_path / "a/b/c").mkdir(parents=True)
+    synced.clear()
+    durable.make_directory(tmp_path / "a/b/c")
+    assert synced[:3] == [str(tmp_path / "a/b"), str(tmp_path / "a"), str(tmp_path)]
+
+
+def test_a_sync_that_failed_is_made_up_for(tmp_path, monkeypatch):
+    """The folder is there after the error, its entry is not durable: the next call syncs it."""
+    real, calls = durable.sync_directory, []
+
+    def failing_once(folder):
+        calls.append(folder)
+        if len(calls) == 1:
+            raise OSError(5, "Input/output error", folder)
+        real(folder)
+
+    monkeypatch.setattr(durable, "sync_directory", failing_once)
+    with pytest.raises(OSError, match="Input/output"):
+        durable.make_directory(tmp_path / "a/b")
+    durable.make_directory(tmp_path / "a/b")
+    assert calls[1:3] == [str(tmp_path / "a"), str(tmp_path)]
+
+
+@pytest.mark.parametrize("number", [13, 107])
+def test_what_is_out_of_reach_above_is_no_error(tmp_path, monkeypatch, number):
+    """A parent that may not be opened, or a mount above that is dead: no job made folders there."""
+    real = durable.sync_directory
+
+    def refusing(folder):
+        if folder == str(tmp_path):
+            raise OSError(number, os.strerror(number), folder)
+        real(folder)
+
+    monkeypatch.setattr(durable, "sync_directory", refusing)
+    durable.make_directory(tmp_path / "a/b")
+    assert (tmp_path / "a/b").is_dir()
 
 
 def test_removing_what_is_gone_is_fine(tmp_path):
@@ -113,6 +178,19 @@ def test_a_rename_that_was_done_is_no_failure_whatever_the_host_remembers(tmp_pa
     monkeypatch.setattr(os, "lstat", remembered)
     durable.publish(staged, final, lambda: tmp_path / "aside")
     assert (final / "f" if kind == "directory" else final).read_text() == "staged"
+
+
+def test_a_rename_that_was_refused_is_refused_also_in_a_folder_that_cannot_be_listed(tmp_path, monkeypatch):
+    """One may have the right to go through it and none to read it: nothing was committed, and nobody says that it may be."""
+    folder(tmp_path / "staged", "new")
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(PermissionError):
+        durable.publish(tmp_path / "staged", tmp_path / "final", lambda: tmp_path / "aside")
 
 
 def test_a_copy_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -5,14 +5,19 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from kit.patience import scaled
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt import machine as processes
+from safe_ckpt.core.writer.sink import WriteJob
+from safe_ckpt.core.writer.supervisor import WriterSupervisor
+from safe_ckpt.core.writer.workers import WriterClient
 from support import program_path
 
 
@@ -42,6 +47,19 @@ def test_an_interpreter_whose_exec_hangs_holds_nothing_up(tmp_path):
             job.wait(20)
             job.stdout.close()
     assert "did not start within 2 s: writing in this process" in log.read_text()
+
+
+def test_a_writer_whose_answer_cannot_be_sent_ends(tmp_path):
+    """Its parent sees that at once and starts another one; one that went on would be waited for until it counts as stalled."""
+    supervisor = WriterSupervisor(WriterConfig(), Timeouts(), lambda *_: None)
+    writer = WriterClient(0)
+    try:
+        job = WriteJob(name="n", rank=0, folder=str(tmp_path))
+        writer._socket.shutdown(socket.SHUT_RD)
+        writer._send(job, supervisor._plan(job))
+        assert writer._process.wait(scaled(20)) == 0
+    finally:
+        writer.kill()
 
 
 def test_an_interpreter_that_never_comes_up_costs_no_save(tmp_path, monkeypatch):

@@ -108,8 +108,7 @@ class FileHome(HeldHome[Path]):
         for attempts in range(_ATTEMPTS, 0, -1):
             try:
                 with naming(rank=0, phase=creating, path=self.path):
-                    for folder in (self.path, self.hidden):
-                        self._made = [*durable.make_directory(folder), *self._made]
+                    self._made = [*durable.make_directory(self.hidden), *self._made]
                     self._lock.acquire(patience_s)
                 break
             except DirectoryError as error:
@@ -119,7 +118,6 @@ class FileHome(HeldHome[Path]):
         try:
             with naming(rank=0, phase="cleaning up after an earlier job", path=self.path):
                 self.pending.mkdir(exist_ok=True)  # here, because no job that ends now takes it away any more
-                durable.sync_above(self.pending)
                 self._take_former()
                 self._repair()
                 self._sweep()
@@ -442,7 +440,8 @@ class FilePublication:
 
     def _publish(self) -> None:
         """Give it its name, if the directory is still this job's."""
-        durable.make_directory(self._final.parent)
+        if self._final.parent != self._home.path:  # that one was made durable at the start
+            durable.make_directory(self._final.parent)
         aside = self._aside(self._final)
         self._home.confirm()
         durable.publish(self._pending, self._final, aside)

@@ -331,11 +331,12 @@ class LeaseLock(ABC):
     def _sure_look(self, silence: _Silence) -> Seen | None:
         """Look. What is new counts once it was seen twice: one read may bring other bytes, and would be a sign of life."""
         seen, before = self._look(), silence.before
-        for _ in range(3):
+        for _ in range(4):
             if seen is None or seen.lease is None or (before is not None and seen.state == before.state):
-                break
+                return seen
             before, seen = seen, self._look(again=True)
-        return seen
+        # Looks that never agree, such as old and new ones in turn, tell of no silence.
+        return None if seen is None else replace(seen, was_out=True)
 
     def _is_dead(self, lease: Lease | None) -> bool:
         """Whether the holder is known to be dead.
@@ -385,7 +386,8 @@ class LeaseLock(ABC):
                 who = who or "use one Checkpointer per directory and process"
                 raise self.in_use(f"this process has it open already: {who}", lease)
             return "dead"
-        return fate
+        # Of this very process, which has no list of it: it has begun anew by an exec.
+        return "dead" if fate == "alive" and lease.pid == os.getpid() else fate
 
     def _keep(self, lease: Lease, stop: threading.Event) -> None:
         """Show signs of life. An outage of the storage does not end this: afterwards the record is still ours, or it is not."""

@@ -29,7 +29,11 @@ _RENAME_EXCHANGE = 2
 # The errors of a call that did nothing. An EIO, or a lost connection, may come from a server that has done it.
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV, errno.ENOTTY)
 _NO_LINKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
+# A folder that may not be opened is no job's, and behind a mount that is dead nothing of ours is.
+_OUT_OF_REACH = (errno.EACCES, errno.EPERM, errno.ENOTCONN)
 _NO_LINK = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EINVAL)
+_led_to: dict[str, tuple[int, int, int]] = {}
+"""Folder -> what it was when this process made all entries durable that lead to it: device, number, time of change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,9 @@ def sync_file(path: Path) -> int:
 def make_directory(path: Path) -> list[Path]:
     """Create a directory and its parents so that they survive a crash. Existing ones are fine.
 
+    Whoever made those may have died before they were durable, so all entries that lead there are synced, once in a process as
+    long as the folders stay what they are.
+
     Returns:
         Those that were created here, and not by somebody else at the same moment; the deepest first.
     """
@@ -80,21 +87,28 @@ def make_directory(path: Path) -> list[Path]:
             if not folder.is_dir():
                 raise
     path.mkdir(exist_ok=True)  # raises if it is no directory
-    for folder in missing:
-        sync_directory(str(folder.parent))
+    _sync_above(path)
     return made
 
 
-def sync_above(path: Path) -> None:
-    """Make the entries durable that lead to a directory: a job that made folders may have been killed before it did that."""
-    device = path.stat().st_dev
+def _sync_above(path: Path) -> None:
+    device, synced = path.stat().st_dev, {}
     for folder in path.parents:
         try:
-            if folder.stat().st_dev != device:
-                return
+            found = folder.stat()
+            if found.st_dev != device:
+                break
             sync_directory(str(folder))
-        except PermissionError:
-            return  # no job makes a folder there
+        except OSError as error:
+            if error.errno not in _OUT_OF_REACH:
+                raise
+            break
+        # One that was removed and made again, by whomever, has another time of change.
+        state = found.st_dev, found.st_ino, found.st_ctime_ns
+        if _led_to.get(str(folder)) == state:
+            break
+        synced[str(folder)] = state
+    _led_to.update(synced)
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -209,7 +223,8 @@ def _settled(rename: Callable[[], bool | None], staged: Path, final: Path) -> bo
         return rename()
     except OSError as error:
         try:
-            os.listdir(final.parent)  # makes a network file system look: it may remember what had that name before
+            with contextlib.suppress(PermissionError):
+                os.listdir(final.parent)  # makes a network file system look: it may remember what had that name before
             there = os.lstat(final)
         except FileNotFoundError:
             raise error from None

@@ -57,8 +57,10 @@ def main(socket_fd: int, control_fd: int, niceness: int, parent: int, ahead: Seq
         job = jobs.get()
         reply = _serve(job, buffers, maps, page)
         page.entered("idle")
-        with contextlib.suppress(OSError):  # the parent is gone, and this process ends
+        try:
             connection.sendall(json.dumps(reply).encode() + b"\n")
+        except OSError:
+            return  # the parent is gone; or it lives, sees the end of this process at once, and starts another
 
 
 def _import(modules: Sequence[str]) -> None:

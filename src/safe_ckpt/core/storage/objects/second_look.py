@@ -80,19 +80,21 @@ def is_there(place: ObjectPath) -> bool:
 
 
 def look_thrice(path: ObjectPath, action: Callable[[ObjectPath], _Result]) -> _Result:
-    """Do something with a checkpoint. That it is damaged or incomplete, three looks have to say, each on a new connection.
+    """Do something with a checkpoint. That it is damaged or incomplete, three looks have to say.
 
-    A look goes wrong by the store or by the disk to which it was fetched, so one wrong answer of each must not be enough.
+    A look goes wrong by the store or by the disk to which it was fetched, so one wrong answer of each must not be enough. Each
+    goes over another connection than the one before.
 
     Raises:
         CorruptCheckpointError: it is.
     """
-    for place in (path, path.afresh()):
+    for _ in range(2):
         try:
-            return action(place)
+            return action(path)
         except CorruptCheckpointError as error:
             logger.warning("%s: reading it once more", error)
-    return action(path.afresh())
+        path = path.afresh()
+    return action(path)
 
 
 def _read(bucket: Bucket, key: str) -> tuple[bytes, Version] | None:
