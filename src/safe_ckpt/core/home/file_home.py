@@ -108,7 +108,9 @@ class FileHome(HeldHome[Path]):
         for attempts in range(_ATTEMPTS, 0, -1):
             try:
                 with naming(rank=0, phase=creating, path=self.path):
-                    self._made = [*durable.make_directory(self.hidden), *self._made]
+                    beside = self.path not in self.hidden.parents
+                    for folder in (self.path, self.hidden) if beside else (self.hidden,):
+                        self._made = [*durable.make_directory(folder), *self._made]
                     self._lock.acquire(patience_s)
                 break
             except DirectoryError as error:
