@@ -91,7 +91,8 @@ def newest(
         None when there is no checkpoint, nor a directory.
 
     Raises:
-        NoValidCheckpointError: there are checkpoints and none is usable; says why, name by name. On every rank.
+        NoValidCheckpointError: there are checkpoints and none is usable; says why, name by name. Or all are a framework's,
+            in a file or in a folder of its own. On every rank.
         ConfigError: what the environment of one rank says is not allowed, or an address cannot be used. On every rank.
         DirectoryError: a file could not be read; names path and rank. On every rank.
         NotEnoughSpaceError: what is fetched from an object store has no room on a host. On every rank.

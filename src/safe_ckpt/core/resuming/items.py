@@ -150,7 +150,10 @@ def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: 
     for name, value in state.items():
         item = manifest.items.get(name)
         if item is None:
-            message = f"the checkpoint has no such item; it has: {', '.join(manifest.items) or 'nothing'}"
+            message = f"the checkpoint has no such item; it has: {', '.join(manifest.items)}"
+            if not manifest.items:
+                framework = manifest.notes.get("adapter") or "a framework or a program of its own"
+                message = f"it was not saved by Checkpointer, but by {framework}: load it with that"
             raise RestoreError(path=str(path), key=f"state[{name!r}]", message=message)
         if bool(item["per_rank"]) != isinstance(value, PerRank):
             saved = "PerRank" if item["per_rank"] else "not PerRank"

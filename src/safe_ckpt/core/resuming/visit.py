@@ -27,9 +27,11 @@ from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Reader, 
 from safe_ckpt.core.resuming.items import StoredItems
 from safe_ckpt.core.state.items import Restoring
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.errors import NoValidCheckpointError, RestoreError, SafeCheckpointError, naming
 
 logger = logging.getLogger(__name__)
+_NONE = "there is no checkpoint"
 _SURVEYS_S = 60.0
 """For how long what there is is listed again. A job that saves quickly and keeps one may delete each while it is read.
 Where it is the same twice, a file that is missing stays missing."""
@@ -92,7 +94,7 @@ class Visit:
         try:
             return self.first(lambda info: self._verify(info) if verify else None)
         except NoValidCheckpointError as error:
-            if error.rejected:
+            if error.rejected or error.message != _NONE:
                 raise
             return None
 
@@ -105,10 +107,11 @@ class Visit:
         rejected: dict[str, str] = {}
         until, goes_on = time.monotonic() + min(_SURVEYS_S, self.ranks.config.timeouts.barrier_s), True
         before: object = None
+        others: Sequence[str] = ()
         while goes_on:
             must_match = {"directory": self.place, "step": self.step}
             seen = self.ranks.agree("look", must_match=must_match, decide=lambda _: self._survey(until))
-            rejected, goes_on = dict(seen["rejected"]), False
+            rejected, others, goes_on = dict(seen["rejected"]), seen["others"], False
             now = [(facts["path"], facts["op_id"]) for facts in seen["order"]]
             changes, before = now != before, now
             for facts in seen["order"]:
@@ -119,20 +122,33 @@ class Visit:
                 logger.warning("%s is passed over: %s", info.path, verdict["why"])
                 rejected[info.name] = verdict["why"]
                 goes_on |= verdict["kind"] == "missing" and changes and not seen["last"]
-        raise self._nothing(rejected)
+        raise self._nothing(rejected, others)
 
     def _survey(self, until: float) -> dict[str, Any]:
         """On rank 0: what a resume takes, in its order, why it takes nothing else, and whether time is up then."""
         with naming(rank=0, phase="looking for checkpoints", path=str(self.place)):
             found, alone = (self.look or self._look)()
+        others = [] if found or self.look else self._others()
         found = [c for c in found if self.step is None or is_of_step(c, self.step)]
         standing = standing_of(found, named=alone or self.step is not None)
         why = {self._name(c): standing.by_name_only[c.path] for c in found if c.path in standing.by_name_only}
         return {
             "order": [c.told.to_json() for c in standing.order],
             "rejected": {self._name(c): c.problem for c in standing.unusable} | why,
+            "others": others,
             "last": time.monotonic() > until,
         }
+
+    def _others(self) -> list[str]:
+        """What is of ours there, and a framework's: its files, or the folder in which it numbers them. At most three."""
+        if not self._home.is_mounted:
+            return []
+        folder = in_files(self.place)
+        with contextlib.suppress(OSError, SafeCheckpointError):
+            found = sorted([*folder.glob("*.ckpt"), *folder.glob("checkpoints/*")])
+            ours = [path for path in found if (one := candidate_at(path)) is not None and one.manifest is not None]
+            return [path.relative_to(folder).as_posix() for path in ours[:3]]
+        return []
 
     @property
     def _home(self) -> Home:
@@ -155,12 +171,16 @@ class Visit:
         below = name_below(self.place, candidate.path)
         return candidate.path.name if below in (None, ".") else str(below)
 
-    def _nothing(self, rejected: Mapping[str, str]) -> NoValidCheckpointError:
+    def _nothing(self, rejected: Mapping[str, str], others: Sequence[str]) -> NoValidCheckpointError:
         path = str(self.place)
         if rejected:
             message = "there are checkpoints, but none can be used"
+        elif others:
+            message = (
+                f"there is none of Checkpointer; a framework saved {', '.join(others)}: load them with that, by path"
+            )
         else:
-            message = "there is no checkpoint" + (f" of step {self.step}" if self.step is not None else "")
+            message = _NONE + (f" of step {self.step}" if self.step is not None else "")
         return NoValidCheckpointError(path=path, message=message, rejected=dict(rejected))
 
     def _load(self, info: CheckpointInfo, state: Mapping[str, Any], *, verify: bool) -> dict[str, Any] | None:

@@ -1,0 +1,24 @@
+"""What ``load`` and ``newest`` say of checkpoints that a framework saved."""
+
+import pytest
+import torch
+
+import safe_ckpt
+from safe_ckpt.core.saving.one_shot import save_archive
+from safe_ckpt.errors import NoValidCheckpointError, RestoreError
+
+
+def test_checkpoints_of_a_framework_are_named_and_not_denied(tmp_path):
+    """A program that waits for the first one must not wait for ever beside a run of Lightning."""
+    save_archive({"state_dict": {"w": torch.ones(3)}}, tmp_path / "epoch=1.ckpt", sequence=1, step=5)
+    for look in (lambda: safe_ckpt.newest(tmp_path), lambda: safe_ckpt.load(tmp_path, {"w": 0})):
+        with pytest.raises(NoValidCheckpointError, match=r"a framework saved epoch=1\.ckpt"):
+            look()
+    with pytest.raises(RestoreError, match="not saved by Checkpointer, but by a framework"):
+        safe_ckpt.load(tmp_path / "epoch=1.ckpt", {"w": 0})
+
+
+def test_a_directory_with_a_file_of_another_tool_has_no_checkpoint_yet(tmp_path):
+    """None, as before the first save: nobody says that such a file can be loaded."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "best.ckpt")
+    assert safe_ckpt.newest(tmp_path) is None
