@@ -111,6 +111,13 @@ def hidden_folders(directory: Path) -> list[Path]:
     return [place for place in places if place.is_dir()]
 
 
+def runs_below(place: Place) -> list[str]:
+    """The names of folders in a directory that a job holds, or held, for itself: their checkpoints are not this one's."""
+    if not isinstance(place, Path) or not place.is_dir():
+        return []
+    return sorted(child.name for child in place.iterdir() if (child / HIDDEN).is_dir())
+
+
 def locks_of(directory: Path) -> list[Path]:
     """The hidden folders whose locks keep others out of ``directory``, or of a name in it; its own come first."""
     found, resolved = hidden_folders(directory), directory.resolve()

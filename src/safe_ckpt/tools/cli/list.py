@@ -6,7 +6,9 @@ from datetime import datetime, timezone
 
 import typer
 
+from safe_ckpt.core.home.holders import runs_below
 from safe_ckpt.text import bytes_text, duration, metrics_text
+from safe_ckpt.text import listed as names_listed
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, Directory, failing, print_json, print_table, say
 from safe_ckpt.tools.inspection.files import place_of
 from safe_ckpt.tools.inspection.listing import Row, read_listing, rows
@@ -31,6 +33,8 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
         print_table(columns, [_cells(row, now) for row in listed])
         if not listed:
             say(f"no checkpoints in {place}")
+        if below := runs_below(place):
+            say(f"not shown, because each is a run of its own: {names_listed(below)}. Name one")
     if any(row.state == "unreadable" for row in listed):
         raise typer.Exit(DAMAGED)
 

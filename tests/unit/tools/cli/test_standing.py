@@ -281,3 +281,13 @@ def test_retention_reads_each_manifest_once(tmp_path, monkeypatch):
         ckpt.save(9, {"x": 9}).result(timeout_s=30)
         ckpt.wait()
     assert read.count("step-00000003") == 1
+
+
+def test_runs_below_a_directory_are_named_where_they_are_not_shown(tmp_path):
+    """``list`` on the folder of all runs shows none of theirs, and must not look as if there were none."""
+    for name in ("b", "a"):
+        with Checkpointer(tmp_path / name) as ckpt:
+            ckpt.save(1, {"n": 1}).result(timeout_s=20)
+    done = run("list", tmp_path)
+    assert "each is a run of its own: a, b. Name one" in done.stderr
+    assert "run of its own" not in run("list", tmp_path / "a").stderr
