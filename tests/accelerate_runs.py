@@ -78,7 +78,9 @@ class Training:
         self.side = torch.nn.Linear(2, 2)
         self.side.tied = self.side.weight  # saved once, loaded twice
         self.drop = torch.nn.Dropout(0.5)
-        optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.1)
+        optimizer = torch.optim.AdamW(
+            self.net.parameters(), lr=min(0.1, 0.4 / width)
+        )  # a wide net would go to infinity
         other = torch.optim.SGD(self.side.parameters(), lr=0.1, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9)
         data = TensorDataset(torch.arange(24.0).repeat(4, 1).T) if data is None else data
