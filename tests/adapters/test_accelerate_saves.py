@@ -173,6 +173,16 @@ def test_total_limit_holds_after_each_commit_and_keeps_the_best(tmp_path):
         assert accelerator.save_iteration == 5
 
 
+def test_a_metric_that_no_save_has_keeps_all(tmp_path):
+    """A typo in the settings deletes nothing, although the limit does without it."""
+    rules = Retention(keep_best=1, metric="los")
+    with registered(tmp_path, replace(CONFIG, retention=rules), limit=1) as (accelerator, _):
+        Training(accelerator)
+        for loss in (3, 1, 2):
+            accelerator.save_state(metrics={"loss": loss}, async_save=False)
+        assert checkpoints(tmp_path) == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+
+
 @needs_root
 def test_a_save_that_fails_leaves_the_one_before(tmp_path):
     """total_limit=1 on a full disk: the error reaches the caller, the old checkpoint is whole and load_state restores it."""
@@ -437,8 +447,8 @@ def test_arguments_for_deepspeed_are_named_and_ignored(tmp_path, caplog):
     with registered(tmp_path) as (accelerator, _):
         Training(accelerator)
         with caplog.at_level(logging.WARNING):
-            accelerator.save_state(metric=1)
-        assert "ignores metric" in caplog.text
+            accelerator.save_state(metric=1, tag="a")
+        assert "ignores metric (did you mean metrics?), tag: only DeepSpeed" in caplog.text
 
 
 def test_after_the_end_one_may_register_again(tmp_path):

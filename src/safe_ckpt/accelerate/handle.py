@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -143,7 +145,9 @@ class Handle(AttachedHandle):
         with self.call("save_state"):
             self.saver.tracking.report()
             if save_model_func_kwargs and not strategies.engines_of(self._accelerator):
-                logger.warning("save_state ignores %s: only DeepSpeed has them", ", ".join(save_model_func_kwargs))
+                logger.warning(
+                    "save_state ignores %s: only DeepSpeed has them", ", ".join(map(_near, save_model_func_kwargs))
+                )
             options = save.Options(
                 safe_serialization=safe_serialization,
                 metrics=metrics or {},
@@ -314,6 +318,13 @@ class Handle(AttachedHandle):
     def _state_of_a_copy(self) -> Any:
         """Stands in for the Accelerator's ``__getstate__``: a copy, also one in a worker, is as if it were not registered."""
         return self.undo.state_without(self._accelerator)
+
+
+def _near(name: str) -> str:
+    """``metric`` -> ``metric (did you mean metrics?)``."""
+    own = [*inspect.signature(Handle.save_state).parameters][1:-1]
+    near = difflib.get_close_matches(name, own, n=1)
+    return f"{name} (did you mean {near[0]}?)" if near else name
 
 
 def check(accelerator: Any, config: CheckpointConfig) -> None:

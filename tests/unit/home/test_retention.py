@@ -1,13 +1,24 @@
 import math
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_ckpt import CheckpointInfo, Retention
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest
-from safe_ckpt.core.home.retention import after_commit, best, delete_listed, keep_newest, to_delete
+from safe_ckpt.core.home.retention import (
+    Unjudged,
+    after_commit,
+    best,
+    delete_listed,
+    keep_newest,
+    policy_of,
+    to_delete,
+    unjudged,
+)
 from safe_ckpt.core.home.standing import Catalog
 
 
@@ -32,14 +43,18 @@ counts = st.one_of(st.none(), st.integers(1, 5))
 
 @given(infos, counts, counts, st.sampled_from(["min", "max"]), st.one_of(st.none(), st.integers(1, 10)))
 def test_retention_keeps_the_newest_and_what_any_rule_keeps(found, last, top, mode, every):
-    """No policy ever deletes the newest checkpoint, or one that any of its rules keeps; the rest goes."""
+    """No policy ever deletes the newest checkpoint, or one that any of its rules keeps; the rest goes.
+
+    Where no checkpoint has a finite metric, keep_best cannot choose, and keeps all.
+    """
     policy = Retention(keep_last=last, keep_best=top, metric="loss", mode=mode, keep_every_steps=every)
     gone = {i.sequence for i in to_delete(found, policy)}
     newest_first = sorted(found, key=lambda i: -i.sequence)
     kept = {i.sequence for i in newest_first[: last or 1]}
     kept |= {i.sequence for i in best(found, policy)[: top or 0]}
     kept |= {i.sequence for i in found if every and i.step % every == 0}
-    if last is top is every is None:
+    without = all(not math.isfinite(i.metrics.get("loss", math.nan)) for i in found)
+    if last is top is every is None or (top and without):
         kept = {i.sequence for i in found}
     assert gone == {i.sequence for i in found} - kept
 
@@ -51,6 +66,42 @@ def test_best_prefers_the_newer_of_equals_and_nan_comes_last():
     assert order == [3, 1, 4, 2]
     order = [i.sequence for i in best(found, Retention(keep_best=1, metric="loss", mode="max"))]
     assert order == [4, 3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "known"),
+    [
+        ([{}, {}], ()),
+        ([{"loss": math.nan}, {"loss": math.inf}], ()),
+        ([{"val/loss": 1.0}, {"val.loss": 2.0, "a": 1}, {}], ("a", "val.loss", "val/loss")),
+    ],
+)
+def test_a_rule_by_a_metric_that_none_has_keeps_all_and_names_those_there_are(metrics, known):
+    """Also where other rules are set; a name within another is another name; one number is enough to choose by."""
+    rules = Retention(keep_last=1, keep_every_steps=50, keep_best=1, metric="loss")
+    found = [info(n, n, **has) for n, has in enumerate(metrics, 1)]
+    assert to_delete(found, rules) == []
+    assert unjudged(found, rules).known == known
+    found.append(info(9, 9, loss=0.5))
+    assert [i.sequence for i in to_delete(found, rules)] == [n for n, _ in enumerate(metrics, 1)]
+    assert unjudged(found, rules) is None
+
+
+def test_a_metric_of_a_copy_or_of_an_unhealthy_checkpoint_is_none_to_choose_by(tmp_path):
+    """Neither counts for a rule. Without checkpoints, or without keep_best, there is nothing to say."""
+    rules = Retention(keep_last=1, keep_best=1, metric="loss")
+    made = [
+        _committed(tmp_path / "step-1", 1),
+        replace(_committed(tmp_path / "step-2", 2, loss=0.1), marked=True),
+        replace(_committed(tmp_path / "step-3", 3, loss=0.1), name="step-7"),
+        _committed(tmp_path / "step-4", 4, acc=0.5),
+    ]
+    catalog = Catalog()
+    for one in made:
+        decision = after_commit(one, catalog, policy_of(rules))
+        assert decision.to_delete == []
+    assert decision.unjudged == Unjudged(metric="loss", known=("acc",))
+    assert (unjudged([], rules), unjudged(made, Retention(keep_last=1, metric="loss"))) == (None, None)
 
 
 def test_an_abandoned_future_does_not_outlive_its_rewind():
@@ -100,9 +151,9 @@ def test_retention_keeps_what_a_pointer_names_or_another_job_saved(tmp_path):
     assert (listed.to_delete, listed.kept) == ([tmp_path / "old"], [])
 
 
-def _committed(path, step):
+def _committed(path, step, **metrics):
     manifest = Manifest(
-        name=path.name, sequence=step, step=step, op_id=uuid.uuid4().hex, world_size=1, metrics={}, files=()
+        name=path.name, sequence=step, step=step, op_id=uuid.uuid4().hex, world_size=1, metrics=metrics, files=()
     )
     path.mkdir(exist_ok=True)
     (path / MANIFEST_NAME).write_bytes(manifest.to_bytes())

@@ -112,6 +112,27 @@ def test_retention_keeps_last_best_and_every_nth_and_deletes_the_rest(tmp_path):
     assert os.listdir(tmp_path / ".safe_ckpt") == ["events.jsonl"]
 
 
+def test_a_metric_that_no_save_has_keeps_all_and_is_warned_of_when_other_names_appear(tmp_path, caplog):
+    """Once per directory in a process, also by a second job; again for a new name. The first save with it ends that."""
+    rules = config(retention=Retention(keep_last=1, keep_best=1, metric="val"))
+
+    def save(start, *metrics):
+        caplog.clear()
+        with Checkpointer(tmp_path, rules) as ckpt:
+            for step, has in enumerate(metrics, start):
+                ckpt.save(step, {"x": step}, metrics=has).result(timeout_s=20)
+        return [record.getMessage() for record in caplog.records if "keep_best" in record.getMessage()]
+
+    none, some = save(0, {}, {}, {"vol": 1.0}, {"vol": 2.0})
+    assert "has a finite number as metric 'val': all stay (metrics there: none yet)" in none
+    assert none.startswith(f"{tmp_path}: ")
+    assert "(metrics there: vol). Correct retention.metric, or pass metrics={'val': ...}" in some
+    assert save(4, {"vol": 0.5, "val": float("nan")}) == []
+    assert steps(tmp_path) == [f"step-{step:08d}" for step in range(5)]
+    assert save(5, {"val": 2.0}, {}) == []
+    assert steps(tmp_path) == ["step-00000005", "step-00000006"]
+
+
 def test_at_every_instant_one_checkpoint_is_there(tmp_path):
     """With keep_last=1 somebody who looks at any moment, after the first commit, finds a committed checkpoint."""
     stop, gaps, looks = threading.Event(), [], [0]

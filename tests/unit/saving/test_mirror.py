@@ -73,6 +73,13 @@ def test_each_tier_has_its_own_retention(tmp_path, bucket):
     assert (there(bucket), steps(tmp_path)) == ([10, 12], [12])
 
 
+def test_a_metric_that_none_has_keeps_all_in_both_places(tmp_path, bucket):
+    """Also where the mirror has rules of its own: it chooses the best by the same metric."""
+    rules = Retention(keep_last=1, keep_best=1, metric="los")
+    run(tmp_path, dataclasses.replace(config(bucket, keep_last=1), retention=rules), [1, 2, 3])
+    assert (there(bucket), steps(tmp_path)) == ([1, 2, 3], [1, 2, 3])
+
+
 def steps(folder):
     return sorted(int(path.name[5:]) for path in folder.glob("step-*"))
 

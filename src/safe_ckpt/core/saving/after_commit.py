@@ -11,7 +11,7 @@ from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.home import retention
 from safe_ckpt.core.home.candidates import is_still, stamp_of
 from safe_ckpt.core.home.home import Home
-from safe_ckpt.core.home.retention import Decision
+from safe_ckpt.core.home.retention import Decision, Unjudged
 from safe_ckpt.core.saving.extension import Extensions
 from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.storage.copier import Stamp
@@ -21,6 +21,7 @@ from safe_ckpt.hooks.emitter import Emitter
 
 logger = logging.getLogger(__name__)
 _NAMES_REPORTED = 10
+_told: dict[str, Unjudged] = {}  # by directory: of which missing metric this process has warned
 
 
 class AfterCommit:
@@ -55,6 +56,7 @@ class AfterCommit:
             if on_commit.catalog is not None and not info.marked:  # what is still to be deleted was chosen again
                 self._deferred = [one for one in self._deferred if one[0] is not job.workspace]
             if decision is not None:
+                _warn_once(str(info.path.parent), decision.unjudged)
                 gone = self._carry_out(decision, job.workspace, begun)
                 if on_commit.catalog is not None:
                     on_commit.catalog.settle(gone)
@@ -112,3 +114,11 @@ class AfterCommit:
                 self._discard(root, due)
             except Exception:  # the directories are given back all the same
                 logger.warning("could not remove old checkpoints in %s", root.path, exc_info=True)
+
+
+def _warn_once(folder: str, missing: Unjudged | None) -> None:
+    """Of a metric that no checkpoint there has; again when there are other metrics."""
+    if missing is not None and _told.get(folder) != missing:
+        _told[folder] = missing
+        message = "%s: keep_best cannot choose: %s. Correct retention.metric, or pass metrics={%r: ...} when saving"
+        logger.warning(message, folder, missing, missing.metric)

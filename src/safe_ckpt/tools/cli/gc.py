@@ -11,11 +11,11 @@ import typer
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.home.holders import whole_at
-from safe_ckpt.core.home.retention import to_delete
+from safe_ckpt.core.home.retention import to_delete, unjudged
 from safe_ckpt.core.home.standing import replaced_among
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import frees_bytes
-from safe_ckpt.errors import DirectoryError
+from safe_ckpt.errors import ConfigError, DirectoryError
 from safe_ckpt.settings.texts import option
 from safe_ckpt.text import bytes_text
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, Directory, ending_on_signals, failing, print_json, say, tell
@@ -47,7 +47,7 @@ def gc(
     best of a Transformers Trainer, what a link such as last.ckpt leads to. Without a rule all stay. What is kept is read and
     verified first: a damaged one does not count, and stays where it is. Only checkpoints of ours are deleted, and no copies
     under other names. Where a live job holds the directory or a checkpoint in it, nothing is deleted: that job keeps its own
-    order. Exit status: 0, or 1 when it is held or something could not be deleted.
+    order. Exit status: 0; 2 when none has the metric; 1 when it is held or something could not be deleted.
     """
     with failing():
         policy = Retention(
@@ -76,7 +76,10 @@ class _Selection:
                 info for info in infos if info is not None and not info.marked
             ]  # marked ones do not count, and stay
             replaced = replaced_among(left)
-            chosen = [*replaced, *to_delete([info for info in left if info not in replaced], policy)]
+            counted = [info for info in left if info not in replaced]
+            if (missing := unjudged(counted, policy)) is not None:
+                raise ConfigError(key="--metric", message=f"{missing}. Correct the name, or omit --keep-best")
+            chosen = [*replaced, *to_delete(counted, policy)]
             self.protected = {i.path: standing.protected[i.path] for i in chosen if i.path in standing.protected}
             self.to_delete: list[CheckpointInfo] = [info for info in chosen if info.path not in self.protected]
             kept = {info.path for info in left} - {info.path for info in self.to_delete} - sound

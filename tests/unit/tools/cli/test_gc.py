@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kit.manifests import checkpoint
 from safe_ckpt import Checkpointer
 from safe_ckpt.tools.cli.app import app
-from support import run_program
+from support import flip_bit, run_program
 
 
 def run(*args):
@@ -39,7 +39,6 @@ def folder(tmp_path):
         (["--keep-best", "1", "--metric", "loss", "--mode", "max"], [30, 40]),
         (["--keep-every-steps", "20"], [20, 40]),
         (["--keep-every-steps", "7"], [40]),
-        (["--keep-last", "1", "--keep-best", "1", "--metric", "unknown"], [40]),
     ],
     ids=str,
 )
@@ -56,6 +55,29 @@ def test_gc_keeps_what_any_rule_keeps_and_the_newest(folder, rules, left):
     assert done.exit_code == 0
     assert all(row["deleted"] for row in json.loads(done.stdout)["checkpoints"])
     assert steps(folder) == left
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"], ["--json", "--keep-last", "1", "--no-verify"]], ids=str)
+def test_gc_by_a_metric_that_none_has_deletes_nothing_and_names_those_there_are(folder, more):
+    """A typo is wrong usage, whatever other rules there are: status 2, nothing on stdout."""
+    done = run(folder, "--keep-best", "3", "--metric", "los", *more)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "--metric: no checkpoint that counts has a finite number as metric 'los'" in done.stderr
+    assert "(metrics there: loss). Correct the name" in done.stderr
+    assert steps(folder) == [10, 20, 30, 40]
+
+
+def test_gc_by_a_metric_that_only_a_damaged_one_has_deletes_nothing(folder, tmp_path):
+    """A damaged checkpoint does not count. A directory without checkpoints is nothing to refuse."""
+    with Checkpointer(folder) as ckpt:
+        damaged = ckpt.save(50, {"w": {"t": torch.ones(10)}}, metrics={"acc": 1}).result(timeout_s=20).path
+    flip_bit(damaged / "w.safetensors", 100)
+    done = run(folder, "--keep-best", "1", "--metric", "acc")
+    assert done.exit_code == 2
+    assert "metric 'acc'" in done.stderr
+    assert steps(folder) == [10, 20, 30, 40, 50]
+    (tmp_path / "empty").mkdir()
+    assert run(tmp_path / "empty", "--keep-best", "1", "--metric", "acc").exit_code == 0
 
 
 def test_gc_prints_a_line_per_checkpoint_and_the_sum(folder):

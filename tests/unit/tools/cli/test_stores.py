@@ -350,6 +350,16 @@ def test_gc_keeps_by_the_rules(store, rules, left):
     assert run("unlock", url).stdout == f"{url} is free\n"
 
 
+def test_gc_by_a_metric_that_none_has_is_refused(store):
+    """As in a directory: every checkpoint stays, and the metrics there are named."""
+    url = store.url()
+    save(url, 1, 2, 3)
+    done = run("gc", url, "--keep-best", "1", "--metric", "los")
+    assert done.exit_code == 2
+    assert "(metrics there: loss)" in done.stderr
+    assert sorted(row["step"] for row in told("list", url)) == [1, 2, 3]
+
+
 def test_gc_counts_no_damaged_one(store):
     """A damaged checkpoint that would be kept does not count: it stays, and so does the one before it."""
     url = store.url()
