@@ -441,6 +441,8 @@ def test_arguments_of_dcp_that_cannot_be_honoured_are_refused_by_name(tmp_path):
         dcp.load({"a": 1}, checkpoint_id=path, storage_reader=stock.FileSystemReader(path))
     with pytest.raises(ConfigError, match="there is no such setting"):
         dcp.configure(retain=3)
+    with pytest.raises(ConfigError, match="takes no metrics"):
+        dcp.configure(retention=Retention(keep_best=1, metric="loss"))
     with pytest.raises(AttributeError, match="use save"):
         dcp.save_state_dict  # noqa: B018
     assert dcp.FileSystemReader is stock.FileSystemReader

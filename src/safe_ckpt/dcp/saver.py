@@ -69,6 +69,9 @@ def configure(config: CheckpointConfig | None = None, **parts: Any) -> Checkpoin
         raise ConfigError(key=unknown[0], message=f"there is no such setting; there are: {', '.join(sorted(known))}")
     base = config or (_given[0] if _given else CheckpointConfig.from_environment())
     settings = dataclasses.replace(base, **parts)
+    if settings.retention.keep_best is not None:
+        message = "dcp.save takes no metrics, so there is no best one: use keep_last or keep_every_steps"
+        raise ConfigError(key="retention.keep_best", message=message)
     _given[:] = [settings]
     savers, _savers[:] = list(_savers), []
     for one in savers:
