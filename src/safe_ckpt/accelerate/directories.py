@@ -61,6 +61,7 @@ class AcceleratorSaver(Saver):
         loaders: its stateful loaders.
         parts: lays out what every rank has a part of.
         retention: decides which are deleted after a commit; None deletes none.
+        said_within_a_window: whether the warning about accumulated gradients was logged.
     """
 
     def __init__(self, accelerator: Any, config: CheckpointConfig, policy: Retention, hooks: Iterable[Hook]) -> None:
@@ -72,6 +73,7 @@ class AcceleratorSaver(Saver):
         self.loaders = Loaders()
         self.parts = Parts(self.engine, accelerator)
         self.retention = policy_of(policy)
+        self.said_within_a_window = False
         self._catalogs: dict[Path, Catalog] = {}
         self._last: Path | None = None
         self._given: dict[str, Path] = {}
