@@ -23,6 +23,7 @@ from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming.candidate import KINDS, FileReader, Reader
 from safe_ckpt.core.resuming.offered import Offered
 from safe_ckpt.core.saving.engine import Engine
+from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import NoValidCheckpointError, SafeCheckpointError
 
@@ -167,10 +168,12 @@ def check(engine: Engine, path: Path, load: Callable[[Path], Any]) -> None:
 
 @contextlib.contextmanager
 def naming_older(path: Place, by_name: str = BY_NAME) -> Iterator[None]:
-    """What ends the resume from ``path`` says how an older one is named. Nothing of it is remembered."""
+    """What ends the resume from ``path`` says how an older one is named, where that is there. Nothing of it is remembered."""
     try:
         yield
     except Exception as error:
+        if isinstance(error, FileNotFoundError) and isinstance(path, Path) and not presence.is_seen(path):
+            raise  # a name that was mistyped
         line = f"This ended the resume from {path}. To go on from an older checkpoint, name it: {by_name}"
         if hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(line)
