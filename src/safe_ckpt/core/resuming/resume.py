@@ -17,13 +17,12 @@ from typing import Any
 
 from safe_ckpt import events
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
-from safe_ckpt.core.home.home import Candidate, Home
+from safe_ckpt.core.home.home import Candidate, Home, is_there
 from safe_ckpt.core.home.standing import standing_of
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming.candidate import KINDS, FileReader, Reader
 from safe_ckpt.core.resuming.offered import Offered
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import NoValidCheckpointError, SafeCheckpointError
 
@@ -172,7 +171,7 @@ def naming_older(path: Place, by_name: str = BY_NAME) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, FileNotFoundError) and isinstance(path, Path) and not presence.is_seen(path):
+        if isinstance(error, FileNotFoundError) and _is_missing(path):
             raise  # a name that was mistyped
         line = f"This ended the resume from {path}. To go on from an older checkpoint, name it: {by_name}"
         if hasattr(error, "add_note"):  # from Python 3.11 on
@@ -180,6 +179,13 @@ def naming_older(path: Place, by_name: str = BY_NAME) -> Iterator[None]:
         else:
             logger.error("%s", line)  # noqa: TRY400 - the traceback is on its way
         raise
+
+
+def _is_missing(path: Place) -> bool:
+    try:
+        return not is_there(path)
+    except OSError:
+        return False
 
 
 def apply(engine: Engine, action: Callable[[], None], path: Place | None = None, by_name: str = BY_NAME) -> None:
