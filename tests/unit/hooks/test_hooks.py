@@ -141,7 +141,12 @@ def test_what_a_person_should_act_on_is_logged_as_a_sentence(caplog):
     caplog.clear()
     with caplog.at_level(logging.DEBUG):
         tell(LoggingHook(), save(1, failed=True))
-    assert [record.getMessage().split()[0] for record in caplog.records] == ["agreed", "snapshotted", "written", "failed"]
+    assert [record.getMessage().split()[0] for record in caplog.records] == [
+        "agreed",
+        "snapshotted",
+        "written",
+        "failed",
+    ]
 
 
 def test_the_record_goes_on_when_the_disk_does(tmp_path, caplog):
