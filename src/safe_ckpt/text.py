@@ -119,9 +119,10 @@ def clock(at: float, zone: tzinfo | None = None) -> str:
         return "?"
 
 
-def metrics_text(metrics: Mapping[str, Any]) -> str:
-    """``loss=0.1, accuracy=0.9``."""
-    return ", ".join(f"{key}={_number_text(value)}" for key, value in metrics.items())
+def metrics_text(metrics: Mapping[str, Any], most: int | None = None) -> str:
+    """``loss=0.1, accuracy=0.9``; of more than ``most`` the first ones: ``loss=0.1, +3``."""
+    shown = [f"{key}={_number_text(value)}" for key, value in list(metrics.items())[:most]]
+    return ", ".join(shown if len(shown) == len(metrics) else [*shown, f"+{len(metrics) - len(shown)}"])
 
 
 def _number_text(value: Any) -> str:

@@ -234,3 +234,41 @@ def test_two_ranks_go_on_with_their_own_batches(tmp_path, case):
             seen = json.loads(before[rank][0]) + json.loads(after[rank][0])
             assert seen == json.loads(whole[rank][0]), (case, stop, rank)
             assert after[rank][1] == whole[rank][1]
+
+
+def accumulating(folder, saved_at, stop_at=None):
+    """Two epochs of six batches, with a step of the optimizer after each second batch."""
+    with registered(folder, gradient_accumulation_steps=2) as (accelerator, _):
+        training = Training(accelerator, data=Plain(), shuffle=False, wrap=resumable)
+        model = training.model
+        with contextlib.suppress(NoValidCheckpointError):
+            accelerator.load_state()
+        for _ in range(training.counter.count // PER_EPOCH, 2):
+            for (rows,) in training.loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(rows).pow(2).mean())
+                    training.optimizer.step()
+                    training.optimizer.zero_grad()
+                training.counter.count += 1
+                if training.counter.count in saved_at:
+                    accelerator.save_state()
+                if training.counter.count == stop_at:
+                    break
+            if training.counter.count == stop_at:
+                break
+        found = training.fingerprint()
+    forget()
+    return found
+
+
+def test_a_save_within_an_accumulation_window_is_warned_of_once(tmp_path, caplog):
+    """It lacks gradients, as with stock Accelerate, and the resume differs. One at a step of the optimizer is exact."""
+    whole = accumulating(tmp_path / "whole", ())
+    accumulating(tmp_path / "between", (2, 8), 8)
+    assert accumulating(tmp_path / "between", ()) == whole
+    assert "sync_gradients" not in caplog.text
+    accumulating(tmp_path / "within", (3, 5, 9), 9)
+    (warning,) = [one for one in caplog.records if "sync_gradients" in one.getMessage()]
+    assert warning.levelno == logging.WARNING
+    assert "checkpoint_0 lacks the gradients" in warning.getMessage()
+    assert accumulating(tmp_path / "within", ()) != whole

@@ -21,8 +21,10 @@ from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import (
+    ConfigError,
     DirectoryError,
     NoValidCheckpointError,
+    UnsupportedFormatError,
 )
 from safe_ckpt.tools.cli.app import app
 from support import run_program, writers_of
@@ -202,6 +204,33 @@ def test_names_of_ones_own_are_recorded_swept_and_in_order(tmp_path):
         assert [save["step"] for save in told["saves"] if save["outcome"] == "interrupted"] == [60]
         assert len(told["runs"]) == 2
     assert names(tmp_path / ".safe_ckpt")[0] == "events.jsonl"
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_a_directory_of_checkpoints_is_not_loaded_and_they_are_named(tmp_path, automatic, caplog):
+    """Given in place of one of them. They are also named where the project is given."""
+    with registered(tmp_path, automatic=automatic) as (accelerator, handle):
+        Training(accelerator)
+        for name in ("step_10", "step_20"):
+            accelerator.save_state(tmp_path / name)
+        handle.wait()
+        there = "checkpoints/checkpoint_1, checkpoints/checkpoint_0" if automatic else "step_20, step_10"
+        with pytest.raises(UnsupportedFormatError, match=f"name one of them: {there}"):
+            accelerator.load_state(tmp_path)
+    assert "without verification" not in caplog.text
+
+
+def test_without_a_path_a_new_process_says_how_names_of_ones_own_are_loaded(tmp_path):
+    """The checkpoints of an earlier process are there, and are loaded by their paths."""
+    with registered(tmp_path, automatic=False) as (accelerator, _):
+        Training(accelerator)
+        accelerator.save_state(tmp_path / "step_10")
+    forget()
+    with registered(tmp_path, automatic=False) as (accelerator, _):
+        Training(accelerator)
+        with pytest.raises(ConfigError, match=r"name yourself are loaded by their path: load_state\(path\)"):
+            accelerator.load_state()
+        accelerator.load_state(tmp_path / "step_10")
 
 
 def test_a_sweep_keeps_no_other_job_from_its_name(tmp_path, monkeypatch):

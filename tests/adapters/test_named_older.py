@@ -28,6 +28,14 @@ def test_lightning_names_a_checkpoint_that_does_not_fit_and_the_way_out(tmp_path
 
 
 @notes
+def test_a_name_that_is_not_there_gets_no_such_line(tmp_path):
+    """A mistyped ``ckpt_path``: the error of Lightning is enough."""
+    with pytest.raises(FileNotFoundError) as caught:
+        fit(tmp_path, save_last=True, resume="auto", path=tmp_path / "nope.ckpt", settings={"max_epochs": 1})
+    assert said(caught.value) == ""
+
+
+@notes
 def test_a_trainer_names_a_checkpoint_that_does_not_fit_and_the_way_out(tmp_path):
     """The same under a Trainer."""
     trainer(tmp_path).train()

@@ -11,7 +11,7 @@ from typing import Any
 
 from safe_ckpt.accelerate.dataloaders import Loaders
 from safe_ckpt.accelerate.strategies import Parts
-from safe_ckpt.adapters.extras import HIDDEN, WEIGHTS, Candidate, Catalog, is_of, policy_of, refuse
+from safe_ckpt.adapters.extras import HIDDEN, WEIGHTS, Candidate, Catalog, catalog, is_of, policy_of, presence, refuse
 from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig, Retention
@@ -61,6 +61,7 @@ class AcceleratorSaver(Saver):
         loaders: its stateful loaders.
         parts: lays out what every rank has a part of.
         retention: decides which are deleted after a commit; None deletes none.
+        said_within_a_window: whether the warning about accumulated gradients was logged.
     """
 
     def __init__(self, accelerator: Any, config: CheckpointConfig, policy: Retention, hooks: Iterable[Hook]) -> None:
@@ -72,6 +73,7 @@ class AcceleratorSaver(Saver):
         self.loaders = Loaders()
         self.parts = Parts(self.engine, accelerator)
         self.retention = policy_of(policy)
+        self.said_within_a_window = False
         self._catalogs: dict[Path, Catalog] = {}
         self._last: Path | None = None
         self._given: dict[str, Path] = {}
@@ -110,7 +112,10 @@ class AcceleratorSaver(Saver):
         if home is not None:
             return home
         if self._last is None:
-            message = "it was not given, and nothing was saved yet: give it, or use automatic_checkpoint_naming=True"
+            message = (
+                "it was not given, and this process has saved nothing yet. Checkpoints that you name yourself are loaded by "
+                "their path: load_state(path). Or use automatic_checkpoint_naming=True"
+            )
             raise ConfigError(key="load_state: input_dir", message=message)
         return self._hold_named(self._last)
 
@@ -221,6 +226,13 @@ class AcceleratorSaver(Saver):
 def candidates(folder: Path) -> list[Candidate]:
     """Everything in ``folder`` that may be a checkpoint of an Accelerator, stock ones included, in no order."""
     return candidates_in(folder, ADAPTER, ACCELERATE)
+
+
+def names_below(path: Path) -> list[str]:
+    """The checkpoints in a directory that is none itself, newest first. On rank 0."""
+    folders = [path, path / FOLDER] if ACCELERATE.problem(path) else []
+    found = [one for folder in folders if presence.is_directory(folder) for one in candidates(folder)]
+    return [str(one.file_path.relative_to(path)) for one in catalog.newest_first(found)]
 
 
 def next_number(folder: Path) -> int:

@@ -11,12 +11,13 @@ from typing import Any
 from accelerate import utils
 
 from safe_ckpt.accelerate.dataloaders import KEY
-from safe_ckpt.accelerate.directories import AcceleratorSaver, next_number
+from safe_ckpt.accelerate.directories import AcceleratorSaver, names_below, next_number
 from safe_ckpt.adapters.extras import presence, resume
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.saver import manifest_of
 from safe_ckpt.adapters.spool import refuse_url
-from safe_ckpt.errors import NoValidCheckpointError
+from safe_ckpt.errors import NoValidCheckpointError, UnsupportedFormatError
+from safe_ckpt.text import listed
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,9 @@ def _newest(saver: AcceleratorSaver) -> Path:
 def _expect(path: Path) -> None:
     if not presence.is_directory(path):
         raise NoValidCheckpointError(path=str(path), message="there is no such directory")
+    if names := names_below(path):
+        message = f"is a directory for checkpoints, and no checkpoint; name one of them: {listed(names)}"
+        raise UnsupportedFormatError(path=str(path), message=message)
 
 
 def _next(saver: AcceleratorSaver, path: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,12 @@ from safe_ckpt.accelerate.directories import AcceleratorSaver, Target
 from safe_ckpt.adapters import Attempt, FilePlan, OnCommit, Planned, SaveHandle
 from safe_ckpt.adapters.extras import OverlapPlan, check_step, checked_metrics
 from safe_ckpt.adapters.planning import know_models
+
+logger = logging.getLogger(__name__)
+_WITHIN_A_WINDOW = (
+    "%s lacks the gradients that were accumulated since the last optimizer step, and so will each checkpoint that is saved "
+    "between two: a resume goes on without them. Save where accelerator.sync_gradients is True"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +44,7 @@ def save(
     """
     hooks = saver.accelerator._save_model_state_pre_hook
     target = saver.target(output_dir, hooks=bool(hooks))
+    _warn_within_a_window(saver, target.path)
     with contextlib.ExitStack() as stack:
         folder = None
         if target.hooks:
@@ -45,6 +53,14 @@ def save(
     if not handle.skipped:
         saver.accelerator.project_configuration.iteration = target.number + 1
     return target.path, handle
+
+
+def _warn_within_a_window(saver: AcceleratorSaver, path: Path) -> None:
+    accelerator = saver.accelerator
+    within = accelerator.gradient_accumulation_steps > 1 and not accelerator.sync_gradients
+    if within and saver.engine.rank == 0 and not saver.said_within_a_window:
+        saver.said_within_a_window = True
+        logger.warning(_WITHIN_A_WINDOW, path)
 
 
 def _save(saver: AcceleratorSaver, target: Target, folder: Path | None, options: Options) -> SaveHandle:

@@ -7,17 +7,26 @@ import logging
 from safe_ckpt import events
 
 logger = logging.getLogger(__name__)
+_SENTENCES: dict[type[events.Event], str] = {
+    events.Respawned: "{0.name}: the writer (process {0.pid}) was replaced: {0.ended}",
+    events.Quarantined: "{0.path} was moved to {0.moved_to}: {0.reason}",
+    events.Unhealthy: "{0.path} is unhealthy: {0.what}",
+    events.StopRequested: (
+        "{0.signal} on rank {0.by_rank}: every rank saves and stops after this step. {0.left_s:.0f} s are left, and a save "
+        "should take {0.forecast_s:.1f} s"
+    ),
+}
+"""What a person should act on, and nothing else tells of. An error that is logged or raised tells of a save that failed."""
 
 
 class LoggingHook:
-    """What a person should act on at WARNING, everything else at DEBUG."""
-
-    _warn = (events.Failed, events.Respawned, events.Quarantined, events.StopRequested)
+    """What a person should act on as a sentence at WARNING, everything else at DEBUG."""
 
     def __call__(self, event: events.Event) -> None:
         """Log the event."""
-        said = isinstance(event, self._warn) or (isinstance(event, events.Unhealthy) and event.rank == 0)
-        level = logging.WARNING if said else logging.DEBUG
-        if logger.isEnabledFor(level):
+        sentence = _SENTENCES.get(type(event))
+        if sentence is not None and (event.rank == 0 or not isinstance(event, events.Unhealthy)):
+            logger.warning("%s", sentence.format(event))
+        elif logger.isEnabledFor(logging.DEBUG):
             facts = event.facts()
-            logger.log(level, "%s %s", facts.pop("event"), facts)
+            logger.debug("%s %s", facts.pop("event"), facts)

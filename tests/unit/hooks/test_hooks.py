@@ -19,9 +19,21 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from kit.limits import QUICK
 from safe_ckpt import CheckpointConfig, Checkpointer, Telemetry
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.events import Agreed, Committed, Failed, Quarantined, Respawned, Resumed, Snapshotted, Unhealthy, Written
+from safe_ckpt.events import (
+    Agreed,
+    Committed,
+    Failed,
+    Quarantined,
+    Respawned,
+    Resumed,
+    Snapshotted,
+    StopRequested,
+    Unhealthy,
+    Written,
+)
 from safe_ckpt.hooks import asked_for, event_log
 from safe_ckpt.hooks.event_log import JsonlHook
+from safe_ckpt.hooks.logging_hook import LoggingHook
 from safe_ckpt.hooks.opentelemetry import OpenTelemetryHook
 from safe_ckpt.hooks.prometheus import PrometheusHook
 from safe_ckpt.hooks.scalars import ScalarsHook
@@ -106,6 +118,35 @@ def test_threads_do_not_mix_their_lines(tmp_path):
         thread.join()
     found = [line["path"] for file in tmp_path.iterdir() for line in lines(file) if line["event"] != "run"]
     assert sorted(found) == sorted(f"step-{each}" for each in range(4) for _ in range(100))
+
+
+def test_what_a_person_should_act_on_is_logged_as_a_sentence(caplog):
+    """One for each event, what is unhealthy from one rank; a failed save has its error, and is not told twice."""
+    unhealthy = {"name": "s", "step": 3, "path": "s", "what": "w has 1 NaN", "marked": True}
+    story = [
+        *save(1, failed=True),
+        removed(2),
+        Respawned(rank=1, pid=7, ended="was killed by SIGKILL", name="s"),
+        *(Unhealthy(rank=rank, **unhealthy) for rank in range(2)),
+        StopRequested(rank=1, signal="SIGTERM", by_rank=2, left_s=30.4, forecast_s=0.25),
+    ]
+    with caplog.at_level(logging.WARNING):
+        tell(LoggingHook(), story)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"step-2 was moved to {'x' * 100}: ",
+        "s: the writer (process 7) was replaced: was killed by SIGKILL",
+        "s is unhealthy: w has 1 NaN",
+        "SIGTERM on rank 2: every rank saves and stops after this step. 30 s are left, and a save should take 0.2 s",
+    ]
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG):
+        tell(LoggingHook(), save(1, failed=True))
+    assert [record.getMessage().split()[0] for record in caplog.records] == [
+        "agreed",
+        "snapshotted",
+        "written",
+        "failed",
+    ]
 
 
 def test_the_record_goes_on_when_the_disk_does(tmp_path, caplog):

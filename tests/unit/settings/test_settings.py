@@ -382,6 +382,29 @@ def test_config_check_says_what_differs_or_what_is_wrong(file, monkeypatch):
     assert run("check", file.parent / "none.yaml").exit_code == 2
 
 
+def test_config_check_reports_all_that_is_wrong(file):
+    """Each unknown key, and a bad value in each section; nothing that only follows from another mistake."""
+    file.write_text(
+        "retention:\n  keep_best: 1\n  metrc: loss\n  keep_lst: 3\nlease: 4\ntimeouts:\n  barrier_s: soon\non_busy: never\n"
+    )
+    bad = run("check", file)
+    keys = ["retention.metrc", "retention.keep_lst", "lease", "timeouts.barrier_s", "on_busy"]
+    assert bad.exit_code == 1
+    assert [line.split(": ")[1] for line in bad.stdout.splitlines()] == keys
+    facts = json.loads(run("check", file, "--json").stdout)
+    assert [one["key"] for one in facts["errors"]] == keys
+    assert facts["error"] == facts["errors"][0]
+
+
+@pytest.mark.parametrize("text", ["[1]", "retention: 3\n", "a: [", "x.y: 1\n", "mirror:\n  url=secret: 1\n"])
+def test_config_check_ends_whatever_the_file_holds(file, text):
+    """What is no mapping, no YAML, or a key that cannot be found again."""
+    file.write_text(text)
+    bad = run("check", file)
+    assert bad.exit_code == 1
+    assert len(bad.stdout.splitlines()) == 1
+
+
 def test_config_show_prints_each_value_and_its_source(file, monkeypatch):
     """Default, file and line, or variable; and what is printed is a file that gives the same settings again."""
     file.write_text("retention:\n  keep_last: 3\nwriter: {direct_io: off}\nsave_on_signals: [SIGTERM]\n")

@@ -17,7 +17,7 @@ from typing import Any
 
 from safe_ckpt import events
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
-from safe_ckpt.core.home.home import Candidate, Home
+from safe_ckpt.core.home.home import Candidate, Home, is_there
 from safe_ckpt.core.home.standing import standing_of
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming.candidate import KINDS, FileReader, Reader
@@ -167,16 +167,25 @@ def check(engine: Engine, path: Path, load: Callable[[Path], Any]) -> None:
 
 @contextlib.contextmanager
 def naming_older(path: Place, by_name: str = BY_NAME) -> Iterator[None]:
-    """What ends the resume from ``path`` says how an older one is named. Nothing of it is remembered."""
+    """What ends the resume from ``path`` says how an older one is named, where that is there. Nothing of it is remembered."""
     try:
         yield
     except Exception as error:
+        if isinstance(error, FileNotFoundError) and _is_missing(path):
+            raise  # a name that was mistyped
         line = f"This ended the resume from {path}. To go on from an older checkpoint, name it: {by_name}"
         if hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(line)
         else:
             logger.error("%s", line)  # noqa: TRY400 - the traceback is on its way
         raise
+
+
+def _is_missing(path: Place) -> bool:
+    try:
+        return not is_there(path)
+    except OSError:
+        return False
 
 
 def apply(engine: Engine, action: Callable[[], None], path: Place | None = None, by_name: str = BY_NAME) -> None:

@@ -216,6 +216,8 @@ class SaveQueue:
         if failure is not None and tolerated:
             logger.warning("%s (failure %d in a row; training goes on)", failure, self._failures)
             job.handle.mark_reported()
+        elif failure is not None and not stops:  # the caller learns of it at the next call, which may be long from now
+            logger.warning("%s (the next call raises this)", failure)
         job.handle.finish(info, failure)
         self._open.remove(job)
 

@@ -26,22 +26,20 @@ app = typer.Typer(
 @app.command()
 def check(file: Annotated[Path, _File], as_json: AsJson = False) -> None:
     """Say whether the YAML file FILE can be used, and what in it differs from the defaults."""
-    try:
-        loaded, problem = load(CheckpointConfig, [read_yaml(file)]), None
-    except ConfigError as error:
-        loaded, problem = None, error
+    loaded, problems = _checked(file)
     rows = [row for row in _rows(loaded) if row["value"] != row["default"]] if loaded else []
     if as_json:
-        facts = {"message": problem.message, "key": problem.key, "line": problem.line} if problem else None
-        print_json({"file": str(file), "ok": problem is None, "error": facts, "settings": rows})
-    elif problem:
-        typer.echo(str(problem))
+        errors = [{"message": problem.message, "key": problem.key, "line": problem.line} for problem in problems]
+        first = errors[0] if errors else None
+        print_json({"file": str(file), "ok": not errors, "error": first, "errors": errors, "settings": rows})
+    elif problems:
+        typer.echo("\n".join(map(str, problems)))
     else:
         typer.echo(f"{file}: ok{'' if rows else ', all settings have their defaults'}")
         if rows:
             columns = ("key", "value", "default", "from")
             print_table(columns, [(r["key"], _yaml(r["value"]), _yaml(r["default"]), r["from"]) for r in rows])
-    if problem:
+    if problems:
         raise typer.Exit(DAMAGED)
     if any(name.startswith(PREFIX) for name in os.environ):
         say(f"the variables {PREFIX}* that are set here change more: safe-ckpt config show {file}")
@@ -83,6 +81,37 @@ def reference() -> None:
 def schema() -> None:
     """Print the JSON schema of the YAML file, for editors."""
     typer.echo(json.dumps(json_schema(CheckpointConfig), indent=2))
+
+
+def _checked(file: Path) -> tuple[Loaded[CheckpointConfig] | None, list[ConfigError]]:
+    """The settings, or None and what is wrong: every unknown key, and of each section the first value that is not allowed."""
+    problems: list[ConfigError] = []
+    known = {key.path for key in keys(CheckpointConfig)}
+    faulty: set[str] = set()
+    try:
+        layer = read_yaml(file)
+    except ConfigError as error:
+        return None, [error]
+    while True:
+        try:
+            loaded = load(CheckpointConfig, [layer])
+        except ConfigError as error:
+            section = error.key.partition(".")[0]
+            if error.key not in known or section not in faulty:  # else it may follow from what was left out
+                problems.append(error)
+            faulty.add(section)
+            if not _leave_out(layer.data, error.key if error.key not in known else section):
+                return None, problems
+        else:
+            return (None, problems) if problems else (loaded, [])
+
+
+def _leave_out(data: Any, path: str) -> bool:
+    """Take a key out of plain data; False where it is not in it under that name."""
+    *sections, last = path.split(".")
+    for section in sections:
+        data = data.get(section) if isinstance(data, dict) else None
+    return isinstance(data, dict) and data.pop(last, data) is not data
 
 
 def _rows(loaded: Loaded[CheckpointConfig]) -> list[dict[str, Any]]:

@@ -13,6 +13,8 @@ from safe_ckpt.tools.cli.output import DAMAGED, AsJson, Directory, failing, prin
 from safe_ckpt.tools.inspection.files import place_of
 from safe_ckpt.tools.inspection.listing import Row, read_listing, rows
 
+_MOST_METRICS = 4  # a Trainer gives a dozen, and a line has to fit a terminal
+
 
 def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
     """List the checkpoints in DIR in the order in which a resume tries them, then what cannot be used, and why.
@@ -41,7 +43,7 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
 
 def _cells(row: Row, now: datetime) -> tuple[object, ...]:
     state = f"{row.state}: {row.reason}" if row.reason else row.state
-    metrics, size = metrics_text(row.metrics), bytes_text(row.size_bytes)
+    metrics, size = metrics_text(row.metrics, _MOST_METRICS), bytes_text(row.size_bytes)
     if row.shared_bytes:
         size += f", {bytes_text(row.shared_bytes)} shared"
     return row.name, row.step, _age_of(row, now), size, metrics, state, _writer(row)

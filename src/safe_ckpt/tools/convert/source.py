@@ -10,6 +10,7 @@ from typing import Any
 from safe_ckpt.errors import StateError, UnsupportedFormatError
 from safe_ckpt.text import listed
 from safe_ckpt.tools.inspection.content import tensors_in
+from safe_ckpt.tools.inspection.listing import one_of
 from safe_ckpt.tools.inspection.pickle_objects import Global, Opaque, Ordered
 from safe_ckpt.tools.inspection.tensors import Entry, describe
 
@@ -39,12 +40,13 @@ def weights_of(structure: Any, item: str, path: Path) -> dict[str, Entry]:
     """A model's weights by name: those under ``item``, or, where it is "", under the name that they usually have.
 
     Raises:
-        UnsupportedFormatError: it is unknown which part is the weights, or there are none.
+        UnsupportedFormatError: it is unknown which part is the weights, or there are none; or these are several checkpoints.
     """
     chosen = part_of(structure, item, path)
     if not item and isinstance(chosen, dict) and not all(isinstance(part, Entry) for part in chosen.values()):
         key = next((name for name in _USUAL if isinstance(chosen.get(name), dict)), None)
         if key is None:
+            one_of(path)
             there = listed([str(name) for name in chosen]) or "nothing"
             message = f"--item must name the place of the weights; there is {there}"
             raise UnsupportedFormatError(path=str(path), message=message)

@@ -50,6 +50,15 @@ def test_list_shows_the_newest_first_and_verify_names_a_damaged_file(tmp_path):
     assert "w.safetensors" in bad.stdout
 
 
+def test_list_shows_the_first_four_metrics_and_how_many_more(tmp_path):
+    """A Trainer gives a dozen. Programs get all, and so does who inspects one."""
+    metrics = {f"eval_{letter}": 0.5 for letter in "fedcba"}
+    save(tmp_path, 1, metrics=metrics)
+    assert "eval_f=0.5, eval_e=0.5, eval_d=0.5, eval_c=0.5, +2 " in run("list", tmp_path).stdout
+    assert json.loads(run("list", tmp_path, "--json").stdout)[0]["metrics"] == metrics
+    assert "eval_a=0.5" in run("inspect", tmp_path / "step-00000001").stderr
+
+
 def test_every_state_of_a_checkpoint_is_listed(tmp_path):
     """valid, unverified, damaged, partial, quarantined: each with its reason, and programs get all that is known."""
     save(tmp_path, 1, 2)

@@ -177,6 +177,17 @@ def test_wrong_requests_to_convert_write_nothing(tmp_path, sources, args, says):
     assert not (tmp_path / "out").exists()
 
 
+def test_convert_names_the_checkpoints_in_a_directory_of_them(tmp_path):
+    """Given in place of one: no item of it could be the weights."""
+    for name in ("epoch=7-step=176.ckpt", "last.ckpt"):
+        torch.save({"state_dict": Net().state_dict(), "loops": {}, "lr_schedulers": []}, tmp_path / name)
+    result = convert(tmp_path, tmp_path / "new", "--to", "safetensors")
+    assert result.exit_code == 1
+    assert "is a directory for checkpoints, and no checkpoint; name one of them: " in result.stderr
+    assert "epoch=7-step=176.ckpt" in result.stderr
+    assert "last.ckpt" in result.stderr
+
+
 def test_convert_refuses_an_existing_target_and_a_damaged_source(tmp_path, sources):
     """A destination that exists is left alone; a source with a flipped bit is refused by name."""
     (tmp_path / "there").write_text("mine")
