@@ -92,6 +92,20 @@ def test_a_newer_file_of_lightnings_is_taken(tmp_path, queue, name):
     assert made.global_step == 9
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed.*")
+@PACKAGE
+def test_a_newer_file_of_lightnings_that_is_taken_is_not_said_to_be_passed_over(tmp_path, queue, name, caplog):
+    """Stock Lightning saved it into our directory. One warning of a newer file would say that ours is taken."""
+    run(name, tmp_path / "runs", max_epochs=1)
+    pl = package(name)
+    stock = trainer(pl, [pl.callbacks.ModelCheckpoint(tmp_path / "other")], tmp_path / "other", max_epochs=2)
+    stock.fit(module_class(pl)())
+    stock.save_checkpoint(tmp_path / "runs/hpc_ckpt_1.ckpt")
+    _, made = run(name, tmp_path / "runs")
+    assert made.ckpt_path.endswith("hpc_ckpt_1.ckpt")
+    assert "is newer than" not in caplog.text
+
+
 @PACKAGE
 def test_a_handler_of_the_users_is_left_alone(tmp_path, queue, name):
     """Lightning installs none over it, and neither do we: nothing is saved, nothing is requeued."""

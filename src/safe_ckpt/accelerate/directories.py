@@ -21,6 +21,7 @@ from safe_ckpt.layouts.table import ACCELERATE
 
 ADAPTER = "accelerate"
 FOLDER = "checkpoints"
+BY_NAME = "load_state(path)"
 _STEP = re.compile(r"(?:^|(?:step|epoch|checkpoint|ckpt|iter|iteration)s?[-_=]?)([0-9]{1,18})\Z")
 _OWNER = "a registered Accelerator; its free_memory() or end_training(), or handle.remove(), frees it"
 
@@ -68,7 +69,9 @@ class AcceleratorSaver(Saver):
         def trackers() -> list[tuple[str, Callable[..., Any]]]:
             return [("a tracker", accelerator.log)] if accelerator.is_main_process else []
 
-        super().__init__(config, ADAPTER, find=candidates, owner=_OWNER, hooks=hooks, sinks=trackers, facts=True)
+        super().__init__(
+            config, ADAPTER, find=candidates, owner=_OWNER, by_name=BY_NAME, hooks=hooks, sinks=trackers, facts=True
+        )
         self.accelerator = accelerator
         self.loaders = Loaders()
         self.parts = Parts(self.engine, accelerator)

@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import utils
 
 from safe_ckpt.accelerate.dataloaders import KEY
-from safe_ckpt.accelerate.directories import AcceleratorSaver, names_below, next_number
+from safe_ckpt.accelerate.directories import BY_NAME, AcceleratorSaver, names_below, next_number
 from safe_ckpt.adapters.extras import presence, resume
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.saver import manifest_of
@@ -60,7 +60,7 @@ def load(
         saver.loaders.resume(accelerator._dataloaders, loader_states)
 
     with saver.parts.loading(path, arguments):
-        resume.apply(engine, apply, path, "load_state(path)")
+        resume.apply(engine, apply, path, BY_NAME)
     go_on(engine, lambda: accelerator._models)
     own = accelerator.project_configuration.iteration
     accelerator.project_configuration.iteration = engine.agree(

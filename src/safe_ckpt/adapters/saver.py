@@ -71,6 +71,7 @@ class Saver:
         adapter: its name under ``"adapter"`` in the notes of its manifests; "" where it gives no name.
         find: lists what may be resumed from in a directory, in no order; called on rank 0. None for all that ``adapter`` wrote.
         owner: what holds the directories in this process and how they are freed, for messages.
+        by_name: how a user names the checkpoint to resume from, for messages.
         hooks: called with what happens.
         sinks: the framework's loggers; None for none.
         facts: see ``Tracking``.
@@ -111,6 +112,7 @@ class Saver:
         *,
         find: Callable[[Path], list[Candidate]] | None = None,
         owner: str = "",
+        by_name: str = resume.BY_NAME,
         hooks: Iterable[Hook] = (),
         sinks: Sinks | None = None,
         facts: bool = False,
@@ -124,6 +126,7 @@ class Saver:
         self.closed = False
         self._adapter = adapter
         self._find = find
+        self._by_name = by_name
         self._living.add(self)
 
     @classmethod
@@ -190,7 +193,8 @@ class Saver:
             SafeCheckpointError: one could not be read; on every rank.
         """
         reader = FileReader(self.engine, verify or self.verify_share)
-        chosen = resume.choose(self.engine, home.workspace, find or self._candidates_of(home), reader)
+        find = find or self._candidates_of(home)
+        chosen = resume.choose(self.engine, home.workspace, find, reader, by_name=self._by_name)
         if chosen is not None and self.engine.rank == 0 and not chosen.info.verified:
             logger.warning(_FOREIGN, chosen.info.file_path)
         return chosen.info if chosen is not None else None

@@ -10,12 +10,15 @@ from safe_ckpt.adapters.tracking import Sinks
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.layouts.table import is_lightning_directory
 
+BY_NAME = "fit(..., ckpt_path=...)"
+
 
 class FileSaver(Saver):
     """Holds the directories of the callbacks; each is taken when one first names it."""
 
     def __init__(self, config: CheckpointConfig, sinks: Sinks) -> None:
-        super().__init__(config, find=self._list, owner="a Trainer; it is free when fit() has ended", sinks=sinks)
+        owner = "a Trainer; it is free when fit() has ended"
+        super().__init__(config, find=self._list, owner=owner, by_name=BY_NAME, sinks=sinks)
         self._suffixes: dict[Path, list[str]] = {}
 
     def hold(self, directory: Path, suffix: str) -> None:

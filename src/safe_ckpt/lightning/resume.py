@@ -37,6 +37,7 @@ from safe_ckpt.errors import (
 from safe_ckpt.layouts.table import WEIGHTS_ONLY, is_lightning_directory
 from safe_ckpt.layouts.top_level import look_inside, read_layout
 from safe_ckpt.lightning import signals
+from safe_ckpt.lightning.directories import BY_NAME
 
 if TYPE_CHECKING:
     from safe_ckpt.lightning.saver import TrainerSaver
@@ -94,7 +95,7 @@ def arrange(trainer: Any, saver: TrainerSaver, directory: Path, suffix: str) -> 
         if checkpoint_path is None:
             original(None, *args, **kwargs)
             return
-        with resume.naming_older(Path(checkpoint_path), "fit(..., ckpt_path=...)"):
+        with resume.naming_older(Path(checkpoint_path), BY_NAME):
             original(checkpoint_path, *args, **kwargs)
 
     saver.undo.once(trainer._checkpoint_connector, "_restore_modules_and_callbacks", restore)
@@ -126,8 +127,14 @@ def keep_from_tuner(trainer: Any, saver: TrainerSaver) -> None:
     saver.undo.put_methods(connector, {"restore": restore})
 
 
-def choose(saver: Saver, home: OpenHome, suffix: str) -> Path | None:
+def choose(saver: Saver, home: OpenHome, suffix: str, rival: Path | None = None) -> Path | None:
     """The newest valid checkpoint in a held directory, verified on all ranks; None on a fresh run. Every rank calls this.
+
+    Args:
+        saver: holds the directory.
+        home: the directory.
+        suffix: of its files.
+        rival: where there are some of ours, this one of another tool is left to ``choose_beside``.
 
     Raises:
         NoValidCheckpointError: there are checkpoints and none is usable.
@@ -141,8 +148,9 @@ def choose(saver: Saver, home: OpenHome, suffix: str) -> Path | None:
                 _due(workspace, path)
 
     def judged() -> list[Candidate]:
-        listed = catalog.list_files(workspace.path, suffix, is_lightning_directory)
-        return [_judged(candidate) for candidate in listed]
+        listed = [_judged(one) for one in catalog.list_files(workspace.path, suffix, is_lightning_directory)]
+        are_ours = any(one.manifest is not None and not one.problem for one in listed)
+        return [one for one in listed if not (are_ours and one.foreign and one.path == rival)]
 
     info = saver.newest(home, judged, verify)
     if info is None:
@@ -156,7 +164,7 @@ def choose(saver: Saver, home: OpenHome, suffix: str) -> Path | None:
 def choose_beside(saver: Saver, home: OpenHome, suffix: str, rival: Path) -> Path | None:
     """As ``choose``; None also when ``rival``, from which Lightning would go on, is of a later step, or is all there is."""
     try:
-        chosen = choose(saver, home, suffix)
+        chosen = choose(saver, home, suffix, rival)
     except NoValidCheckpointError as error:
         logger.warning("resuming from %s, which Lightning saved: %s", rival, error)
         return None

@@ -38,7 +38,7 @@ class ManagerSaver(Saver):
 
     def __init__(self, config: CheckpointConfig, models: Sequence[torch.nn.Module], keep: int) -> None:
         owner = "a SafeCheckpointManager of torchtitan; its close() frees it"
-        super().__init__(config, ADAPTER, find=candidates, owner=owner)
+        super().__init__(config, ADAPTER, find=candidates, owner=owner, by_name=_BY_NAME)
         self._models = list(models)
         self._retention = keep_newest(keep or None)
         self._sharded = Sharded(self.engine)

@@ -22,7 +22,7 @@ from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
 from safe_ckpt.transformers import at_load, strategies
 from safe_ckpt.transformers.data_place import DataPlace
-from safe_ckpt.transformers.saver import TrainerSaver
+from safe_ckpt.transformers.saver import BY_NAME, TrainerSaver
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -132,7 +132,7 @@ class SafeCheckpointMixin(_Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         path, saver = Path(resume_from_checkpoint), self._safe_saver
-        with resume.naming_older(path, "train(resume_from_checkpoint=...)"):
+        with resume.naming_older(path, BY_NAME):
             if saver is None or not at_load.load_model(saver.engine, self, path):
                 super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
@@ -141,7 +141,7 @@ class SafeCheckpointMixin(_Base):
         if checkpoint is None or saver is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        with resume.naming_older(Path(checkpoint), "train(resume_from_checkpoint=...)"):
+        with resume.naming_older(Path(checkpoint), BY_NAME):
             if not at_load.load_optimizer(saver.engine, self, Path(checkpoint)):
                 super()._load_optimizer_and_scheduler(checkpoint)
 

@@ -23,6 +23,7 @@ from safe_ckpt.transformers.lookers import anyone_looks
 from safe_ckpt.transformers.strategies import Sharing, is_shared
 
 ADAPTER = "transformers"
+BY_NAME = "train(resume_from_checkpoint=...)"
 _OPTIMIZER = ("optimizer", "global_step")  # also of FSDP2 and DeepSpeed, which make folders of it
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class TrainerSaver(Saver):
 
     def __init__(self, config: CheckpointConfig, hooks: Iterable[Hook] = ()) -> None:
         owner = "a Transformers Trainer; it is free when train() has ended"
-        super().__init__(config, ADAPTER, find=candidates, owner=owner, hooks=hooks)
+        super().__init__(config, ADAPTER, find=candidates, owner=owner, by_name=BY_NAME, hooks=hooks)
         self.sharing = Sharing(self.engine)
         self._handles: dict[int, SaveHandle] = {}
         self._best: tuple[Any, Any, Any] = None, None, None

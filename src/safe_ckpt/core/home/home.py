@@ -69,6 +69,11 @@ class Candidate:
         return in_files(self.path)
 
     @property
+    def number(self) -> int:
+        """The number in its name, or its training step; -1 where neither is known."""
+        return self.manifest.step if self.manifest is not None and self.step < 0 else self.step
+
+    @property
     def info(self) -> CheckpointInfo | None:
         """What is known about it without reading its payload."""
         if self.manifest is None:

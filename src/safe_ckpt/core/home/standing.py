@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
 from safe_ckpt.core.formats.health_section import described
@@ -120,6 +120,37 @@ def _heads_of(order: Iterable[Candidate]) -> dict[Place, str]:
 def _kind_of(candidate: Candidate) -> object:
     adapter = None if candidate.manifest is None else candidate.manifest.notes.get("adapter", "")
     return adapter, candidate.path.name.endswith(".ckpt")
+
+
+def passed_over(order: Sequence[Candidate], taken: Candidate) -> tuple[Place, str] | None:
+    """The newest of another tool, as far as one is newer than ``taken``, which is ours and comes first all the same; and why.
+
+    Args:
+        order: see ``Standing``.
+        taken: one of these.
+    """
+    behind = order[order.index(taken) + 1 :] if taken.manifest is not None else ()
+    newer = next((one.path for one in behind if one.manifest is None and _is_newer(one, taken)), None)
+    if newer is None:
+        return None
+    why = f"is newer than {taken.path}, which is taken, and has no manifest: another tool saved it, or its copy is not whole"
+    return newer, f"{why}. To go on from {newer} name it"
+
+
+def _is_newer(one: Candidate, than: Candidate) -> bool:
+    """By the step, or the number in the name, where that is known; else by the time of the last change."""
+    if one.path.parent != than.path.parent or _style_of(one) != _style_of(than):
+        return False  # of another run, or another tool
+    if one.number >= 0:
+        return one.number > than.number
+    changed = stamp_of(one.path)
+    return changed is not None and than.stamp is not None and changed.mtime_ns > than.stamp.mtime_ns
+
+
+def _style_of(candidate: Candidate) -> str:
+    """Where names differ in more than their numbers, each tool may count something else."""
+    name = PurePath(candidate.path.name)
+    return name.suffix or name.name.rstrip("0123456789")
 
 
 def newest_of(infos: Iterable[CheckpointInfo]) -> set[Place]:

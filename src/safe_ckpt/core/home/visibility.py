@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.storage import presence
 
-logger = logging.getLogger(__name__)
 _LONGEST_S = 30.0
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.5
@@ -111,17 +109,14 @@ def listed(list_candidates: Callable[[], Sequence[Candidate]], timeouts: Timeout
         if over or not patience.until_there(missed[0]):
             break
     for candidate in candidates:
-        if candidate.foreign and candidate.missing in missed:
-            message = "%s has no manifest, unlike those before it: if it is not another tool's, %s is missing"
-            logger.warning(message, candidate.path, candidate.missing)
-        elif candidate.missing in missed:
+        if candidate.missing in missed and not candidate.foreign:
             presence.is_gone(candidate.missing)  # raises if that is unknown
     return candidates
 
 
 def _missed(candidates: Sequence[Candidate]) -> list[Path]:
     """Files that may be missing: also the manifest of what looks like another tool's and has a higher number than ours."""
-    ours = [c.step if c.step >= 0 else c.manifest.step for c in candidates if c.manifest is not None]
+    ours = [c.number for c in candidates if c.manifest is not None]
     return [
         c.missing
         for c in candidates

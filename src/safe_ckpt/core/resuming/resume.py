@@ -18,7 +18,7 @@ from typing import Any
 from safe_ckpt import events
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
 from safe_ckpt.core.home.home import Candidate, Home, is_there
-from safe_ckpt.core.home.standing import standing_of
+from safe_ckpt.core.home.standing import Standing, passed_over, standing_of
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming.candidate import KINDS, FileReader, Reader
 from safe_ckpt.core.resuming.offered import Offered
@@ -80,12 +80,13 @@ def choose(
         begun = time.monotonic()
         mirrored = Offered(engine, workspace, list_candidates, accepts)
         mirrored.fetch_newer()
-        manifests: dict[str, Manifest] = {}  # on rank 0
+        known: dict[str, Candidate] = {}  # on rank 0, in the order in which they are tried
 
         def survey(_: object) -> dict[str, Any]:
             candidates = listed(list_candidates, engine.config.timeouts)
-            manifests.update({workspace.name_of(c.path): c.manifest for c in candidates if c.manifest is not None})
-            return _survey(workspace, candidates, named=named)
+            standing = standing_of(candidates, named=named)
+            known.update({workspace.name_of(c.path): c for c in standing.order})
+            return _survey(workspace, candidates, standing)
 
         plan = engine.agree("resume", must_match={"directory": workspace.path, **(view or {})}, decide=survey)
         rejected: dict[str, str] = dict(plan["rejected"])
@@ -99,7 +100,8 @@ def choose(
             with naming_older(path, by_name):
                 loaded, verdict = reader.try_one(path, ours=info.verified)
             if verdict is None:
-                settle = functools.partial(_settle, engine, workspace, damaged, info, manifests.get(name))
+                taken = known.get(name) if name not in rejected else None  # else it was fetched
+                settle = functools.partial(_settle, engine, workspace, damaged, info, taken)
                 remembered = engine.agree("resume from", must_match={"name": name}, decide=settle)
                 seconds = time.monotonic() - begun
                 engine.emit(
@@ -107,6 +109,7 @@ def choose(
                         rank=engine.rank, path=str(path), step=info.step, seconds=seconds, rejected=len(rejected)
                     )
                 )
+                _warn_of_newer(list(known.values()), taken, by_name)
                 verified = reader.verified()
                 engine.extensions.ask(
                     "a resume",
@@ -142,12 +145,19 @@ def _settle(
     workspace: Home,
     damaged: Mapping[str, str],
     info: CheckpointInfo,
-    listed: Manifest | None,
+    taken: Candidate | None,
     _: object,
 ) -> dict[str, Any]:
     """Rank 0, once a checkpoint was chosen: the damaged ones are moved. Returns what all ranks must know of the chosen one."""
     _quarantine(engine, workspace, damaged)
-    return _known_of(engine, info, listed)
+    return _known_of(engine, info, taken.manifest if taken is not None else None)
+
+
+def _warn_of_newer(order: Sequence[Candidate], taken: Candidate | None, by_name: str) -> None:
+    """Say what another tool has saved since. On rank 0: the others know of none."""
+    newer = passed_over(order, taken) if taken is not None else None
+    if newer is not None:
+        logger.warning("%s %s: %s", *newer, by_name)
 
 
 def check(engine: Engine, path: Path, load: Callable[[Path], Any]) -> None:
@@ -205,8 +215,7 @@ def apply(engine: Engine, action: Callable[[], None], path: Place | None = None,
         engine.agree("restored", local=action, phase="restore")
 
 
-def _survey(workspace: Home, candidates: Sequence[Candidate], *, named: bool) -> dict[str, Any]:
-    standing = standing_of(candidates, named=named)
+def _survey(workspace: Home, candidates: Sequence[Candidate], standing: Standing) -> dict[str, Any]:
     by_name = {workspace.name_of(c.path): why for c in candidates if (why := standing.by_name_only.get(c.path))}
     return {
         "passed": list(by_name),

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from safe_ckpt.core.home.standing import passed_over
 from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import in_store
@@ -131,6 +132,8 @@ def _choose(listing: Listing, *, quick: bool, fetch_to: Path | None) -> _Choice:
         if verdict is None or verdict.state != "damaged":
             choice.path, choice.foreign = path, candidate.foreign
             choice.verified = verdict is not None and verdict.state == "valid"
+            newer = passed_over(listing.standing.order, candidate)
+            choice.rejected += [newer] if newer is not None else []
             return choice
         choice.rejected.append((path, _why(verdict)))
     return choice

@@ -10,7 +10,7 @@ import torch
 import xxhash
 from typer.testing import CliRunner
 
-from safe_ckpt import CheckpointConfig
+from safe_ckpt import CheckpointConfig, Timeouts
 from safe_ckpt.adapters import Saver
 from safe_ckpt.adapters.saver import OpenHome
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest
@@ -69,7 +69,7 @@ def lightning_sharded(home, number, *, ours, complete):
     if complete:
         torch.save(loops(10 * number), folder / layouts.META)
     if ours:
-        commit(folder, number, "lightning")
+        commit(folder, 10 * number, "lightning")
     return folder
 
 
@@ -82,7 +82,7 @@ def lightning_deepspeed(home, number, *, ours, complete):
     if complete:
         (folder / layouts.LATEST).write_text(layouts.LIGHTNING_TAG)
     if ours:
-        commit(folder, number, "lightning")
+        commit(folder, 10 * number, "lightning")
     return folder
 
 
@@ -164,7 +164,8 @@ def _first(engine, workspace, candidates):
 
 
 def _chosen(folder, choose):
-    saver = Saver(CheckpointConfig(record_events=False))
+    # Half of the limit is waited for a manifest that is missing.
+    saver = Saver(CheckpointConfig(record_events=False, timeouts=Timeouts(barrier_s=2)))
     workspace = FileHome(folder, lease_s=60.0, hidden=folder.parent / ".held")
     workspace.open()
     try:
@@ -209,6 +210,26 @@ def test_list_and_resume_path_choose_what_the_adapter_takes(tmp_path, name, ours
         )
         flip_bit(victim, victim.stat().st_size // 2)
         assert agreed(tmp_path, adapter) == made[1]
+
+
+@pytest.mark.parametrize("name", [name for name, (_, by) in LAYOUTS.items() if by not in (None, by_deepspeed)])
+def test_a_newer_one_of_the_stock_tool_is_named_by_resume_path_and_a_resume(tmp_path, name, caplog):
+    """Ours is taken, and the reason why the newer one is not is told once, by the command on stderr; never of an older one."""
+    make, adapter = LAYOUTS[name]
+    make(tmp_path, 1, ours=False, complete=True)
+    taken = make(tmp_path, 2, ours=True, complete=True)
+    assert agreed(tmp_path, adapter) == taken
+    assert (run("resume-path", tmp_path).stderr, newer_in(caplog.text)) == ("", 0)
+    stock = make(tmp_path, 10, ours=False, complete=True)
+    assert agreed(tmp_path, adapter) == taken
+    assert (newer_in(run("resume-path", tmp_path).stderr), newer_in(caplog.text)) == (1, 1)
+    assert f"{stock} is newer than {taken}, which is taken" in caplog.text
+    rejected = json.loads(run("resume-path", tmp_path, "--json").stdout)["rejected"]
+    assert [(row["path"], newer_in(row["reason"])) for row in rejected] == [(str(stock), 1)]
+
+
+def newer_in(text):
+    return text.count("is newer than")
 
 
 def agreed(home, adapter):

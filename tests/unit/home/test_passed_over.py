@@ -1,0 +1,74 @@
+"""Which checkpoint of another tool is newer than the one of ours that a resume takes, and which is no reason for a word."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from safe_ckpt.core.formats.manifest import Manifest
+from safe_ckpt.core.home.candidates import stamp_of
+from safe_ckpt.core.home.home import Candidate
+from safe_ckpt.core.home.standing import passed_over, standing_of
+
+
+def ours(path, step, sequence=1):
+    facts = {"name": path.name, "sequence": sequence, "step": step, "op_id": "x", "world_size": 1, "metrics": {}}
+    return Candidate(path=path, manifest=Manifest(**facts), stamp=stamp_of(path))
+
+
+def stock(path, step=-1, problem=""):
+    return Candidate(path=path, foreign=True, step=step, problem=problem)
+
+
+def named(taken, *others):
+    """The name of what is passed over; None for nothing."""
+    order = standing_of([taken, *others]).order
+    found = passed_over(order, taken)
+    return None if found is None else found[0].name
+
+
+def written(path, at):
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"x")
+    os.utime(path, (at, at))
+    return path
+
+
+def test_the_newest_by_step_is_named():
+    """The step decides, or the number in the name. Of several the highest is named."""
+    taken = ours(Path("run/epoch=2-step=66.ckpt"), 66)
+    later = [stock(Path(f"run/{name}.ckpt"), step) for name, step in (("a", 88), ("last", 132), ("b", 110))]
+    assert named(taken, *later) == "last.ckpt"
+    assert named(ours(Path("run/checkpoint_3"), 400), stock(Path("run/checkpoint_7"), 7)) is None
+    numbered = Candidate(path=Path("run/checkpoint_3"), manifest=ours(Path("run/checkpoint_3"), 400).manifest, step=3)
+    assert named(numbered, stock(Path("run/checkpoint_7"), 7)) == "checkpoint_7"
+
+
+@pytest.mark.parametrize(
+    ("why", "other"),
+    [
+        ("the same step under a name of its own", stock(Path("run/epoch=2-step=66-v1.ckpt"), 66)),
+        ("older", stock(Path("run/epoch=1-step=44.ckpt"), 44)),
+        ("not whole, or being written", stock(Path("run/epoch=5-step=132.ckpt"), 132, "is no checkpoint")),
+        ("of another run, in a folder below", stock(Path("run/version_1/epoch=5-step=132.ckpt"), 132)),
+        ("of another tool that counts in its own way", stock(Path("run/checkpoint-132"), 132)),
+        ("a copy of ours", ours(Path("run/last.ckpt"), 132, sequence=0)),
+        ("neither a step nor a file that can be looked at", stock(Path("run/gone.ckpt"))),
+    ],
+)
+def test_what_is_not_newer_is_not_named(why, other):
+    """No word of what is no newer, no checkpoint to go on from, or none of this run."""
+    assert named(ours(Path("run/epoch=2-step=66.ckpt"), 66), other) is None, why
+
+
+def test_without_a_step_the_time_of_the_last_change_decides(tmp_path):
+    """That of the file against that of ours."""
+    taken = ours(written(tmp_path / "run/a.ckpt", 1000), 66)
+    assert named(taken, stock(written(tmp_path / "run/b.ckpt", 2000))) == "b.ckpt"
+    assert named(taken, stock(written(tmp_path / "run/c.ckpt", 500))) is None
+
+
+def test_nothing_is_said_where_another_tools_is_taken():
+    """They come in the order of their steps: nothing newer is passed over."""
+    first, second = stock(Path("run/checkpoint-4"), 4), stock(Path("run/checkpoint-6"), 6)
+    assert passed_over(standing_of([first, second]).order, first) is None
