@@ -69,14 +69,19 @@ def configure(config: CheckpointConfig | None = None, **parts: Any) -> Checkpoin
         raise ConfigError(key=unknown[0], message=f"there is no such setting; there are: {', '.join(sorted(known))}")
     base = config or (_given[0] if _given else CheckpointConfig.from_environment())
     settings = dataclasses.replace(base, **parts)
-    if settings.retention.keep_best is not None:
-        message = "dcp.save takes no metrics, so there is no best one: use keep_last or keep_every_steps"
-        raise ConfigError(key="retention.keep_best", message=message)
+    _check(settings)
     _given[:] = [settings]
     savers, _savers[:] = list(_savers), []
     for one in savers:
         one.close()
     return settings
+
+
+def _check(settings: CheckpointConfig) -> None:
+    """Refuse settings that mean nothing here."""
+    if settings.retention.keep_best is not None:
+        message = "dcp.save takes no metrics, so there is no best one: use keep_last or keep_every_steps"
+        raise ConfigError(key="retention.keep_best", message=message)
 
 
 def given_config() -> CheckpointConfig | None:
@@ -97,7 +102,7 @@ def saver_for(group: ProcessGroup | None) -> DcpSaver:
     facts = group_of(group)
     found = next((one for one in _savers if not one.closed and one.engine.coordinator.serves(facts)), None)
     if found is None:
-        settings, _ = config_and_more(given_config(), lambda _: None, group)
+        settings, _ = config_and_more(given_config(), _check, group)
         found = DcpSaver(settings, ADAPTER, owner=_OWNER, group=group)
         _savers.append(found)
     return found

@@ -72,3 +72,12 @@ def test_nothing_is_said_where_another_tools_is_taken():
     """They come in the order of their steps: nothing newer is passed over."""
     first, second = stock(Path("run/checkpoint-4"), 4), stock(Path("run/checkpoint-6"), 6)
     assert passed_over(standing_of([first, second]).order, first) is None
+
+
+def test_a_higher_number_from_before_is_no_newer_one(tmp_path):
+    """It is left of a longer run that was begun anew in the same folder: nobody is led back to it."""
+    left = stock(written(tmp_path / "run/step-1000.ckpt", 1_000), 1000)
+    taken = ours(written(tmp_path / "run/step-4.ckpt", 2_000), 4)
+    assert named(taken, left) is None
+    os.utime(left.path, (3_000, 3_000))
+    assert named(taken, left) == "step-1000.ckpt"

@@ -134,8 +134,8 @@ def test_what_a_person_should_act_on_is_logged_as_a_sentence(caplog):
         tell(LoggingHook(), story)
     assert [record.getMessage() for record in caplog.records] == [
         f"step-2 was moved to {'x' * 100}: ",
-        "s: the writer (process 7) was replaced: was killed by SIGKILL",
-        "s is unhealthy: w has 1 NaN",
+        "s: the writer of rank 1 (process 7) was replaced: was killed by SIGKILL",
+        "s is unhealthy: w has 1 NaN; it is resumed from by name alone",
         "SIGTERM on rank 2: every rank saves and stops after this step. 30 s are left, and a save should take 0.2 s",
     ]
     caplog.clear()

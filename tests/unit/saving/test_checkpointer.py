@@ -306,7 +306,7 @@ def test_on_failure_warn_raises_after_max_consecutive_failures(tmp_path, caplog)
     assert [text.partition(" (")[2] for text in said] == [
         "rank 0) (failure 1 in a row; training goes on)",
         "rank 0) (failure 2 in a row; training goes on)",
-        "rank 0) (the next call raises this)",
+        "rank 0) (result() raises this, or the next call)",
     ]
 
 

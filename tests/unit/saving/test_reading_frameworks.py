@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import safe_ckpt
+from safe_ckpt import Checkpointer
 from safe_ckpt.core.saving.one_shot import save_archive
 from safe_ckpt.errors import NoValidCheckpointError, RestoreError
 
@@ -14,7 +15,7 @@ def test_checkpoints_of_a_framework_are_named_and_not_denied(tmp_path):
     for look in (lambda: safe_ckpt.newest(tmp_path), lambda: safe_ckpt.load(tmp_path, {"w": 0})):
         with pytest.raises(NoValidCheckpointError, match=r"a framework saved epoch=1\.ckpt"):
             look()
-    with pytest.raises(RestoreError, match="not saved by Checkpointer, but by a framework"):
+    with pytest.raises(RestoreError, match="not saved by Checkpointer, but by Lightning"):
         safe_ckpt.load(tmp_path / "epoch=1.ckpt", {"w": 0})
 
 
@@ -22,3 +23,12 @@ def test_a_directory_with_a_file_of_another_tool_has_no_checkpoint_yet(tmp_path)
     """None, as before the first save: nobody says that such a file can be loaded."""
     torch.save({"w": torch.ones(3)}, tmp_path / "best.ckpt")
     assert safe_ckpt.newest(tmp_path) is None
+
+
+def test_a_run_below_a_fresh_one_is_another_run(tmp_path):
+    """Its folder may have the name that Accelerate gives its own: the directory above is fresh all the same."""
+    with Checkpointer(tmp_path / "checkpoints") as ckpt:
+        ckpt.save(1, {}).result(timeout_s=20)
+    assert safe_ckpt.newest(tmp_path) is None
+    with pytest.raises(RestoreError, match="it has: nothing"):
+        safe_ckpt.load(tmp_path / "checkpoints", {"w": 0})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES
 from safe_ckpt.core.home.lease import Fate, Lease, fate_of_process
 from safe_ckpt.core.home.standing import still_has_its_name
 from safe_ckpt.core.storage.objects.place import Place
-from safe_ckpt.core.storage.presence import entries_in, is_directory
+from safe_ckpt.core.storage.presence import entries_in, is_directory, is_seen
 from safe_ckpt.core.storage.source import in_store
 from safe_ckpt.errors import DirectoryInUseError, SafeCheckpointError
 
@@ -112,10 +113,12 @@ def hidden_folders(directory: Path) -> list[Path]:
 
 
 def runs_below(place: Place) -> list[str]:
-    """The names of folders in a directory that a job holds, or held, for itself: their checkpoints are not this one's."""
-    if not isinstance(place, Path) or not place.is_dir():
-        return []
-    return sorted(child.name for child in place.iterdir() if (child / HIDDEN).is_dir())
+    """The names of folders in a directory that a job holds, or held, for itself. One that cannot be looked at is left out."""
+    folders: list[Path] = []
+    if isinstance(place, Path):
+        with contextlib.suppress(OSError), os.scandir(place) as entries:
+            folders = [Path(entry.path) for entry in entries if entry.is_dir()]
+    return sorted(one.name for one in folders if is_seen(one / HIDDEN) or is_seen(one / HIDDEN_TOO))
 
 
 def locks_of(directory: Path) -> list[Path]:

@@ -138,13 +138,15 @@ def passed_over(order: Sequence[Candidate], taken: Candidate) -> tuple[Place, st
 
 
 def _is_newer(one: Candidate, than: Candidate) -> bool:
-    """By the step, or the number in the name, where that is known; else by the time of the last change."""
+    """By the time of the last change; and by the step, or the number in the name, where that is known."""
     if one.path.parent != than.path.parent or _style_of(one) != _style_of(than):
         return False  # of another run, or another tool
-    if one.number >= 0:
-        return one.number > than.number
-    changed = stamp_of(one.path)
-    return changed is not None and than.stamp is not None and changed.mtime_ns > than.stamp.mtime_ns
+    if 0 <= one.number <= than.number:
+        return False
+    changed = stamp_of(one.path)  # a higher number may be left of a longer run before this one
+    if changed is None or than.stamp is None:
+        return one.number >= 0
+    return changed.mtime_ns > than.stamp.mtime_ns
 
 
 def _style_of(candidate: Candidate) -> str:

@@ -150,9 +150,8 @@ def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: 
     for name, value in state.items():
         item = manifest.items.get(name)
         if item is None:
-            message = f"the checkpoint has no such item; it has: {', '.join(manifest.items)}"
-            if not manifest.items:
-                framework = manifest.notes.get("adapter") or "a framework or a program of its own"
+            message = f"the checkpoint has no such item; it has: {', '.join(manifest.items) or 'nothing'}"
+            if not manifest.items and (framework := saved_by(manifest)):
                 message = f"it was not saved by Checkpointer, but by {framework}: load it with that"
             raise RestoreError(path=str(path), key=f"state[{name!r}]", message=message)
         if bool(item["per_rank"]) != isinstance(value, PerRank):
@@ -172,6 +171,13 @@ def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: 
             raise HostileCheckpointError(path=str(path), file=MANIFEST_NAME, message=message)
         needed[name] = file
     return needed
+
+
+def saved_by(manifest: Manifest) -> str:
+    """Which framework saved a checkpoint, and loads it; "" where it was ``Checkpointer``."""
+    if manifest.items:
+        return ""
+    return str(manifest.notes.get("adapter") or ("Lightning" if manifest.name.endswith(".ckpt") else ""))
 
 
 def files_of(file: str, manifest: Manifest) -> list[str]:

@@ -20,11 +20,11 @@ from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry
 from safe_ckpt.core.home.candidates import is_of_step
-from safe_ckpt.core.home.home import Candidate, Home, candidate_at, home_at, is_one, is_there, name_below
+from safe_ckpt.core.home.home import HIDDEN, Candidate, Home, candidate_at, home_at, is_one, is_there, name_below
 from safe_ckpt.core.home.standing import standing_of
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Reader, judge
-from safe_ckpt.core.resuming.items import StoredItems
+from safe_ckpt.core.resuming.items import StoredItems, saved_by
 from safe_ckpt.core.state.items import Restoring
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import in_files
@@ -32,6 +32,8 @@ from safe_ckpt.errors import NoValidCheckpointError, RestoreError, SafeCheckpoin
 
 logger = logging.getLogger(__name__)
 _NONE = "there is no checkpoint"
+_NUMBERED = "checkpoints"  # where Accelerate numbers its own
+_NAMES = 3
 _SURVEYS_S = 60.0
 """For how long what there is is listed again. A job that saves quickly and keeps one may delete each while it is read.
 Where it is the same twice, a file that is missing stays missing."""
@@ -140,15 +142,18 @@ class Visit:
         }
 
     def _others(self) -> list[str]:
-        """What is of ours there, and a framework's: its files, or the folder in which it numbers them. At most three."""
+        """What a framework saved there through this package: files, or what lies in its own folder. At most three names."""
+        names: list[str] = []
         if not self._home.is_mounted:
-            return []
+            return names
         folder = in_files(self.place)
         with contextlib.suppress(OSError, SafeCheckpointError):
-            found = sorted([*folder.glob("*.ckpt"), *folder.glob("checkpoints/*")])
-            ours = [path for path in found if (one := candidate_at(path)) is not None and one.manifest is not None]
-            return [path.relative_to(folder).as_posix() for path in ours[:3]]
-        return []
+            own = (folder / _NUMBERED / HIDDEN).exists()  # a run of its own, which is another one
+            for path in sorted([*folder.glob("*.ckpt"), *(() if own else folder.glob(f"{_NUMBERED}/*"))]):
+                one = candidate_at(path) if len(names) < _NAMES else None
+                if one is not None and one.manifest is not None and saved_by(one.manifest):
+                    names.append(path.relative_to(folder).as_posix())
+        return names
 
     @property
     def _home(self) -> Home:

@@ -151,6 +151,7 @@ class SaveQueue:
             error = kind(name=job.name, cause=cause, rank=rank, phase="shutdown")
             # Told here: what stands beside the save may still be in use by that thread.
             self._emit(failed(job.request, error, rank, time.monotonic() - job.started))
+            logger.error("%s", error)
             job.handle.finish(None, error)
 
     def _work(self, job: SaveJob) -> None:
@@ -217,7 +218,7 @@ class SaveQueue:
             logger.warning("%s (failure %d in a row; training goes on)", failure, self._failures)
             job.handle.mark_reported()
         elif failure is not None and not stops:  # the caller learns of it at the next call, which may be long from now
-            logger.warning("%s (the next call raises this)", failure)
+            logger.warning("%s (result() raises this, or the next call)", failure)
         job.handle.finish(info, failure)
         self._open.remove(job)
 

@@ -319,7 +319,8 @@ def publish_link(existing: Path, staged: Path, link: Link, aside: Callable[[], P
         link: the further name.
         aside: tells where a directory goes that has the name now.
     """
-    make_directory(link.path.parent)
+    if link.path.parent != existing.parent:
+        make_directory(link.path.parent)
     target = link.target
     if target is not None and _is_made(lambda: os.symlink(target, staged)):
         pass

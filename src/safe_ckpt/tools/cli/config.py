@@ -84,7 +84,7 @@ def schema() -> None:
 
 
 def _checked(file: Path) -> tuple[Loaded[CheckpointConfig] | None, list[ConfigError]]:
-    """The settings, or None and what is wrong: every unknown key, and of each section the first value that is not allowed."""
+    """The settings, or None and what is wrong: every unknown key, and a bad value of each section without one."""
     problems: list[ConfigError] = []
     known = {key.path for key in keys(CheckpointConfig)}
     faulty: set[str] = set()

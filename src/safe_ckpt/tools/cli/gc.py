@@ -77,7 +77,9 @@ class _Selection:
             ]  # marked ones do not count, and stay
             replaced = replaced_among(left)
             counted = [info for info in left if info not in replaced]
-            if (missing := unjudged(counted, policy)) is not None:
+            if (
+                missing := unjudged(counted, policy)
+            ) is not None and not self.damaged:  # else all stay, and those are told
                 raise ConfigError(key="--metric", message=f"{missing}. Correct the name, or omit --keep-best")
             chosen = [*replaced, *to_delete(counted, policy)]
             self.protected = {i.path: standing.protected[i.path] for i in chosen if i.path in standing.protected}

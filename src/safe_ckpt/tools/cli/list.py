@@ -26,7 +26,8 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
     """
     with failing():
         place = place_of(directory)
-        listed = list(rows(read_listing(place)))
+        listing = read_listing(place)
+        listed, below = list(rows(listing)), [name for name in runs_below(place) if place / name != listing.folder]
     if as_json:
         print_json([vars(row) for row in listed])
     else:
@@ -35,7 +36,7 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
         print_table(columns, [_cells(row, now) for row in listed])
         if not listed:
             say(f"no checkpoints in {place}")
-        if below := runs_below(place):
+        if below:
             say(f"not shown, because each is a run of its own: {names_listed(below)}. Name one")
     if any(row.state == "unreadable" for row in listed):
         raise typer.Exit(DAMAGED)

@@ -291,3 +291,5 @@ def test_runs_below_a_directory_are_named_where_they_are_not_shown(tmp_path):
     done = run("list", tmp_path)
     assert "each is a run of its own: a, b. Name one" in done.stderr
     assert "run of its own" not in run("list", tmp_path / "a").stderr
+    shutil.copytree(tmp_path / "a", tmp_path / "c/checkpoints")
+    assert "run of its own" not in run("list", tmp_path / "c").stderr  # it is shown
