@@ -17,7 +17,7 @@ from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import frees_bytes
 from safe_ckpt.errors import ConfigError, DirectoryError
 from safe_ckpt.settings.texts import option
-from safe_ckpt.text import bytes_text
+from safe_ckpt.text import bytes_text, listed
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, Directory, ending_on_signals, failing, print_json, say, tell
 from safe_ckpt.tools.inspection.check import judge, plan
 from safe_ckpt.tools.inspection.files import place_of
@@ -77,10 +77,10 @@ class _Selection:
             ]  # marked ones do not count, and stay
             replaced = replaced_among(left)
             counted = [info for info in left if info not in replaced]
-            if (
-                missing := unjudged(counted, policy)
-            ) is not None and not self.damaged:  # else all stay, and those are told
-                raise ConfigError(key="--metric", message=f"{missing}. Correct the name, or omit --keep-best")
+            if (missing := unjudged(counted, policy)) is not None:
+                names = listed([one.name for one in self.damaged])
+                besides = f"; damaged, and not counted: {names}" if names else ""
+                raise ConfigError(key="--metric", message=f"{missing}{besides}. Correct the name, or omit --keep-best")
             chosen = [*replaced, *to_delete(counted, policy)]
             self.protected = {i.path: standing.protected[i.path] for i in chosen if i.path in standing.protected}
             self.to_delete: list[CheckpointInfo] = [info for info in chosen if info.path not in self.protected]

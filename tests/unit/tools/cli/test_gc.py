@@ -75,6 +75,7 @@ def test_gc_by_a_metric_that_only_a_damaged_one_has_deletes_nothing(folder, tmp_
     done = run(folder, "--keep-best", "1", "--metric", "acc")
     assert done.exit_code == 2
     assert "metric 'acc'" in done.stderr
+    assert "damaged, and not counted: step-00000050" in done.stderr
     assert steps(folder) == [10, 20, 30, 40, 50]
     (tmp_path / "empty").mkdir()
     assert run(tmp_path / "empty", "--keep-best", "1", "--metric", "acc").exit_code == 0
