@@ -17,20 +17,20 @@ SEEDS_OF_PLANTED = {
     "keys of a save are used again": 2,
     "a holder's signs of life are ignored": 17,
     "the others' reports are left out": 4,
-    "the manifest is not synced": 26,
-    "the new name is not synced": 48,
-    "a commit whose sync failed stays": 860,
-    "files are not synced": 32,
-    "another format is believed at one read": 180,
+    "the manifest is not synced": 48,
+    "the new name is not synced": 83,
+    "a commit whose sync failed stays": 264,
+    "files are not synced": 182,
+    "another format is believed at one read": 522,
     "the clock alone decides the order": 81,
-    "one read is believed": 93,
-    "a verdict that did not come is a failure": 93,
+    "one read is believed": 191,
+    "a verdict that did not come is a failure": 137,
     "a late store is asked without a pause": 315,
-    "nothing is repaired at the start": 243,
-    "the old one is deleted, then replaced": 260,
+    "nothing is repaired at the start": 608,
+    "the old one is deleted, then replaced": 12,
     "a checkpoint is deleted where it stands": 1189,
-    "the lease runs on during an outage": 1471,
-    "a lost answer of a rename is a failure": 521,
+    "the lease runs on during an outage": 1112,
+    "a lost answer of a rename is a failure": 37,
     "the folder of a save is not durable when the old one goes": 516,
     "a lost answer of moving aside is a failure": 1359,
     "a holder believes one read of its lock": 1064,
@@ -40,7 +40,7 @@ SEEDS_OF_PLANTED = {
     "a writer whose parent is gone ends by an error": 38526,
 }
 """A seed that finds each planted bug; ``python -m sim --planted`` prints the first ones. Other plans have other seeds."""
-SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or number in (0, 9, 15, 21)]
+SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or number in (0, 9, 15, 18)]
 
 
 @pytest.mark.timeout(900)
