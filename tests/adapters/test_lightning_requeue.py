@@ -103,7 +103,7 @@ def test_a_newer_file_of_lightnings_that_is_taken_is_not_said_to_be_passed_over(
     stock.save_checkpoint(tmp_path / "runs/hpc_ckpt_1.ckpt")
     _, made = run(name, tmp_path / "runs")
     assert made.ckpt_path.endswith("hpc_ckpt_1.ckpt")
-    assert "is newer than" not in caplog.text
+    assert "is of a later step than" not in caplog.text
 
 
 @PACKAGE

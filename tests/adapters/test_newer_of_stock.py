@@ -31,8 +31,8 @@ def said(caplog):
 
 def warning(newer, taken, how):
     return (
-        f"{newer} is newer than {taken}, which is taken, and has no manifest: another tool saved it, or its copy is not "
-        f"whole. To go on from {newer} name it: {how}"
+        f"{newer} is of a later step than {taken}, which is taken, and has no manifest: another tool saved it, or its copy is "
+        f"not whole. To go on from {newer} name it: {how}"
     )
 
 
@@ -104,4 +104,4 @@ def test_rank_0_alone_names_it(tmp_path):
     (tmp_path / "run").mkdir()
     assert values(spawn_ranks(_resume, 2, str(tmp_path / "run"), str(tmp_path / "heard"))) == ["checkpoint-4"] * 2
     heard = [(tmp_path / f"heard{rank}").read_text() for rank in (0, 1)]
-    assert [text.count("is newer than") for text in heard] == [1, 0]
+    assert [text.count("is of a later step than") for text in heard] == [1, 0]

@@ -155,7 +155,7 @@ def test_a_stopped_writer_is_replaced_within_seconds_and_a_pause_harms_nothing(t
     done = run_program("pauses_its_writer", str(tmp_path / "exp"), finalize=True)
     same, step, other, seconds = done.stdout.split()
     assert (same, step, other) == ("True", "4", "True"), done.stderr
-    assert 3 <= float(seconds) < 5.5
+    assert 3 <= float(seconds) < scaled(5.5)
     assert len(committed(tmp_path / "exp")) == 4
 
 

@@ -2,6 +2,7 @@
 
 import sys
 
+from accelerate import DistributedDataParallelKwargs
 from accelerate_rank import say
 
 from accelerate_runs import CONFIG, Training, make, stateful
@@ -9,7 +10,10 @@ from safe_ckpt.accelerate import register
 from safe_ckpt.errors import NoValidCheckpointError
 
 folder, width, epochs = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-accelerator = make(folder, limit=2, dataloader_config=stateful())
+# DDP puts its buckets into another order after the first step of a process, and sums of three ranks or more differ by the
+# order. With unused parameters it does not.
+ordered = DistributedDataParallelKwargs(find_unused_parameters=True)
+accelerator = make(folder, limit=2, dataloader_config=stateful(), kwargs_handlers=[ordered])
 register(accelerator, CONFIG)
 training = Training(accelerator, width=width)
 try:

@@ -9,7 +9,7 @@ import torch
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 
 folder, number = sys.argv[1], int(sys.argv[2])
-ckpt = Checkpointer(folder, CheckpointConfig(timeouts=Timeouts(shutdown_s=5, writer_stall_s=1)))
+ckpt = Checkpointer(folder, CheckpointConfig(timeouts=Timeouts(shutdown_s=5, writer_stall_s=5)))
 handle = ckpt.save(1, {"w": {"t": torch.ones(20_000_000)}})
 logging.basicConfig()
 for step in (2, 3, 4):

@@ -133,20 +133,15 @@ def passed_over(order: Sequence[Candidate], taken: Candidate) -> tuple[Place, st
     newer = next((one.path for one in behind if one.manifest is None and _is_newer(one, taken)), None)
     if newer is None:
         return None
-    why = f"is newer than {taken.path}, which is taken, and has no manifest: another tool saved it, or its copy is not whole"
-    return newer, f"{why}. To go on from {newer} name it"
+    why = f"is of a later step than {taken.path}, which is taken, and has no manifest: another tool saved it"
+    return newer, f"{why}, or its copy is not whole. To go on from {newer} name it"
 
 
 def _is_newer(one: Candidate, than: Candidate) -> bool:
-    """By the time of the last change; and by the step, or the number in the name, where that is known."""
+    """By the step, or the number in the name. Clocks of hosts differ, so times say nothing."""
     if one.path.parent != than.path.parent or _style_of(one) != _style_of(than):
         return False  # of another run, or another tool
-    if 0 <= one.number <= than.number:
-        return False
-    changed = stamp_of(one.path)  # a higher number may be left of a longer run before this one
-    if changed is None or than.stamp is None:
-        return one.number >= 0
-    return changed.mtime_ns > than.stamp.mtime_ns
+    return one.number > than.number
 
 
 def _style_of(candidate: Candidate) -> str:

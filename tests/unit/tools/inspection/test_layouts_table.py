@@ -223,13 +223,13 @@ def test_a_newer_one_of_the_stock_tool_is_named_by_resume_path_and_a_resume(tmp_
     stock = make(tmp_path, 10, ours=False, complete=True)
     assert agreed(tmp_path, adapter) == taken
     assert (newer_in(run("resume-path", tmp_path).stderr), newer_in(caplog.text)) == (1, 1)
-    assert f"{stock} is newer than {taken}, which is taken" in caplog.text
+    assert f"{stock} is of a later step than {taken}, which is taken" in caplog.text
     rejected = json.loads(run("resume-path", tmp_path, "--json").stdout)["rejected"]
     assert [(row["path"], newer_in(row["reason"])) for row in rejected] == [(str(stock), 1)]
 
 
 def newer_in(text):
-    return text.count("is newer than")
+    return text.count("is of a later step than")
 
 
 def agreed(home, adapter):
