@@ -74,8 +74,8 @@ class Retention(_Checked):
     keep_last: int | None = field(default=None, metadata=limits(at_least=1))
     """Keep this many of the newest checkpoints."""
     keep_best: int | None = field(default=None, metadata=limits(at_least=1))
-    """Keep this many of the best checkpoints, by ``metric``; one without it is none of them. While none has it (a finite
-    number), all are kept."""
+    """Keep this many of the best checkpoints, by ``metric``. A checkpoint without it is not among the best. Until one has it as
+    a finite number, all are kept."""
     metric: str | None = None
     """The metric that ``keep_best`` compares: a name from ``metrics=`` of ``save``."""
     mode: Literal["min", "max"] = "min"

@@ -232,7 +232,7 @@ def candidates(folder: Path) -> list[Candidate]:
 
 
 def names_below(path: Path) -> list[str]:
-    """The checkpoints in a directory that is none itself, newest first. On rank 0."""
+    """The checkpoints below a directory that is itself no checkpoint, newest first. On rank 0."""
     folders = [path, path / FOLDER] if ACCELERATE.problem(path) else []
     found = [one for folder in folders if presence.is_directory(folder) for one in candidates(folder)]
     return [str(one.file_path.relative_to(path)) for one in catalog.newest_first(found)]
