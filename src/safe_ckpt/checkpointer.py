@@ -23,6 +23,7 @@ from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming import resume
 from safe_ckpt.core.resuming.items import StoredItems
+from safe_ckpt.core.resuming.named import not_found, of_frameworks
 from safe_ckpt.core.resuming.resume import Chosen
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.export import Exporter
@@ -43,7 +44,8 @@ from safe_ckpt.core.state.items import Restoring, expected_bytes, items_of, modu
 from safe_ckpt.core.state.planner import Plan, Planner
 from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.storage.objects.place import Place, place_of
-from safe_ckpt.errors import ConfigError, NoValidCheckpointError
+from safe_ckpt.core.storage.source import in_files
+from safe_ckpt.errors import ConfigError
 from safe_ckpt.extensions.assemble import assemble
 
 if TYPE_CHECKING:
@@ -66,15 +68,15 @@ class Checkpointer:
     the block finishes what is in flight.
 
     Args:
-        directory: where the checkpoints go: on a file system that all ranks share, created when missing; or the address of an
-            object store, such as ``s3://bucket/run`` (``safe-ckpt[remote]``).
+        directory: where the checkpoints go, and no checkpoint itself: on a file system that all ranks share, created when
+            missing; or the address of an object store, such as ``s3://bucket/run`` (``safe-ckpt[remote]``).
         config: settings, equal on all ranks; None takes what the environment says (``SAFE_CKPT_CONFIG``), or the defaults.
         group: the ranks; None means WORLD, or this process alone when there is no process group.
         hooks: called with what happens; see ``safe_ckpt.events``.
 
     Raises:
         ConfigError: a setting, or what the environment of one rank says, is not allowed. On every rank.
-        DirectoryError: the directory cannot be used; names path and rank. On every rank.
+        DirectoryError: the directory cannot be used, or is a checkpoint; names path and rank. On every rank.
         DirectoryInUseError: a live job holds it; names host, pid and start. On every rank.
         DirectoryNotSharedError: some ranks do not see the directory that rank 0 sees; names them. On every rank.
         UnsupportedFormatError: it holds a checkpoint of a newer format version. On every rank.
@@ -265,8 +267,9 @@ class Checkpointer:
             What was restored; None on a fresh run.
 
         Raises:
-            NoValidCheckpointError: there are checkpoints and none is usable, or none of ``step``; says why, name by name. On
-                every rank.
+            NoValidCheckpointError: there are checkpoints and none is usable, or all are a framework's; says why, name by name.
+                On every rank.
+            CheckpointNotFoundError: there is none of ``step``; names those that are there. On every rank.
             RestoreError: the checkpoint does not fit the state; names the item, and those that were restored before it. On
                 every rank.
             StateError: the state is not one that ``save`` takes. On every rank.
@@ -320,6 +323,7 @@ class Checkpointer:
                 accepts=wanted,
                 named=step is not None,
                 by_name=_BY_NAME,
+                others=self._others,
             )
             return self._restore(chosen, state, step)
         finally:
@@ -327,7 +331,10 @@ class Checkpointer:
 
     def _restore(self, chosen: Chosen | None, state: Mapping[str, Any], step: int | None) -> CheckpointInfo | None:
         if chosen is None and step is not None:
-            raise NoValidCheckpointError(path=str(self.directory), message=f"there is no checkpoint of step {step}")
+            path = self.directory / catalog.step_name(step)
+            raise not_found(
+                path, self._engine.agree("named", must_match={"path": path}, decide=lambda _: self._names())
+            )
         if chosen is None:
             self.prepare(state)
             return None
@@ -342,6 +349,12 @@ class Checkpointer:
         )
         self.prepare(state)
         return chosen.info
+
+    def _names(self) -> list[str]:
+        return [one.path.name for one in catalog.newest_first(self._workspace.look())]
+
+    def _others(self) -> list[str]:
+        return of_frameworks(in_files(self.directory)) if self._workspace.is_mounted else []
 
     def export(
         self,

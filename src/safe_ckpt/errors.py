@@ -25,6 +25,7 @@ SafeCheckpointError
 │   └── IncompleteCheckpointError          a file of it is not there; nothing says that bytes are wrong
 ├── UnsupportedFormatError(ValueError)     written by a newer version, or not a checkpoint of ours
 ├── NoValidCheckpointError(FileNotFoundError)  checkpoints were expected and none is usable
+├── CheckpointNotFoundError(FileNotFoundError)  a checkpoint that was named is not there: no fresh run
 ├── UnsupportedVersionError(ImportError)   a framework is not installed, or too old
 ├── UnexpectedError(RuntimeError)          another rank met an error that is none of these
 ├── ForkedError(RuntimeError)              a call in a process that was forked from the one that opened it
@@ -356,6 +357,19 @@ class NoValidCheckpointError(SafeCheckpointError, FileNotFoundError):
 
     def __str__(self) -> str:
         return "".join([f"{self.path}: {self.message}", *(f"\n  {path}: {why}" for path, why in self.rejected.items())])
+
+
+@dataclass(eq=False, kw_only=True)
+class CheckpointNotFoundError(SafeCheckpointError, FileNotFoundError):
+    """The checkpoint that was named, by its path or its step, is not there; ``message`` says which there are.
+
+    It is no ``NoValidCheckpointError``, which may mean a fresh run.
+    """
+
+    path: str
+    message: str
+    rank: int = 0
+    _text = "{0.path}: {0.message}"
 
 
 @dataclass(eq=False, kw_only=True)

@@ -36,6 +36,7 @@ from safe_ckpt.core.saving.save import (
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.inside import checked_name
 from safe_ckpt.core.storage.objects.options import refuse_url
+from safe_ckpt.core.storage.objects.place import absolute
 from safe_ckpt.errors import ClosedError, SafeCheckpointError, SaveError, StateError
 from safe_ckpt.extensions.assemble import assemble
 
@@ -121,7 +122,7 @@ class publishing:  # noqa: N801 - it is used as a function
         asynchronous: bool = False,
     ) -> None:
         self._given = directory
-        self._directory = Path(os.path.abspath(os.fspath(directory)))  # a program may change its working directory
+        self._directory = absolute(directory)
         self._step = step
         self._group = group
         self._config = config

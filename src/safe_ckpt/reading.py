@@ -47,6 +47,7 @@ def load(
 
     Raises:
         NoValidCheckpointError: there is no checkpoint, or none is usable; says why, name by name. On every rank.
+        CheckpointNotFoundError: the one that ``step`` or ``path`` names is not there; names those that are. On every rank.
         RestoreError: the checkpoint does not fit the state; names the item. On every rank.
         StateError: ``step`` is no step. On every rank.
         ConfigError: what the environment of one rank says is not allowed, or an address cannot be used. On every rank.
@@ -93,6 +94,7 @@ def newest(
     Raises:
         NoValidCheckpointError: there are checkpoints and none is usable; says why, name by name. Or all are a framework's,
             in a file or in a folder of its own. On every rank.
+        CheckpointNotFoundError: ``directory`` names a checkpoint that is not there. On every rank.
         ConfigError: what the environment of one rank says is not allowed, or an address cannot be used. On every rank.
         DirectoryError: a file could not be read; names path and rank. On every rank.
         NotEnoughSpaceError: what is fetched from an object store has no room on a host. On every rank.

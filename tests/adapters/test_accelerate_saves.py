@@ -32,6 +32,7 @@ from safe_ckpt.accelerate import SafeCheckpointPlugin, register
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import (
+    CheckpointNotFoundError,
     ClosedError,
     ConfigError,
     CorruptCheckpointError,
@@ -150,7 +151,7 @@ def test_a_fresh_run_has_nothing_to_load(tmp_path):
     with registered(tmp_path) as (accelerator, _):
         with pytest.raises(NoValidCheckpointError, match="no checkpoint"):
             accelerator.load_state()
-        with pytest.raises(NoValidCheckpointError, match="no such directory"):
+        with pytest.raises(CheckpointNotFoundError, match="no such checkpoint"):
             accelerator.load_state(tmp_path / "nowhere")
     forget()
     with registered(None) as (accelerator, _):

@@ -25,6 +25,7 @@ from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts, WriterConfig
 from safe_ckpt.errors import (
+    CheckpointNotFoundError,
     ClosedError,
     ConfigError,
     CorruptCheckpointError,
@@ -239,9 +240,9 @@ def check_loading(run, handle, rank, out):
     assert run.load_checkpoint(str(out))[1]["n"] == 11
     path, client = run.load_checkpoint(str(out), tag="a")
     assert (Path(path).parent.name, client["n"]) == ("a", 10)
-    with pytest.raises(NoValidCheckpointError, match="no such tag"):
+    with pytest.raises(CheckpointNotFoundError, match="no such checkpoint"):
         run.load_checkpoint(str(out), tag="none")
-    with pytest.raises(NoValidCheckpointError, match="no such tag"):
+    with pytest.raises(CheckpointNotFoundError, match="no such checkpoint"):
         run.load_checkpoint(str(out), tag="sub/a")
     check_arguments_of_loading(run, rank, out)
     torch.distributed.barrier()

@@ -19,7 +19,7 @@ from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.object_head import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
-from safe_ckpt.errors import NoValidCheckpointError
+from safe_ckpt.errors import CheckpointNotFoundError
 from safe_ckpt.extensions.mirror.mirror import Mirror as Uploads
 from safe_ckpt.lightning import SafeCheckpointCallback
 from safe_ckpt.tools.inspection.fetch import fetch
@@ -186,6 +186,6 @@ def test_a_fresh_machine_fetches_a_checkpoint_named_in_accelerate(tmp_path, buck
         training = Training(accelerator, number=5)
         accelerator.load_state("disc/step_1")
         assert training.fingerprint() == expected
-        with pytest.raises(NoValidCheckpointError, match="no such directory"):
+        with pytest.raises(CheckpointNotFoundError, match="no such checkpoint"):
             accelerator.load_state("disc/step_2")
         accelerator.load_state(str(tmp_path / "gen" / "step_1"))

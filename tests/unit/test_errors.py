@@ -35,6 +35,7 @@ SAMPLES = {
 }
 # What each says of these facts.
 WORDS = {
+    "CheckpointNotFoundError": "/runs/exp: what went wrong",
     "ClosedError": "what went wrong",
     "CommitOutcomeUnknown": "step-00000001 may or may not be committed, the next resume will tell: OSError: no",
     "ConfigError": "/nvme/a.swp: timeouts.barrier_s: what went wrong",
@@ -103,6 +104,7 @@ def test_survives_pickling_and_the_wire(error):
         ("CorruptCheckpointError", ValueError),
         ("UnhealthyStateError", ArithmeticError),
         ("NoValidCheckpointError", FileNotFoundError),
+        ("CheckpointNotFoundError", FileNotFoundError),
         ("UnsupportedVersionError", ImportError),
     ],
 )

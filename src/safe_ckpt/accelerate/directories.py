@@ -11,7 +11,18 @@ from typing import Any
 
 from safe_ckpt.accelerate.dataloaders import Loaders
 from safe_ckpt.accelerate.strategies import Parts
-from safe_ckpt.adapters.extras import HIDDEN, WEIGHTS, Candidate, Catalog, catalog, is_of, policy_of, presence, refuse
+from safe_ckpt.adapters.extras import (
+    HIDDEN,
+    WEIGHTS,
+    Candidate,
+    Catalog,
+    absolute,
+    catalog,
+    is_of,
+    policy_of,
+    presence,
+    refuse,
+)
 from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig, Retention
@@ -252,7 +263,7 @@ def _named(output_dir: str | os.PathLike[str] | None) -> Path:
         message = "is missing: give it, or use ProjectConfiguration(automatic_checkpoint_naming=True)"
         raise ConfigError(key="save_state: output_dir", message=message)
     refuse_url(output_dir, "save_state: output_dir")
-    return Path(os.path.abspath(output_dir))
+    return absolute(output_dir)
 
 
 def _step_of(name: str, otherwise: int) -> int:

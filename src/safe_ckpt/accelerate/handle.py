@@ -177,6 +177,7 @@ class Handle(AttachedHandle):
 
         Raises:
             NoValidCheckpointError: there is none, or none is usable; says why not, one by one.
+            CheckpointNotFoundError: the one that ``input_dir`` names is not there.
             CorruptCheckpointError: the one that ``input_dir`` names is damaged.
             ConfigError: neither ``input_dir`` nor automatic naming says where to look.
             SafeCheckpointError: it does not fit what is restored; the same on every rank.

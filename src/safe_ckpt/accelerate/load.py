@@ -12,7 +12,7 @@ from accelerate import utils
 
 from safe_ckpt.accelerate.dataloaders import KEY
 from safe_ckpt.accelerate.directories import BY_NAME, AcceleratorSaver, names_below, next_number
-from safe_ckpt.adapters.extras import presence, resume
+from safe_ckpt.adapters.extras import absolute, names_in, not_found, presence, resume
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.saver import manifest_of
 from safe_ckpt.adapters.spool import refuse_url
@@ -44,7 +44,7 @@ def load(
         path = _newest(saver)
     else:
         refuse_url(input_dir, "load_state: input_dir")
-        path = Path(os.path.abspath(os.path.expanduser(input_dir)))
+        path = absolute(input_dir)
         saver.fetch_path(path)
         engine.agree("load_state", must_match={"path": path}, decide=lambda _: _expect(path))
         saver.verify(path)
@@ -79,7 +79,7 @@ def _newest(saver: AcceleratorSaver) -> Path:
 
 def _expect(path: Path) -> None:
     if not presence.is_directory(path):
-        raise NoValidCheckpointError(path=str(path), message="there is no such directory")
+        raise not_found(path, names_in(path.parent))
     if names := names_below(path):
         message = f"is a directory for checkpoints, and no checkpoint; name one of them: {listed(names)}"
         raise UnsupportedFormatError(path=str(path), message=message)

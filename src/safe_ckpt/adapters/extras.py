@@ -18,6 +18,7 @@ from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES, Candidate, NewCh
 from safe_ckpt.core.home.retention import delete_listed, keep_newest, policy_of
 from safe_ckpt.core.home.standing import Catalog, is_of, named_by, standing_of
 from safe_ckpt.core.resuming import resume
+from safe_ckpt.core.resuming.named import names_in, not_found
 from safe_ckpt.core.saving import export, one_shot
 from safe_ckpt.core.saving.export import Exporter
 from safe_ckpt.core.saving.homes import refuse
@@ -29,5 +30,6 @@ from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
 from safe_ckpt.core.storage import durable, presence
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.inside import checked_name, really_inside
+from safe_ckpt.core.storage.objects.place import absolute
 from safe_ckpt.offload.consolidate import agree_parts, own_part
 from safe_ckpt.offload.restore import Part, give_back, parts_of

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO
+from safe_ckpt.core.storage.objects.place import absolute
 from safe_ckpt.errors import ConfigError, DirectoryError, RestoreError, StateError
 
 LATEST = "latest"
@@ -40,7 +41,7 @@ def path_of(checkpoint_id: str | os.PathLike[str] | None, call: str) -> Path:
     if checkpoint_id is None or not os.fspath(checkpoint_id):
         raise ConfigError(key=f"{call}: checkpoint_id", message="is missing: give the path of the checkpoint's folder")
     refuse_url(checkpoint_id, f"{call}: checkpoint_id")
-    return Path(os.path.abspath(os.fspath(checkpoint_id)))
+    return absolute(checkpoint_id)
 
 
 def target_of(path: Path) -> Path:

@@ -17,6 +17,7 @@ from safe_ckpt.core.home.candidates import look_at
 from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming.candidate import FileReader
+from safe_ckpt.core.resuming.named import refuse_missing
 from safe_ckpt.core.resuming.visit import Visit, visiting
 from safe_ckpt.core.sharding.dcp_load import Loading
 from safe_ckpt.core.storage import presence
@@ -60,6 +61,7 @@ def load(
         ConfigError: an argument cannot be honoured; says what to do instead. On every rank.
         StateError: ``state_dict`` is no dict. On every rank.
         NoValidCheckpointError: there is no checkpoint, or none is usable; says why, name by name. On every rank.
+        CheckpointNotFoundError: the checkpoint that ``checkpoint_id`` names is not there. On every rank.
         RestoreError: the checkpoint has nothing for a name, or a tensor of another shape. On every rank.
         HostileCheckpointError: what is asked for cannot be read without running code. On every rank.
         DirectoryError: a file could not be read; names path and rank. On every rank.
@@ -112,6 +114,7 @@ def _look(path: Path, config: CheckpointConfig) -> tuple[Sequence[Candidate], bo
     if is_stock(path):
         return [Candidate(path=path, foreign=True, step=step_of(path.name))], True
     directory = path.parent if path.name == LATEST and not os.path.lexists(path) else path
+    refuse_missing(directory)
     return listed(lambda: candidates(directory) if directory.is_dir() else [], config.timeouts), False
 
 

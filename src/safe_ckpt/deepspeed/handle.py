@@ -183,6 +183,7 @@ class Handle(AttachedHandle):
             ConfigError: ``load_dir`` is none, or the tag no name of a directory, on any rank.
             CorruptCheckpointError: the one that ``tag`` names is damaged.
             NoValidCheckpointError: there are checkpoints and none is usable; says why not, one by one.
+            CheckpointNotFoundError: there is no ``tag``; names those that are there.
             RestoreError: with NVMe offload, another number of ranks saved it. With ``load_universal_checkpoint`` in DeepSpeed's
                 settings, there is none, or it is not complete.
             Exception: what DeepSpeed, or ``custom_load_fn``, raised on this rank, as it was raised.

@@ -15,7 +15,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 from safe_ckpt import events
 from safe_ckpt.adapters import Engine, Patch
-from safe_ckpt.adapters.extras import HIDDEN, presence, resume
+from safe_ckpt.adapters.extras import HIDDEN, not_found, presence, resume
 from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.saver import manifest_of
@@ -115,7 +115,7 @@ def _survey(folder: Path, tag: str | None) -> dict[str, Any]:
     path = folder / wanted if wanted is not None else folder
     repair = lost and any((path.parent / HIDDEN / "trash").glob(f"*/{path.name}"))
     if tag is not None and lost and not repair:
-        raise NoValidCheckpointError(path=str(path), message="there is no such tag")
+        raise not_found(path, [one.relative_to(folder).as_posix() for one in directories.order(folder, None)])
     return {
         "repair": path.parent.relative_to(folder).as_posix() if repair else "",
         "order": [path.relative_to(folder).as_posix() for path in directories.order(folder, tag)],

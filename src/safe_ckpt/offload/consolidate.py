@@ -27,6 +27,7 @@ from safe_ckpt.core.saving.homes import HeldDirectories, refuse
 from safe_ckpt.core.saving.save import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.objects.options import refuse_url
+from safe_ckpt.core.storage.objects.place import absolute
 from safe_ckpt.errors import ConfigError, SourceChangedError, StateError, naming
 from safe_ckpt.extensions.assemble import assemble
 from safe_ckpt.machine import machine_id
@@ -81,7 +82,7 @@ def consolidate_offloaded(
         offloaded
         ```
     """
-    path = Path(os.path.abspath(destination))
+    path = absolute(destination)
     barrier_s = min(timeout_s, Timeouts().barrier_s)
     usual = config_of_all(None, group, barrier_s=barrier_s)
     config = CheckpointConfig(

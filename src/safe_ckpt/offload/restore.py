@@ -26,6 +26,7 @@ from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.core.storage.inside import inside
 from safe_ckpt.core.storage.objects.options import refuse_url
+from safe_ckpt.core.storage.objects.place import absolute
 from safe_ckpt.errors import (
     CorruptCheckpointError,
     DirectoryError,
@@ -80,7 +81,7 @@ def restore_offloaded(
         ['exp_avg.swp']
         ```
     """
-    path = Path(os.path.abspath(source))
+    path = absolute(source)
     barrier_s = min(timeout_s, Timeouts().barrier_s)
     coordinator = open_coordinator(group, Timeouts(lengthy_s=timeout_s, barrier_s=barrier_s), observe=False)
     try:

@@ -111,19 +111,20 @@ def test_a_parameter_that_is_trained_later_is_held_to_it(tmp_path):
 def test_names_of_another_layout_alone_are_not_new():
     """With another layout alone nothing is new: what was finite before is an alarm, and so is what nobody can tell."""
     names = ["best", "w", "state.0.exp_avg"]
-    first = Expectation().judge({**FACTS, "layout": "L"}, [], names)
+    optimizers = names[-1:]
+    first = Expectation().judge({**FACTS, "layout": "L"}, [], names, optimizers)
     assert first["learnt"] == {"best": ("", 0), "w": ("", 0)}
     later = Expectation(first=False, layout="L", learnt=first["learnt"])
     row = {"numbers": 9, "nan": 0, "inf": 1, "pattern": "p"}
     found = {
-        name: later.judge({**FACTS, "layout": "M"}, [{"name": name, **row}], [*names, "new"])
+        name: later.judge({**FACTS, "layout": "M"}, [{"name": name, **row}], [*names, "new"], optimizers)
         for name in (*names, "new")
     }
     assert {name: is_sick(one) for name, one in found.items()} == {
         "best": True, "w": True, "state.0.exp_avg": True, "new": False,
     }  # fmt: skip
     assert found["new"]["learnt"]["new"] == ("p", 1)
-    assert is_sick(later.judge({**FACTS, "layout": "L"}, [{"name": "new", **row}], names))
+    assert is_sick(later.judge({**FACTS, "layout": "L"}, [{"name": "new", **row}], names, optimizers))
 
 
 def test_with_too_many_names_to_keep_the_models_decide(monkeypatch):

@@ -34,7 +34,7 @@ def archive(state, *, strict=False):
 def read(image, found):
     """Every region's numbers, by name."""
     made = {}
-    for name, dtype, offset, length in found:
+    for name, dtype, offset, length, _ in found:
         made[name] = torch.frombuffer(bytearray(image[offset : offset + length]), dtype=getattr(torch, dtype))
     return made
 

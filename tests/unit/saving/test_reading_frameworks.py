@@ -15,6 +15,11 @@ def test_checkpoints_of_a_framework_are_named_and_not_denied(tmp_path):
     for look in (lambda: safe_ckpt.newest(tmp_path), lambda: safe_ckpt.load(tmp_path, {"w": 0})):
         with pytest.raises(NoValidCheckpointError, match=r"a framework saved epoch=1\.ckpt"):
             look()
+    with Checkpointer(tmp_path) as ckpt:
+        with pytest.raises(NoValidCheckpointError, match=r"epoch=1\.ckpt: a framework saved it"):
+            ckpt.resume({"w": torch.ones(3)})
+        ckpt.save(1, {"w": torch.ones(3)}).result(timeout_s=20)
+        assert ckpt.resume({"w": torch.zeros(3)}).step == 1  # its own
     with pytest.raises(RestoreError, match="not saved by Checkpointer, but by Lightning"):
         safe_ckpt.load(tmp_path / "epoch=1.ckpt", {"w": 0})
 

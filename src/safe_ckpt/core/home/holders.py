@@ -24,7 +24,7 @@ from safe_ckpt.core.home.lease import Fate, Lease, fate_of_process
 from safe_ckpt.core.home.standing import still_has_its_name
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.presence import entries_in, is_directory, is_seen
-from safe_ckpt.core.storage.source import in_store
+from safe_ckpt.core.storage.source import in_files, in_store
 from safe_ckpt.errors import DirectoryInUseError, SafeCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ class WholeDirectory:
                 is_named = path.parent == self._path and (self._path / HIDDEN).is_dir()
                 if is_named and all(name != one.hidden for one in self._held):
                     stack.callback(self._taken(name, patience_s=0.0).close)
-                self._refuse_held_below(path)
+                refuse_held_below(path)
             except SafeCheckpointError as error:
                 logger.warning("%s is not deleted: %s", path, error)
                 return False
@@ -265,12 +265,20 @@ class WholeDirectory:
             if above is not None:
                 _refuse(above, above / HIDDEN)
 
-    @staticmethod
-    def _refuse_held_below(path: Path) -> None:
-        """A job may keep checkpoints of its own in this one, or write weights into it."""
-        for hidden in locks_of(path) if path.is_dir() and not path.is_symlink() else ():
+
+def refuse_held_below(path: Place) -> None:
+    """Raise if a job that may be alive keeps checkpoints of its own in this one, or writes weights into it.
+
+    No job opens a checkpoint in a store as a run of its own.
+
+    Raises:
+        DirectoryInUseError: it does.
+        OSError: a lock is there and could not be read.
+    """
+    for folder, below, _ in os.walk(path) if isinstance(path, Path) and not path.is_symlink() else ():
+        for hidden in locks_of(Path(folder)) if {HIDDEN, HIDDEN_TOO} & set(below) else ():
             if path in hidden.parents:
-                _refuse(path, hidden)
+                _refuse(in_files(path), hidden)
 
 
 def _refuse(path: Path, hidden: Path) -> None:

@@ -397,6 +397,16 @@ def is_there(place: Place) -> bool:
     return not isinstance(place, Path) or presence.is_there(place)
 
 
+def around(place: Place) -> list[Place]:
+    """A place, and those that it lies in. In a store that costs a request each, so there it is the place alone."""
+    return [place, *place.parents] if isinstance(place, Path) else [place]
+
+
+def is_run(place: Place) -> bool:
+    """Whether a job held, or holds, a place as a directory of checkpoints. In a store that is not looked at."""
+    return isinstance(place, Path) and any(presence.is_seen(place / name) for name in (HIDDEN, HIDDEN_TOO))
+
+
 def candidate_at(place: Place) -> Candidate | None:
     """One checkpoint, see ``is_one``; None where it is not there any more, or another tool's folder in a store.
 

@@ -53,6 +53,7 @@ def choose(
     *,
     named: bool = False,
     by_name: str = BY_NAME,
+    others: Callable[[], Sequence[str]] | None = None,
 ) -> Chosen | None:
     """Find the newest checkpoint that every rank can read and verify. Every rank calls this.
 
@@ -68,6 +69,7 @@ def choose(
         accepts: which candidates of the mirror are fetched; None for all of which one can resume. Called on rank 0.
         named: the caller asked for these; else marked ones are passed over.
         by_name: how a user names the one to resume from, for what ends this.
+        others: on rank 0, where there are no candidates, says what is there that this cannot resume from: no fresh start.
 
     Returns:
         The choice, or None when there never was a checkpoint.
@@ -86,7 +88,9 @@ def choose(
             candidates = listed(list_candidates, engine.config.timeouts)
             standing = standing_of(candidates, named=named)
             known.update({workspace.name_of(c.path): c for c in standing.order})
-            return _survey(workspace, candidates, standing)
+            found = _survey(workspace, candidates, standing)
+            found["others"] = others() if not candidates and others is not None else []
+            return found
 
         plan = engine.agree("resume", must_match={"directory": workspace.path, **(view or {})}, decide=survey)
         rejected: dict[str, str] = dict(plan["rejected"])
@@ -121,13 +125,23 @@ def choose(
                 damaged[name] = verdict["why"]
             how = "cannot be used" if verdict["kind"] == "bad" else "is passed over"
             logger.warning("%s %s: %s", path, how, verdict["why"])
-        if rejected or plan["quarantined"]:
-            seen = {**rejected, **dict.fromkeys(plan["quarantined"], "in quarantine")}
-            message = (
-                "there are checkpoints, but none is usable. Repair one, or move them all elsewhere to start afresh"
-            )
-            raise NoValidCheckpointError(path=str(workspace.path), message=message, rejected=seen)
+        if rejected or plan["quarantined"] or plan["others"]:
+            raise _none_usable(workspace.path, rejected, plan, by_name)
+        if engine.rank == 0 and not named:
+            logger.info("%s: there is no checkpoint, so this starts afresh", workspace.path)
         return None
+
+
+def _none_usable(path: Place, rejected: Mapping[str, str], plan: Mapping[str, Any], by_name: str) -> Exception:
+    seen = {**rejected, **dict.fromkeys(plan["quarantined"], "in quarantine")}
+    seen |= dict.fromkeys(plan["others"], "a framework saved it, and loads it")
+    message = "there are checkpoints, but none is usable. Repair one, or move them all elsewhere to start afresh"
+    if plan["passed"]:
+        message += (
+            f". To go on from one with bad numbers all the same, name it: {by_name}. Numbers that are meant to be infinite are "
+            "left out by health.ignore"
+        )
+    return NoValidCheckpointError(path=str(path), message=message, rejected=seen)
 
 
 def _known_of(engine: Engine, info: CheckpointInfo, listed: Manifest | None) -> dict[str, Any]:

@@ -19,12 +19,13 @@ from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinato
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry
-from safe_ckpt.core.home.candidates import is_of_step
-from safe_ckpt.core.home.home import HIDDEN, Candidate, Home, candidate_at, home_at, is_one, is_there, name_below
+from safe_ckpt.core.home.candidates import is_of_step, newest_first, step_name
+from safe_ckpt.core.home.home import Candidate, Home, candidate_at, home_at, is_one, is_there, name_below
 from safe_ckpt.core.home.standing import standing_of
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Reader, judge
-from safe_ckpt.core.resuming.items import StoredItems, saved_by
+from safe_ckpt.core.resuming.items import StoredItems
+from safe_ckpt.core.resuming.named import not_found, of_frameworks, refuse_missing
 from safe_ckpt.core.state.items import Restoring
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import in_files
@@ -32,8 +33,6 @@ from safe_ckpt.errors import NoValidCheckpointError, RestoreError, SafeCheckpoin
 
 logger = logging.getLogger(__name__)
 _NONE = "there is no checkpoint"
-_NUMBERED = "checkpoints"  # where Accelerate numbers its own
-_NAMES = 3
 _SURVEYS_S = 60.0
 """For how long what there is is listed again. A job that saves quickly and keeps one may delete each while it is read.
 Where it is the same twice, a file that is missing stays missing."""
@@ -98,6 +97,7 @@ class Visit:
         except NoValidCheckpointError as error:
             if error.rejected or error.message != _NONE:
                 raise
+            logger.info("%s: there is no checkpoint", self.place)
             return None
 
     def first(self, use: Callable[[CheckpointInfo], dict[str, Any] | None]) -> CheckpointInfo:
@@ -105,15 +105,17 @@ class Visit:
 
         Raises:
             NoValidCheckpointError: there is none; says why the others are not used.
+            CheckpointNotFoundError: the one that was named, by ``step`` or by its path, is not there.
         """
         rejected: dict[str, str] = {}
         until, goes_on = time.monotonic() + min(_SURVEYS_S, self.ranks.config.timeouts.barrier_s), True
         before: object = None
         others: Sequence[str] = ()
+        there: Sequence[str] = ()
         while goes_on:
             must_match = {"directory": self.place, "step": self.step}
             seen = self.ranks.agree("look", must_match=must_match, decide=lambda _: self._survey(until))
-            rejected, others, goes_on = dict(seen["rejected"]), seen["others"], False
+            rejected, others, there, goes_on = dict(seen["rejected"]), seen["others"], seen["there"], False
             now = [(facts["path"], facts["op_id"]) for facts in seen["order"]]
             changes, before = now != before, now
             for facts in seen["order"]:
@@ -124,13 +126,16 @@ class Visit:
                 logger.warning("%s is passed over: %s", info.path, verdict["why"])
                 rejected[info.name] = verdict["why"]
                 goes_on |= verdict["kind"] == "missing" and changes and not seen["last"]
+        if self.step is not None and not rejected:
+            raise not_found(self.place / step_name(self.step), list(there))
         raise self._nothing(rejected, others)
 
     def _survey(self, until: float) -> dict[str, Any]:
         """On rank 0: what a resume takes, in its order, why it takes nothing else, and whether time is up then."""
         with naming(rank=0, phase="looking for checkpoints", path=str(self.place)):
             found, alone = (self.look or self._look)()
-        others = [] if found or self.look else self._others()
+        others = of_frameworks(in_files(self.place)) if self._home.is_mounted and not (found or self.look) else []
+        there = [c.path.name for c in newest_first(found)]
         found = [c for c in found if self.step is None or is_of_step(c, self.step)]
         standing = standing_of(found, named=alone or self.step is not None)
         why = {self._name(c): standing.by_name_only[c.path] for c in found if c.path in standing.by_name_only}
@@ -138,22 +143,9 @@ class Visit:
             "order": [c.told.to_json() for c in standing.order],
             "rejected": {self._name(c): c.problem for c in standing.unusable} | why,
             "others": others,
+            "there": there if self.step is not None else [],
             "last": time.monotonic() > until,
         }
-
-    def _others(self) -> list[str]:
-        """What a framework saved there through this package: files, or what lies in its own folder. At most three names."""
-        names: list[str] = []
-        if not self._home.is_mounted:
-            return names
-        folder = in_files(self.place)
-        with contextlib.suppress(OSError, SafeCheckpointError):
-            own = (folder / _NUMBERED / HIDDEN).exists()  # a run of its own, which is another one
-            for path in sorted([*folder.glob("*.ckpt"), *(() if own else folder.glob(f"{_NUMBERED}/*"))]):
-                one = candidate_at(path) if len(names) < _NAMES else None
-                if one is not None and one.manifest is not None and saved_by(one.manifest):
-                    names.append(path.relative_to(folder).as_posix())
-        return names
 
     @property
     def _home(self) -> Home:
@@ -162,6 +154,7 @@ class Visit:
 
     def _look(self) -> tuple[Sequence[Candidate], bool]:
         if not (is_there(self.place) and is_one(self.place)):
+            refuse_missing(self.place)
             return listed(self._candidates, self.ranks.config.timeouts), False
         one = candidate_at(self.place)
         return [one] if one is not None else [], True
@@ -179,13 +172,13 @@ class Visit:
     def _nothing(self, rejected: Mapping[str, str], others: Sequence[str]) -> NoValidCheckpointError:
         path = str(self.place)
         if rejected:
-            message = "there are checkpoints, but none can be used"
+            message = "there are checkpoints, but none can be used. One that is healthy apart from this is taken if it is named"
         elif others:
             message = (
                 f"there is none of Checkpointer; a framework saved {', '.join(others)}: load them with that, by path"
             )
         else:
-            message = _NONE + (f" of step {self.step}" if self.step is not None else "")
+            message = _NONE
         return NoValidCheckpointError(path=path, message=message, rejected=dict(rejected))
 
     def _load(self, info: CheckpointInfo, state: Mapping[str, Any], *, verify: bool) -> dict[str, Any] | None:

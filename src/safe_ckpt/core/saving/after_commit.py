@@ -10,6 +10,7 @@ from safe_ckpt import events
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.home import retention
 from safe_ckpt.core.home.candidates import is_still, stamp_of
+from safe_ckpt.core.home.holders import refuse_held_below
 from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.home.retention import Decision, Unjudged
 from safe_ckpt.core.saving.extension import Extensions
@@ -17,6 +18,7 @@ from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import frees_bytes
+from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.hooks.emitter import Emitter
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ class AfterCommit:
         self._extensions = extensions
         self._marked: list[CheckpointInfo] = []  # the newest that this job committed
         self._deferred: list[tuple[Home, Place, Stamp | None]] = []  # to be deleted, and not gone yet
+        self._told: set[Place] = set()  # which are kept because they are held
         self._has_kept = False  # an extension needed one for longer
 
     def retain(self, job: SaveJob, info: CheckpointInfo) -> None:
@@ -96,7 +99,18 @@ class AfterCommit:
         self._has_kept |= bool(held)
         others = [one for one in self._deferred if one[0] is not root]
         self._deferred = [*others, *((root, path, stamp) for path, stamp in asked.items())]
-        return [path for path in asked if path not in held]
+        return [path for path in asked if path not in held and not self._is_held_below(path)]
+
+    def _is_held_below(self, path: Place) -> bool:
+        """Whether another job saves into a checkpoint that is to be deleted: it waits until that is over."""
+        try:
+            refuse_held_below(path)
+        except (SafeCheckpointError, OSError) as error:
+            if path not in self._told:
+                logger.warning("%s is not deleted: %s", path, error)
+            self._told.add(path)
+            return True
+        return False
 
     def _discard(self, root: Home, paths: Sequence[Place]) -> Sequence[Place]:
         gone = root.discard(paths)

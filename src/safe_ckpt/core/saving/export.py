@@ -32,6 +32,7 @@ from safe_ckpt.core.saving.save import (
 from safe_ckpt.core.sharding import dtensor, gather
 from safe_ckpt.core.sharding.tensor_queue import TensorQueue
 from safe_ckpt.core.storage.objects.options import refuse_url
+from safe_ckpt.core.storage.objects.place import absolute
 from safe_ckpt.errors import ConfigError, SaveError
 
 
@@ -75,7 +76,7 @@ class Exporter:
     ) -> SaveHandle:
         """See ``Checkpointer.export``. With ``adapter`` only what that takes of the model."""
         refuse_url(directory, "export: directory")
-        path = Path(os.path.abspath(directory))
+        path = absolute(directory)
         tensors: dict[str, torch.Tensor] = {}
         most_bytes = 0
 

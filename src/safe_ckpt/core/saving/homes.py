@@ -18,7 +18,7 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.file_lock import read_lock
-from safe_ckpt.core.home.home import EVENTS, HIDDEN, NAMES, Home, home_at
+from safe_ckpt.core.home.home import EVENTS, HIDDEN, NAMES, Home, around, candidate_at, home_at, is_one, is_there
 from safe_ckpt.core.saving import set_up as shared
 from safe_ckpt.core.saving.recent import Recent
 from safe_ckpt.core.storage.objects.place import Place
@@ -177,6 +177,8 @@ def _open_through_blips(workspace: Home, config: CheckpointConfig) -> None:
     deadline = time.monotonic() + min(_BLIP_S, config.timeouts.barrier_s / 2)
     while True:
         try:
+            with naming(rank=0, phase="looking at the directory", path=workspace.path):
+                _refuse_checkpoint(workspace)
             workspace.open(0.0 if saves_inline() else config.timeouts.barrier_s + config.lease_s)
             return
         except DirectoryError as error:
@@ -184,6 +186,19 @@ def _open_through_blips(workspace: Home, config: CheckpointConfig) -> None:
                 raise
             logger.info("%s: waiting for it", error)
         time.sleep(0.5)
+
+
+def _refuse_checkpoint(workspace: Home) -> None:
+    """A run within a checkpoint is deleted with it. Weights may lie above a run, or in a checkpoint by their own name."""
+    if workspace.is_for_one_name:
+        return
+    place = workspace.path
+    for one in around(place):
+        found = candidate_at(one) if is_there(one) and is_one(one) else None
+        if found is not None and found.manifest is not None and not catalog.holds_weights_alone(found.manifest.notes):
+            what = "it is a checkpoint" if one == place else f"it lies in the checkpoint {one}"
+            message = f"{what}, and no directory of checkpoints: give the one that it lies in, {one.parent}, or another"
+            raise DirectoryError(path=str(place), message=message)
 
 
 class HeldDirectories:

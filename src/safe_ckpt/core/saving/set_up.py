@@ -24,6 +24,7 @@ from safe_ckpt.core.home.visibility import await_visible
 from safe_ckpt.core.storage import durable, presence
 from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.core.storage.objects.options import refuse_url
+from safe_ckpt.core.storage.objects.place import absolute
 from safe_ckpt.errors import (
     ConfigError,
     DirectoryError,
@@ -78,7 +79,7 @@ def set_up_directory(
         True
         ```
     """
-    target = Path(os.path.abspath(path))  # a program may change its working directory
+    target = absolute(path)
     timeouts = Timeouts(barrier_s=timeout_s, shutdown_s=min(timeout_s, 120.0))
     coordinator = open_coordinator(group, timeouts)
     try:

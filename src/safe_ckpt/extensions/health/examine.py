@@ -60,7 +60,8 @@ class Examination:
         if self._scan is not None and self._found is None:
             facts, sick = self._scan.facts(), self._scan.sick()
             names = (one.name for one in self._looked_at)
-            self._found = self._expected.judge(facts, sick, names)
+            optimizers = frozenset(one.name for one in self._looked_at if one.of_optimizer)
+            self._found = self._expected.judge(facts, sick, names, optimizers)
         return self._found
 
     def section(self) -> dict[str, Any]:

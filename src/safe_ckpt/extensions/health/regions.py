@@ -40,12 +40,14 @@ class Region(NamedTuple):
         dtype: one of ``FLOATS``.
         offset: of the first byte in the file.
         length: in bytes.
+        of_optimizer: whether it has the place of an optimizer's state: below ``state``, beside ``param_groups``.
     """
 
     name: str
     dtype: str
     offset: int
     length: int
+    of_optimizer: bool = False
 
 
 def of_file(image: memoryview | KnownBytes, records: Sequence[Record] | None) -> list[Region]:
@@ -73,12 +75,13 @@ def _of_safetensors(image: memoryview | KnownBytes) -> list[Region]:
         return []
     header = json.loads(bytes(image[8 : 8 + size]))
     header.pop("__metadata__", None)
-    regions = []
+    regions, flat = [], {name.partition("param_groups.")[0] + "state." for name in header if "param_groups." in name}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
         dtype = _numbers_of(DTYPES.get(entry["dtype"], ""))
         if dtype and end > begin:
-            regions.append(Region(name, dtype, 8 + size + begin, end - begin))
+            of_optimizer = any(name.startswith(start) for start in flat)
+            regions.append(Region(name, dtype, 8 + size + begin, end - begin, of_optimizer))
     return regions
 
 
@@ -88,14 +91,14 @@ def _of_archive(image: memoryview | KnownBytes, records: Sequence[Record]) -> li
     pickled = bytes(image[structure.data_offset : structure.data_offset + structure.size])
     whole = _Structure(io.BytesIO(pickled)).load()
     found: dict[tuple[int, int], Region] = {}
-    for name, tensor in _tensors(whole):
+    for name, tensor, of_optimizer in _tensors(whole):
         place, dtype = places.get(_DATA + tensor.storage.key), _numbers_of(tensor.dtype)
         if place is None or not dtype:
             continue
         item_bytes = ITEM_BYTES[tensor.dtype]
         begin, length = tensor.offset * item_bytes, tensor.extent * item_bytes
         if 0 < length <= place.size - begin:
-            region = Region(name, dtype, place.data_offset + begin, length)
+            region = Region(name, dtype, place.data_offset + begin, length, of_optimizer)
             found.setdefault((region.offset, region.length), region)
     return list(found.values())
 
@@ -234,19 +237,23 @@ _REBUILT: dict[str, Any] = {
 }
 
 
-def _tensors(whole: Any) -> Iterator[tuple[str, _Tensor]]:
-    """By name, each container once: what is in many places would be walked without end."""
+def _tensors(whole: Any) -> Iterator[tuple[str, _Tensor, bool]]:
+    """By name, and whether it is of an optimizer. Each container once: in many places it would be walked without end."""
     seen: set[int] = set()
-    waiting = [("", whole)]
+    waiting = [("", whole, False)]
     while waiting:
-        name, value = waiting.pop()
+        name, value, within = waiting.pop()
         kind = type(value)
         if kind is _Tensor:
-            yield name, value
+            yield name, value, within
         elif kind in (dict, OrderedDict, list, tuple, _Anything, _Container) and id(value) not in seen:
             seen.add(id(value))
             pairs = value.parts() if isinstance(value, _Anything) else _pairs(value)
-            waiting += [(f"{name}.{key}" if name else str(key), inner) for key, inner in reversed(pairs)]
+            optimizer = any(key == "param_groups" for key, _ in pairs)
+            waiting += [
+                (f"{name}.{key}" if name else str(key), inner, within or (optimizer and key == "state"))
+                for key, inner in reversed(pairs)
+            ]
 
 
 def _numbers_of(dtype: str) -> str:
@@ -255,7 +262,11 @@ def _numbers_of(dtype: str) -> str:
 
 
 def rows_of(name: str, tensor: torch.Tensor, offset: int) -> list[Region]:
-    """The region of a tensor whose elements lie in a row from ``offset`` on; none where it is not looked at."""
+    """The region of a tensor whose elements lie in a row from ``offset`` on; none where it is not looked at.
+
+    What lies beside it is not known, so its name says whether it is an optimizer's: ``state``, a parameter, and what of it.
+    """
     dtype = str(tensor.dtype).removeprefix("torch.")
     kind = _numbers_of(dtype)
-    return [Region(name, kind, offset, tensor.numel() * tensor.element_size())] if kind else []
+    of_optimizer = "state" in name.split(".")[:-2]
+    return [Region(name, kind, offset, tensor.numel() * tensor.element_size(), of_optimizer)] if kind else []

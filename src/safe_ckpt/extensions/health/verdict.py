@@ -7,7 +7,7 @@ buffer, or a parameter that is not trained, may also become less infinite. NaN i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -61,6 +61,7 @@ class Expectation:
         facts: Mapping[str, Any],
         sick: Sequence[Mapping[str, Any]],
         names: Iterable[str] | None = None,
+        optimizers: Collection[str] = (),
     ) -> dict[str, Any]:
         """What the manifest says of the file's health.
 
@@ -68,9 +69,11 @@ class Expectation:
             facts: of the numbers.
             sick: the tensors with numbers that are not finite.
             names: of all tensors that were looked at; None where that is not known.
+            optimizers: of those that lie where an optimizer keeps its state.
         """
-        alarms, infinite = self._alarms(facts, sick)
-        learnt = infinite if names is None else self._with_finite(infinite, names)
+        kept = frozenset(name for name in optimizers if not self._is_of_model(name))
+        alarms, infinite = self._alarms(facts, sick, kept)
+        learnt = infinite if names is None else self._with_finite(infinite, names, kept)
         alarms.sort(key=lambda row: (-row["nan"] - row["inf"], row["name"]))
         jump = None
         same = facts.get("layout") == self.layout  # with other tensors in it a file has another norm
@@ -81,7 +84,7 @@ class Expectation:
         return {key: value for key, value in found.items() if value not in (None, [], {}, 0, "")}
 
     def _alarms(
-        self, facts: Mapping[str, Any], sick: Sequence[Mapping[str, Any]]
+        self, facts: Mapping[str, Any], sick: Sequence[Mapping[str, Any]], kept: frozenset[str]
     ) -> tuple[list[dict[str, Any]], dict[str, Sequence[Any]]]:
         """What is an alarm, and what is learnt with what was known."""
         fixed, trained = frozenset(self.fixed), frozenset(self.trained)
@@ -92,26 +95,33 @@ class Expectation:
             if row["nan"]:
                 fine = False
             elif self.first or (others and self._is_new(name)):
-                fine = not _is_of_optimizer(name) and not name_among(name, trained)
+                fine = name not in kept and not name_among(name, trained)
             else:
-                fine = before == pattern or (bool(name_among(name, fixed)) and (inf <= count or others))
+                fine = before == pattern or (
+                    bool(name_among(name, fixed, whole=name in kept)) and (inf <= count or others)
+                )
             if fine:
                 learnt[name] = pattern, inf
             else:
                 alarms.append({key: value for key, value in row.items() if key != "pattern"})
         return alarms, learnt
 
+    def _is_of_model(self, name: str) -> bool:
+        """Whether the models have this tensor, in a module that is called ``state``."""
+        found = name_among(name, frozenset((*self.fixed, *self.trained)))
+        return "state" in found.split(".")[:-1]
+
     def _is_new(self, name: str) -> bool:
         """Whether a tensor was not in the file before. Where that is not known, what is not trained may be."""
         all_named = _MORE not in self.learnt and any(pattern == "" for pattern, _ in self.learnt.values())
         return name not in self.learnt and (all_named or bool(self.trained))
 
-    def _with_finite(self, learnt: Mapping[str, Sequence[Any]], names: Iterable[str]) -> Mapping[str, Sequence[Any]]:
+    def _with_finite(
+        self, learnt: Mapping[str, Sequence[Any]], names: Iterable[str], kept: frozenset[str]
+    ) -> Mapping[str, Sequence[Any]]:
         """What is learnt, and what else is in the file that may be infinite when it comes: it is there already."""
         trained, infinite = frozenset(self.trained), {name: known for name, known in learnt.items() if known[0]}
-        finite = [
-            name for name in names if name not in infinite and not (_is_of_optimizer(name) or name_among(name, trained))
-        ]
+        finite = [name for name in names if name not in infinite and not (name in kept or name_among(name, trained))]
         return infinite | dict.fromkeys((finite or [_NO_OTHER]) if len(finite) <= _MOST_FINITE else [_MORE], ("", 0))
 
 
@@ -120,19 +130,12 @@ def digest_of_patterns(patterns: Sequence[str]) -> str:
     return xxhash.xxh3_64("\n".join(patterns).encode()).hexdigest() if patterns else ""
 
 
-def _is_of_optimizer(name: str) -> bool:
-    return "state" in name.split(".")[:-1]
-
-
-def name_among(name: str, names: frozenset[str]) -> str:
-    """The name, or the end of it from a dot on, that is one of these; "" if none is.
-
-    What an optimizer keeps has names of its own: of these no end counts.
-    """
+def name_among(name: str, names: frozenset[str], *, whole: bool = False) -> str:
+    """The name, or unless it counts as a ``whole`` the end of it from a dot on, that is one of these; "" if none is."""
     while name and name not in names:
         if (plain := plain_name(name)) in names:
             return plain
-        name = "" if _is_of_optimizer(name) else name.partition(".")[2]
+        name = "" if whole else name.partition(".")[2]
     return name
 
 

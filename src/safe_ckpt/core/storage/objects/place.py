@@ -138,4 +138,9 @@ def place_of(path: str | os.PathLike[str], storage: StorageConfig, give_up_after
     """
     if is_url(path):
         return open_place(os.fspath(path), StorageOptions.of(storage, give_up_after_s))
-    return Path(os.path.abspath(path))
+    return absolute(path)
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """What a user's path means now: ``~`` as in a shell, and a program may change its working directory."""
+    return Path(os.path.abspath(os.path.expanduser(path)))
