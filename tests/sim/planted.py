@@ -168,6 +168,13 @@ PLANTED: dict[str, dict[str, Patch]] = {
             "    _settled(lambda: os.rename(final, aside), final, aside)\n", "    os.rename(final, aside)\n"
         )
     },
+    "what was set aside is deleted before the folder of its save": {
+        _HOME: _both(
+            _swap("            if replaced:\n", "            if False:\n"),
+            _swap("if lefts and folder == self.trash:", "if False:"),
+            _swap("if not entries_in(new.parent) and not _is_complete(old):", "if False:"),
+        )
+    },
 }
 
 _OBJECTS, _HEAD = "safe_ckpt.core.home.object_home", "safe_ckpt.core.home.object_head"
