@@ -437,7 +437,7 @@ class FilePublication:
             return None
         name = self._final.name
         if isinstance(error, durable.HalfCommittedError):
-            cause = f"it has its name, but the disk did not confirm that: {error}"
+            cause = f"the disk did not confirm whether it has its name: {error}"
             return CommitOutcomeUnknown(name=name, cause=cause, rank=rank, phase="commit", code=error.errno or 0)
         folder = self._home.path
         path = str(error.filename or folder)
