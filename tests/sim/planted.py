@@ -36,7 +36,7 @@ def _both(*patches: Patch) -> Patch:
 
 _HOME, _LOCK, _LEASE = "safe_ckpt.core.home.file_home", "safe_ckpt.core.home.file_lock", "safe_ckpt.core.home.lease"
 _DURABLE, _COMMIT = "safe_ckpt.core.storage.durable", "safe_ckpt.core.saving.commit_protocol"
-_NAME = """        with _undone_by(lambda: os.rename(final, staged)):
+_NAME = """        with _undone_by(lambda: os.rename(final, staged), final.parent):
             sync_directory(str(final.parent))
 """
 _WRITE = "            durable.write_durably(self._pending / MANIFEST_NAME, manifest.to_bytes())\n            self._publish()\n"
@@ -111,7 +111,8 @@ PLANTED: dict[str, dict[str, Patch]] = {
     },
     "a commit whose sync failed stays": {
         _DURABLE: _swap(
-            "        with _undone_by(lambda: os.rename(final, staged)):\n", "        with contextlib.nullcontext():\n"
+            "        with _undone_by(lambda: os.rename(final, staged), final.parent):\n",
+            "        with contextlib.nullcontext():\n",
         )
     },
     "a checkpoint is deleted where it stands": {
@@ -166,6 +167,13 @@ PLANTED: dict[str, dict[str, Patch]] = {
     "a lost answer of moving aside is a failure": {
         _DURABLE: _swap(
             "    _settled(lambda: os.rename(final, aside), final, aside)\n", "    os.rename(final, aside)\n"
+        )
+    },
+    "what was set aside is deleted before the folder of its save": {
+        _HOME: _both(
+            _swap("            if replaced:\n", "            if False:\n"),
+            _swap("if lefts and folder == self.trash:", "if False:"),
+            _swap("if not entries_in(new.parent) and not _is_complete(old):", "if False:"),
         )
     },
 }

@@ -30,8 +30,9 @@ SEEDS_OF_PLANTED = {
     "the old one is deleted, then replaced": 12,
     "a checkpoint is deleted where it stands": 1189,
     "the lease runs on during an outage": 1112,
-    "a lost answer of a rename is a failure": 37,
+    "a lost answer of a rename is a failure": 380,
     "a lost answer of moving aside is a failure": 1543,
+    "what was set aside is deleted before the folder of its save": 3000321,
 }
 """A seed that finds a planted bug; ``python -m sim --planted`` prints the first ones. Other plans have other seeds.
 

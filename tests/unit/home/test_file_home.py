@@ -214,7 +214,7 @@ def test_tidying_up_a_failed_replacement_keeps_the_only_copy(tmp_path):
     """A replacement that failed half-way: tidying up after it does not delete the only copy, and the next start restores it."""
     workspace = FileHome(tmp_path, lease_s=60)
     workspace.open()
-    workspace.make_pending("op")
+    (workspace.make_pending("op") / "step-00000001").mkdir()  # the new one, which did not get the name
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001/f").touch()
     os.rename(tmp_path / "step-00000001", workspace.aside("op", workspace.path / "step-00000001"))
@@ -224,6 +224,61 @@ def test_tidying_up_a_failed_replacement_keeps_the_only_copy(tmp_path):
     again.open()
     again.close()
     assert (tmp_path / "step-00000001/f").exists()
+
+
+@pytest.mark.parametrize("left", ["half", "whole"])
+def test_what_a_power_cut_left_half_deleted_gets_no_name(tmp_path, left):
+    """A power cut may bring back the folder of a save that was over, and with it what that save replaced. What is half deleted
+    does not get its name again, and what is whole may.
+    """
+    step = tmp_path / "step-00000001"
+    checkpoint(step, {"f": b"old"})
+    aside = tmp_path / ".safe_ckpt/trash/op" / step.name
+    (tmp_path / ".safe_ckpt/pending/op").mkdir(parents=True)
+    aside.parent.mkdir(parents=True)
+    step.rename(aside)
+    if left == "half":
+        (aside / "manifest.json").unlink()
+    again = FileHome(tmp_path, lease_s=60)
+    again.open()
+    again.close()
+    assert step.exists() == (left == "whole")
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_the_folder_of_a_save_is_gone_for_good_before_what_it_replaced(tmp_path, monkeypatch, swept):
+    """By the folder of its save the next start tells what was set aside: its end is durable before a file of the old one goes,
+    after a save, and when a start removes what an earlier job left. The disk keeps no order by itself.
+    """
+    home = FileHome(tmp_path, lease_s=60)
+    home.open()
+    home.make_pending("op")
+    step = tmp_path / "step-00000001"
+    for folder in (step, home.aside("op", step)):
+        folder.mkdir()
+        (folder / "f").write_text(str(folder))
+    seen = []
+
+    def synced(path, real=durable.sync_directory):
+        real(path)
+        if path == str(home.pending):
+            seen.append(sorted(path.name for path in home.pending.iterdir()))
+
+    def removed(path, real=durable.remove_tree):
+        if list(path.rglob("f")):
+            assert seen == [[]], f"{path} is deleted"
+        real(path)
+
+    monkeypatch.setattr(durable, "sync_directory", synced)
+    monkeypatch.setattr(durable, "remove_tree", removed)
+    if swept:
+        home.close()
+        home.open()
+    else:
+        home.drop_pending("op")
+    home.close()
+    assert seen == [[]]
+    assert list(tmp_path.rglob("f")) == [step / "f"]
 
 
 def test_a_record_that_cannot_be_written_gives_the_lock_back(tmp_path, monkeypatch):

@@ -243,6 +243,35 @@ def test_a_rename_that_the_disk_does_not_confirm_is_taken_back(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("again", [True, False])
+def test_what_was_taken_back_is_durable_or_its_outcome_is_unknown(tmp_path, monkeypatch, can_exchange, there, again):
+    """The new one is deleted next. So that a power cut does not bring its name back without its files, the old name is synced;
+    where the disk refuses that, too, nothing may be deleted.
+    """
+    if not can_exchange:
+        exchange_no_names(monkeypatch)
+    final, staged, seen = tmp_path / "final", folder(tmp_path / "staged", "new"), []
+    (tmp_path / "trash").mkdir()
+    if there:
+        folder(final, "old")
+    real = durable.sync_directory
+
+    def flaky(path):
+        if path == str(tmp_path):
+            seen.append((final / "f").read_text() if final.exists() else None)
+            if again or seen == ["new"]:
+                raise OSError(5, "Input/output error", path)
+        real(path)
+
+    monkeypatch.setattr(durable, "sync_directory", flaky)
+    with pytest.raises(OSError, match="Input/output") as caught:
+        durable.publish_directory(staged, final, tmp_path / "trash/aside")
+    assert seen == ["new", "old" if there else None]
+    assert isinstance(caught.value, durable.HalfCommittedError) == again
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
 @pytest.mark.parametrize("old", ["file", "directory"])
 def test_a_file_and_a_directory_replace_each_other(tmp_path, monkeypatch, can_exchange, old):
     """A single-file checkpoint takes the name of a sharded one and the other way round; nothing is left beside it."""

@@ -178,15 +178,27 @@ class FileHome(HeldHome[Path]):
         """
         aside = self.trash / op_id
         try:
-            unreplaced = [left for left in entries_in(aside) if not os.path.lexists(self._home_of(left.name))]
+            replaced = entries_in(aside)
+            unreplaced = [left for left in replaced if not os.path.lexists(self._home_of(left.name))]
         except OSError as error:
             logger.warning("%s cannot be looked at and stays: %s", aside, error)
             return
         if unreplaced:
             logger.error("%s was moved aside and not replaced: the next start brings it back", aside)
             return
-        for folder in (self.pending / op_id, aside):
-            self._delete(folder)
+        self._delete(self.pending / op_id)
+        try:
+            if replaced:
+                self._sync_pending()
+        except OSError as error:
+            logger.warning("%s stays in the hidden folder: %s", aside, error)
+            return
+        self._delete(aside)
+
+    def _sync_pending(self) -> None:
+        # What was set aside is told from what is being deleted by the folder of its save, see ``_repair``: that must be gone
+        # for good before the first file of the old one is. The disk keeps no order by itself.
+        durable.sync_directory(str(self.pending))
 
     def abandon(self, prefilled: Path | None) -> None:
         """Remove a folder that was made for hooks, see ``open_folder``. Never raises."""
@@ -294,6 +306,8 @@ class FileHome(HeldHome[Path]):
                 if os.path.lexists(home):
                     continue
                 new = self.pending / folder.name / home.name
+                if not entries_in(new.parent) and not _is_complete(old):
+                    continue  # not set aside, half deleted: an earlier version left it to the disk what was gone first
                 chosen = new if _is_complete(new) else old
                 durable.make_directory(home.parent)
                 self.confirm()
@@ -311,7 +325,10 @@ class FileHome(HeldHome[Path]):
             self._into_quarantine(away)
         self._delete(self.hidden / HIDDEN)  # what a job that was killed on its way in left for the others to look for
         for folder in (self.pending, self.trash, self._kept_formerly):
-            for left in entries_in(folder):
+            lefts = entries_in(folder)
+            if lefts and folder == self.trash:
+                self._sync_pending()
+            for left in lefts:
                 logger.info("removing what an earlier job left: %s", left)
                 self._sweep_away(left)
         _remove_empty([self._kept_formerly])
@@ -420,7 +437,7 @@ class FilePublication:
             return None
         name = self._final.name
         if isinstance(error, durable.HalfCommittedError):
-            cause = f"it has its name, but the disk did not confirm that: {error}"
+            cause = f"the disk did not confirm whether it has its name: {error}"
             return CommitOutcomeUnknown(name=name, cause=cause, rank=rank, phase="commit", code=error.errno or 0)
         folder = self._home.path
         path = str(error.filename or folder)

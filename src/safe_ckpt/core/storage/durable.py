@@ -121,7 +121,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 class HalfCommittedError(OSError):
-    """The new name is there, its durability is not confirmed, and it could not be taken back."""
+    """The new name was given, its durability is not confirmed, and it could not be taken back for good."""
 
 
 def publish_file(staged: Path, final: Path) -> None:
@@ -182,22 +182,22 @@ def publish_directory(staged: Path, final: Path, aside: Path) -> None:
 
     Raises:
         OSError: it was not done; what had the name has it still.
-        HalfCommittedError: it was done and then the disk refused to confirm it, or to undo it.
+        HalfCommittedError: it was done, and then the disk confirmed neither that nor that it was undone.
     """
     if staged.is_dir():
         sync_directory(str(staged))
     if not os.path.lexists(final):
         _settled(lambda: os.rename(staged, final), staged, final)
-        with _undone_by(lambda: os.rename(final, staged)):
+        with _undone_by(lambda: os.rename(final, staged), final.parent):
             sync_directory(str(final.parent))
         return
     if _settled(lambda: exchange(staged, final), staged, final) is not False:
-        with _undone_by(lambda: _exchange_back(staged, final)):
+        with _undone_by(lambda: _exchange_back(staged, final), final.parent):
             sync_directory(str(final.parent))
         _tidy(lambda: os.rename(staged, aside))
         return
     _settled(lambda: os.rename(final, aside), final, aside)
-    with _undone_by(lambda: os.rename(aside, final)):
+    with _undone_by(lambda: os.rename(aside, final), final.parent):
         sync_directory(str(aside.parent))
         _settled(lambda: os.rename(staged, final), staged, final)
 
@@ -205,7 +205,7 @@ def publish_directory(staged: Path, final: Path, aside: Path) -> None:
         os.rename(final, staged)
         os.rename(aside, final)
 
-    with _undone_by(swap_back):
+    with _undone_by(swap_back, final.parent):
         sync_directory(str(final.parent))
 
 
@@ -250,13 +250,16 @@ def _tidy(action: Callable[[], object]) -> None:
 
 
 @contextlib.contextmanager
-def _undone_by(undo: Callable[[], object]) -> Iterator[None]:
-    # An error after a rename does not mean that nothing was done. If it did, the old one would be deleted.
+def _undone_by(undo: Callable[[], object], folder: Path | None = None) -> Iterator[None]:
+    # An error after a rename does not mean that nothing was done. If it did, the old one would be deleted. Nor is it undone
+    # before that is durable: the new one is deleted now, and a power cut would bring its name back, without its files.
     try:
         yield
     except OSError as error:
         try:
             undo()
+            if folder is not None:
+                sync_directory(str(folder))
         except OSError:
             raise HalfCommittedError(error.errno, error.strerror, error.filename) from error
         raise
