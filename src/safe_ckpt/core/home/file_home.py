@@ -484,6 +484,7 @@ class FilePublication:
                 durable.write_durably(staged, pointer.data)
                 if pointer.mode is not None:
                     staged.chmod(pointer.mode)
+                durable.sync_directory(str(staged.parent))  # as in ``publish_link``
                 durable.publish_file(staged, pointer.path)
             except OSError as error:
                 raise durable.HalfCommittedError(error.errno, f"{pointer.path}: {error.strerror}") from error

@@ -331,6 +331,7 @@ def publish_link(existing: Path, staged: Path, link: Link, aside: Callable[[], P
         _link_tree(existing, staged)
     else:
         link_or_copy(existing, staged)
+    sync_directory(str(staged.parent))  # a rename of what has no name on the disk yet may be lost with it
     publish(staged, link.path, aside)
 
 
