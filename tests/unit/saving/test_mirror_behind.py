@@ -1,16 +1,20 @@
 """A mirror that is slower than the saves: which checkpoints it leaves out, and which it does not."""
 
+import shutil
 import threading
 
 import pytest
 import torch
+from small_runs import wait_for_mirror
 
 from kit.fault_proxy import FaultProxy
-from kit.patience import scaled
-from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, StorageConfig, Timeouts, events
+from kit.patience import scaled, wait_until
+from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention, StorageConfig, Timeouts, events
 from safe_ckpt.core.home.object_head import list_objects
+from safe_ckpt.core.home.object_home import ObjectHome
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
+from safe_ckpt.extensions.mirror.tier import Tier
 
 TIMES = Timeouts(lengthy_s=120, barrier_s=60, shutdown_s=60)
 
@@ -53,3 +57,76 @@ def test_only_the_newest_that_waits_is_uploaded(tmp_path, bucket, gate, every, e
     assert sorted(int(event.path[-8:]) for event in mirrored) == expected
     there = [one.manifest.step for one in list_objects(open_place(bucket.url(), StorageOptions(give_up_after_s=30)))]
     assert sorted(there) == [step for step in expected if every is None or step % every == 0 or step == 6]
+
+
+def following(bucket, keep_last):
+    return CheckpointConfig(
+        timeouts=TIMES,
+        retention=Retention(keep_last=keep_last),
+        mirror=Mirror(url=bucket.url(), follow=True, required=True),
+        storage=StorageConfig(request_timeout_s=60),
+    )
+
+
+def save(ckpt, step):
+    return ckpt.save(step, {"w": {"t": torch.full((4,), float(step))}}).result(timeout_s=60)
+
+
+def there(bucket):
+    found = list_objects(open_place(bucket.url(), StorageOptions(give_up_after_s=30)))
+    return {one.manifest.op_id: one.manifest.step for one in found}
+
+
+def test_a_step_that_was_deleted_and_is_saved_again_stays_in_the_mirror(tmp_path, bucket, monkeypatch):
+    """Retention has deleted a step, and with ``follow`` its copy goes; the store refuses that, so it is put off. Meanwhile the
+    run has gone back and saves the step again: what is deleted then is the old copy, and not the new one.
+    """
+    real, refuses = ObjectHome.discard, threading.Event()
+
+    def discard(self, places):
+        if refuses.is_set():
+            raise TimeoutError(110, "no answer", str(self.path))
+        return real(self, places)
+
+    monkeypatch.setattr(ObjectHome, "discard", discard)
+    with Checkpointer(tmp_path, following(bucket, keep_last=2)) as ckpt:
+        for step in (1, 2):
+            save(ckpt, step)
+        wait_for_mirror(ckpt)
+        refuses.set()
+        third, again = save(ckpt, 3), save(ckpt, 1)  # 1 and then 2 are deleted
+        wait_until(lambda: {third.op_id, again.op_id} <= there(bucket).keys(), 60, "both uploads")
+        refuses.clear()
+        last = save(ckpt, 4)
+    assert sorted(path.name[-1] for path in tmp_path.glob("step-*")) == ["1", "4"]
+    assert there(bucket) == {again.op_id: 1, last.op_id: 4}
+
+
+def test_what_vanished_before_its_upload_protects_nothing(tmp_path, bucket, monkeypatch):
+    """With ``required`` an older checkpoint stays until a newer one is in the mirror. One that somebody deleted while it waited
+    is not there.
+    """
+    real, begun, vanished, tries = Tier.upload, threading.Event(), threading.Event(), []
+
+    def upload(self, one, send):
+        if one.info.step == 2:
+            begun.set()
+            assert vanished.wait(scaled(60))
+            return real(self, one, send)
+        tries.append(one.info.step)
+        raise TimeoutError(110, "no answer", one.info.name)
+
+    monkeypatch.setattr(Tier, "upload", upload)
+    with Checkpointer(tmp_path, following(bucket, keep_last=1)) as ckpt:
+        save(ckpt, 1)
+        save(ckpt, 2)
+        assert begun.wait(scaled(60))
+        shutil.rmtree(tmp_path / "step-00000002")
+        before = len(tries)
+        vanished.set()
+        wait_until(lambda: len(tries) > before, 60, "the end of the upload of what is not there")
+        save(ckpt, 3)
+        assert sorted(path.name[-1] for path in tmp_path.glob("step-*")) == ["1", "3"]
+        assert there(bucket) == {}
+        monkeypatch.setattr(Tier, "upload", real)
+    assert list(there(bucket).values()) == [3]
