@@ -10,10 +10,14 @@ from small_runs import wait_for_mirror
 from kit.fault_proxy import FaultProxy
 from kit.patience import scaled, wait_until
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention, StorageConfig, Timeouts, events
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.object_head import list_objects
 from safe_ckpt.core.home.object_home import ObjectHome
+from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
+from safe_ckpt.extensions.mirror.fetching import fetch_into
 from safe_ckpt.extensions.mirror.tier import Tier
 
 TIMES = Timeouts(lengthy_s=120, barrier_s=60, shutdown_s=60)
@@ -130,3 +134,40 @@ def test_what_vanished_before_its_upload_protects_nothing(tmp_path, bucket, monk
         assert there(bucket) == {}
         monkeypatch.setattr(Tier, "upload", real)
     assert list(there(bucket).values()) == [3]
+
+
+def test_what_was_fetched_without_a_word_of_the_disk_replaces_nothing_for_good(tmp_path, bucket, monkeypatch):
+    """The disk does not confirm the name of what was fetched, and it cannot be taken back: the older one that it replaced is
+    still there, whole.
+    """
+    config = CheckpointConfig(timeouts=TIMES, mirror=Mirror(url=bucket.url()))
+    run, step = tmp_path / "run", tmp_path / "run/step-00000001"
+    with Checkpointer(run, config) as ckpt:
+        old = save(ckpt, 1)
+        shutil.copytree(step, tmp_path / "old")
+        new = save(ckpt, 1)
+    shutil.rmtree(step)
+    (tmp_path / "old").rename(step)
+    exchange, sync, asked = durable.exchange, durable.sync_directory, []
+
+    def once(*names):
+        asked.append(names)
+        return exchange(*names) if len(asked) == 1 else False
+
+    def unconfirmed(path):
+        if path == str(run) and read_manifest(step).op_id != old.op_id:
+            raise OSError(5, "Input/output error", path)
+        sync(path)
+
+    monkeypatch.setattr(durable, "exchange", once)
+    monkeypatch.setattr(durable, "sync_directory", unconfirmed)
+    home = FileHome(run, lease_s=60)
+    home.open()
+    (copy,) = list_objects(open_place(bucket.url(), StorageOptions(give_up_after_s=30)))
+    with pytest.raises(durable.HalfCommittedError):
+        fetch_into(home, copy.path, copy.manifest, timeouts=TIMES)
+    assert read_manifest(step).op_id == new.op_id
+    kept = [read_manifest(path.parent).op_id for path in home.pending.rglob("manifest.json")]
+    assert kept == [old.op_id]
+    monkeypatch.undo()
+    home.close()
