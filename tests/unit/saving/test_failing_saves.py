@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from frozen_jobs import FROZEN, Job
 from small_runs import config, steps
 
 from kit.inside import exchange_no_names
@@ -131,3 +132,27 @@ def test_memory_into_which_a_copy_still_writes_is_not_given_to_the_next_save(tmp
         handle.result(timeout_s=60)
         assert ckpt.resume(state).step == 2
     assert all(torch.equal(value, expected[name]) for name, value in net.state_dict().items())
+
+
+def test_nothing_is_taken_from_the_checkpoint_before_a_save_of_unknown_outcome(tmp_path, monkeypatch):
+    """That save may be committed, and what was the newest before may be deleted at any moment: frozen weights are written anew,
+    and shared again from then on.
+    """
+    job, sync = Job(), durable.sync_directory
+
+    def unconfirmed(path):
+        if path == str(tmp_path):
+            raise OSError(5, "Input/output error", path)
+        sync(path)
+
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, job.state).result(timeout_s=20)
+        with monkeypatch.context() as away:
+            away.setattr(durable, "sync_directory", unconfirmed)
+            with pytest.raises(CommitOutcomeUnknown):
+                ckpt.save(3, job.state).result(timeout_s=20)
+        for step in (4, 5):
+            ckpt.save(step, job.state).result(timeout_s=20)
+    files = {int(path.parent.name[-1]): path.stat().st_ino for path in tmp_path.glob(f"step-*/{FROZEN}")}
+    assert files[1] == files[2] != files[4] == files[5]
