@@ -480,6 +480,7 @@ class FilePublication:
             if marked and pointer.is_for_resume:
                 continue
             staged = self._pending.parent / f"pointer-{pointer.path.name}"
+            self._home.confirm()
             try:
                 durable.write_durably(staged, pointer.data)
                 if pointer.mode is not None:
