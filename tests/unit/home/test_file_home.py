@@ -370,6 +370,31 @@ def test_the_folder_of_a_save_is_gone_for_good_before_what_it_replaced(tmp_path,
     assert list(tmp_path.rglob("f")) == [step / "f"]
 
 
+def test_what_lies_in_the_folder_of_a_save_is_there_for_good_before_it_is_swept(tmp_path, monkeypatch):
+    """It may have had its name, which was taken back: that is made durable before its files go, else a power cut brings the
+    name back without them.
+    """
+    left = tmp_path / ".safe_ckpt/pending/op"
+    (left / "step-00000001").mkdir(parents=True)
+    checkpoint(left / "step-00000001", {"f": b"x"})
+    seen = []
+
+    def synced(path, real=durable.sync_directory):
+        real(path)
+        seen.append(path)
+
+    def removed(path, real=durable.remove_tree):
+        assert str(left) in seen or not list(path.rglob("f")), f"{path} is deleted"
+        real(path)
+
+    monkeypatch.setattr(durable, "sync_directory", synced)
+    monkeypatch.setattr(durable, "remove_tree", removed)
+    home = FileHome(tmp_path, lease_s=60)
+    home.open()
+    home.close()
+    assert not left.exists()
+
+
 def test_a_record_that_cannot_be_written_gives_the_lock_back(tmp_path, monkeypatch):
     """A full disk at the moment of taking the lock: a typed error, and the same process can try again."""
     workspace = FileHome(tmp_path, lease_s=60)

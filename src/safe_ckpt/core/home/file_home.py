@@ -329,6 +329,9 @@ class FileHome(HeldHome[Path]):
             if lefts and folder == self.trash:
                 self._sync_pending()
             for left in lefts:
+                if folder == self.pending and left.is_dir() and not left.is_symlink():
+                    # It may have had its name, and that it was taken back may not be durable: as in ``durable._undone_by``.
+                    durable.sync_directory(str(left))
                 logger.info("removing what an earlier job left: %s", left)
                 self._sweep_away(left)
         _remove_empty([self._kept_formerly])
