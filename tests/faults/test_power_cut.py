@@ -1,5 +1,6 @@
 """Power cuts at every point of a save: what a disk may then hold is computed, made real, and resumed from."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -7,10 +8,13 @@ import pytest
 from sweep import MARKER, SCENARIOS
 from trials import sampled, sweep
 
+from kit.faults import FaultyStorage
 from kit.power_cut import FileOperation, crash_states, read_trace
 from kit.thorough import THOROUGH
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import SafeCheckpointError
+from support import run_program
 
 OLD = {name: int(SCENARIOS[name].old) for name in SCENARIOS}
 
@@ -51,6 +55,56 @@ def test_a_power_cut_leaves_the_old_or_the_new(tmp_path, name, monkeypatch, matr
     matrix("power cut", name, {"the new one": seen[2], "the old one" if OLD[name] else "none yet": seen[OLD[name]]})
     assert seen[2] >= 5
     assert seen[OLD[name]] >= 5
+
+
+def content_of(path):
+    """The files there, by their place below; None where nothing has the name."""
+    if path.is_file():
+        return {"": path.read_text()}
+    return {str(one.relative_to(path)): one.read_text() for one in path.rglob("f*")} if path.is_dir() else None
+
+
+def make(path, kind, word):
+    """A checkpoint of one file, or a directory with a folder in it."""
+    for name in ("",) if kind == "file" else ("f", "deep/f"):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(word * 1000)
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["a new name", "a name that is taken"])
+@pytest.mark.parametrize("kind", ["file", "directory"])
+@pytest.mark.parametrize("how", ["symbolic links", "hard links", "copies"])
+def test_a_power_cut_leaves_a_further_name_whole(tmp_path, how, kind, there):
+    """A name such as last, as a link, as hard links and as a copy: from the moment at which it is reported all that it names is
+    there behind it, whatever was not synced is gone; before, it names what it named, or nothing.
+    """
+    root, log, storage = tmp_path / "exp", tmp_path / "log", FaultyStorage(tmp_path / "kit")
+    make(root / "a", kind, "new")
+    if there:
+        make(root / "last", kind, "old")
+    new, old = content_of(root / "a"), content_of(root / "last")
+    shutil.copytree(root, tmp_path / "before")
+    storage.watch(root, log=log)
+    done = run_program("gives_a_further_name", str(root), how, env={**os.environ, **storage.environment})
+    assert done.returncode == 0, done.stderr
+    assert content_of(root / "last") == new
+    trace = recorded(log)
+    reported = next(i for i, op in enumerate(trace) if op.path.endswith("/reported"))
+    seen = {True: 0, False: 0}
+    for state in crash_states(tmp_path / "before", trace, root):
+        here = tmp_path / "here"
+        state.write_to(here, root)
+        if not (here / ".safe_ckpt").exists():
+            (here / ".safe_ckpt").mkdir()
+        home = FileHome(here, lease_s=60)
+        home.open()
+        home.close()
+        found = content_of(here / "last")
+        where = f"after {state.after} operations without {[trace[i] for i in state.lost]}"
+        assert found == new if state.after > reported else found in (old, new), where
+        seen[found == new] += 1
+        shutil.rmtree(here)
+    assert min(seen.values()) >= 4
 
 
 def test_the_simulation_finds_a_missing_fsync(tmp_path):

@@ -36,13 +36,15 @@ def _both(*patches: Patch) -> Patch:
 
 _HOME, _LOCK, _LEASE = "safe_ckpt.core.home.file_home", "safe_ckpt.core.home.file_lock", "safe_ckpt.core.home.lease"
 _DURABLE, _COMMIT = "safe_ckpt.core.storage.durable", "safe_ckpt.core.saving.commit_protocol"
-_NAME = """        with _undone_by(lambda: os.rename(final, staged), final.parent):
+_NAME = """        with _undone_by(lambda: os.rename(final, staged), final, staged):
             sync_directory(str(final.parent))
 """
 _WRITE = "            durable.write_durably(self._pending / MANIFEST_NAME, manifest.to_bytes())\n            self._publish()\n"
 _LATE = (
     "            self._publish()\n            durable.write_durably(self._final / MANIFEST_NAME, manifest.to_bytes())\n"
 )
+_ONE_WAY = _swap("            for name in names:\n", "            for name in ():\n")
+_SWEPT = _swap("if folder == self.pending and left.is_dir()", "if False and left.is_dir()")
 _EXCHANGE = "    if _settled(lambda: exchange(staged, final), staged, final) is not False:"
 _EARLY = """        if (catalog := self._job.request.on_commit.catalog) is not None and self._job.request.on_commit.retention:
             self._job.workspace.discard([one.path for one in catalog.committed])
@@ -111,7 +113,7 @@ PLANTED: dict[str, dict[str, Patch]] = {
     },
     "a commit whose sync failed stays": {
         _DURABLE: _swap(
-            "        with _undone_by(lambda: os.rename(final, staged), final.parent):\n",
+            "        with _undone_by(lambda: os.rename(final, staged), final, staged):\n",
             "        with contextlib.nullcontext():\n",
         )
     },
@@ -169,12 +171,15 @@ PLANTED: dict[str, dict[str, Patch]] = {
             "    _settled(lambda: os.rename(final, aside), final, aside)\n", "    os.rename(final, aside)\n"
         )
     },
+    "a name that was taken back is not durable when the files are deleted": {_DURABLE: _ONE_WAY, _HOME: _SWEPT},
     "what was set aside is deleted before the folder of its save": {
+        _DURABLE: _ONE_WAY,
         _HOME: _both(
             _swap("            if replaced:\n", "            if False:\n"),
             _swap("if lefts and folder == self.trash:", "if False:"),
+            _SWEPT,
             _swap("if not entries_in(new.parent) and not _is_complete(old):", "if False:"),
-        )
+        ),
     },
 }
 

@@ -33,6 +33,7 @@ SEEDS_OF_PLANTED = {
     "a lost answer of a rename is a failure": 380,
     "a lost answer of moving aside is a failure": 1543,
     "what was set aside is deleted before the folder of its save": 3000321,
+    "a name that was taken back is not durable when the files are deleted": 3003869,
 }
 """A seed that finds a planted bug; ``python -m sim --planted`` prints the first ones. Other plans have other seeds.
 

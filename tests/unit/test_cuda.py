@@ -9,12 +9,14 @@ import threading
 import pytest
 import torch
 
-from safe_ckpt import CheckpointConfig
+from kit.inside import engine_of
+from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.core.staging.buffer import GRANULE, SharedBuffer
 from safe_ckpt.core.staging.cuda import Cuda, DeviceCopies, TensorCopy
 from safe_ckpt.core.staging.progress import read_mark
 from safe_ckpt.core.staging.snapshot import CopyPlan, StagingCopy
+from safe_ckpt.errors import SaveError
 
 BASE = 4096
 
@@ -248,6 +250,34 @@ def test_another_thread_reads_behind_the_trainers_work():
     cuda.trainer.queue.append(lambda: move.tensor.add_(10))
     cuda.settle([move.tensor])
     assert move.tensor[0] == 11
+
+
+def test_a_streamed_save_has_what_the_trainer_has_queued(tmp_path):
+    """A state above max_host_bytes is written straight from the tensors, by another thread: not before the devices have done
+    what the trainer had asked of them.
+    """
+    tensor, cuda = torch.zeros(300_000), Remembering(pins=False)
+    with Checkpointer(tmp_path, CheckpointConfig(max_host_bytes=1 << 20)) as ckpt:
+        engine_of(ckpt)._stager._cuda = cuda
+        cuda.trainer.queue.append(lambda: tensor.add_(10))
+        ckpt.save(1, {"w": {"t": tensor}}).result(timeout_s=30)
+        found = {"w": {"t": torch.zeros(300_000)}}
+        ckpt.resume(found)
+    assert found["w"]["t"].eq(10).all()
+
+
+def test_a_device_that_is_lost_before_a_streamed_save_fails_it(tmp_path):
+    """What the device still owes can never be read: the save says so, and nothing is committed."""
+
+    class Lost(Remembering):
+        def settle(self, tensors):
+            raise RuntimeError("CUDA error: device lost")
+
+    with Checkpointer(tmp_path, CheckpointConfig(max_host_bytes=1 << 20)) as ckpt:
+        engine_of(ckpt)._stager._cuda = Lost()
+        with pytest.raises(SaveError, match="device lost"):
+            ckpt.save(1, {"w": {"t": torch.zeros(300_000)}}).result(timeout_s=30)
+    assert not (tmp_path / "step-00000001").exists()
 
 
 def test_without_cuda_nothing_is_asked_of_it(buffer):

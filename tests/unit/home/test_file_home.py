@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -6,15 +7,20 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from kit.inside import exchange_no_names
+from kit.limits import QUICK
 from kit.manifests import checkpoint
+from safe_ckpt.core.formats.manifest import Manifest
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.file_lock import JobLock
+from safe_ckpt.core.home.home import NewCheckpoint, Pointer
 from safe_ckpt.core.home.lease import Lease
 from safe_ckpt.core.storage import durable
+from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 from support import program_path
 
@@ -104,6 +110,89 @@ def test_a_live_job_keeps_others_out(tmp_path):
     assert time.monotonic() - begun < 5
     second.confirm()
     second.close()
+
+
+def _publish(home, **what):
+    manifest = Manifest(name="step-2", sequence=1, step=2, world_size=1, files=())
+    new = NewCheckpoint(path=home.path / "step-2", manifest=manifest, op_id="op", **what)
+    publication = home.begin(new, QUICK)
+    publication.prepare()
+    return lambda: publication.commit((), {}, lambda: None)
+
+
+def _discards_on_a_full_disk(home, monkeypatch):
+    mkdir = Path.mkdir
+
+    def full(path, *given, **more):
+        if path.parent == home.trash:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        mkdir(path, *given, **more)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    return lambda: home.discard([home.path / "one.ckpt"])
+
+
+def _left_over(home, name, act):
+    (home.hidden / name).mkdir(parents=True)
+    checkpoint(home.hidden / name, {"f": b"x"})
+    return act
+
+
+MOVES = {
+    "a deletion": lambda home, _: lambda: home.discard([home.path / "step-1"]),
+    "a deletion of a file": lambda home, _: lambda: home.discard([home.path / "one.ckpt"]),
+    "a deletion on a full disk": _discards_on_a_full_disk,
+    "a quarantine": lambda home, _: lambda: home.quarantine(home.path / "step-1"),
+    "a new name": lambda home, _: _publish(home),
+    "a further name": lambda home, _: _publish(home, kind="file", links=[Link(path=home.path / "last", target="x")]),
+    "a pointer": lambda home, _: _publish(
+        home, kind="file", pointers=[Pointer(path=home.path / "latest", data=b"step-2", is_for_resume=True)]
+    ),
+    "a sweep": lambda home, _: home._sweep,
+    "a sweep of a quarantine": lambda home, _: _left_over(home, "quarantine/.moving-1/step-7", home._sweep),
+    "a repair": lambda home, _: home._repair,
+    "a repair of an earlier version's": lambda home, _: _left_over(home, "staging/op3/step-7", home._take_former),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_who_has_lost_the_directory_moves_nothing_in_it(tmp_path, monkeypatch, move):
+    """The lock is looked at right before every rename and deletion, not of a commit alone. Another job has just got it, and has
+    not come to moving anything away: every name is what it was.
+    """
+    home = FileHome(tmp_path, lease_s=60)
+    home.open()
+    for name in ("step-1", ".safe_ckpt/trash/left", ".safe_ckpt/pending/left"):
+        (tmp_path / name).mkdir(parents=True)
+        checkpoint(tmp_path / name, {"f": b"x"})
+    for name in ("one.ckpt", "last", "latest", "x"):
+        (tmp_path / name).write_text(name)
+    # Of a replacement that was interrupted, for the repair.
+    for name in (".safe_ckpt/trash/op2/step-9", ".safe_ckpt/pending/op2/step-9"):
+        (tmp_path / name).mkdir(parents=True)
+        checkpoint(tmp_path / name, {"f": b"x"})
+    act = MOVES[move](home, monkeypatch)
+
+    def names():
+        found = {path for path in tmp_path.rglob("*") if not path.name.startswith("lock")}
+        # An empty folder to move things to may be made: it lets nobody move anything.
+        return {
+            (path, path.read_bytes() if path.is_file() else b"")
+            for path in found
+            if any_file(path) and "op" not in path.parts
+        }
+
+    before = names()
+    (home.hidden / "lock").write_bytes(of_elsewhere())
+    with contextlib.suppress(DirectoryInUseError):
+        assert act() == []
+    assert names() == before
+    monkeypatch.undo()
+    home.close()
+
+
+def any_file(path):
+    return path.is_symlink() or path.is_file() or any(one.is_file() for one in path.rglob("*"))
 
 
 def test_one_process_opens_a_directory_once(workspace):
@@ -279,6 +368,31 @@ def test_the_folder_of_a_save_is_gone_for_good_before_what_it_replaced(tmp_path,
     home.close()
     assert seen == [[]]
     assert list(tmp_path.rglob("f")) == [step / "f"]
+
+
+def test_what_lies_in_the_folder_of_a_save_is_there_for_good_before_it_is_swept(tmp_path, monkeypatch):
+    """It may have had its name, which was taken back: that is made durable before its files go, else a power cut brings the
+    name back without them.
+    """
+    left = tmp_path / ".safe_ckpt/pending/op"
+    (left / "step-00000001").mkdir(parents=True)
+    checkpoint(left / "step-00000001", {"f": b"x"})
+    seen = []
+
+    def synced(path, real=durable.sync_directory):
+        real(path)
+        seen.append(path)
+
+    def removed(path, real=durable.remove_tree):
+        assert str(left) in seen or not list(path.rglob("f")), f"{path} is deleted"
+        real(path)
+
+    monkeypatch.setattr(durable, "sync_directory", synced)
+    monkeypatch.setattr(durable, "remove_tree", removed)
+    home = FileHome(tmp_path, lease_s=60)
+    home.open()
+    home.close()
+    assert not left.exists()
 
 
 def test_a_record_that_cannot_be_written_gives_the_lock_back(tmp_path, monkeypatch):

@@ -1,17 +1,20 @@
 """Who may have a directory, whatever storage keeps the record of its holder: a lock file, or the head in a store."""
 
+import os
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from safe_ckpt.core.home.file_lock import JobLock
-from safe_ckpt.core.home.lease import Lease
+from safe_ckpt.core.home.lease import Lease, own_lease
 from safe_ckpt.core.home.object_head import Head
 from safe_ckpt.core.home.object_lock import ObjectOwner
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import DirectoryInUseError
+from safe_ckpt.machine import process_start
 
 
 def of_elsewhere(**facts):
@@ -164,6 +167,25 @@ def test_only_a_process_known_to_be_gone_is_taken_over_at_once(storage, monkeypa
     begun = time.monotonic()
     lock.acquire()
     assert time.monotonic() - begun < 5
+    lock.release()
+
+
+@pytest.mark.parametrize("began", ["later", "then", "unknown"])
+def test_the_pid_of_a_dead_holder_may_be_another_processs_by_now(storage, began):
+    """A pid that the kernel has given away again is no sign of life: the lock is taken over at once. A process that began when
+    the holder did is the holder; where that is not known, it may be.
+    """
+    pid = os.getppid()  # lives as long as this one, and holds nothing
+    start = {"later": process_start(pid) - 1, "then": process_start(pid), "unknown": 0}[began]
+    here = own_lease(token="ab", started_at="2026-01-01T00:00:00+00:00", lease_s=600.0)
+    storage.record(replace(here, pid=pid, process_start=start))
+    lock = storage.lock()
+    if began != "later":
+        with pytest.raises(DirectoryInUseError, match=f"process {pid}"):
+            lock.acquire(patience_s=0.1)
+        return
+    lock.acquire(patience_s=0.1)
+    lock.confirm()
     lock.release()
 
 

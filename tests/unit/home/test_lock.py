@@ -187,6 +187,30 @@ def test_a_lock_that_another_took_meanwhile_is_given_back(tmp_path):
         assert os.listdir(tmp_path) == ["lock"]
 
 
+def test_a_holder_that_lost_its_lock_between_two_looks_leaves_the_next_ones_as_it_is(tmp_path, monkeypatch):
+    """It looks, is stopped, loses the lock, and goes on with its sign of life: not a byte of the new owner's lock changes."""
+    lock = lock_in(tmp_path)
+    lock.acquire()
+    lease = Lease.from_bytes((tmp_path / "lock").read_bytes())
+    theirs, look = of_elsewhere(token="cd" * len(lease.token)).to_bytes(), JobLock._holder
+
+    def stopped_behind_the_look(self, ours):
+        holder = look(self, ours)
+        monkeypatch.setattr(JobLock, "_holder", look)
+        assert locks.take_away(tmp_path, lambda data: locks.token_of(data) == lease.token)
+        (tmp_path / "lock").write_bytes(theirs)
+        return holder
+
+    monkeypatch.setattr(JobLock, "_holder", stopped_behind_the_look)
+    lock._renew(lease.next())
+    assert JobLock._holder is look
+    assert (tmp_path / "lock").read_bytes() == theirs
+    with pytest.raises(DirectoryInUseError, match="took the directory over"):
+        lock.confirm()
+    lock.release()
+    assert (tmp_path / "lock").read_bytes() == theirs
+
+
 def test_overwriting_waits_for_the_lease_of_a_dead_job(tmp_path):
     """set_up_directory(mode="overwrite") after a crash elsewhere: the holder's lease counts, not one of its own."""
     (tmp_path / "exp/.safe_ckpt").mkdir(parents=True)

@@ -300,6 +300,33 @@ def test_a_kill_within_120_deletions_leaves_no_file_without_a_manifest(place, mo
     again.close()
 
 
+def test_a_store_that_fails_within_a_deletion_leaves_no_manifest(place, monkeypatch):
+    """After the first request of a deletion the store is gone, and the job with it: what is left is no checkpoint, so no resume
+    tries it, and the next start takes it away.
+    """
+    root = opened(place)
+    old, _ = save(root, 1)
+    save(root, 2)
+    real, asked = Bucket.delete, []
+
+    def dies_behind_the_first(bucket, keys):
+        if asked:
+            raise SystemExit
+        asked.append(keys)
+        real(bucket, keys)
+
+    with monkeypatch.context() as away:
+        away.setattr(Bucket, "delete", dies_behind_the_first)
+        with pytest.raises(SystemExit):
+            root.discard([old])
+    assert [entry.key for entry in place.bucket.entries(old.key)] == [(old / "x").key]
+    assert [one.path for one in list_objects(place) if one.path == old] == []
+    judge_owners(monkeypatch, "dead")
+    opened(place).close()
+    assert place.bucket.entries(old.key) == []
+    assert names(place) == ["step-2"]
+
+
 def test_a_commit_that_came_through_late_stays(place, monkeypatch):
     """The store answered neither the commit nor the questions after it; the next save finds the checkpoint and keeps it."""
     root = opened(place)

@@ -110,6 +110,26 @@ def test_an_abandoned_future_does_not_outlive_its_rewind():
     assert [i.step for i in to_delete(found, Retention(keep_last=1))] == [500, 1000]
 
 
+def test_the_newest_commit_stays_whatever_a_policy_chooses(tmp_path):
+    """A policy that wants all of them gone: after a rewind the newer commit of the lower step stays, and the abandoned one of
+    the highest step goes. A marked one is not what a resume takes, so beside it the newest healthy one stays.
+    """
+
+    def all_of_them(committed):
+        return [one.path for one in committed]
+
+    catalog, steps = Catalog(), (500, 1000, 600)
+    made = [_committed(tmp_path / f"step-{step}", step, number) for number, step in enumerate(steps)]
+    for one in made[:2]:
+        after_commit(one, catalog, None)
+    decision = after_commit(made[2], catalog, all_of_them)
+    assert (decision.to_delete, decision.kept) == ([made[0].path, made[1].path], ["step-600"])
+    marked = replace(_committed(tmp_path / "step-700", 700, 3), marked=True)
+    assert after_commit(marked, catalog, all_of_them).to_delete == []
+    last = _committed(tmp_path / "step-100", 100, 4)
+    assert after_commit(last, catalog, all_of_them).to_delete == [made[2].path]
+
+
 @given(st.lists(st.integers(0, 1000), unique=True, max_size=12), st.integers(-1, 6), st.integers(-1, 11))
 def test_rotation_of_a_trainer_keeps_newest_and_best_within_the_limit(sequences, limit, best):
     """For any history: never the newest, never the best, no more than the limit otherwise, the oldest first."""
@@ -151,9 +171,10 @@ def test_retention_keeps_what_a_pointer_names_or_another_job_saved(tmp_path):
     assert (listed.to_delete, listed.kept) == ([tmp_path / "old"], [])
 
 
-def _committed(path, step, **metrics):
+def _committed(path, step, sequence=None, **metrics):
+    sequence = step if sequence is None else sequence
     manifest = Manifest(
-        name=path.name, sequence=step, step=step, op_id=uuid.uuid4().hex, world_size=1, metrics=metrics, files=()
+        name=path.name, sequence=sequence, step=step, op_id=uuid.uuid4().hex, world_size=1, metrics=metrics, files=()
     )
     path.mkdir(exist_ok=True)
     (path / MANIFEST_NAME).write_bytes(manifest.to_bytes())

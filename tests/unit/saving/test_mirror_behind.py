@@ -1,16 +1,24 @@
 """A mirror that is slower than the saves: which checkpoints it leaves out, and which it does not."""
 
+import shutil
 import threading
 
 import pytest
 import torch
+from small_runs import wait_for_mirror
 
 from kit.fault_proxy import FaultProxy
-from kit.patience import scaled
-from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, StorageConfig, Timeouts, events
+from kit.patience import scaled, wait_until
+from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention, StorageConfig, Timeouts, events
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.object_head import list_objects
+from safe_ckpt.core.home.object_home import ObjectHome
+from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
+from safe_ckpt.extensions.mirror.fetching import fetch_into
+from safe_ckpt.extensions.mirror.tier import Tier
 
 TIMES = Timeouts(lengthy_s=120, barrier_s=60, shutdown_s=60)
 
@@ -53,3 +61,113 @@ def test_only_the_newest_that_waits_is_uploaded(tmp_path, bucket, gate, every, e
     assert sorted(int(event.path[-8:]) for event in mirrored) == expected
     there = [one.manifest.step for one in list_objects(open_place(bucket.url(), StorageOptions(give_up_after_s=30)))]
     assert sorted(there) == [step for step in expected if every is None or step % every == 0 or step == 6]
+
+
+def following(bucket, keep_last):
+    return CheckpointConfig(
+        timeouts=TIMES,
+        retention=Retention(keep_last=keep_last),
+        mirror=Mirror(url=bucket.url(), follow=True, required=True),
+        storage=StorageConfig(request_timeout_s=60),
+    )
+
+
+def save(ckpt, step):
+    return ckpt.save(step, {"w": {"t": torch.full((4,), float(step))}}).result(timeout_s=60)
+
+
+def there(bucket):
+    found = list_objects(open_place(bucket.url(), StorageOptions(give_up_after_s=30)))
+    return {one.manifest.op_id: one.manifest.step for one in found}
+
+
+def test_a_step_that_was_deleted_and_is_saved_again_stays_in_the_mirror(tmp_path, bucket, monkeypatch):
+    """Retention has deleted a step, and with ``follow`` its copy goes; the store refuses that, so it is put off. Meanwhile the
+    run has gone back and saves the step again: what is deleted then is the old copy, and not the new one.
+    """
+    real, refuses = ObjectHome.discard, threading.Event()
+
+    def discard(self, places):
+        if refuses.is_set():
+            raise TimeoutError(110, "no answer", str(self.path))
+        return real(self, places)
+
+    monkeypatch.setattr(ObjectHome, "discard", discard)
+    with Checkpointer(tmp_path, following(bucket, keep_last=2)) as ckpt:
+        for step in (1, 2):
+            save(ckpt, step)
+        wait_for_mirror(ckpt)
+        refuses.set()
+        third, again = save(ckpt, 3), save(ckpt, 1)  # 1 and then 2 are deleted
+        wait_until(lambda: {third.op_id, again.op_id} <= there(bucket).keys(), 60, "both uploads")
+        refuses.clear()
+        last = save(ckpt, 4)
+    assert sorted(path.name[-1] for path in tmp_path.glob("step-*")) == ["1", "4"]
+    assert there(bucket) == {again.op_id: 1, last.op_id: 4}
+
+
+def test_what_vanished_before_its_upload_protects_nothing(tmp_path, bucket, monkeypatch):
+    """With ``required`` an older checkpoint stays until a newer one is in the mirror. One that somebody deleted while it waited
+    is not there.
+    """
+    real, begun, vanished, tries = Tier.upload, threading.Event(), threading.Event(), []
+
+    def upload(self, one, send):
+        if one.info.step == 2:
+            begun.set()
+            assert vanished.wait(scaled(60))
+            return real(self, one, send)
+        tries.append(one.info.step)
+        raise TimeoutError(110, "no answer", one.info.name)
+
+    monkeypatch.setattr(Tier, "upload", upload)
+    with Checkpointer(tmp_path, following(bucket, keep_last=1)) as ckpt:
+        save(ckpt, 1)
+        save(ckpt, 2)
+        assert begun.wait(scaled(60))
+        shutil.rmtree(tmp_path / "step-00000002")
+        before = len(tries)
+        vanished.set()
+        wait_until(lambda: len(tries) > before, 60, "the end of the upload of what is not there")
+        save(ckpt, 3)
+        assert sorted(path.name[-1] for path in tmp_path.glob("step-*")) == ["1", "3"]
+        assert there(bucket) == {}
+        monkeypatch.setattr(Tier, "upload", real)
+    assert list(there(bucket).values()) == [3]
+
+
+def test_what_was_fetched_without_a_word_of_the_disk_replaces_nothing_for_good(tmp_path, bucket, monkeypatch):
+    """The disk does not confirm the name of what was fetched, and it cannot be taken back: the older one that it replaced is
+    still there, whole.
+    """
+    config = CheckpointConfig(timeouts=TIMES, mirror=Mirror(url=bucket.url()))
+    run, step = tmp_path / "run", tmp_path / "run/step-00000001"
+    with Checkpointer(run, config) as ckpt:
+        old = save(ckpt, 1)
+        shutil.copytree(step, tmp_path / "old")
+        new = save(ckpt, 1)
+    shutil.rmtree(step)
+    (tmp_path / "old").rename(step)
+    exchange, sync, asked = durable.exchange, durable.sync_directory, []
+
+    def once(*names):
+        asked.append(names)
+        return exchange(*names) if len(asked) == 1 else False
+
+    def unconfirmed(path):
+        if path == str(run) and read_manifest(step).op_id != old.op_id:
+            raise OSError(5, "Input/output error", path)
+        sync(path)
+
+    monkeypatch.setattr(durable, "exchange", once)
+    monkeypatch.setattr(durable, "sync_directory", unconfirmed)
+    home = FileHome(run, lease_s=60)
+    home.open()
+    (copy,) = list_objects(open_place(bucket.url(), StorageOptions(give_up_after_s=30)))
+    with pytest.raises(durable.HalfCommittedError):
+        fetch_into(home, copy.path, copy.manifest, timeouts=TIMES)
+    assert read_manifest(step).op_id == new.op_id
+    kept = [read_manifest(path.parent).op_id for path in home.pending.rglob("manifest.json")]
+    assert kept == [old.op_id]
+    monkeypatch.undo()
+    home.close()

@@ -202,6 +202,19 @@ def post_hook_of_the_optimizer(state):
     state["optimizer"].register_state_dict_post_hook(lambda optimizer, found: {**found, "more": torch.ones(1)})
 
 
+def given_to_another(state):
+    """In the same memory, and in the same order: only whose it is has changed."""
+    held, (first, second) = state["optimizer"].state, (state["net"].first.weight, state["net"].second.weight)
+    items = [({first: second, second: first}.get(owner, owner), kept) for owner, kept in held.items()]
+    held.clear()
+    held.update(items)
+
+
+def in_another_order(state):
+    parameters = state["optimizer"].param_groups[0]["params"]
+    parameters[0], parameters[2] = parameters[2], parameters[0]
+
+
 def a_number(state):
     state["data"]["count"] = 4
 
@@ -268,7 +281,10 @@ CHANGES = {
             *(other_memory, other_shape, transposed, other_dtype, same_bytes_other_dtype, tied, renamed, swapped),
             *(not_saved_any_more, hooked, own_way, without_bias, another_version, patched),
         ],
-        "optimizer": [emptied, another_group, another_option, post_hook_of_the_optimizer],
+        "optimizer": [
+            *(emptied, another_group, another_option, post_hook_of_the_optimizer),
+            *(given_to_another, in_another_order),
+        ],
         "data": [
             *(a_number, a_truth, another_key, another_kind, view_of_one, learning, of_each_rank, turned_round, sparse),
             *(moved_in_its_storage, with_a_note, other_order),

@@ -246,13 +246,14 @@ def test_a_rename_that_the_disk_does_not_confirm_is_taken_back(tmp_path, monkeyp
 @pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize("again", [True, False])
 def test_what_was_taken_back_is_durable_or_its_outcome_is_unknown(tmp_path, monkeypatch, can_exchange, there, again):
-    """The new one is deleted next. So that a power cut does not bring its name back without its files, the old name is synced;
-    where the disk refuses that, too, nothing may be deleted.
+    """The new one is deleted next. So that a power cut does not bring its name back without its files, both folders are synced
+    behind the way back; where the disk refuses that, too, nothing may be deleted.
     """
     if not can_exchange:
         exchange_no_names(monkeypatch)
-    final, staged, seen = tmp_path / "final", folder(tmp_path / "staged", "new"), []
-    (tmp_path / "trash").mkdir()
+    for name in ("pending", "trash"):
+        (tmp_path / name).mkdir()
+    final, staged, seen, before = tmp_path / "final", folder(tmp_path / "pending/staged", "new"), [], []
     if there:
         folder(final, "old")
     real = durable.sync_directory
@@ -262,12 +263,15 @@ def test_what_was_taken_back_is_durable_or_its_outcome_is_unknown(tmp_path, monk
             seen.append((final / "f").read_text() if final.exists() else None)
             if again or seen == ["new"]:
                 raise OSError(5, "Input/output error", path)
+        elif path == str(staged.parent):
+            before.append(len(seen))
         real(path)
 
     monkeypatch.setattr(durable, "sync_directory", flaky)
     with pytest.raises(OSError, match="Input/output") as caught:
         durable.publish_directory(staged, final, tmp_path / "trash/aside")
     assert seen == ["new", "old" if there else None]
+    assert before == ([] if again else [2])
     assert isinstance(caught.value, durable.HalfCommittedError) == again
 
 

@@ -329,6 +329,9 @@ class FileHome(HeldHome[Path]):
             if lefts and folder == self.trash:
                 self._sync_pending()
             for left in lefts:
+                if folder == self.pending and left.is_dir() and not left.is_symlink():
+                    # It may have had its name, and that it was taken back may not be durable: as in ``durable._undone_by``.
+                    durable.sync_directory(str(left))
                 logger.info("removing what an earlier job left: %s", left)
                 self._sweep_away(left)
         _remove_empty([self._kept_formerly])
@@ -480,10 +483,12 @@ class FilePublication:
             if marked and pointer.is_for_resume:
                 continue
             staged = self._pending.parent / f"pointer-{pointer.path.name}"
+            self._home.confirm()
             try:
                 durable.write_durably(staged, pointer.data)
                 if pointer.mode is not None:
                     staged.chmod(pointer.mode)
+                durable.sync_directory(str(staged.parent))  # as in ``publish_link``
                 durable.publish_file(staged, pointer.path)
             except OSError as error:
                 raise durable.HalfCommittedError(error.errno, f"{pointer.path}: {error.strerror}") from error

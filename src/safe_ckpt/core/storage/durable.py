@@ -188,16 +188,16 @@ def publish_directory(staged: Path, final: Path, aside: Path) -> None:
         sync_directory(str(staged))
     if not os.path.lexists(final):
         _settled(lambda: os.rename(staged, final), staged, final)
-        with _undone_by(lambda: os.rename(final, staged), final.parent):
+        with _undone_by(lambda: os.rename(final, staged), final, staged):
             sync_directory(str(final.parent))
         return
     if _settled(lambda: exchange(staged, final), staged, final) is not False:
-        with _undone_by(lambda: _exchange_back(staged, final), final.parent):
+        with _undone_by(lambda: _exchange_back(staged, final), final, staged):
             sync_directory(str(final.parent))
         _tidy(lambda: os.rename(staged, aside))
         return
     _settled(lambda: os.rename(final, aside), final, aside)
-    with _undone_by(lambda: os.rename(aside, final), final.parent):
+    with _undone_by(lambda: os.rename(aside, final), final, aside):
         sync_directory(str(aside.parent))
         _settled(lambda: os.rename(staged, final), staged, final)
 
@@ -205,7 +205,7 @@ def publish_directory(staged: Path, final: Path, aside: Path) -> None:
         os.rename(final, staged)
         os.rename(aside, final)
 
-    with _undone_by(swap_back, final.parent):
+    with _undone_by(swap_back, final, staged):
         sync_directory(str(final.parent))
 
 
@@ -250,7 +250,7 @@ def _tidy(action: Callable[[], object]) -> None:
 
 
 @contextlib.contextmanager
-def _undone_by(undo: Callable[[], object], folder: Path | None = None) -> Iterator[None]:
+def _undone_by(undo: Callable[[], object], *names: Path) -> Iterator[None]:
     # An error after a rename does not mean that nothing was done. If it did, the old one would be deleted. Nor is it undone
     # before that is durable: the new one is deleted now, and a power cut would bring its name back, without its files.
     try:
@@ -258,8 +258,8 @@ def _undone_by(undo: Callable[[], object], folder: Path | None = None) -> Iterat
     except OSError as error:
         try:
             undo()
-            if folder is not None:
-                sync_directory(str(folder))
+            for name in names:
+                sync_directory(str(name.parent))
         except OSError:
             raise HalfCommittedError(error.errno, error.strerror, error.filename) from error
         raise
@@ -331,6 +331,7 @@ def publish_link(existing: Path, staged: Path, link: Link, aside: Callable[[], P
         _link_tree(existing, staged)
     else:
         link_or_copy(existing, staged)
+    sync_directory(str(staged.parent))  # a rename of what has no name on the disk yet may be lost with it
     publish(staged, link.path, aside)
 
 

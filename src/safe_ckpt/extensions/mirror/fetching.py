@@ -128,8 +128,9 @@ def fetch_into(workspace: Home, source: ObjectPath, manifest: Manifest, *, timeo
         if os.path.lexists(final) and not _is_older(final, own):
             workspace.quarantine(final)
         info = publication.commit(manifest.files, {}, lambda: None)
-    except BaseException:
-        publication.abort()
+    except BaseException as error:
+        if not isinstance(error, durable.HalfCommittedError):  # as in a save: what it replaced is not deleted
+            publication.abort()
         raise
     publication.clean_up()
     return info

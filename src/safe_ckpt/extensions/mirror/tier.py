@@ -154,7 +154,14 @@ class Tier:
         ]
         if due:
             self._catalog.forget(due)
-            self._root.discard(due)
+            self._discard(due)
+
+    def _discard(self, due: Sequence[Place]) -> None:
+        gone: Sequence[Place] = ()
+        try:
+            gone = self._root.discard(due)
+        finally:
+            self._catalog.settle(gone)  # what the store refused is due once more
 
     def close(self, deleted: Collection[str] = ()) -> None:
         """Give the directory back. ``deleted``: as in ``follow``, with little patience."""
@@ -210,7 +217,7 @@ class Tier:
 
         decision = retention.after_commit(info, self._catalog, due if rules else None)
         if decision is not None:
-            self._catalog.settle(self._root.discard(decision.to_delete))
+            self._discard(decision.to_delete)
 
 
 def _rules_of(config: CheckpointConfig) -> Retention | None:

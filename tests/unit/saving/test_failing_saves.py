@@ -1,0 +1,158 @@
+"""What a save that fails leaves for those after it: on the disk, in memory, and in the count of failures."""
+
+import contextlib
+import os
+import threading
+
+import pytest
+import torch
+from frozen_jobs import FROZEN, Job
+from small_runs import config, steps
+
+from kit.inside import exchange_no_names
+from safe_ckpt import CheckpointConfig, Checkpointer
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.saving.write_phase import WritePhase
+from safe_ckpt.core.staging.snapshot import StagingCopy
+from safe_ckpt.core.storage import durable
+from safe_ckpt.errors import CommitOutcomeUnknown, SaveError
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_what_was_replaced_outlives_an_unknown_outcome(tmp_path, monkeypatch, can_exchange):
+    """The disk does not confirm the name of a step that is saved again, and it cannot be taken back: a power cut may still
+    take the new one away, so the old one is whole on the disk, and stays there until the next start.
+    """
+    if not can_exchange:
+        exchange_no_names(monkeypatch)
+    step, hidden = tmp_path / "step-00000001", tmp_path / ".safe_ckpt"
+    exchange, rename, sync, asked = durable.exchange, os.rename, durable.sync_directory, []
+    with Checkpointer(tmp_path, config()) as ckpt:
+        old = ckpt.save(1, {"x": 1}).result(timeout_s=20)
+
+        def once(one, other):
+            asked.append(one)
+            return exchange(one, other) if len(asked) == 1 else False
+
+        def no_way_back(source, target):
+            if os.fspath(source) == str(step) and read_manifest(step).op_id != old.op_id:
+                raise OSError(5, "Input/output error", str(source))
+            rename(source, target)
+
+        def unconfirmed(path):
+            if path == str(tmp_path) and read_manifest(step).op_id != old.op_id:
+                raise OSError(5, "Input/output error", path)
+            sync(path)
+
+        monkeypatch.setattr(durable, "exchange", once if can_exchange else exchange)
+        monkeypatch.setattr(os, "rename", no_way_back)
+        monkeypatch.setattr(durable, "sync_directory", unconfirmed)
+        with pytest.raises(CommitOutcomeUnknown, match="did not confirm"):
+            ckpt.save(1, {"x": 2}).result(timeout_s=20)
+        (kept,) = [
+            path.parent for path in hidden.rglob("manifest.json") if read_manifest(path.parent).op_id == old.op_id
+        ]
+        assert (kept / "x.json").read_text() == "1"
+        monkeypatch.undo()
+    assert read_manifest(step).op_id != old.op_id
+    with Checkpointer(tmp_path, config()) as ckpt:
+        assert not [*hidden.rglob("manifest.json")]
+        state = {"x": 0}
+        ckpt.resume(state)
+        assert state == {"x": 2}
+
+
+@contextlib.contextmanager
+def in_the_way(folder):
+    """No save can be prepared."""
+    pending = folder / ".safe_ckpt/pending"
+    pending.rmdir()
+    pending.write_text("in the way")
+    yield
+    pending.unlink()
+    pending.mkdir()
+
+
+def test_failures_that_are_not_in_a_row_stop_no_run(tmp_path, caplog):
+    """on_failure="warn": a success between two failures begins the count of max_consecutive_failures anew."""
+    with Checkpointer(tmp_path, config(on_failure="warn", max_consecutive_failures=2)) as ckpt:
+        for step in range(0, 8, 2):
+            with in_the_way(tmp_path):
+                ckpt.save(step, {"a": 1})
+                ckpt.wait()
+            ckpt.save(step + 1, {"a": 1})
+            ckpt.wait()
+        assert steps(tmp_path) == [f"step-0000000{step}" for step in (1, 3, 5, 7)]
+    said = [text.rpartition(" (")[2] for text in caplog.messages if "ENOTDIR" in text]
+    assert said == ["failure 1 in a row; training goes on)"] * 4
+
+
+def test_memory_into_which_a_copy_still_writes_is_not_given_to_the_next_save(tmp_path, monkeypatch):
+    """A copy hangs in the middle of a tensor, its save is given up, and it goes on while the next one is written: what that
+    commits has not a byte of it.
+    """
+    copying, writing, hung = StagingCopy._copy_piece, WritePhase.run, []
+    go_on, stepped = threading.Event(), threading.Event()
+    net = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    state = {"model": net, "optimizer": optimizer}
+
+    def hangs_once(self, piece):
+        if not hung and threading.current_thread() is not threading.main_thread():
+            hung.append(self)
+            go_on.wait(60)
+        copying(self, piece)
+
+    def train():
+        net(torch.ones(300)).sum().backward()
+        optimizer.step()
+
+    monkeypatch.setattr(StagingCopy, "_copy_piece", hangs_once)
+    timeouts = {"barrier_s": 0.5, "shutdown_s": 0.5}
+    with Checkpointer(
+        tmp_path, CheckpointConfig.from_mapping({"snapshot": "overlapped", "timeouts": timeouts})
+    ) as ckpt:
+        failed = ckpt.save(1, state)
+        train()
+        with pytest.raises(SaveError, match="not complete after"):
+            failed.result(timeout_s=60)
+        expected = {name: value.clone() for name, value in net.state_dict().items()}
+
+        def written_late(self):
+            """The copy of the first save ends between the copy and the writing of the second, with what the step has made."""
+            assert stepped.wait(60)
+            go_on.set()
+            assert hung[0].wait(60)
+            return writing(self)
+
+        monkeypatch.setattr(WritePhase, "run", written_late)
+        handle = ckpt.save(2, state)
+        train()
+        stepped.set()
+        handle.result(timeout_s=60)
+        assert ckpt.resume(state).step == 2
+    assert all(torch.equal(value, expected[name]) for name, value in net.state_dict().items())
+
+
+def test_nothing_is_taken_from_the_checkpoint_before_a_save_of_unknown_outcome(tmp_path, monkeypatch):
+    """That save may be committed, and what was the newest before may be deleted at any moment: frozen weights are written anew,
+    and shared again from then on.
+    """
+    job, sync = Job(), durable.sync_directory
+
+    def unconfirmed(path):
+        if path == str(tmp_path):
+            raise OSError(5, "Input/output error", path)
+        sync(path)
+
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, job.state).result(timeout_s=20)
+        with monkeypatch.context() as away:
+            away.setattr(durable, "sync_directory", unconfirmed)
+            with pytest.raises(CommitOutcomeUnknown):
+                ckpt.save(3, job.state).result(timeout_s=20)
+        for step in (4, 5):
+            ckpt.save(step, job.state).result(timeout_s=20)
+    files = {int(path.parent.name[-1]): path.stat().st_ino for path in tmp_path.glob(f"step-*/{FROZEN}")}
+    assert files[1] == files[2] != files[4] == files[5]
