@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safe_ckpt.accelerate import trackers
 from safe_ckpt.accelerate.dataloaders import Loaders
 from safe_ckpt.accelerate.strategies import Parts
 from safe_ckpt.adapters.extras import HIDDEN, WEIGHTS, Candidate, Catalog, catalog, is_of, policy_of, presence, refuse
@@ -66,12 +68,8 @@ class AcceleratorSaver(Saver):
     """
 
     def __init__(self, accelerator: Any, config: CheckpointConfig, policy: Retention, hooks: Iterable[Hook]) -> None:
-        def trackers() -> list[tuple[str, Callable[..., Any]]]:
-            return [("a tracker", accelerator.log)] if accelerator.is_main_process else []
-
-        super().__init__(
-            config, ADAPTER, find=candidates, owner=_OWNER, by_name=BY_NAME, hooks=hooks, sinks=trackers, facts=True
-        )
+        sinks = functools.partial(trackers.sinks, accelerator)
+        super().__init__(config, ADAPTER, find=candidates, owner=_OWNER, by_name=BY_NAME, hooks=hooks, sinks=sinks)
         self.accelerator = accelerator
         self.loaders = Loaders()
         self.parts = Parts(self.engine, accelerator)

@@ -155,7 +155,7 @@ class Handle(AttachedHandle):
                 arguments=save_model_func_kwargs,
             )
             path, handle = save.save(self.saver, output_dir, options)
-        self.saver.tracking.follow(handle, step)
+        self.saver.tracking.follow(handle)
         if not async_save:
             handle.result()
             self.saver.tracking.report()
