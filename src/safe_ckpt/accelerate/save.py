@@ -100,7 +100,7 @@ def _unsharded(saver: AcceleratorSaver, folder: Path | None, options: Options) -
     if folder is not None:
         for hook in list(accelerator._save_model_state_pre_hook.values()):
             hook(accelerator._models, states, str(folder))
-    shared = contents.shared_states(accelerator)
+    shared = contents.shared_states(accelerator, saver.loaders.place_of)
     files = contents.files(
         accelerator,
         states,
