@@ -111,6 +111,25 @@ def test_an_evaluation_that_was_left_begins_at_its_beginning(tmp_path, kind, how
 
 
 @pytest.mark.parametrize("kind", ["resumable", "torchdata"])
+def test_an_evaluation_that_was_left_is_not_taken_for_the_training(tmp_path, kind):
+    """With gradient accumulation, from the save on: the last step of the epoch is made, as after a resume."""
+
+    def program(one):
+        one.accelerator.gradient_accumulation_steps = 4
+        for (batch,) in one.train:
+            with one.accelerator.accumulate(one.net):
+                one.step(batch)
+            one.seen.append(one.accelerator.sync_gradients)
+            if one.steps.count == 4:
+                one.evaluate("break")
+                one.save()
+                one.save()
+
+    same_after_a_resume(tmp_path, kind, program, (1, 2))
+    assert run(tmp_path / "1", kind, lambda one: one.evaluate("next"))[0] == [[100.0, 101.0]]
+
+
+@pytest.mark.parametrize("kind", ["resumable", "torchdata"])
 def test_two_loaders_that_are_read_in_turn_keep_their_places(tmp_path, kind):
     """Zipped, and one by one from an iterator that the program holds."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,17 +63,12 @@ def files(
     return [*planned, own] if rank == 0 else [own]
 
 
-def shared_states(accelerator: Any, place_of: Callable[[Any], Any]) -> dict[str, Any]:
-    """Files that every rank of Accelerate writes under one name: loaders' positions and the scaler's state.
-
-    Args:
-        accelerator: whose state.
-        place_of: the position of a stateful loader.
-    """
+def shared_states(accelerator: Any) -> dict[str, Any]:
+    """Files that every rank of Accelerate writes under one name: loaders' positions and the scaler's state."""
     states = {}
     for i, loader in enumerate(accelerator._dataloaders):
         if getattr(loader, "use_stateful_dataloader", False):
-            states[f"{numbered('dl_state_dict', i)}.bin"] = place_of(loader)
+            states[f"{numbered('dl_state_dict', i)}.bin"] = loader.state_dict()
     if accelerator.scaler is not None:
         states[utils.SCALER_NAME] = accelerator.scaler.state_dict()
     return states
@@ -92,11 +87,8 @@ def must_match(accelerator: Any, shared: Mapping[str, Any]) -> dict[str, str]:
 def _position(state: Any) -> Any:
     # Of a loader: how far it is. Seeds of workers differ between ranks, and each rank gets its own back (``dataloaders.py``).
     keys = ("_num_yielded", "_sampler_iter_yielded", "_steps_since_snapshot", "_iterator_finished")
-    if not isinstance(state, Mapping) or "_iterator_finished" not in state:
-        return state
-    if state["_iterator_finished"] or state.get("_num_yielded") == 0:
-        return None  # between two epochs: one rank alone may have evaluated
-    return {key: state.get(key) for key in keys}
+    of_a_loader = isinstance(state, Mapping) and "_iterator_finished" in state
+    return {key: state.get(key) for key in keys} if of_a_loader else state
 
 
 def samplers(accelerator: Any) -> list[tuple[int, Any]]:

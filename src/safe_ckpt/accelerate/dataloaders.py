@@ -89,16 +89,11 @@ class Loaders:
             placed.begin_anew()
         return (pending or 0) == batches
 
-    def place_of(self, loader: Any) -> Any:
-        """What a stateful loader's own ``load_state_dict`` is to get."""
-        watched = self._of(loader)
-        return watched.place() if isinstance(watched, _Watched) else loader.state_dict()
-
     def states(self, loaders: Sequence[Any]) -> list[dict[str, Any] | None]:
-        """What to save, loader by loader."""
+        """What to save, loader by loader. Call this before a stateful one's own ``state_dict``."""
         watched = [self._of(loader) for loader in loaders]
         blind = [
-            _told(loader, number)
+            f"loader {number} of those that were prepared, a {_told(loader)},"
             for number, (loader, one) in enumerate(zip(loaders, watched, strict=True))
             if one is None and is_within(loader) and not loader.end_of_dataloader
         ]
@@ -125,21 +120,21 @@ class Loaders:
         Raises:
             RestoreError: a loader cannot go to the place within an epoch that the checkpoint has for it.
         """
-        for number, (loader, state) in enumerate(zip(loaders, states, strict=False)):
+        for loader, state in zip(loaders, states, strict=False):
             self.watch(loader)
-            self._refuse(_told(loader, number), loader, state or {})
+            self._refuse(loader, state or {})
 
-    def _refuse(self, name: str, loader: Any, state: Mapping[str, Any]) -> None:
+    def _refuse(self, loader: Any, state: Mapping[str, Any]) -> None:
         within = state["position"].get("begun") if "position" in state else state.get("within")
         if self._of(loader) is None and within:
             message = (
                 "the checkpoint was saved within an epoch of this loader, which knows no place now. Prepare it as it was then: "
                 "resumable(loader) after register(accelerator), or use_stateful_dataloader"
             )
-            raise RestoreError(key=name, message=message)
+            raise RestoreError(key=_told(loader), message=message)
 
     def _go_to(self, loader: Any, state: dict[str, Any]) -> None:
-        self._refuse(_told(loader), loader, state)
+        self._refuse(loader, state)
         if (watched := self._of(loader)) is not None:
             watched.resume(state)
 
@@ -183,10 +178,8 @@ def _leaves_out_of(loader: Any, base: Any) -> bool:
     return any(one.batch_sampler in (base.sampler, base.batch_sampler) for one in skipping)
 
 
-def _told(loader: Any, number: int | None = None) -> str:
-    """Which one, for messages; ``number`` is its place among those that were prepared."""
-    name = f"{type(loader).__name__} over {type(loader.dataset).__name__}"
-    return name if number is None else f"loader {number} of those that were prepared, a {name}"
+def _told(loader: Any) -> str:
+    return f"{type(loader).__name__} over {type(loader.dataset).__name__}"
 
 
 class _Watched(DataPosition):
@@ -217,20 +210,18 @@ class _Watched(DataPosition):
         watched._users += 1
         return watched
 
-    def place(self) -> dict[str, Any]:
-        """What torchdata is told: a loop that was left is over."""
-        state = self._loader.state_dict()
-        return {**state, _FINISHED: True} if self._is_left() and self._pending is None else state
-
     def state(self) -> dict[str, Any]:
         if self._pending is not None:
             return {**self._pending[0], "place": self._loader.state_dict()}
+        if is_within(self._loader) and self._loop.is_left():
+            self._loader.end()  # else Accelerate takes it for the one that is trained on; torchdata is told as well
+            self._loader.dl_state_dict = {**self._loader.dl_state_dict, _FINISHED: True}
         return {
             "begun": self._begun,
             "ahead": self.ahead,
-            "place": self.place(),
+            "place": self._loader.state_dict(),
             "iteration": getattr(self._loader, "iteration", None),
-            "within": is_within(self._loader) and not self._is_left(),
+            "within": is_within(self._loader),
             **seed(self._loader),
             **self._now(),
         }
@@ -280,9 +271,6 @@ class _Watched(DataPosition):
     def begin_anew(self) -> None:
         """Have the next loop begin an epoch, not at the place that was loaded."""
         self._pending = self.base.next_iter_state = None
-
-    def _is_left(self) -> bool:
-        return is_within(self._loader) and self._loop.is_left()
 
     def _begin(self) -> Iterator[Any]:
         resumed = self._pending is not None
@@ -464,9 +452,11 @@ class Placed(DataPosition):
 
     def state(self) -> dict[str, Any]:
         """See ``DataPosition``."""
-        begun = is_within(self._loader) and self.base.pending() is None
-        left = begun and self.base.loop.is_left()
-        within, last = begun and not left, bool(getattr(self._loader, "end_of_dataloader", False))
+        here = self.base.pending() is None
+        left = here and self.base.loop.is_left()
+        if left:
+            self._loader.end()  # else Accelerate takes it for the one that is trained on
+        within, last = here and is_within(self._loader), bool(getattr(self._loader, "end_of_dataloader", False))
         over = self._steps() if within and last and not self._between else self._over
         if over is not None:
             place = self.base.position(self._taken() if self._over is None else 0)
