@@ -19,6 +19,7 @@ from accelerate_runs import (
     stateful,
 )
 from safe_ckpt.accelerate import register
+from safe_ckpt.accelerate.dataloaders import Placed, count
 from safe_ckpt.data import resumable
 from safe_ckpt.errors import (
     NoValidCheckpointError,
@@ -132,6 +133,62 @@ def test_a_seedable_sampler_goes_on_with_its_seed(tmp_path, torchdata):
     straight = run(tmp_path / "straight", seed=3, stop=6)
     assert run(tmp_path / "broken", seed=3, stop=1) == straight[:1]
     assert run(tmp_path / "broken", seed=4, stop=5, resumes=True) == straight[1:]
+
+
+@pytest.mark.parametrize("where", ["in the last step", "behind the loop"])
+def test_a_save_at_an_epochs_end_has_the_number_of_the_next_one(tmp_path, where):
+    """A stateful loader: the next epoch after a resume has the order, and the number, that it would have had."""
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
+
+    def run(folder, epochs, *, saves=False, resumes=False):
+        with registered(folder, dataloader_config=config) as (accelerator, _):
+            torch.manual_seed(3)
+            data = torch.utils.data.TensorDataset(torch.arange(12.0))
+            loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))
+            if resumes:
+                accelerator.load_state()
+            seen = []
+            for _ in range(epochs):
+                for number, (batch,) in enumerate(loader, 1):
+                    seen.append(batch.tolist())
+                    if saves and number == 3 and where == "in the last step":
+                        accelerator.save_state()
+                if saves and where == "behind the loop":
+                    accelerator.save_state()
+            found = seen, loader.iteration
+        forget()
+        return found
+
+    straight, number = run(tmp_path / "straight", 4)
+    before, _ = run(tmp_path / "broken", 2, saves=True)
+    after, then = run(tmp_path / "broken", 2, resumes=True)
+    assert (before + after, then) == (straight, number)
+    assert straight[:3] != straight[6:9]
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_place_in_the_last_step_has_the_number_of_the_next_epoch_under_a_trainer(at):
+    """Which knows a place behind the last batch as one between two epochs: the next one has the order of the next one."""
+
+    def prepared():
+        accelerator = make(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+        torch.manual_seed(3)
+        data = torch.utils.data.TensorDataset(torch.arange(12.0))
+        loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))
+        assert count(loader, None)
+        return loader, Placed(loader, between=True)
+
+    loader, place = prepared()
+    states, straight = [], []
+    for _ in range(2):
+        for (batch,) in loader:
+            straight.append(batch.tolist())
+            states.append(place.state())
+    again, other = prepared()
+    other.resume(states[at - 1])
+    after = [batch.tolist() for _ in range(2 - at // 3) for (batch,) in again]
+    assert straight[:at] + after == straight
+    assert again.iteration == loader.iteration
 
 
 def test_a_watched_loader_keeps_no_batch_that_the_loop_let_go(tmp_path):

@@ -68,6 +68,57 @@ def test_a_named_path_is_created_or_replaced_and_a_foreign_one_is_refused(tmp_pa
             accelerator.save_state(tmp_path / "file")
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_stock_checkpoint_at_a_fixed_path_is_loaded_and_then_replaced(tmp_path, safe):
+    """Nothing of it stays beside ours; all else is kept, and a log goes on that somebody has open."""
+    path = tmp_path / "state"
+    stock = Training(make(None))
+    stock.accelerator.save_state(path, safe_serialization=safe)
+    expected = stock.fingerprint()
+    (path / "optimizer_7.bin").write_bytes(b"of an earlier program")
+    (path / "pytorch_model_fsdp_0").mkdir()
+    (path / "pytorch_model_fsdp_0/__0_0.distcp").write_bytes(b"too")
+    (path / "model").mkdir()
+    (path / "model/card.md").write_text("keep me")
+    forget()
+    with registered(None) as (accelerator, _), (path / "run.log").open("w") as log:
+        training = Training(accelerator)
+        training.scramble()
+        accelerator.load_state(path)
+        assert training.fingerprint() == expected
+        training.epoch()
+        expected = training.fingerprint()
+        accelerator.save_state(path, safe_serialization=not safe, async_save=False)
+        log.write("goes on")
+        training.scramble()
+        accelerator.load_state(path)
+        assert training.fingerprint() == expected
+    assert (path / "run.log").read_text() == "goes on"
+    ours = [entry.path for entry in read_manifest(path).files]
+    assert names(path) == sorted([*ours, "manifest.json", "model", "run.log"])
+    assert (path / "model/card.md").read_text() == "keep me"
+
+
+def test_a_project_may_be_saved_into_and_nothing_in_it_is_lost(tmp_path):
+    """Settings and logs are kept. Weights, checkpoints of other tools and folders of checkpoints are not replaced."""
+    project = tmp_path / "project"
+    (project / "logs").mkdir(parents=True)
+    with registered(project, automatic=False) as (accelerator, _):
+        Training(accelerator)
+        with (project / "logs/events").open("w") as log:
+            for number in (1, 2):
+                accelerator.save_state(project, async_save=False)
+                log.write(str(number))
+        assert (project / "logs/events").read_text() == "12"
+        for name in ("model.safetensors", "optimizer_0/.metadata", "trainer_state.json", "checkpoints/.safe_ckpt/lock"):
+            file = tmp_path / name.replace("/", "-") / name
+            file.parent.mkdir(parents=True)
+            file.write_text("theirs")
+            with pytest.raises(DirectoryError, match="another name"):
+                accelerator.save_state(tmp_path / name.replace("/", "-"))
+            assert file.read_text() == "theirs"
+
+
 def test_jobs_may_keep_their_checkpoints_side_by_side(tmp_path):
     """A path of one's own is held by itself: another live job saves beside it; retention never reaches what others wrote."""
     config = CheckpointConfig(timeouts=CONFIG.timeouts, retention=Retention(keep_last=1))

@@ -283,7 +283,7 @@ def test_hooks_are_called_as_accelerate_calls_them(tmp_path):
 
 
 def test_trackers_hear_of_a_save_after_its_commit(tmp_path):
-    """And with the caller's own step; a tracker that fails harms nothing."""
+    """With the step that the caller gave; a tracker that fails harms nothing."""
 
     class Tracker(GeneralTracker):
         name = "ours"
@@ -309,15 +309,13 @@ def test_trackers_hear_of_a_save_after_its_commit(tmp_path):
     with registered(tmp_path, log_with=tracker) as (accelerator, handle):
         accelerator.init_trackers("project")
         Training(accelerator)
-        accelerator.save_state(metrics={"loss": 0.5}, step=10)
+        accelerator.save_state(step=10)
         handle.wait()
         accelerator.save_state(step=20)
-    assert [(step, there) for _, step, there in tracker.heard] == [
+    assert [(values["ckpt/step"], there) for values, _, there in tracker.heard] == [
         (10, ["checkpoint_0"]),
         (20, ["checkpoint_0", "checkpoint_1"]),
     ]
-    assert tracker.heard[0][0]["checkpoint/loss"] == 0.5
-    assert tracker.heard[0][0]["checkpoint/size_bytes"] > 1000
 
 
 def test_remove_leaves_no_method_thread_or_process(tmp_path):

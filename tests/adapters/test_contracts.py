@@ -198,6 +198,8 @@ ELSEWHERE = {
     "_save_model_state_pre_hook": "test_an_accelerator_keeps_what_was_prepared_and_registered",
     "_iterator_finished": "test_the_state_of_a_stateful_loader_has_the_known_fields",
     "_num_yielded": "test_the_state_of_a_stateful_loader_has_the_known_fields",
+    "_snapshot": "test_the_state_of_a_stateful_loader_has_the_known_fields",
+    "_snapshot_step": "test_the_state_of_a_stateful_loader_has_the_known_fields",
     "_sampler_iter": "test_the_state_of_a_stateful_loader_has_the_known_fields",
     "_sampler_iter_yielded": "test_the_state_of_a_stateful_loader_has_the_known_fields",
     "_steps_since_snapshot": "test_the_state_of_a_stateful_loader_has_the_known_fields",
@@ -463,6 +465,8 @@ def test_the_state_of_a_stateful_loader_has_the_known_fields():
     next(batches)
     state = loader.state_dict()
     assert {"_num_yielded", "_iterator_finished"} <= set(state), "accelerate/contents.py: _place"
+    of_workers = StatefulDataLoader(range(4), num_workers=1).state_dict()
+    assert "_snapshot_step" in of_workers["_snapshot"], "accelerate/dataloaders.py: pending"
     assert state["_sampler_iter_yielded"] == 1, "accelerate/contents.py: _place"
     loader.load_state_dict(state)
     assert loader.next_iter_state is state, "accelerate/dataloaders.py: resume"

@@ -9,25 +9,31 @@ states and fetches its first batch with the second. Then the generators get the 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderStateMixin, SkipBatchSampler
 from accelerate.state import PartialState
 
 from safe_ckpt.accelerate import contents
+from safe_ckpt.accelerate.loops import Loop
 from safe_ckpt.adapters import Patch
 from safe_ckpt.adapters.data_position import DataPosition
 from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
+from safe_ckpt.adapters.patch import replace_for_good
 from safe_ckpt.data.loader import Resumable, Skip, made_of
-from safe_ckpt.data.order import is_map, is_placed, name_of
+from safe_ckpt.data.order import is_map, is_placed, is_warm, name_of
 from safe_ckpt.errors import RestoreError
 
 logger = logging.getLogger(__name__)
+_living: weakref.WeakSet[Loaders] = weakref.WeakSet()
 
+_FINISHED = "_iterator_finished"
 KEY = "safe_ckpt_loaders"
 """In each rank's ``random_states_<rank>.pkl``; stock Accelerate ignores it."""
 
@@ -36,9 +42,11 @@ class Loaders:
     """The stateful loaders of one Accelerator, watched from ``prepare`` on."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, DataPosition] = {}
+        self._watched: dict[int, Placed | _Watched] = {}
         self._said = False
         self._late: list[dict[str, Any] | None] = []  # of loaders that were not prepared yet
+        _living.add(self)
+        replace_for_good(DataLoaderStateMixin, "begin", _refusing_others)
 
     def watch(self, loader: Any, given: Any = None) -> None:
         """From now on record the state with which ``loader`` can be continued.
@@ -65,7 +73,7 @@ class Loaders:
         If it begins elsewhere, it is made to begin the epoch, so that leaving out batches leaves out those.
         """
         placed = self._of(loader)
-        if not isinstance(placed, Placed):
+        if placed is None:
             return False
         pending = placed.pending()
         if placed.is_over() and batches == 0:  # of the next epoch
@@ -82,16 +90,20 @@ class Loaders:
         return (pending or 0) == batches
 
     def states(self, loaders: Sequence[Any]) -> list[dict[str, Any] | None]:
-        """What to save, loader by loader."""
+        """What to save, loader by loader. Call this before a stateful one's own ``state_dict``."""
         watched = [self._of(loader) for loader in loaders]
-        blind = [loader for loader, one in zip(loaders, watched, strict=True) if one is None and is_within(loader)]
+        blind = [
+            f"loader {number} of those that were prepared, a {_told(loader)},"
+            for number, (loader, one) in enumerate(zip(loaders, watched, strict=True))
+            if one is None and is_within(loader) and not loader.end_of_dataloader
+        ]
         if blind and not self._said and PartialState().is_main_process:
             self._said = True
             logger.warning(
                 "saving within an epoch, and %s cannot tell where it is: after a resume this epoch begins anew, or, with "
                 "skip_first_batches, where the script says. Give accelerator.prepare safe_ckpt.data.resumable(loader) after "
                 "register(accelerator), or use DataLoaderConfiguration(use_stateful_dataloader=True)",
-                ", ".join(f"{type(loader).__name__} over {type(loader.dataset).__name__}" for loader in blind),
+                " and ".join(blind),
             )
         return [one.state() if one is not None else None for one in watched]
 
@@ -115,12 +127,11 @@ class Loaders:
     def _refuse(self, loader: Any, state: Mapping[str, Any]) -> None:
         within = state["position"].get("begun") if "position" in state else state.get("within")
         if self._of(loader) is None and within:
-            name = f"{type(loader).__name__} over {type(loader.dataset).__name__}"
             message = (
                 "the checkpoint was saved within an epoch of this loader, which knows no place now. Prepare it as it was then: "
                 "resumable(loader) after register(accelerator), or use_stateful_dataloader"
             )
-            raise RestoreError(key=name, message=message)
+            raise RestoreError(key=_told(loader), message=message)
 
     def _go_to(self, loader: Any, state: dict[str, Any]) -> None:
         self._refuse(loader, state)
@@ -133,8 +144,42 @@ class Loaders:
             watched.forget()
         self._watched.clear()
 
-    def _of(self, loader: Any) -> DataPosition | None:
+    def _of(self, loader: Any) -> Placed | _Watched | None:
         return self._watched.get(id(getattr(loader, "base_dataloader", None)))
+
+    def refuse_beside(self, loader: Any) -> None:
+        """Raise ``RestoreError`` where ``loader`` leaves out batches of one that begins at a place: that is begun, too."""
+        inner = loader.base_dataloader
+        for one in self._watched.values():
+            if one.pending() is not None and one.base is not inner and _leaves_out_of(loader, one.base):
+                message = (
+                    "the function accelerate.skip_first_batches was called for a loader that goes on at its place by itself: "
+                    "the next epoch would lack its first batches. Call accelerator.skip_first_batches(loader, num_batches), "
+                    "the method of the Accelerator that is registered"
+                )
+                raise RestoreError(key=_told(loader), message=message)
+
+
+def _refusing_others(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    def begin(self: Any) -> None:
+        for loaders in list(_living):
+            loaders.refuse_beside(self)
+        stock(self)
+
+    return begin
+
+
+def _leaves_out_of(loader: Any, base: Any) -> bool:
+    """Whether ``accelerate.skip_first_batches`` made this prepared loader of the one around ``base``."""
+    inner = loader.base_dataloader
+    skipping = [one for one in (inner.sampler, inner.batch_sampler) if isinstance(one, SkipBatchSampler)]
+    if not skipping:
+        return inner.dataset is base.dataset and bool(loader.skip_batches)
+    return any(one.batch_sampler in (base.sampler, base.batch_sampler) for one in skipping)
+
+
+def _told(loader: Any) -> str:
+    return f"{type(loader).__name__} over {type(loader.dataset).__name__}"
 
 
 class _Watched(DataPosition):
@@ -144,15 +189,17 @@ class _Watched(DataPosition):
         self.ahead: Mapping[str, Any] | None = None
         self._users = 0
         self._loader = loader
-        self._base = loader.base_dataloader
-        self._iterate: Callable[[], Iterator[Any]] = self._base.__iter__
+        self.base = loader.base_dataloader
+        self._iterate: Callable[[], Iterator[Any]] = self.base.__iter__
         self._begun: Mapping[str, Any] | None = None
         self._pending: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
-        if self._base.num_workers and self._is_ready():
+        self._loop = Loop()
+        self._was_warm = False
+        if self.base.num_workers and self._is_ready():
             # Its workers have asked for their first batches, so the order was drawn before anybody noted the generators.
-            self._base.load_state_dict({})
+            self.base.load_state_dict({})
         # Accelerate calls __iter__ as an attribute of the inner loader, so one of the instance is called.
-        self._patch = Patch(self._base, {"__iter__": self._begin})
+        self._patch = Patch(self.base, {"__iter__": self._begin})
 
     @classmethod
     def on(cls, loader: Any) -> _Watched:
@@ -164,6 +211,11 @@ class _Watched(DataPosition):
         return watched
 
     def state(self) -> dict[str, Any]:
+        if self._pending is not None:
+            return {**self._pending[0], "place": self._loader.state_dict()}
+        if is_within(self._loader) and self._loop.is_left():
+            self._loader.end()  # else Accelerate takes it for the one that is trained on; torchdata is told as well
+            self._loader.dl_state_dict = {**self._loader.dl_state_dict, _FINISHED: True}
         return {
             "begun": self._begun,
             "ahead": self.ahead,
@@ -176,23 +228,26 @@ class _Watched(DataPosition):
 
     def resume(self, state: dict[str, Any]) -> None:
         now = contents.random_states(0)
+        self._was_warm = bool(state.get("warm"))
         if state:
             seed_as(self._loader, state)
-            self._base.load_state_dict(state["place"])
-        position = getattr(self._base, "next_iter_state", None)
+            self.base.load_state_dict(state["place"])
+        self._pending = None
+        position = getattr(self.base, "next_iter_state", None)
         if not isinstance(position, Mapping):
             return
-        over = bool(position.get("_iterator_finished"))
+        self._loop, self._loader.dl_state_dict = Loop(left=True), position  # a save may come before the next loop
+        over = bool(position.get(_FINISHED))
         if state.get("iteration") is not None:
             self._loader.iteration = state["iteration"] + (over and state["within"])
         if not over and position.get("_num_yielded") != 0:
             self._pending = (state, now)
             return
         # A continued iterator without further batches is started twice, and draws twice.
-        self._base.next_iter_state = None
+        self.base.next_iter_state = None
         self._set_generator(state.get("generator"))
         if state.get("ready"):
-            self._base.state_dict()  # starts the iterator, which was started at the save
+            self.base.state_dict()  # starts the iterator, which was started at the save
             contents.restore_random_states(now)
 
     def forget(self) -> None:
@@ -200,11 +255,35 @@ class _Watched(DataPosition):
         if not self._users:
             self._patch.give_back()
 
+    def pending(self) -> int | None:
+        """How many batches of the epoch were given before the place that is gone to next; None where none is."""
+        if self._pending is None:
+            return None
+        state = self.base.next_iter_state
+        if "_num_yielded" in state:
+            return int(state["_num_yielded"])
+        return int(state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"])
+
+    def is_over(self) -> bool:
+        """A place behind the last batch of an epoch is one between two."""
+        return False
+
+    def begin_anew(self) -> None:
+        """Have the next loop begin an epoch, not at the place that was loaded."""
+        self._pending = self.base.next_iter_state = None
+
     def _begin(self) -> Iterator[Any]:
+        resumed = self._pending is not None
+        batches = self._batches()
+        self._loop = Loop(batches, resumed=resumed)
+        return batches
+
+    def _batches(self) -> Iterator[Any]:
         pending, self._pending = self._pending, None
         if pending is None:
             self._begun = self._now()
-            return _fetched(self._iterate(), self)
+            with self._drawing_nothing(self._begun["warm"]):
+                return _fetched(self._iterate(), self)
         state, now = pending
         begun = state.get("begun")
         if begun is None:  # not recorded then, or saved by a stock Accelerator
@@ -212,25 +291,31 @@ class _Watched(DataPosition):
         self._begun = begun
         torch.set_rng_state(begun["torch"])
         self._set_generator(begun["generator"])
-        own = self._base.generator
-        if begun["ready"]:
-            # The iterator had been started before the epoch began: starting it now must not draw from the generators.
-            self._base.generator = torch.Generator()
-        try:
+        with self._drawing_nothing(begun["ready"] or begun.get("warm")):
             iterator = self._iterate()
             _draw_order(iterator)
             return _fetched(iterator, self, first=state.get("ahead"), then=now)
+
+    @contextlib.contextmanager
+    def _drawing_nothing(self, there: bool) -> Iterator[None]:
+        """Where the iterator was there before the epoch began, starting it now must not draw from the generators."""
+        own, self._was_warm = self.base.generator, False
+        if there:
+            self.base.generator = torch.Generator()
+        try:
+            yield
         finally:
-            self._base.generator = own
+            self.base.generator = own
 
     def _now(self) -> dict[str, Any]:
         generator = self._generator()
         state = generator.get_state() if generator is not None else None
-        return {"torch": torch.get_rng_state(), "generator": state, "ready": self._is_ready()}
+        ready, warm = self._is_ready(), self._was_warm or is_warm(self.base)
+        return {"torch": torch.get_rng_state(), "generator": state, "ready": ready, "warm": warm and not ready}
 
     def _is_ready(self) -> bool:
         """Whether the loader's next iterator exists already: ``state_dict`` of a new loader starts one."""
-        return bool(getattr(self._base, "_initial_iter_for_state_dict", False))
+        return bool(getattr(self.base, "_initial_iter_for_state_dict", False))
 
     def _set_generator(self, state: torch.Tensor | None) -> None:
         generator = self._generator()
@@ -296,6 +381,12 @@ class ForAccelerate(Resumable):
     """
 
     looks_ahead = 1
+    loop = Loop()
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = super().__iter__()
+        self.__dict__["loop"] = Loop(batches, resumed=self.pending() is not None)
+        return batches
 
     @property
     def state_dict(self) -> Any:
@@ -354,24 +445,28 @@ class Placed(DataPosition):
     def __init__(self, loader: Any, *, between: bool = False) -> None:
         self._loader = loader
         self._between = between
-        self._base: Any = loader.base_dataloader
+        self.base: Any = loader.base_dataloader
         self._over: int | None = None  # how many batches the epoch had that is over, until the next loop
         self._saved_iteration = 0
         self._patch = Patch()
 
     def state(self) -> dict[str, Any]:
         """See ``DataPosition``."""
-        within, last = is_within(self._loader), bool(getattr(self._loader, "end_of_dataloader", False))
+        here = self.base.pending() is None
+        left = here and self.base.loop.is_left()
+        if left:
+            self._loader.end()  # else Accelerate takes it for the one that is trained on
+        within, last = here and is_within(self._loader), bool(getattr(self._loader, "end_of_dataloader", False))
         over = self._steps() if within and last and not self._between else self._over
         if over is not None:
-            place = self._base.position(self._taken() if self._over is None else 0)
+            place = self.base.position(self._taken() if self._over is None else 0)
             return {
                 "position": place.to_json(),
                 "iteration": self._loader.iteration,
                 "over": over,
                 **seed(self._loader),
             }
-        place = self._base.position(self._taken() if within and not last else 0)
+        place = self.base.left() if left else self.base.position(self._taken() if within and not last else 0)
         # The number of the epoch increases only when the loop is left, and the resume begins the next one.
         iteration = self._loader.iteration + (within and last)
         return {"position": place.to_json(), "iteration": iteration, **seed(self._loader)}
@@ -388,9 +483,10 @@ class Placed(DataPosition):
             message = (
                 "the checkpoint has the place of a loader of another kind: prepare the loader as it was prepared then"
             )
-            raise RestoreError(key=name_of(self._base), message=message)
+            raise RestoreError(key=name_of(self.base), message=message)
         seed_as(self._loader, state)
-        self._base.load_state_dict(state["position"])
+        self.base.load_state_dict(state["position"])
+        self.base.__dict__["loop"] = Loop(left=True)
         self._loader.iteration, self._over = state["iteration"], state.get("over")
         if self._over is not None:
             self._saved_iteration = state["iteration"]
@@ -400,7 +496,7 @@ class Placed(DataPosition):
         """How many batches of the epoch were given before the place that is gone to next; None where none is."""
         if self._over is not None:
             return self._over
-        place = self._base.pending()
+        place = self.base.pending()
         return place.batches if place is not None else None
 
     def is_over(self) -> bool:
@@ -412,7 +508,7 @@ class Placed(DataPosition):
         if self._over is not None:
             self._loader.iteration, self._over = self._loader.iteration + 1, None
             self._patch.give_back(self._loader, "begin")
-        self._base.begin_anew()
+        self.base.begin_anew()
 
     def forget(self) -> None:
         """It counts on: that takes nothing away."""
@@ -422,7 +518,7 @@ class Placed(DataPosition):
         loader, skipped = self._loader, self._loader.skip_batches
         if loader.iteration != self._saved_iteration:  # set_epoch was called: the loop is over another epoch
             self._over = None
-            self._base.begin_anew()
+            self.base.begin_anew()
             begin()
             return
         self._over = None
@@ -444,7 +540,7 @@ class Placed(DataPosition):
 
     def _steps(self) -> int:
         """How many steps the epoch had that is over. Where batches are dispatched, only the main process reads them."""
-        end = self._base.ended()
+        end = self.base.ended()
         try:
             return len(self._loader)
         except TypeError:
@@ -452,9 +548,9 @@ class Placed(DataPosition):
 
     def _taken(self) -> int:
         """How many batches were taken that training was not given."""
-        ahead, end = _ahead(self._loader), self._base.ended()
+        ahead, end = _ahead(self._loader), self.base.ended()
         if end is None:  # an exception may have come between the batches of one turn
-            return ahead + int(self._base.position().batches) % ahead
+            return ahead + int(self.base.position().batches) % ahead
         rest = int(end.batches) % ahead  # the last turn may not have one for each rank; with drop_last it was none
         return rest + ahead if not rest or bool(self._loader._drop_last) else rest
 

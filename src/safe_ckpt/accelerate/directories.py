@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -9,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safe_ckpt.accelerate import trackers
 from safe_ckpt.accelerate.dataloaders import Loaders
 from safe_ckpt.accelerate.strategies import Parts
 from safe_ckpt.adapters.extras import (
     HIDDEN,
+    MANIFEST_NAME,
     WEIGHTS,
     Candidate,
     Catalog,
@@ -28,12 +31,18 @@ from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
-from safe_ckpt.layouts.table import ACCELERATE
+from safe_ckpt.layouts.table import ACCELERATE, KINDS
+from safe_ckpt.text import listed
 
 ADAPTER = "accelerate"
 FOLDER = "checkpoints"
 BY_NAME = "load_state(path)"
 _STEP = re.compile(r"(?:^|(?:step|epoch|checkpoint|ckpt|iter|iteration)s?[-_=]?)([0-9]{1,18})\Z")
+_STATE = re.compile(
+    r"(?:(?:model|pytorch_model)(?:_\d+)?\.(?:safetensors|bin)|pytorch_model(?:_fsdp)?(?:_\d+)?(?:\.bin)?|optimizer_\d+"
+    r"|(?:optimizer|scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin|(?:random_states|custom_checkpoint)_\d+\.pkl|scaler\.pt)\Z"
+)
+"""What Accelerate writes into a checkpoint, files and folders. Of a stock one they are replaced, and all else is kept."""
 _OWNER = "a registered Accelerator; its free_memory() or end_training(), or handle.remove(), frees it"
 
 
@@ -47,6 +56,7 @@ class Target:
         number: Accelerate's ``iteration``.
         step: the number in a name of the user's, or else ``number``.
         hooks: whether some rank has hooks that write files.
+        carries: which files that are there already are kept.
     """
 
     home: OpenHome
@@ -54,6 +64,7 @@ class Target:
     number: int
     step: int
     hooks: bool
+    carries: Callable[[str], bool]
 
 
 class AcceleratorSaver(Saver):
@@ -77,12 +88,8 @@ class AcceleratorSaver(Saver):
     """
 
     def __init__(self, accelerator: Any, config: CheckpointConfig, policy: Retention, hooks: Iterable[Hook]) -> None:
-        def trackers() -> list[tuple[str, Callable[..., Any]]]:
-            return [("a tracker", accelerator.log)] if accelerator.is_main_process else []
-
-        super().__init__(
-            config, ADAPTER, find=candidates, owner=_OWNER, by_name=BY_NAME, hooks=hooks, sinks=trackers, facts=True
-        )
+        sinks = functools.partial(trackers.sinks, accelerator)
+        super().__init__(config, ADAPTER, find=candidates, owner=_OWNER, by_name=BY_NAME, hooks=hooks, sinks=sinks)
         self.accelerator = accelerator
         self.loaders = Loaders()
         self.parts = Parts(self.engine, accelerator)
@@ -188,7 +195,7 @@ class AcceleratorSaver(Saver):
 
         Raises:
             ConfigError: neither a path was given nor does Accelerate name checkpoints.
-            DirectoryError: the path exists and is not a checkpoint of ours.
+            DirectoryError: the path exists, and what is there would be lost.
             DesyncError: the ranks gave different paths.
         """
         home = self.hold_automatic()
@@ -202,9 +209,10 @@ class AcceleratorSaver(Saver):
 
         def decide(answers: Mapping[int, Any]) -> dict[str, Any]:
             if home is None:
-                refuse(_named(output_dir), ADAPTER, _is_stock, empty=True)
+                refuse(_named(output_dir), ADAPTER, _would_be_lost)
             number = iteration if home is None else max(iteration, next_number(home.workspace.path))
-            return {"number": number, "hooks": any(answers.values())}
+            stock = home is None and not presence.is_there(_named(output_dir) / MANIFEST_NAME)
+            return {"number": number, "hooks": any(answers.values()), "stock": stock}
 
         agreed = self.engine.agree("save_state", must_match=values, local=check, decide=decide)
         number = agreed["number"]
@@ -213,7 +221,8 @@ class AcceleratorSaver(Saver):
         else:
             path = self._last = _named(output_dir)
             home, step = self._hold_named(path), _step_of(path.name, number)
-        return Target(home=home, path=path, number=number, step=step, hooks=agreed["hooks"])
+        carries = _is_users if agreed["stock"] else lambda _: True
+        return Target(home=home, path=path, number=number, step=step, hooks=agreed["hooks"], carries=carries)
 
     def _hold_named(self, path: Path) -> OpenHome:
         self._take_over(path)
@@ -281,3 +290,17 @@ def _has_folders(path: Path) -> bool:
 
 def _is_stock(path: Path) -> str:
     return "it is a checkpoint of an Accelerator" if not ACCELERATE.problem(path) else ""
+
+
+def _is_users(name: str) -> bool:
+    return not _STATE.match(name.partition("/")[0])
+
+
+def _would_be_lost(path: Path) -> str:
+    """What is in a directory without a manifest that is neither replaced by a checkpoint nor kept beside it."""
+    if ACCELERATE.is_one(path):
+        return ""
+    if kind := next((kind.name for kind in KINDS if kind is not ACCELERATE and kind.is_one(path)), ""):
+        return f"it is a {kind}"
+    names = sorted(name for name in os.listdir(path) if not _is_users(name))
+    return f"it is no checkpoint of an Accelerator, and its {listed(names)} would be replaced" if names else ""

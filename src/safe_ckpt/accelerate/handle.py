@@ -121,8 +121,8 @@ class Handle(AttachedHandle):
         The checkpoint appears under its name when all of it is durable; before that the directory is not there.
 
         Args:
-            output_dir: as for Accelerate; ignored with ``automatic_checkpoint_naming``. One that is there already is
-                replaced if it is a checkpoint of ours; files that others keep in it go along.
+            output_dir: as for Accelerate; ignored with ``automatic_checkpoint_naming``. A checkpoint that is there already,
+                ours or of stock Accelerate, is replaced; files that others keep in that directory go along.
             safe_serialization: safetensors for the models, or pickle.
             metrics: numbers for ``Retention(keep_best=...)``.
             step: the training step, for the manifest and the trackers; None for the number in ``output_dir``'s name, such as
@@ -135,7 +135,8 @@ class Handle(AttachedHandle):
 
         Raises:
             StateError: something cannot be saved; names it, on every rank. Nothing was started.
-            DirectoryError: ``output_dir`` is there and is not a checkpoint of ours.
+            DirectoryError: ``output_dir`` is there, and what is in it would be lost: other checkpoints, or files of the names
+                that a checkpoint has.
             DesyncError: the ranks differ in path, or in what one file holds for all of them.
             ClosedError: the registration has ended; says by what, and what to do.
             RendezvousTimeout: some ranks did not call this; names them.
@@ -155,7 +156,7 @@ class Handle(AttachedHandle):
                 arguments=save_model_func_kwargs,
             )
             path, handle = save.save(self.saver, output_dir, options)
-        self.saver.tracking.follow(handle, step)
+        self.saver.tracking.follow(handle)
         if not async_save:
             handle.result()
             self.saver.tracking.report()

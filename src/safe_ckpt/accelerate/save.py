@@ -88,7 +88,7 @@ def _save(saver: AcceleratorSaver, target: Target, folder: Path | None, options:
         metrics=metrics,
         notes={"iteration": target.number, **planned.notes},
         must_match=must_match,
-        on_commit=OnCommit(prefilled=folder, carry=lambda _: True, retention=saver.retention),
+        on_commit=OnCommit(prefilled=folder, carry=target.carries, retention=saver.retention),
     )
 
 
@@ -100,13 +100,14 @@ def _unsharded(saver: AcceleratorSaver, folder: Path | None, options: Options) -
     if folder is not None:
         for hook in list(accelerator._save_model_state_pre_hook.values()):
             hook(accelerator._models, states, str(folder))
+    places = saver.loaders.states(accelerator._dataloaders)
     shared = contents.shared_states(accelerator)
     files = contents.files(
         accelerator,
         states,
         shared,
         safe_serialization=options.safe_serialization,
-        besides={KEY: saver.loaders.states(accelerator._dataloaders)},
+        besides={KEY: places},
         sharded=apart,
     )
     return files, contents.must_match(accelerator, shared)

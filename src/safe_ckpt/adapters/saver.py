@@ -74,7 +74,6 @@ class Saver:
         by_name: how a user names the checkpoint to resume from, for messages.
         hooks: called with what happens.
         sinks: the framework's loggers; None for none.
-        facts: see ``Tracking``.
         group: the ranks; None means WORLD.
 
     Attributes:
@@ -115,12 +114,11 @@ class Saver:
         by_name: str = resume.BY_NAME,
         hooks: Iterable[Hook] = (),
         sinks: Sinks | None = None,
-        facts: bool = False,
         group: ProcessGroup | None = None,
     ) -> None:
         self.config = config
         self.engine = Engine(config, group=group, hooks=hooks, owner=owner, extensions=assemble(config))
-        self.tracking = Tracking(self.engine, sinks, facts=facts)
+        self.tracking = Tracking(self.engine, sinks)
         self.homes: dict[Path, OpenHome] = {}
         self.names = HeldDirectories(self.engine)
         self.closed = False

@@ -28,27 +28,24 @@ class Tracking:
     Args:
         engine: what saves; ``telemetry.logger_scalars`` of its settings switches these numbers off.
         sinks: the loggers; None for none.
-        facts: whether they also get size, place and metrics of what was committed, as ``checkpoint/...``.
     """
 
-    def __init__(self, engine: Engine, sinks: Sinks | None, *, facts: bool = False) -> None:
+    def __init__(self, engine: Engine, sinks: Sinks | None) -> None:
         self._sinks: Sinks = sinks or tuple
-        self._facts = facts
         self._flights: list[_Flight] = []
         self._hook: ScalarsHook | None = None
         if sinks is not None and engine.rank == 0 and engine.config.telemetry.logger_scalars:
             self._hook = ScalarsHook()
             engine.emit.add(self._hook)
 
-    def follow(self, handle: SaveHandle, step: int | None = None, *, at_end: AtEnd = lambda _: None) -> None:
+    def follow(self, handle: SaveHandle, *, at_end: AtEnd = lambda _: None) -> None:
         """A save was begun.
 
         Args:
             handle: its outcome.
-            step: the user's own; None for that of the save.
             at_end: called once it is reported, with what was committed; or before that, with None, when it failed.
         """
-        self._flights.append(_Flight(handle, step, at_end))
+        self._flights.append(_Flight(handle, at_end))
 
     def report(self, *, committed_only: bool = False) -> None:
         """Report the saves that have ended since the last call, in order. Does not wait, and needs no other process.
@@ -79,24 +76,18 @@ class Tracking:
         self._flights.remove(flight)
         if flight.handle.outcome is None:
             flight.at_end(None)  # nothing that counts on the save is seen by a logger
-        self._log(flight.handle, flight.step)
+        self._log(flight.handle)
         if flight.handle.outcome is not None:
             flight.at_end(flight.handle.outcome)
 
-    def _log(self, handle: SaveHandle, step: int | None) -> None:
+    def _log(self, handle: SaveHandle) -> None:
         """A logger that fails is logged: a committed save must not look like a failed one."""
         scalars = self._hook.take(handle.name) if self._hook is not None else None
-        values: dict[str, Any] = dict(scalars.values) if scalars is not None else {}
-        info = handle.outcome if self._facts else None
-        if info is not None:
-            values |= {"checkpoint/size_bytes": info.size_bytes, "checkpoint/sequence": info.sequence}
-            values |= {f"checkpoint/{name}": value for name, value in info.metrics.items()}
-        about = info or scalars
-        if about is None:
+        if scalars is None:
             return
         for name, log in self._sinks():
             try:
-                log(values, step=about.step if step is None else step)
+                log(scalars.values, step=scalars.step)
             except Exception:
                 logger.warning("%s could not log the save of %s", name, handle.name, exc_info=True)
 
@@ -106,5 +97,4 @@ class _Flight:
     """A save that is not reported yet."""
 
     handle: SaveHandle
-    step: int | None
     at_end: AtEnd

@@ -115,6 +115,11 @@ class Resumable:
             place = last  # the last batch of the epoch was taken, and that it is the last was seen
         return place.without(unseen)
 
+    def left(self) -> Position:
+        """The place behind an epoch that was broken off for good: between that one and the next."""
+        place = self._now().at_end()
+        return dataclasses.replace(place, warm=is_warm(self), sampler_epoch=epoch_of(sampler_of(self)))
+
     def pending(self) -> Position | None:
         """The place that the next iteration goes to; None where it begins an epoch."""
         return self._pending if self._pending is not None and self._pending.begun else None

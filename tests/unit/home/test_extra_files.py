@@ -1,5 +1,6 @@
 """What the user keeps in a checkpoint directory is kept when that is saved again."""
 
+import errno
 import os
 
 from safe_ckpt.core.home import extra_files
@@ -32,6 +33,24 @@ def test_links_and_empty_folders_are_kept(tmp_path):
     assert {name: (staged / name).stat().st_mode & 0o7777 for name in modes} == modes
     assert os.listdir(elsewhere) == ["big"]
     assert extra_files.adopt(staged, {"notes/deep/a.txt"}) == []
+
+
+def test_without_hard_links_what_is_copied_is_named(tmp_path, monkeypatch, caplog):
+    """Once for each save: whoever has such a file open goes on writing to the old one."""
+
+    def refused(*_, **__):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    old, staged = tmp_path / "old", tmp_path / "staged"
+    for folder in (old, staged):
+        folder.mkdir()
+    (old / "b.log").write_text("b")
+    (old / "a.log").write_text("a")
+    monkeypatch.setattr(os, "link", refused)
+    extra_files.carry(old, staged, lambda _: True)
+    assert (staged / "b.log").read_text() == "b"
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "no hard links here, so a.log, b.log was copied" in said
 
 
 def test_a_folder_with_other_digits_is_no_step(tmp_path):

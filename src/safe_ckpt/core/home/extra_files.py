@@ -7,6 +7,7 @@ are kept in the new one. No manifest lists them.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,6 +19,9 @@ from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.durable import sync_directory, sync_file
 from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.errors import SafeCheckpointError, SourceChangedError
+from safe_ckpt.text import listed
+
+logger = logging.getLogger(__name__)
 
 
 def adopt(staged: Path, written: Collection[str]) -> list[FileEntry]:
@@ -87,6 +91,7 @@ def carry(old: Path, staged: Path, wanted: Callable[[str], bool]) -> None:
     except SafeCheckpointError:
         ours = set()  # unknown: every file is kept, except for those that are written anew
     made: list[str] = []
+    copied: list[str] = []
     for name in _files_below(old, folders=True):
         target = staged / name
         if name in ours or name == MANIFEST_NAME or os.path.lexists(target) or not wanted(name):
@@ -98,12 +103,16 @@ def carry(old: Path, staged: Path, wanted: Callable[[str], bool]) -> None:
         try:
             os.link(old / name, target, follow_symlinks=False)
         except OSError:  # no hard links here
+            copied.append(name)
             shutil.copy2(old / name, target, follow_symlinks=False)
             if not target.is_symlink():
                 sync_file(target)
     for name in sorted(made, reverse=True):  # now that all is in them: one may be read-only
         shutil.copymode(old / name, staged / name)
     _sync_folders(staged)
+    if copied:
+        message = "%s: no hard links here, so %s was copied: what others write to it during a save is lost"
+        logger.warning(message, old, listed(copied))
 
 
 def _make(staged: Path, name: str) -> list[str]:
