@@ -47,6 +47,14 @@ class Stateful(Protocol):
         """Take the state back."""
 
 
+@runtime_checkable
+class StartsAnew(Protocol):
+    """A Stateful in ``PerRank`` that a rank which has saved none goes on with all the same."""
+
+    def start_anew(self, state_dict: Any, /, rank: int) -> Any:
+        """Start from what rank 0 has saved, as that rank, or raise."""
+
+
 @dataclass(frozen=True)
 class PerRank:
     """Marks an item of the state of which every rank saves its own, such as a random generator's state.
@@ -530,7 +538,10 @@ class Restoring:
                 if not isinstance(self._state, MutableMapping) and not item.changes_in_place:
                     raise ValueError("its value cannot change in place and the state is read-only: pass a dict")
                 loaded = self._loaded[item.name]
-                fit = item.fit_shards(loaded) if isinstance(loaded, Shards) else item.fit(loaded)
+                if isinstance(loaded, OfRank0):
+                    fit = Fitted(apply=functools.partial(loaded.start, item.value))
+                else:
+                    fit = item.fit_shards(loaded) if isinstance(loaded, Shards) else item.fit(loaded)
                 self._fitted.append((item, fit))
         return {
             item.name: {"besides": list(fitted.besides), "refusal": fitted.refusal}
@@ -578,6 +589,24 @@ class Restoring:
             if done:
                 message += f". Applied before: {', '.join(done)}. Build the state again before another resume"
             raise RestoreError(path=str(self._path), key=key, message=message) from error
+
+
+@dataclass(frozen=True)
+class OfRank0:
+    """What rank 0 has saved of an item of which this rank has saved none.
+
+    Attributes:
+        state: of rank 0.
+        rank: this rank.
+    """
+
+    state: Any
+    rank: int
+
+    def start(self, value: StartsAnew, _: object) -> StartsAnew:
+        """Have the object start from it. Returns the object."""
+        value.start_anew(self.state, self.rank)
+        return value
 
 
 @dataclass(frozen=True)
