@@ -159,3 +159,16 @@ def test_a_tensor_that_does_not_fit_is_an_error(tmp_path, target, words):
         state = {"m": {"w": None}}
         ckpt.resume(state)
         assert state["m"]["w"].tolist() == [1, 1]
+
+
+def test_a_manifest_with_nonsense_in_it_is_passed_over(tmp_path):
+    """Its digest is right, as of a tool that rewrites manifests: the one before it is restored, and it goes to quarantine."""
+    from kit.manifests import rewrite
+
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, {"a": step}).result(timeout_s=20)
+        rewrite(tmp_path / "step-00000002", lambda data: data.update(items={"a": 5}))
+        rewrite(tmp_path / "step-00000003", lambda data: data.update(notes={"adapter": []}))
+        assert ckpt.resume({"a": 0}).step == 1
+    assert steps(tmp_path) == ["step-00000001"]
