@@ -48,6 +48,16 @@ class Other(Object):
     """What stands in for it on the other ranks."""
 
 
+class Place(Object):
+    """The place of one rank in its data, as torchtitan names it."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def state_dict(self):
+        return {f"dp_rank_{self.rank}": b"place", "world_size": 2}
+
+
 def differing(rank):
     """Names to states in which rank 1 holds something that would be lost."""
     stage, trained = Stage(rank), Stage(0, 4 + rank)
@@ -66,6 +76,10 @@ def differing(rank):
         "kinds of optimizers": {"x": (torch.optim.SGD, torch.optim.AdamW)[rank](Stage(0).parameters())},
         "kinds": {"x": Stage(0) if rank else {"a": 1}},
         "tensors": {"x": torch.zeros(2 + rank)},
+        "names of ranks": {"x": {f"dp_rank_{rank}": {"at": 5}, "world_size": 2}},
+        "an object with names of ranks": {"x": Place(rank)},
+        "names of ranks within": {"x": {"lr": 0.1, "data": {"loader": {f"dp_rank{rank}": 5}}}},
+        "names of two kinds of ranks": {"x": {f"dp_rank_{rank}": 1, "pp_rank_0": 1}},
         "nested": {"x": {"a": [1, {"b": torch.zeros(2)}] if rank else [1, None]}},
     }
 
@@ -74,6 +88,8 @@ def equal_enough(rank):
     """What ranks may hold: other values, and nothing or no tensors where rank 0 has some."""
     return {
         "values": {"loss": 0.5 * rank, "best": None if rank else 0.5, "seen": {str(rank): rank}},
+        "gathered": {"rank_0": rank, "rank_1": rank},
+        "lora": {f"lora_rank_{1}": 8},
         "average": Stage(0) if rank == 0 else None,
         "best": {"best": torch.zeros(2) if rank == 0 else None},
         "stands_in": Other() if rank else Object(),
