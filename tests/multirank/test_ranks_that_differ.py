@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from kit.limits import QUICK
 from kit.ranks import spawn_ranks, values
@@ -270,3 +270,29 @@ def test_other_tensors_under_one_name_of_a_sharded_item_are_refused(tmp_path):
         ):
             assert f"state['w']: {name}" in text
             assert sizes in text
+
+
+def _two_meshes(rank, folder):
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))["shard"], []
+    kinds = {"sharded": [Shard(0)], "whole": [Replicate()]}
+    for kind, placements in kinds.items():
+        with Checkpointer(f"{folder}/{kind}", CONFIG) as ckpt:
+            for step, value in enumerate((7.0, 8.0, rank // 2), 1):  # replicas are stepped alike, and then are not
+                part = distribute_tensor(torch.full((4,), float(value)), mesh, placements, src_data_rank=None)
+                state = {"w": {"t": part}, "n": step}
+                try:
+                    ckpt.save(step, state).result()
+                except DesyncError as error:
+                    found.append(str(error))
+            part.to_local().zero_()
+            found.append((ckpt.resume(state).step, part.full_tensor().tolist()))
+    return found
+
+
+def test_one_name_on_two_meshes_is_saved_where_the_values_are_the_same(tmp_path):
+    """Replicas of a sharded tensor are one tensor. Others would be lost: refused by name, also when they differ later."""
+    for found in values(spawn_ranks(_two_meshes, 4, str(tmp_path))):
+        for text, back in (found[:2], found[2:]):
+            assert "disagree on state['w']: t" in text
+            assert "ranks [2]: other values on the mesh that begins with rank 2" in text
+            assert back == (2, [8.0] * 4)
