@@ -14,12 +14,32 @@ from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, RngState
 from safe_ckpt.data import resumable
 from safe_ckpt.errors import RestoreError
+from support import flip_bit
 
 CONFIG = CheckpointConfig(timeouts=QUICK)
 
 
 def _drawn():
     return torch.rand(1).item(), random.random(), float(np.random.random())
+
+
+def _save_own(rank, path):
+    with Checkpointer(path, CONFIG) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"own": PerRank({"at": [step, rank]})}).result()
+
+
+def _resume_own(rank, path):
+    state = {"own": PerRank({"at": None})}
+    with Checkpointer(path, CONFIG) as ckpt:
+        return ckpt.resume(state).step, state["own"].value["at"]
+
+
+def test_what_is_damaged_of_ranks_that_are_gone_is_found(tmp_path):
+    """Two of four ranks go on: nobody needs what rank 3 has saved, and a checkpoint is good as a whole or not at all."""
+    values(spawn_ranks(_save_own, 4, tmp_path))
+    flip_bit(tmp_path / "step-00000002/own.rank00003.json", 0)
+    assert values(spawn_ranks(_resume_own, 2, tmp_path)) == [(1, [1, 0]), (1, [1, 1])]
 
 
 class _Log(logging.Handler):
