@@ -15,7 +15,7 @@ from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, FileEnt
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Ranks, Reader
 from safe_ckpt.core.resuming.host_cache import Host
-from safe_ckpt.core.state.items import OfRank0, PerRank, Shards, StartsAnew, read_once
+from safe_ckpt.core.state.items import PerRank, Shards, StartsAnew, read_once, started_anew
 from safe_ckpt.core.state.planner import SHARDED
 from safe_ckpt.core.storage.inside import checked_name
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
@@ -132,7 +132,7 @@ class StoredItems:
                     lambda f: folder if f in local else source, manifest, file, name, shared=shared
                 )
                 if item["per_rank"] and str(self._rank) not in item["files"]:
-                    loaded[name] = OfRank0(loaded[name], self._rank)
+                    loaded[name] = started_anew(self._state[name].value, loaded[name], self._rank)
         return loaded, {*sharded, *(part for file in needed.values() for part in files_of(file, manifest))}
 
     def _sharded(self, manifest: Manifest, needed: Mapping[str, str]) -> list[str]:

@@ -538,8 +538,8 @@ class Restoring:
                 if not isinstance(self._state, MutableMapping) and not item.changes_in_place:
                     raise ValueError("its value cannot change in place and the state is read-only: pass a dict")
                 loaded = self._loaded[item.name]
-                if isinstance(loaded, OfRank0):
-                    fit = Fitted(apply=functools.partial(loaded.start, item.value))
+                if isinstance(loaded, Fitted):
+                    fit = loaded
                 else:
                     fit = item.fit_shards(loaded) if isinstance(loaded, Shards) else item.fit(loaded)
                 self._fitted.append((item, fit))
@@ -591,22 +591,14 @@ class Restoring:
             raise RestoreError(path=str(self._path), key=key, message=message) from error
 
 
-@dataclass(frozen=True)
-class OfRank0:
-    """What rank 0 has saved of an item of which this rank has saved none.
+def started_anew(value: StartsAnew, state: Any, rank: int) -> Fitted:
+    """An object that is to start from what rank 0 has saved, on a rank that has saved none."""
 
-    Attributes:
-        state: of rank 0.
-        rank: this rank.
-    """
-
-    state: Any
-    rank: int
-
-    def start(self, value: StartsAnew, _: object) -> StartsAnew:
-        """Have the object start from it. Returns the object."""
-        value.start_anew(self.state, self.rank)
+    def apply(_: object) -> StartsAnew:
+        value.start_anew(state, rank)
         return value
+
+    return Fitted(apply=apply)
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from safe_ckpt.core.formats.refusals import is_short, refuse_meta, refuse_short
+from safe_ckpt.core.formats.refusals import refuse_meta, refuse_short
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dtensor import is_extra_state
 from safe_ckpt.core.state.overlap import KNOWN
@@ -44,13 +43,12 @@ def refuse_module(key: str, module: torch.nn.Module) -> None:
         StateError: as above, or its values are kept apart from it.
     """
     dtensor.refuse_partitioned(module)
-    tensors = list(itertools.chain(module.parameters(), module.buffers()))
-    parts = itertools.chain.from_iterable(map(dtensor.parts_of, filter(dtensor.is_sharded, tensors)))
-    if any(tensor.is_meta or is_short(tensor) for tensor in (*tensors, *parts)):
-        state = module.state_dict()  # FSDP2 puts back what a forward pass has left
-        if not dtensor.any_sharded(tensors) and not loads_as_torch_does(module):  # it may put others in their place
-            state = {name: one for name, one in state.items() if not getattr(one, "is_meta", False)}
-        refuse_target(key, state)
+    state = module.state_dict()  # FSDP2 puts back what a forward pass has left
+    if not dtensor.any_sharded(dtensor.leaves(state)) and not loads_as_torch_does(
+        module
+    ):  # it may put others in their place
+        state = {name: one for name, one in state.items() if not getattr(one, "is_meta", False)}
+    refuse_target(key, state)
 
 
 @contextlib.contextmanager
