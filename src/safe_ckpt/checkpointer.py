@@ -22,7 +22,7 @@ from safe_ckpt.core.home.home import Candidate, Home
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming import resume
-from safe_ckpt.core.resuming.items import StoredItems
+from safe_ckpt.core.resuming.items import StoredItems, warn_of_other_ranks
 from safe_ckpt.core.resuming.named import not_found, of_frameworks
 from safe_ckpt.core.resuming.resume import Chosen
 from safe_ckpt.core.saving.engine import Engine
@@ -342,6 +342,8 @@ class Checkpointer:
         with resume.naming_older(chosen.info.path, _BY_NAME):
             nowhere = self._engine.agree("fits", local=restoring.compare, decide=restoring.agree, phase="restore")
             resume.apply(self._engine, lambda: restoring.apply(nowhere))
+        if self._engine.rank == 0:
+            warn_of_other_ranks(state, chosen.info.world_size, self._engine.coordinator.size)
         modules = modules_of(items_of(state))
         self._engine.extensions.ask("a resume", lambda one: one.training(lambda: modules))
         self._engine.agree(

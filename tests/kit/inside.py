@@ -9,6 +9,7 @@ from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.home import lease, object_lock
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.lease import own_lease
+from safe_ckpt.core.resuming import candidate
 from safe_ckpt.core.saving.write_phase import WritePhase
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.storage import direct_io, durable
@@ -94,6 +95,24 @@ def copy_after(patch, event, *, thread=None, seconds=30):
     patch.setattr(StagingCopy, "run_deferred", run_deferred)
 
 
+def once_compared(action):
+    """Call ``action`` once: when this rank has first compared which save it sees with which rank 0 sees."""
+    real = candidate._op_id
+
+    def op_id(path):
+        candidate._op_id = real
+        seen = real(path)
+        action()
+        return seen
+
+    candidate._op_id = op_id
+
+
+def verdict_on_hosts(answers):
+    """What rank 0 makes of what each rank has read of one manifest in a store: ``op_id`` and ``host``, by rank."""
+    return candidate._grouped(answers)
+
+
 def once_written(action):
     """Call ``action`` with what this rank reports, once: when its next save is written, before it is committed.
 
@@ -120,10 +139,12 @@ __all__ = [
     "home_of",
     "judge_owners",
     "lock_in",
+    "once_compared",
     "once_written",
     "ownership",
     "put_owners_elsewhere",
     "store_keys",
     "store_port",
+    "verdict_on_hosts",
     "writer_of",
 ]

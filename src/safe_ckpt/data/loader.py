@@ -104,6 +104,11 @@ class Resumable:
         self._given, self._drawn = None, {}
         self.__dict__["_iterator"] = None  # workers that stay are somewhere else
 
+    def start_anew(self, state: Mapping[str, Any], rank: int) -> None:
+        """Go to the place of rank 0, on a rank that has saved none; as ``load_state_dict``, which says what differs."""
+        del rank
+        self.load_state_dict(state)
+
     def position(self, unseen: int = 0) -> Position:
         """The place, as a value.
 

@@ -161,6 +161,7 @@ class Position:
             message = f"its place was saved with {name} {then!r}, and now it is {now!r}: it cannot be found again"
             if name == "rank" and then is not None and now is not None:
                 message = (
-                    f"each rank has an order of its own, and this is the place of rank {then}: save PerRank(loader)"
+                    f"each rank has an order of its own, and this is the place of rank {then}: save PerRank(loader), and "
+                    "resume with as many ranks"
                 )
             raise RestoreError(key=what, message=message)

@@ -101,3 +101,32 @@ def test_manifests_compare_by_value_and_are_immutable():
     assert dataclasses.replace(entry) == entry
     with pytest.raises(dataclasses.FrozenInstanceError):
         entry.path = "b"
+
+
+_ITEM = {"per_rank": False, "form": "value", "files": {"0": "a.json"}}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"items": {"a": nonsense}}
+        for nonsense in (
+            *(5, None, "a.json", [], {}),
+            *({key: value for key, value in _ITEM.items() if key != missing} for missing in _ITEM),
+            *(
+                {**_ITEM, "files": files}
+                for files in (5, [], {}, {"1": "a.json"}, {"0": 5}, {"0": ["a.json"]}, {"0": None})
+            ),
+            *({**_ITEM, "form": form} for form in (5, None, ["value"])),
+            *({**_ITEM, "per_rank": per_rank} for per_rank in ("yes", 1, None)),
+        )
+    ]
+    + [{"notes": {"adapter": 5}}, {"notes": {"adapter": ["accelerate"]}}],
+    ids=str,
+)
+def test_nonsense_with_a_right_digest_is_damage(tmp_path, changed):
+    """Under ``items`` and ``notes``, too: it is said to be damaged, so a resume goes on to the checkpoint before it."""
+    checkpoint(tmp_path, {"a.json": b"1"})
+    rewrite(tmp_path, lambda data: data.update(changed))
+    with pytest.raises(CorruptCheckpointError, match="damaged manifest"):
+        read_manifest(tmp_path)

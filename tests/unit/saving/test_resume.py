@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_runs import config, steps, trained
 
+from kit import inside
 from safe_ckpt import (
     Checkpointer,
     PerRank,
@@ -159,3 +160,24 @@ def test_a_tensor_that_does_not_fit_is_an_error(tmp_path, target, words):
         state = {"m": {"w": None}}
         ckpt.resume(state)
         assert state["m"]["w"].tolist() == [1, 1]
+
+
+def test_a_manifest_with_nonsense_in_it_is_passed_over(tmp_path):
+    """Its digest is right, as of a tool that rewrites manifests: the one before it is restored, and it goes to quarantine."""
+    from kit.manifests import rewrite
+
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, {"a": step}).result(timeout_s=20)
+        rewrite(tmp_path / "step-00000002", lambda data: data.update(items={"a": 5}))
+        rewrite(tmp_path / "step-00000003", lambda data: data.update(notes={"adapter": []}))
+        assert ckpt.resume({"a": 0}).step == 1
+    assert steps(tmp_path) == ["step-00000001"]
+
+
+def test_ranks_that_read_two_manifests_of_one_name_pass_it_over():
+    """In a store each rank asks by itself. A mix of two saves is restored by none; with one manifest all go on."""
+    answers = {rank: {"op_id": "first", "host": "a"} for rank in range(3)}
+    assert inside.verdict_on_hosts(answers)["hosts"] == {"a": [0, 1, 2]}
+    verdict = inside.verdict_on_hosts({**answers, 2: {"op_id": "other", "host": "a"}})["verdict"]
+    assert verdict == {"why": "the ranks read different manifests", "kind": "missing"}

@@ -180,6 +180,9 @@ class Manifest:
             maps = {key: _typed(data[key], dict) for key in ("metrics", "versions", "items", "notes")}
             for value in maps["metrics"].values():
                 _number(value)
+            for item in maps["items"].values():
+                _check_item(item)
+            _typed(maps["notes"].get("adapter", ""), str)
             maps["written_by"] = _typed(data.get("written_by", {}), dict)
             maps["health"] = checked_health(data.get("health", {}))
             frozen = [_typed(name, str) for name in _typed(data["frozen"], list)] if "frozen" in data else None
@@ -398,6 +401,15 @@ def _read_file(path: Path) -> bytes:
 
 def _entry(row: Any) -> FileEntry:
     return FileEntry(**{key: row[key] for key in ("path", "size_bytes", "xxh3_128", "rank")}, age=row.get("age", 0))
+
+
+def _check_item(item: Any) -> None:
+    """Refuse what no resume could find the files of."""
+    per_rank, files = _typed(item, dict)["per_rank"], _typed(item["files"], dict)
+    for text in (item["form"], *files.values()):
+        _typed(text, str)
+    if not isinstance(per_rank, bool) or not (per_rank or "0" in files):
+        raise ValueError(f"an item without a file: {item!r:.80}")
 
 
 def _number(value: Any) -> None:

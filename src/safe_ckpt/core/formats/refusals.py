@@ -62,6 +62,25 @@ def refuse_short(key: str, tensor: torch.Tensor) -> None:
             raise StateError(key=key, message=message) from error
 
 
+def refuse_meta(key: str, tensor: torch.Tensor) -> None:
+    """Refuse to restore into a tensor that was never given memory.
+
+    Args:
+        key: what an error calls it.
+        tensor: any; of a DTensor this rank's part.
+
+    Raises:
+        StateError: it is on the meta device; says how it gets memory.
+    """
+    if tensor.is_meta:
+        message = (
+            "a tensor on the meta device: it has no memory to restore into. Give it some first, module.to_empty(device='cpu') "
+            "or another device, and make the optimizer after that; to one that is no module's, "
+            "torch.empty_like(tensor, device='cpu')"
+        )
+        raise StateError(key=key, message=message)
+
+
 @contextlib.contextmanager
 def unchanging(key: str) -> Iterator[None]:
     """Within this block what is called ``key`` is read.

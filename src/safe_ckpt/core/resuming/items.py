@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -14,13 +15,15 @@ from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, FileEnt
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Ranks, Reader
 from safe_ckpt.core.resuming.host_cache import Host
-from safe_ckpt.core.state.items import PerRank, Shards, read_once
+from safe_ckpt.core.state.items import PerRank, Shards, StartsAnew, read_once, started_anew
 from safe_ckpt.core.state.planner import SHARDED
 from safe_ckpt.core.storage.inside import checked_name
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.reader import read_whole
 from safe_ckpt.core.storage.source import file_in, size_of, sizes_in
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, IncompleteCheckpointError, RestoreError
+
+logger = logging.getLogger(__name__)
 
 
 class StoredItems:
@@ -128,6 +131,8 @@ class StoredItems:
                 loaded[name] = load_item(
                     lambda f: folder if f in local else source, manifest, file, name, shared=shared
                 )
+                if item["per_rank"] and str(self._rank) not in item["files"]:
+                    loaded[name] = started_anew(self._state[name].value, loaded[name], self._rank)
         return loaded, {*sharded, *(part for file in needed.values() for part in files_of(file, manifest))}
 
     def _sharded(self, manifest: Manifest, needed: Mapping[str, str]) -> list[str]:
@@ -158,11 +163,13 @@ def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: 
             saved = "PerRank" if item["per_rank"] else "not PerRank"
             raise RestoreError(path=str(path), key=f"state[{name!r}]", message=f"it was saved {saved}")
         files = item["files"]
-        file = files.get(str(rank) if item["per_rank"] else "0")
+        anew = isinstance(value, PerRank) and isinstance(value.value, StartsAnew)
+        file = files.get(str(rank) if item["per_rank"] else "0", files.get("0") if anew else None)
         if file is None:
             message = (
-                f"it was saved by {manifest.world_size} ranks, each its own, and this is rank {rank}: "
-                "leave it out of the state, or resume with as many ranks"
+                f"it was saved by {manifest.world_size} ranks, each its own, and this is rank {rank}: leave it out of the "
+                "state, resume with as many ranks, or give its object a method start_anew(state, rank), which gets what "
+                "rank 0 has saved"
             )
             raise RestoreError(path=str(path), key=f"state[{name!r}]", message=message)
         listed = files_in([checked_name(file, path)], manifest) if item["form"] == SHARDED else names & {file}
@@ -171,6 +178,22 @@ def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: 
             raise HostileCheckpointError(path=str(path), file=MANIFEST_NAME, message=message)
         needed[name] = file
     return needed
+
+
+def warn_of_other_ranks(state: Mapping[str, Any], then: int, now: int) -> None:
+    """Say on rank 0, after a resume, what became of items of which every rank saved its own, where it were others.
+
+    Args:
+        state: as given to ``resume``.
+        then: how many ranks saved it.
+        now: how many there are.
+    """
+    names = [name for name, value in state.items() if isinstance(value, PerRank)]
+    if names and then != now:
+        text = "%s: saved by %d ranks, each its own, and this job has %d: " + (
+            "ranks %d to %d start anew from rank 0's" if then < now else "what ranks %d to %d saved is not restored"
+        )
+        logger.warning(text, ", ".join(names), then, now, min(then, now), max(then, now) - 1)
 
 
 def saved_by(manifest: Manifest) -> str:

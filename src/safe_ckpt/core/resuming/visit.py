@@ -24,7 +24,7 @@ from safe_ckpt.core.home.home import Candidate, Home, candidate_at, home_at, is_
 from safe_ckpt.core.home.standing import standing_of
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Reader, judge
-from safe_ckpt.core.resuming.items import StoredItems
+from safe_ckpt.core.resuming.items import StoredItems, warn_of_other_ranks
 from safe_ckpt.core.resuming.named import not_found, of_frameworks, refuse_missing
 from safe_ckpt.core.state.items import Restoring
 from safe_ckpt.core.storage.objects.place import Place
@@ -191,7 +191,10 @@ class Visit:
                 return verdict
             restoring = Restoring(state, loaded, info.path)
             nowhere = ranks.agree("fits", local=restoring.compare, decide=restoring.agree, phase="restore")
-            return self.reading(info, functools.partial(restoring.apply, nowhere))
+            verdict = self.reading(info, functools.partial(restoring.apply, nowhere))
+            if verdict is None and ranks.rank == 0:
+                warn_of_other_ranks(state, info.world_size, ranks.coordinator.size)
+            return verdict
         finally:
             reader.close()
 

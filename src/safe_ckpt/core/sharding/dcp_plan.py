@@ -35,7 +35,7 @@ from safe_ckpt.core.formats.refusals import refuse_short, unchanging
 from safe_ckpt.core.formats.torch_archive import saved_bytes
 from safe_ckpt.core.sharding import dtensor, plan_data
 from safe_ckpt.core.sharding.dcp_layout import File, entries, file_of, frozen_entries, kind_of, under
-from safe_ckpt.core.sharding.dcp_ranks import divided, name_of_empty
+from safe_ckpt.core.sharding.dcp_ranks import divided, name_of_empty, on_part, refuse_others
 from safe_ckpt.core.sharding.dtensor import ShardedItem
 from safe_ckpt.errors import SaveError, StateError
 
@@ -80,6 +80,7 @@ class _Local:
         templates: this rank's files, if they were laid out for ``kept``.
         kept: which entries of the plan they have.
         last: which objects are the last pieces of the first one.
+        on_part: see ``dcp_ranks.on_part``; empty where it is not planned anew.
     """
 
     item: ShardedItem
@@ -91,6 +92,7 @@ class _Local:
     templates: Sequence[FileTemplate] = ()
     kept: Sequence[int] = ()
     last: Sequence[int] = ()
+    on_part: Sequence[Sequence[Any]] = ()
 
     def lookup(self, index: MetadataIndex) -> torch.Tensor:
         """A tensor of this rank."""
@@ -109,6 +111,7 @@ class _Local:
             self,
             item=dataclasses.replace(self.item, tensors=(), state_dict=dict, at=None, frozen=frozenset),
             planner=None,
+            on_part=(),
         )
 
 
@@ -175,6 +178,7 @@ class ShardPlanner:
         self._agreed: dict[str, _Agreed] = {}
         self._known: dict[str, _Local] = {}  # what was planned last, without tensors
         self._global: dict[str, _Global] = {}  # on rank 0
+        self._twice: set[str] = set()  # what has one name on several meshes: its values are compared at each save
         self._written: dict[str, tuple[Any, bytes]] = {}  # on rank 0: the last metadata, and what it was made of
 
     def images(self, states: Mapping[str, Any], problem: Exception | None = None) -> list[FilePlan]:
@@ -228,6 +232,7 @@ class ShardPlanner:
             self._agreed.clear()
             self._known.clear()
             raise
+        self._twice.update(folder for folder, told in share.items() if told["twice"])
         for folder, item in local.items():
             kept = share[folder]["kept"]
             if kept is None:
@@ -268,7 +273,7 @@ class ShardPlanner:
 
     def _recall(self, folder: str, item: ShardedItem) -> _Local | None:
         """What was planned last, if only values have changed since."""
-        known = self._known.get(folder)
+        known = self._known.get(folder) if folder not in self._twice else None
         if known is None or item.known is None or known.item.known is not item.known or item.at is None:
             return None
         objects = dict(known.objects)
@@ -303,7 +308,10 @@ class ShardPlanner:
                 if any(isinstance(leaf, float) for leaf in dtensor.leaves(value)):
                     with_floats[number] = paths.get(name, (name,))
         apart = frozen_entries(plan, item.frozen())
-        return _Local(item=item, plan=plan, objects=objects, with_floats=with_floats, planner=planner, apart=apart)
+        parts = on_part(planner.state_dict, self._coordinator.size)
+        return _Local(
+            item=item, plan=plan, objects=objects, with_floats=with_floats, planner=planner, apart=apart, on_part=parts
+        )
 
     def _key(self, folder: str, name: str) -> str:
         """What errors call an entry."""
@@ -325,6 +333,7 @@ class ShardPlanner:
             "plan": None if same else plan_data.plan_to_json(item.plan),
             "apart": None if same else list(item.apart),
             "lengths": {str(number): len(data) for number, data in item.objects.items()},
+            "on_part": list(item.on_part),
         }
 
     def _decide(self, answers: Mapping[int, Any], wholes: dict[str, _Global], metadata: dict[str, bytes]) -> Scatter:
@@ -334,9 +343,13 @@ class ShardPlanner:
             reports = {rank: answer[folder] for rank, answer in answers.items()}
             whole = wholes[folder] = self._whole(folder, reports)
             lengths[folder] = {rank: report["lengths"] for rank, report in reports.items()}
+            if refuse_others(
+                folder, {rank: report["on_part"] for rank, report in reports.items()}, self._within(folder)
+            ):
+                self._twice.add(folder)
             for rank, report in reports.items():
                 kept = None if report["token"] == whole.token else list(whole.kept[rank])
-                shares[rank][folder] = {"token": whole.token, "kept": kept}
+                shares[rank][folder] = {"token": whole.token, "kept": kept, "twice": folder in self._twice}
         for place, folders in ({"": [*wholes]} if self._together else {name: [name] for name in wholes}).items():
             facts = [(wholes[folder].token, lengths[folder]) for folder in folders]
             if place not in self._written or self._written[place][0] != facts:

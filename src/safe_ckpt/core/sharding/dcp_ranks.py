@@ -7,14 +7,19 @@ two others would be lost.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dtensor import is_extra_state
 from safe_ckpt.errors import DesyncError
+
+_SAMPLE = 256
 
 
 def divided(folder: str, plans: Mapping[int, SavePlan], within: str = "") -> dict[int, SavePlan]:
@@ -30,6 +35,53 @@ def divided(folder: str, plans: Mapping[int, SavePlan], within: str = "") -> dic
     """
     said = _Said(folder, plans, within)
     return {rank: dataclasses.replace(plans[rank], items=said.by(rank, plans[rank])) for rank in sorted(plans)}
+
+
+def on_part(state: Mapping[str, Any], size: int) -> list[Sequence[Any]]:
+    """Name, place, mesh and a digest of each DTensor on a mesh of some of the ``size`` ranks: others may have one of that name.
+
+    The digest is of some of the values of this rank, those on the whole of a small tensor.
+    """
+    found: list[Sequence[Any]] = []
+    for name, value in state.items():
+        if dtensor.is_dtensor(value) and (mesh := value.device_mesh.mesh).numel() < size:
+            local = dtensor.local_of(value).resolve_conj().resolve_neg().reshape(-1)
+            some = local[:: max(1, local.numel() // _SAMPLE)].contiguous().view(torch.uint8)
+            digest = hashlib.blake2b(bytes(some.tolist()), digest_size=8).hexdigest()
+            place = [piece.offsets for piece in dtensor.pieces_of(value)]
+            found.append([name, str(place), int(mesh.min()), digest])
+    return found
+
+
+def refuse_others(folder: str, told: Mapping[int, Sequence[Sequence[Any]]], within: str = "") -> bool:
+    """Refuse one name on several meshes with other values: one of them would be lost.
+
+    Args:
+        folder: of the item, for errors.
+        told: what ``on_part`` returned on every rank.
+        within: what all names begin with, which errors leave out.
+
+    Returns:
+        Whether there is a name on several meshes.
+
+    Raises:
+        DesyncError: their values differ; names it.
+    """
+    seen: dict[tuple[str, str], tuple[int, int, str]] = {}
+    twice = False
+    for rank in sorted(told):
+        for name, place, mesh, digest in told[rank]:
+            first, on, known = seen.setdefault((name, place), (rank, mesh, digest))
+            twice |= on != mesh
+            if on != mesh and known != digest:
+                what = f"state[{folder!r}]: {name.removeprefix(within)}" if folder else name
+                where = "values on the mesh that begins with rank"
+                told_of = {
+                    str(first): f"{where} {on}",
+                    str(rank): f"other {where} {mesh}: give these a name of their own",
+                }
+                raise DesyncError(what=what, values=told_of)
+    return twice
 
 
 def name_of_empty(path: Sequence[Any]) -> str:

@@ -293,7 +293,7 @@ def fit_value(
         fits = isinstance(like, torch.Tensor) and stored.fits(name, like)
         if dtensor.is_dtensor(like) and not fits:
             stored.refuse_other(name, like)
-        rooms[name] = like if fits else None
+        rooms[name] = like if fits and dtensor.is_read_into(like) else None
     paths = set(stored.paths.values())
     if lost := [
         ".".join(map(str, path)) for path, leaf in _leaves(own) if dtensor.is_dtensor(leaf) and path not in paths
@@ -412,12 +412,12 @@ def fit_module(folder: Path, module: torch.nn.Module, within: str = "", metadata
             fixed = isinstance(like, torch.Tensor) and not is_extra_state(path[0])
             if fixed and not stored.fits(name, like):
                 stored.refuse_other(name, like)
-            rooms[name] = like if fixed else None
+            rooms[name] = like if fixed and dtensor.is_read_into(like) else None
 
     def apply(_: Collection[str]) -> torch.nn.Module:
         values = stored.read(rooms)
         own.update((name, with_types_of(own[name], values[names[name]])) for name in own)
-        module.load_state_dict(own)
+        dtensor.load_module(module, own)
         return module
 
     return Fitted(apply=apply, besides=besides, refusal="the module has no place for")

@@ -5,6 +5,7 @@ Their classes are not imported here, which takes long. If they were never import
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import sys
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from safe_ckpt.errors import RestoreError, StateError
 
@@ -214,6 +216,79 @@ def copy_part(target: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy into a DTensor what of a whole tensor belongs to this rank."""
     for piece in pieces_of(target):
         cut(local_of(target), piece.begin, piece.sizes).copy_(cut(whole, piece.offsets, piece.sizes))
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Its shape; of a nested tensor those of its parts."""
+    nested = tensor.is_nested and tensor.layout is torch.strided
+    return tuple(map(shape_of, tensor.unbind())) if nested else tuple(tensor.shape)
+
+
+def _without_twins(tensor: torch.Tensor) -> torch.Tensor:
+    """The first element along each dimension that was expanded: all others there are the same memory."""
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested:
+        for dim, (size, step) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
+            tensor = tensor.narrow(dim, 0, 1) if size > 1 and not step else tensor
+    return tensor
+
+
+def is_read_into(tensor: torch.Tensor) -> bool:
+    """Whether its memory is written to as it is: neither expanded nor made in inference mode. Else see ``copied``."""
+    return not tensor.is_meta and not tensor.is_inference() and _without_twins(tensor) is tensor
+
+
+def refuse_lost(target: torch.Tensor, loaded: torch.Tensor) -> None:
+    """Refuse values for which an expanded tensor has no room; those of a tensor without data are not known yet.
+
+    Raises:
+        ValueError: elements of ``target`` that are one memory have different values in ``loaded``.
+    """
+    room = _without_twins(target)
+    if room is target or loaded.is_meta or target.shape != loaded.shape:
+        return
+    first = cut(loaded, (0,) * loaded.dim(), room.shape).expand_as(loaded)
+    if not torch.equal(first.contiguous().view(torch.uint8), loaded.contiguous().view(torch.uint8)):
+        raise ValueError(
+            "it is an expanded tensor, and the values in the checkpoint differ where its memory is the same"
+        )
+
+
+def copied(target: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
+    """Give a tensor values in place, of the same shape and type. Returns it.
+
+    Raises:
+        ValueError: see ``refuse_lost``.
+    """
+    with _mode_of([target]), torch.no_grad():
+        if is_dtensor(target) and not is_dtensor(loaded):
+            copy_part(target, loaded)
+            return target
+        refuse_lost(target, loaded)
+        if "sparse" in str(target.layout):
+            target.resize_as_sparse_(loaded)
+        room = _without_twins(target)
+        room.copy_(loaded if room is target else cut(loaded, (0,) * loaded.dim(), room.shape))
+    return target
+
+
+def _mode_of(tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[object]:
+    """In which these may be written to."""
+    inference = any(not is_lazy(tensor) and tensor.is_inference() for tensor in tensors)
+    return torch.inference_mode() if inference else contextlib.nullcontext()
+
+
+def load_module(module: torch.nn.Module, state: Any) -> None:
+    """``Module.load_state_dict``, also of expanded buffers and of tensors that were made in inference mode.
+
+    Args:
+        module: gets it.
+        state: changed.
+    """
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if _without_twins(buffer) is not buffer and name in state:
+            state[name] = copied(buffer, state[name])  # torch takes it for restored
+    with _mode_of(itertools.chain(module.parameters(), module.buffers())):
+        module.load_state_dict(state)
 
 
 def refuse_partitioned(module: torch.nn.Module) -> None:

@@ -20,12 +20,11 @@ from typing_extensions import Self
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.formats.names import as_named, plain_name, plain_names
-from safe_ckpt.core.formats.refusals import is_short, refuse_short, unchanging
+from safe_ckpt.core.formats.refusals import refuse_meta, unchanging
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state
-from safe_ckpt.core.state import fingerprint
+from safe_ckpt.core.state import fingerprint, loading
 from safe_ckpt.core.state.fingerprint import Fingerprint
-from safe_ckpt.core.state.overlap import KNOWN
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import RestoreError, StateError
 
@@ -46,6 +45,14 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Take the state back."""
+
+
+@runtime_checkable
+class StartsAnew(Protocol):
+    """A Stateful in ``PerRank`` that a rank which has saved none goes on with all the same."""
+
+    def start_anew(self, state_dict: Any, /, rank: int) -> Any:
+        """Start from what rank 0 has saved, as that rank, or raise."""
 
 
 @dataclass(frozen=True)
@@ -138,13 +145,13 @@ class SavedItem:
         tensors = {id(leaf): leaf for leaf in self.leaves() if isinstance(leaf, torch.Tensor)}
         return sum(dtensor.local_of(tensor).numel() * tensor.element_size() for tensor in tensors.values())
 
-    def refuse_short(self) -> None:
-        """Refuse to write to tensors whose memory was taken away: what lies there is somebody else's.
+    def refuse_target(self) -> None:
+        """Refuse to write to tensors whose memory was taken away, or was never given.
 
         Raises:
             StateError: naming the tensor.
         """
-        _refuse_short(self.key, self.value)
+        loading.refuse_target(self.key, self.value)
 
     def fit(self, loaded: Any) -> Fitted:
         """Compare what was loaded with where it goes. Nothing is applied yet.
@@ -225,6 +232,7 @@ class _Stateful(SavedItem):
         from safe_ckpt.core.sharding import dcp_read
 
         own = self.value.state_dict()
+        loading.refuse_target(self.key, own)
         take = self._giving(lambda saved: self.value.load_state_dict(dcp_read.with_types_of(own, saved)))
         return dcp_read.fit_value(shards.folder, own, lambda _: None, take, *shards.said())
 
@@ -251,22 +259,19 @@ class _Module(_Stateful):
     def frozen_names(self) -> frozenset[str]:
         return frozen_names(self.module)
 
-    def refuse_short(self) -> None:
-        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        if any(map(is_short, map(_part_of, tensors.values()))):
-            tensors = self.module.state_dict()  # FSDP2 puts back what a forward pass has left
-        _refuse_short(self.key, tensors)
+    def refuse_target(self) -> None:
+        loading.refuse_module(self.key, self.module)
 
     def fit(self, loaded: Any) -> Fitted:
         own = self.module.state_dict()
         loaded = as_named(self.module, loaded)
         if dtensor.any_sharded(dtensor.leaves(own)):
             check_into(own, loaded)
-            _check_same_names(own, loaded)
-            return Fitted(apply=self._giving(lambda _: self.module.load_state_dict(restore_into(own, loaded))))
-        if _loads_as_torch_does(self.module):
-            _check_module(own, loaded)
-        return super().fit(loaded)
+            loading.check_same_names(own, loaded)
+            return Fitted(apply=self._giving(lambda _: dtensor.load_module(self.module, restore_into(own, loaded))))
+        if loading.loads_as_torch_does(self.module):
+            loading.check_module(own, loaded)
+        return Fitted(apply=self._giving(lambda _: dtensor.load_module(self.module, loaded)))
 
     def fit_shards(self, shards: Shards) -> Fitted:
         from safe_ckpt.core.sharding import dcp_read
@@ -303,8 +308,13 @@ class _Optimizer(_Stateful):
         """As it will be after the first step."""
         return expected_state_bytes(self.optimizer)
 
+    def refuse_target(self) -> None:
+        parameters: Iterable[Any] = self.leaves()
+        for number, parameter in enumerate(parameters):
+            refuse_meta(f"{self.key}: parameter {number}", parameter)
+
     def fit(self, loaded: Any) -> Fitted:
-        _check_optimizer(self.optimizer, loaded)
+        loading.check_optimizer(self.optimizer, loaded)
         if not self.sharded:
             return super().fit(loaded)
         from safe_ckpt.core.sharding import dcp_read
@@ -438,83 +448,6 @@ def frozen_names(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(frozen - trained)
 
 
-def _refuse_short(key: str, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        refuse_short(key, _part_of(value))
-    elif isinstance(value, Mapping | list):
-        for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            _refuse_short(f"{key}[{name!r}]", inner)
-
-
-def _part_of(tensor: torch.Tensor) -> torch.Tensor:
-    return dtensor.local_of(tensor) if dtensor.is_dtensor(tensor) else tensor
-
-
-def _check_same_names(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    missing, besides = sorted(own.keys() - loaded.keys()), sorted(map(str, loaded.keys() - own.keys()))
-    told = [f"the checkpoint has nothing for {missing} (Missing key(s), as torch says it)"] if missing else []
-    told += [f"the module has no place for {besides} (Unexpected key(s), as torch says it)"] if besides else []
-    if told:
-        raise ValueError(", and ".join(told))
-
-
-def _check_module(own: Mapping[str, Any], loaded: Any) -> None:
-    """What ``Module.load_state_dict`` would refuse after it has copied what fits."""
-    if not isinstance(loaded, Mapping):
-        raise TypeError(f"expected a module's state, the checkpoint has {type(loaded).__name__}")
-    then, now = (getattr(state, "_metadata", None) or {} for state in (loaded, own))
-    if any(then[part] != now[part] for part in then.keys() & now.keys()):
-        return  # of other versions of its classes: they know what has changed
-    _check_same_names(own, loaded)
-    for name, tensor in own.items():
-        saved = loaded[name]
-        if isinstance(tensor, torch.Tensor) and not is_extra_state(name):
-            if not isinstance(saved, torch.Tensor):
-                raise TypeError(f"{name} is a tensor, the checkpoint has {type(saved).__name__}")
-            if saved.shape != tensor.shape and (tensor.dim(), saved.dim()) != (0, 1):
-                raise ValueError(
-                    f"size mismatch for {name}: {_described(tensor)}, the checkpoint has {_described(saved)}"
-                )
-
-
-_LOADING = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict")
-_LOADING_HOOKS = ("_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
-
-
-def _loads_as_torch_does(module: torch.nn.Module) -> bool:
-    """Whether the names in its state are those that it loads: no class and no hook has ways of its own."""
-    for part in module.modules():
-        ways = (getattr(part, way) for way in _LOADING)
-        if any(getattr(part, hooks) for hooks in _LOADING_HOOKS) or not all(map(_is_torchs, ways)):
-            return False
-    return True
-
-
-def _is_torchs(way: Any) -> bool:
-    return str(getattr(way, "__module__", "")).partition(".")[0] == "torch"
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
-    """What ``Optimizer.load_state_dict`` would refuse, and state of other shapes, which only a step would."""
-    if not _is_torchs(optimizer.load_state_dict) or optimizer._optimizer_load_state_dict_pre_hooks:
-        return
-    saved, own = (
-        [len(group["params"]) for group in groups] for groups in (loaded["param_groups"], optimizer.param_groups)
-    )
-    if saved != own:
-        raise ValueError(f"it steps groups of {own} parameters, the checkpoint has groups of {saved}")
-    if type(optimizer) not in KNOWN or isinstance(optimizer, torch.optim.Adafactor):
-        return
-    numbers = [number for group in loaded["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        for key, value in loaded["state"].get(number, {}).items():
-            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
-                raise ValueError(
-                    f"{key} of parameter {number} is {_described(value)} there, it is {_described(parameter)}"
-                )
-
-
 def check_into(target: Any, loaded: Any) -> None:
     """Whether ``restore_into`` can make ``target`` equal to ``loaded``. Of the tensors there only shapes and types count.
 
@@ -522,12 +455,13 @@ def check_into(target: Any, loaded: Any) -> None:
         ValueError: a tensor of the target has another shape or type in ``loaded``, or is not in it.
     """
     if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        if target.shape != loaded.shape or target.dtype != loaded.dtype:
+        if loading.described(target) != loading.described(loaded):
             # Replacing it in the dict would leave the parameter that it belongs to as it is.
             raise ValueError(
-                f"it is {_described(target)}, the checkpoint has {_described(loaded)}; "
+                f"it is {loading.described(target)}, the checkpoint has {loading.described(loaded)}; "
                 "give a tensor of that shape and type, or None to get it as it was saved"
             )
+        dtensor.refuse_lost(target, loaded)
         if dtensor.is_partial(target):
             raise ValueError("it is a DTensor whose parts are still to be reduced: redistribute it first")
     elif isinstance(target, MutableMapping) and isinstance(loaded, Mapping):
@@ -540,10 +474,6 @@ def check_into(target: Any, loaded: Any) -> None:
     elif isinstance(target, MutableSequence) and isinstance(loaded, list):
         for own, saved in zip(target, loaded, strict=False):
             check_into(own, saved)
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 def restore_into(target: Any, loaded: Any) -> Any:
@@ -567,13 +497,9 @@ def restore_into(target: Any, loaded: Any) -> Any:
 
 
 def _copied(target: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
-    if target.shape != loaded.shape or target.dtype != loaded.dtype:  # an extra state
+    if loading.described(target) != loading.described(loaded):  # an extra state
         return loaded
-    if dtensor.is_dtensor(target) and not dtensor.is_dtensor(loaded):
-        dtensor.copy_part(target, loaded)
-        return target
-    with torch.no_grad():
-        return target.copy_(loaded)
+    return dtensor.copied(target, loaded)
 
 
 class Restoring:
@@ -606,13 +532,16 @@ class Restoring:
         items = items_of(self._state)
         for item in items:
             with self._named(item):
-                item.refuse_short()
+                item.refuse_target()
         for item in items:
             with self._named(item):
                 if not isinstance(self._state, MutableMapping) and not item.changes_in_place:
                     raise ValueError("its value cannot change in place and the state is read-only: pass a dict")
                 loaded = self._loaded[item.name]
-                fit = item.fit_shards(loaded) if isinstance(loaded, Shards) else item.fit(loaded)
+                if isinstance(loaded, Fitted):
+                    fit = loaded
+                else:
+                    fit = item.fit_shards(loaded) if isinstance(loaded, Shards) else item.fit(loaded)
                 self._fitted.append((item, fit))
         return {
             item.name: {"besides": list(fitted.besides), "refusal": fitted.refusal}
@@ -640,7 +569,7 @@ class Restoring:
         """
         done: list[str] = []
         for item, fitted in self._fitted:
-            with self._named(item, done):
+            with self._named(item, done), loading.nothing_lost():
                 result = fitted.apply(nowhere.get(item.name, ()))
                 if result is not item.value and isinstance(self._state, MutableMapping):
                     self._state[item.name] = PerRank(result) if item.per_rank else result
@@ -660,6 +589,16 @@ class Restoring:
             if done:
                 message += f". Applied before: {', '.join(done)}. Build the state again before another resume"
             raise RestoreError(path=str(self._path), key=key, message=message) from error
+
+
+def started_anew(value: StartsAnew, state: Any, rank: int) -> Fitted:
+    """An object that is to start from what rank 0 has saved, on a rank that has saved none."""
+
+    def apply(_: object) -> StartsAnew:
+        value.start_anew(state, rank)
+        return value
+
+    return Fitted(apply=apply)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -31,6 +32,8 @@ from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.errors import DesyncError, StateError
 
 SHARDED = "sharded"
+_OF_RANK = re.compile(r"(?i)rank[\W_]*\d")
+_MOST_NAMES = 64
 
 
 class Models:
@@ -369,20 +372,36 @@ def _may_change_elsewhere(view: Fingerprint) -> bool:
 def held(item: SavedItem, resolved: Any) -> list[str]:
     """What this rank holds of an item that rank 0 saves alone: a kind, and a text for the tensors; empty for nothing.
 
-    Values are rank 0's to say. A rank that holds other tensors, such as a pipeline's next stage, would lose them.
+    Values are rank 0's to say. A rank that holds other tensors, such as a pipeline's next stage, would lose them. So would one
+    that holds something under a name of its own rank, such as ``dp_rank_1``: those names come behind.
 
     Args:
         item: of the state.
         resolved: what would be saved of it.
     """
+    own = _names_of_ranks(resolved)
     facts = list(_facts(resolved)) if any(isinstance(leaf, torch.Tensor) for leaf in dtensor.leaves(resolved)) else []
     if item.optimizer is not None:
         facts.append(f"groups of {[len(group['params']) for group in item.optimizer.param_groups]} parameters")
     if not facts:
-        return [item.kind, ""]
+        return [item.kind, "", *own]
     facts.sort()
     digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
-    return [item.kind, f"{len(facts)} names, such as {facts[0]:.80} (digest {digest})"]
+    return [item.kind, f"{len(facts)} names, such as {facts[0]:.80} (digest {digest})", *own]
+
+
+def _names_of_ranks(state: Any) -> list[str]:
+    """The names in a state that have the number of a rank in them; none where there are many, as of all ranks."""
+    names: set[str] = set()
+    seen: set[int] = set()
+    waiting = [state]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values()
+            names.update(filter(_OF_RANK.search, map(str, value)))
+    return sorted(names) if len(names) <= _MOST_NAMES else []
 
 
 def refuse_differences(by_rank: Mapping[int, Mapping[str, list[str]]]) -> None:
@@ -394,9 +413,10 @@ def refuse_differences(by_rank: Mapping[int, Mapping[str, list[str]]]) -> None:
     Raises:
         DesyncError: names the first such item, and what the ranks hold.
     """
-    for name, (kind, tensors) in by_rank[0].items():
+    for name, (kind, tensors, *own) in by_rank[0].items():
         for other in (holds[name] for rank, holds in sorted(by_rank.items()) if rank):
-            if other[0] and (other[0] != kind or (other[1] and other[1] != tensors)):
+            lost = other[0] != kind or (other[1] and other[1] != tensors) or not set(own).issuperset(other[2:])
+            if other[0] and lost:
                 values = {str(rank): " with ".join(filter(None, holds[name])) for rank, holds in by_rank.items()}
                 raise DesyncError(what=f"state[{name!r}]", values=values)
 

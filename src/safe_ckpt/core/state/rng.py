@@ -9,6 +9,7 @@ import array
 import base64
 import contextlib
 import ctypes
+import hashlib
 import io
 import random
 import sys
@@ -119,6 +120,17 @@ class RngState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put them back."""
         set_rng_state(state_dict)
+
+    def start_anew(self, state_dict: Mapping[str, Any], rank: int) -> None:
+        """Seed them from what rank 0 has saved and from this rank, which saved none: the same at each such resume."""
+        digest = hashlib.blake2b(
+            _bytes(state_dict["torch"].contiguous()), digest_size=8, salt=str(rank).encode()
+        ).digest()
+        seed = int.from_bytes(digest, "little")
+        random.seed(seed)
+        torch.manual_seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(seed % 2**32)
 
 
 def to_text(state: torch.Tensor) -> str:

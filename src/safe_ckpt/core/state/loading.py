@@ -1,0 +1,132 @@
+"""What torch's own ``load_state_dict`` would refuse after it has applied a part, and what it would only warn of."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from safe_ckpt.core.formats.refusals import refuse_meta, refuse_short
+from safe_ckpt.core.sharding import dtensor
+from safe_ckpt.core.sharding.dtensor import is_extra_state
+from safe_ckpt.core.state.overlap import KNOWN
+
+_NO_OP = ".*copying from a non-meta parameter in the checkpoint to a meta parameter"
+
+
+def refuse_target(key: str, value: Any) -> None:
+    """Refuse what nothing can be written to. To be asked before a byte is.
+
+    Args:
+        key: what an error calls it.
+        value: tensors, in whatever they are.
+
+    Raises:
+        StateError: a tensor has no memory, or what lies there is somebody else's; names it.
+    """
+    if isinstance(value, torch.Tensor):
+        for part in dtensor.parts_of(value) if dtensor.is_sharded(value) else [value]:
+            refuse_meta(key, part)
+            refuse_short(key, part)
+    elif isinstance(value, Mapping | list | tuple):
+        for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            refuse_target(f"{key}[{name!r}]", inner)
+
+
+def refuse_module(key: str, module: torch.nn.Module) -> None:
+    """The same of what a module would restore.
+
+    Raises:
+        StateError: as above, or its values are kept apart from it.
+    """
+    dtensor.refuse_partitioned(module)
+    state = module.state_dict()  # FSDP2 puts back what a forward pass has left
+    if not dtensor.any_sharded(dtensor.leaves(state)) and not loads_as_torch_does(
+        module
+    ):  # it may put others in their place
+        state = {name: one for name, one in state.items() if not getattr(one, "is_meta", False)}
+    refuse_target(key, state)
+
+
+@contextlib.contextmanager
+def nothing_lost() -> Iterator[None]:
+    """What an object loads in here is not dropped without an error, as torch does where a tensor has no memory."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", _NO_OP, UserWarning)
+        yield
+
+
+def check_same_names(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    """What torch refuses, in its words."""
+    missing, besides = sorted(own.keys() - loaded.keys()), sorted(map(str, loaded.keys() - own.keys()))
+    told = [f"the checkpoint has nothing for {missing} (Missing key(s), as torch says it)"] if missing else []
+    told += [f"the module has no place for {besides} (Unexpected key(s), as torch says it)"] if besides else []
+    if told:
+        raise ValueError(", and ".join(told))
+
+
+def check_module(own: Mapping[str, Any], loaded: Any) -> None:
+    """What ``Module.load_state_dict`` would refuse after it has copied what fits."""
+    if not isinstance(loaded, Mapping):
+        raise TypeError(f"expected a module's state, the checkpoint has {type(loaded).__name__}")
+    then, now = (getattr(state, "_metadata", None) or {} for state in (loaded, own))
+    if any(then[part] != now[part] for part in then.keys() & now.keys()):
+        return  # of other versions of its classes: they know what has changed
+    check_same_names(own, loaded)
+    for name, tensor in own.items():
+        saved = loaded[name]
+        if isinstance(tensor, torch.Tensor) and not is_extra_state(name):
+            if not isinstance(saved, torch.Tensor):
+                raise TypeError(f"{name} is a tensor, the checkpoint has {type(saved).__name__}")
+            if saved.shape != tensor.shape and (tensor.dim(), saved.dim()) != (0, 1):
+                raise ValueError(
+                    f"size mismatch for {name}: {described(tensor)}, the checkpoint has {described(saved)}"
+                )
+            dtensor.refuse_lost(tensor, saved)
+
+
+_LOADING = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict")
+_LOADING_HOOKS = ("_load_state_dict_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
+
+
+def loads_as_torch_does(module: torch.nn.Module) -> bool:
+    """Whether the names in its state are those that it loads: no class and no hook has ways of its own."""
+    for part in module.modules():
+        ways = (getattr(part, way) for way in _LOADING)
+        if any(getattr(part, hooks) for hooks in _LOADING_HOOKS) or not all(map(_is_torchs, ways)):
+            return False
+    return True
+
+
+def _is_torchs(way: Any) -> bool:
+    return str(getattr(way, "__module__", "")).partition(".")[0] == "torch"
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
+    """What ``Optimizer.load_state_dict`` would refuse, and state of other shapes, which only a step would."""
+    if not _is_torchs(optimizer.load_state_dict) or optimizer._optimizer_load_state_dict_pre_hooks:
+        return
+    saved, own = (
+        [len(group["params"]) for group in groups] for groups in (loaded["param_groups"], optimizer.param_groups)
+    )
+    if saved != own:
+        raise ValueError(f"it steps groups of {own} parameters, the checkpoint has groups of {saved}")
+    if type(optimizer) not in KNOWN or isinstance(optimizer, torch.optim.Adafactor):
+        return
+    numbers = [number for group in loaded["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in loaded["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+                raise ValueError(
+                    f"{key} of parameter {number} is {described(value)} there, it is {described(parameter)}"
+                )
+
+
+def described(tensor: torch.Tensor) -> str:
+    """What a tensor is, for errors: equal for two only if one can take the values of the other."""
+    layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
+    return f"{dtensor.shape_of(tensor)} {tensor.dtype}{layout}"
