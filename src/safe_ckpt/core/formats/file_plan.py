@@ -30,6 +30,27 @@ FROZEN_BYTES = 1 << 30
 """How large a file of tensors that are not trained becomes at most: an object store must copy it within one request's time."""
 
 
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether torch has yet to conjugate or negate what lies in memory: the bytes there are not the values."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or where it ``is_lazy`` a copy, whose memory holds its values. Without gradients."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def lies_as_written(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie in memory as they do in a file: in the order of its shape, with nothing left to compute."""
+    return tensor.is_contiguous() and not is_lazy(tensor)
+
+
+def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors of one memory only if they are the same values."""
+    kind = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), *kind
+
+
 @dataclass(frozen=True, kw_only=True)
 class LazyTensor:
     """A tensor that is fetched when its turn comes to be written, and let go again.

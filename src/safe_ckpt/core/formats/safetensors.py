@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, deserialize
 
 from safe_ckpt.core.formats.dtypes import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
-from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, is_exact_json
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, is_exact_json, is_lazy, values_of, view_of
 from safe_ckpt.core.formats.refusals import refuse_short
 from safe_ckpt.core.storage.direct_io import PAGE
 
@@ -48,7 +48,7 @@ def fits_safetensors(data: object) -> bool:
             return False
         storage = tensor.untyped_storage()
         if tensor.numel():
-            view = (tensor.storage_offset(), tensor.dtype, tuple(tensor.size()), tensor.stride())
+            view = view_of(tensor)
             if spans.setdefault((tensor.device, storage.data_ptr()), view) != view:
                 return False
     return True
@@ -62,7 +62,7 @@ def _module_versions(data: object) -> dict[str, Any]:
 def _is_dense(tensor: object) -> bool:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not isinstance(tensor, torch.Tensor):
         return False
-    odd = tensor.is_meta or tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    odd = tensor.is_meta or tensor.is_nested or tensor.is_quantized or is_lazy(tensor)
     if odd or tensor.layout is not torch.strided:
         return False
     return tensor.dtype in SAFETENSORS_DTYPES and _fills_its_extent(tensor)
@@ -137,7 +137,7 @@ def named_safetensors_image(path: str, tensors: Mapping[str, LazyTensor | torch.
             refuse_short(f"{path}: {name}", tensor)
     described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     head, places, length = _safetensors_head(described, {"format": "pt"})
-    held = [(places[n], t.detach()) for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.numel()]
+    held = [(places[n], values_of(t)) for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.numel()]
     lazies = [(places[n], t) for n, t in tensors.items() if isinstance(t, LazyTensor) and t.size_bytes]
     return FilePlan(path=path, length=length, pieces=[(0, head)], tensors=held, lazies=lazies)
 

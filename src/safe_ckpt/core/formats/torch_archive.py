@@ -23,7 +23,7 @@ import torch
 from torch.storage import TypedStorage, UntypedStorage
 
 from safe_ckpt.core.formats import zip_archive
-from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.core.formats.file_plan import FilePlan, is_lazy
 from safe_ckpt.core.formats.refusals import changed_meanwhile, refuse_short, unchanging
 from safe_ckpt.core.formats.zip_archive import Record
 from safe_ckpt.errors import StateError
@@ -180,14 +180,15 @@ class _Pickler(pickle.Pickler):
         if kind is not torch.Tensor or not _is_plain(obj):
             return NotImplemented
         storage = obj.untyped_storage()
-        place = (obj.storage_offset(), tuple(obj.size()), obj.stride())
+        facts = (obj.storage_offset(), tuple(obj.size()), obj.stride(), obj.requires_grad, OrderedDict())
+        left = (torch._utils.get_tensor_metadata(obj),) if is_lazy(obj) else ()
         if self._untyped:
-            return torch._utils._rebuild_tensor_v3, (storage, *place, obj.requires_grad, OrderedDict(), obj.dtype)
+            return torch._utils._rebuild_tensor_v3, (storage, *facts, obj.dtype, *left)
         if obj.dtype not in STORAGES:
             return NotImplemented
         # What torch's own reduction comes to, at a fraction of its time: there are tens of thousands in a state.
         typed = _Storage(storage, obj.dtype, storage.nbytes() // obj.element_size())
-        return torch._utils._rebuild_tensor_v2, (typed, *place, obj.requires_grad, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, (typed, *facts, *left)
 
     def _reference(self, storage: UntypedStorage, dtype: torch.dtype, kind: type, count: int) -> tuple[Any, ...]:
         device = storage.device.type
@@ -201,7 +202,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    odd = tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor._backward_hooks
+    odd = tensor.is_quantized or tensor.is_nested or tensor._backward_hooks
     if odd or tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
         return False
     return not getattr(tensor, "__dict__", None)
