@@ -1,11 +1,13 @@
 """What was saved comes back as it was, in all that a tensor and a mapping are."""
 
 import os
+from collections import OrderedDict
 
 import pytest
 import safetensors.torch
 import torch
 
+import safe_ckpt
 from safe_ckpt import Checkpointer
 
 
@@ -80,3 +82,99 @@ def test_a_tensor_behind_an_odd_number_of_bytes_is_exported(tmp_path, threads, c
             ckpt.export(tensors, tmp_path / name).result()
             loaded = safetensors.torch.load_file(os.path.join(tmp_path, name, "model.safetensors"))
             assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors.items())
+
+
+class Own:
+    """A Stateful whose state is what it is given."""
+
+    def __init__(self, state=None):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def told(value):
+    """All that is to come back of a tensor, or of a mapping of them in its order."""
+    if isinstance(value, torch.Tensor):
+        return type(value), value.requires_grad, value.dtype, value.tolist()
+    return type(value), getattr(value, "_metadata", None), [(name, told(tensor)) for name, tensor in value.items()]
+
+
+def mappings():
+    """Mappings of tensors whose order, or whose kinds, a safetensors file does not say by itself."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    model[0].bias.requires_grad_(False)
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    tied = OrderedDict({"second": weights["0.weight"], **weights, "last": weights["2.bias"]})
+    tied.move_to_end("0.bias", last=False)
+    return {
+        "reversed": dict(reversed(weights.items())),
+        "ordered": OrderedDict(weights),
+        "tied": tied,
+        "parameters": dict(model.named_parameters()),
+        "mixed": {"b": torch.ones(2, requires_grad=True), "a": torch.nn.Parameter(torch.ones(3, dtype=torch.float64))},
+        "state": model.state_dict(),
+        "one": torch.nn.Parameter(torch.ones(2)),
+    }
+
+
+@pytest.mark.parametrize("name", list(mappings()))
+def test_a_mapping_of_tensors_comes_back_in_its_order_and_kind(tmp_path, name):
+    """Order, dict or OrderedDict, Parameter or plain, trained or not: as saved, by ``resume``, ``load`` and in a Stateful."""
+    saved = mappings()[name]
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"item": saved, "own": Own(saved) if isinstance(saved, dict) else None}).result()
+        resumed, loaded = ({"item": None, "own": Own() if isinstance(saved, dict) else None} for _ in range(2))
+        ckpt.resume(resumed)
+        safe_ckpt.load(tmp_path, loaded)
+    for found in (resumed, loaded):
+        assert told(found["item"]) == told(saved)
+        if isinstance(saved, dict):
+            assert told(found["own"].state) == told(saved)
+    kept = safetensors.torch.load_file(tmp_path / "step-00000001" / "item.safetensors")  # other tools read it as well
+    values = saved if isinstance(saved, dict) else {"item": saved}
+    assert kept
+    assert all(torch.equal(tensor, values[key]) for key, tensor in kept.items())
+
+
+def test_names_of_one_tensor_are_names_of_one_tensor_again(tmp_path):
+    """A Parameter with two names is one Parameter with two names after a resume, and a plain name of its memory stays plain."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"tied": {"b": weight, "data": weight.data, "a": weight}}).result()
+        into = {"tied": None}
+        ckpt.resume(into)
+    tied = into["tied"]
+    assert list(tied) == ["b", "data", "a"]
+    assert tied["a"] is tied["b"]
+    assert type(tied["data"]) is torch.Tensor
+    assert len({tensor.data_ptr() for tensor in tied.values()}) == 1
+
+
+def test_a_module_in_shards_is_a_mapping_in_its_order(tmp_path):
+    """Where what is not trained has files of its own, the module's state still has the order that it has in the module."""
+    model = torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.Linear(4, 4), torch.nn.Linear(600, 600))
+    model[0].requires_grad_(False)
+    model[2].requires_grad_(False)
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"model": model}).result()
+        into = {"model": None}
+        ckpt.resume(into)
+    assert (tmp_path / "step-00000001" / "model.safetensors.index.json").exists()
+    assert told(into["model"]) == told(model.state_dict())
+
+
+def test_one_memory_as_two_types_comes_back_as_both(tmp_path):
+    """A tensor and the same bits as another type are no two names of one tensor: each comes back with its own type."""
+    floats = torch.randn(6)
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"both": {"a": floats, "bits": floats.view(torch.int32)}}).result()
+        into = {"both": None}
+        ckpt.resume(into)
+    assert told(into["both"]) == told({"a": floats, "bits": floats.view(torch.int32)})
+    assert into["both"]["a"].data_ptr() == into["both"]["bits"].data_ptr()
