@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, deserialize
 
 from safe_ckpt.core.formats.dtypes import ALIASES_KEY, DTYPES, GRADIENTS_KEY, ORDER_KEY, STRIDES_KEY, VERSIONS_KEY
-from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, is_exact_json, is_lazy, values_of, view_of
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, is_exact_json, is_unresolved, values_of, view_of
 from safe_ckpt.core.formats.refusals import refuse_short
 from safe_ckpt.core.storage.direct_io import PAGE
 
@@ -70,7 +70,7 @@ def _gradient(tensor: torch.Tensor) -> tuple[bool, bool]:
 def _is_dense(tensor: object) -> bool:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not isinstance(tensor, torch.Tensor):
         return False
-    odd = tensor.is_meta or tensor.is_nested or tensor.is_quantized or is_lazy(tensor)
+    odd = tensor.is_meta or tensor.is_nested or tensor.is_quantized or is_unresolved(tensor)
     if odd or tensor.layout is not torch.strided:
         return False
     return tensor.dtype in SAFETENSORS_DTYPES and _fills_its_extent(tensor)

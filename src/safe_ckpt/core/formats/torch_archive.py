@@ -23,7 +23,7 @@ import torch
 from torch.storage import TypedStorage, UntypedStorage
 
 from safe_ckpt.core.formats import zip_archive
-from safe_ckpt.core.formats.file_plan import FilePlan, is_lazy
+from safe_ckpt.core.formats.file_plan import FilePlan, is_unresolved
 from safe_ckpt.core.formats.refusals import changed_meanwhile, refuse_short, unchanging
 from safe_ckpt.core.formats.zip_archive import Record
 from safe_ckpt.errors import StateError
@@ -181,7 +181,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         storage = obj.untyped_storage()
         facts = (obj.storage_offset(), tuple(obj.size()), obj.stride(), obj.requires_grad, OrderedDict())
-        left = (torch._utils.get_tensor_metadata(obj),) if is_lazy(obj) else ()
+        left = (torch._utils.get_tensor_metadata(obj),) if is_unresolved(obj) else ()
         if self._untyped:
             return torch._utils._rebuild_tensor_v3, (storage, *facts, obj.dtype, *left)
         if obj.dtype not in STORAGES:
@@ -234,19 +234,25 @@ class _Empty:
         return codecs.encode, ("", "latin1")
 
 
-def _without_empty_bytes(obj: Any) -> Any:
+def _without_empty_bytes(obj: Any, done: dict[int, Any] | None = None) -> Any:
     kind = type(obj)
     if kind is bytes and not obj:
         return _Empty()
-    if kind is dict:
-        return {key: _without_empty_bytes(value) for key, value in obj.items()}
-    if kind is OrderedDict:
-        copied = OrderedDict((key, _without_empty_bytes(value)) for key, value in obj.items())
-        vars(copied).update(vars(obj))
-        return copied
+    if kind not in (dict, OrderedDict, list, tuple):
+        return obj
+    done = {} if done is None else done  # what lies in several places does so in the copy
+    if id(obj) not in done:
+        done[id(obj)] = _copied_without(obj, kind, done)
+    return done[id(obj)]
+
+
+def _copied_without(obj: Any, kind: Any, done: dict[int, Any]) -> Any:
     if kind in (list, tuple):
-        return kind(_without_empty_bytes(value) for value in obj)
-    return obj
+        return kind(_without_empty_bytes(value, done) for value in obj)
+    copied = kind((key, _without_empty_bytes(value, done)) for key, value in obj.items())
+    if kind is OrderedDict:
+        vars(copied).update(vars(obj))
+    return copied
 
 
 def _children(obj: Any) -> Iterator[tuple[str, Any]]:
