@@ -3,12 +3,14 @@
 import os
 from collections import OrderedDict
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
 
 import safe_ckpt
-from safe_ckpt import Checkpointer
+from safe_ckpt import Checkpointer, PerRank, RngState
+from safe_ckpt.errors import StateError
 
 
 @pytest.fixture
@@ -178,3 +180,54 @@ def test_one_memory_as_two_types_comes_back_as_both(tmp_path):
         ckpt.resume(into)
     assert told(into["both"]) == told({"a": floats, "bits": floats.view(torch.int32)})
     assert into["both"]["a"].data_ptr() == into["both"]["bits"].data_ptr()
+
+
+@pytest.mark.parametrize("text", ["\ud83d", "\ud83d\ude00", "x\ude00\ud83d"], ids=ascii)
+def test_lone_surrogates_come_back_as_they_were(tmp_path, text):
+    """Two of them in a row are no character, in a text, as a key, and as the name of a tensor; other tools read the file."""
+    state = {"text": text, "keys": {text: [text]}, "named": {text: torch.ones(1)}}
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state).result()
+        into = dict.fromkeys(state)
+        ckpt.resume(into)
+    assert into == state
+    assert list(torch.load(tmp_path / "step-00000001" / "named.pt", weights_only=True)) == [text]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_a_quantized_tensor_comes_back_with_its_scale(tmp_path):
+    """By tensor and by channel, in place too, and as other tools read it. What torch cannot copy is refused."""
+    scales, zeros = torch.tensor([0.1, 0.2]), torch.tensor([1, 2])
+    by_tensor = torch.quantize_per_tensor(torch.randn(6), 0.1, 3, torch.quint8)
+    by_channel = torch.quantize_per_channel(torch.randn(2, 3), scales, zeros, 0, torch.qint8)
+    own = torch.quantize_per_tensor(torch.zeros(6), 0.5, 0, torch.quint8)
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"q": {"tensor": by_tensor, "channel": by_channel}}).result()
+        into = {"q": {"tensor": own, "channel": None}}
+        ckpt.resume(into)
+        with pytest.raises(StateError, match="quint4x2"):
+            ckpt.save(2, {"q": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint4x2)})
+    stock = torch.load(tmp_path / "step-00000001" / "q.pt", weights_only=True)
+    for found in (into["q"], stock):
+        assert torch.equal(found["tensor"], by_tensor)
+        assert torch.equal(found["channel"], by_channel)
+        assert found["channel"].q_per_channel_scales().tolist() == scales.double().tolist()
+    assert into["q"]["tensor"] is own
+    assert own.q_scale() == by_tensor.q_scale()
+
+
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
+def test_any_generator_that_is_numpys_global_one_goes_on(tmp_path, kind):
+    """Also where it was set to another kind, and the process that resumes has the usual one."""
+    before = numpy.random.get_state(legacy=False)["bit_generator"]
+    try:
+        numpy.random.set_bit_generator(getattr(numpy.random, kind)(5))
+        numpy.random.normal()  # and keeps a second one
+        with Checkpointer(tmp_path) as ckpt:
+            ckpt.save(1, {"rng": PerRank(RngState())}).result()
+            drawn = numpy.random.normal(size=3)
+            numpy.random.set_bit_generator(numpy.random.MT19937(1))
+            ckpt.resume({"rng": PerRank(RngState())})
+        assert numpy.random.normal(size=3).tolist() == drawn.tolist()
+    finally:
+        numpy.random.set_bit_generator(getattr(numpy.random, before)())

@@ -224,3 +224,18 @@ def test_lists_that_lie_in_several_places_are_walked_once(tmp_path, leaf):
         while isinstance(inner[0], list):
             inner = inner[0]
         assert torch.equal(torch.as_tensor(inner[0]), torch.as_tensor(leaf[0]))
+
+
+@pytest.mark.parametrize("value", [1, torch.ones(2)], ids=["number", "tensor"])
+def test_a_list_or_dict_within_itself_comes_back_within_itself(tmp_path, value):
+    """Also into one that is within itself."""
+    loop, named = [value], {"value": value}
+    loop.append(loop)
+    named["itself"] = named
+    with Checkpointer(tmp_path, CONFIG) as ckpt:
+        ckpt.save(1, {"loop": loop, "named": named}).result()
+        for state in ({"loop": None, "named": None}, {"loop": loop, "named": named}):
+            ckpt.resume(state)
+            assert state["loop"][1] is state["loop"]
+            assert state["named"]["itself"] is state["named"]
+            assert torch.equal(torch.as_tensor(state["loop"][0]), torch.as_tensor(value))

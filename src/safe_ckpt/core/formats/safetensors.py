@@ -48,7 +48,7 @@ def fits_safetensors(data: object) -> bool:
         return False
     spans: dict[tuple[torch.device, int], tuple[Any, ...]] = {}
     for name, tensor in data.items():
-        if type(name) is not str or name == "__metadata__" or not _is_dense(tensor):
+        if not _is_readable(name) or not _is_dense(tensor):
             return False
         storage = tensor.untyped_storage()
         if tensor.numel():
@@ -61,6 +61,13 @@ def fits_safetensors(data: object) -> bool:
 def _module_versions(data: object) -> dict[str, Any]:
     # Module.state_dict() carries the version of each module beside the tensors; load_state_dict migrates by it.
     return dict(getattr(data, "_metadata", None) or {})
+
+
+def _is_readable(name: object) -> bool:
+    """Whether all who read safetensors read the name: lone surrogates are no text to most."""
+    if type(name) is not str or name == "__metadata__":
+        return False
+    return name.isascii() or name.encode(errors="replace").decode() == name
 
 
 def _gradient(tensor: torch.Tensor) -> tuple[bool, bool]:

@@ -32,8 +32,20 @@ logger = logging.getLogger(__name__)
 
 _MOST_INT_BITS = 255 * 8 - 1  # the weights_only unpickler knows integers of up to 255 bytes
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
-_ALLOWED = {OrderedDict, Counter, torch.Size, torch.dtype, torch.device, torch.layout, complex, bytearray, set}
+_ALLOWED = {
+    OrderedDict,
+    Counter,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.qscheme,
+    complex,
+    bytearray,
+    set,
+}
 _CLASSES = {*_ALLOWED, *_TENSOR_TYPES, *torch._storage_classes}
+_SHARE_BYTES = (torch.quint4x2, torch.quint2x4)
 _FUNCTION_HOMES = ("torch._utils", "torch._tensor", "torch.serialization", "_codecs")
 
 
@@ -216,6 +228,8 @@ def _admit(obj: Any, kind: type) -> None:
             )
         if obj.is_meta:
             raise _Refused("a tensor on the meta device: it has no data. Materialise it first")
+        if obj.dtype in _SHARE_BYTES:
+            raise _Refused(f"a {obj.dtype} tensor, which torch can not copy: save its dequantize()")
         return
     if kind in _ALLOWED or kind is _Empty or (isinstance(obj, type) and obj in _CLASSES):
         return

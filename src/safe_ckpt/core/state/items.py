@@ -590,6 +590,7 @@ def restore_into(target: Any, loaded: Any, done: dict[tuple[int, int], tuple[Any
         return loaded
     done, pair = {} if done is None else done, (id(target), id(loaded))
     if pair not in done:
+        done[pair] = target, target  # so it is what lies within itself
         done[pair] = _restored(target, loaded, done), target
     return done[pair][0]
 
