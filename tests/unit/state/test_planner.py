@@ -190,6 +190,14 @@ def emptied(state):
     state["optimizer"].state.clear()
 
 
+def of_other_parameters(state):
+    kept = state["optimizer"].state
+    first, second, third, *rest = kept
+    rows = list(kept.values())
+    kept.clear()
+    kept.update(zip((third, second, first, *rest), rows, strict=True))  # the same tensors in the same order
+
+
 def another_group(state):
     state["optimizer"].add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
 
@@ -268,7 +276,7 @@ CHANGES = {
             *(other_memory, other_shape, transposed, other_dtype, same_bytes_other_dtype, tied, renamed, swapped),
             *(not_saved_any_more, hooked, own_way, without_bias, another_version, patched),
         ],
-        "optimizer": [emptied, another_group, another_option, post_hook_of_the_optimizer],
+        "optimizer": [emptied, of_other_parameters, another_group, another_option, post_hook_of_the_optimizer],
         "data": [
             *(a_number, a_truth, another_key, another_kind, view_of_one, learning, of_each_rank, turned_round, sparse),
             *(moved_in_its_storage, with_a_note, other_order),
