@@ -9,7 +9,10 @@ from kit import kinds, patience, thorough
 
 # torch looks up 127.0.0.1 backwards on every connection; where the resolver drops a packet that is five seconds each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As a user's process has it: torch copies with several threads. Those that wait do not spin, the machine is small.
+# Simulated histories and the jobs of fault tests set one thread themselves.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Every test module imports them, and so would every rank.
 os.environ.setdefault("RANKS_PRELOAD", "pytest,hypothesis")
 # What the tests start runs as with python -O; pytest itself does not, for there its own assertions would be gone.

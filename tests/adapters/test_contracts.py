@@ -65,6 +65,7 @@ TORCH = [
     Part(torch, "_utils", "core/formats/torch_archive.py", "the module of the functions that rebuild a tensor"),
     Part(torch._utils, "_rebuild_tensor_v2", "core/formats/dcp.py", "rebuilds a tensor of a plain type", STORAGE),
     Part(torch._utils, "_rebuild_tensor_v3", "core/formats/dcp.py", "rebuilds a tensor of a newer type", (*STORAGE, "dtype")),
+    Part(torch._utils, "get_tensor_metadata", "core/formats/torch_archive.py", "what torch is yet to compute", ("tensor",)),
     Part(torch._utils, "_rebuild_parameter", "extensions/health/regions.py", "a parameter in a pickle"),
     Part(torch._utils, "_rebuild_parameter_with_state", "extensions/health/regions.py", "one with attributes of its own"),
     Part(torch._tensor, "_rebuild_from_type_v2", "extensions/health/regions.py", "a tensor with attributes of its own",

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-import torch
 import transformers
 from transformers import Trainer, TrainerCallback
 from transformers.integrations import integration_utils
@@ -244,7 +243,6 @@ class Limit(TrainerCallback):
 
 def _one_rank_looks(rank, folder):
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
-    torch.set_num_threads(1)
     callback = Copy()
     callbacks = [callback] if rank else [Limit()]
     made = trainer(folder, SafeTrainer, callbacks=callbacks, ddp_backend="gloo")

@@ -193,7 +193,6 @@ def on_rank(rank, folder, jobs):
 
 if __name__ == "__main__":
     on_cpu()
-    torch.set_num_threads(1)
     made = train(sys.argv[1], int(sys.argv[2]), **json.loads(sys.argv[3]))
     os.write(1, f"RANK {os.environ['RANK']} {fingerprint(made)}\n".encode())
     torch.distributed.destroy_process_group()

@@ -1,4 +1,8 @@
-"""The matrix: what each test counted, printed as one table at the end."""
+"""The matrix: what each test counted, printed as one table at the end.
+
+The jobs that are killed here copy with one thread of torch: they count their operations, and the order must be that of the
+run before. All other tests have the two threads of ``tests/conftest.py``.
+"""
 
 from collections import Counter
 

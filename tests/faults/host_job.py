@@ -72,7 +72,7 @@ def lead(plan, rank):
 
 
 def train(plan, rank):
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # see tests/faults/conftest.py
     os.environ.update(MASTER_ADDR=plan.master, MASTER_PORT=str(plan.port))
     # Longer than any outage that is tried here: whether the ranks can train is not our matter.
     times = timedelta(seconds=120)

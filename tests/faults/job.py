@@ -38,7 +38,7 @@ def content(step, rank, count):
 
 
 def main(folder, rank, world_size, store):
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # see tests/faults/conftest.py
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     ckpt = Checkpointer(folder, CONFIG)
     if rank == 0:

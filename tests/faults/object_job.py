@@ -128,7 +128,7 @@ def save(ckpt, number, say):
 
 def lead(url, config, lines, numbers, resumes):
     """The same in a process of its own, which says it to a file, line by line."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # see tests/faults/conftest.py
     descriptor = os.open(lines, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def say(*words):

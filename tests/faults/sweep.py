@@ -42,7 +42,7 @@ from safe_ckpt.core.writer import existing
 
 # Every copy is shared by two threads, as those of a large state are.
 snapshot.PIECE_BYTES, snapshot._HELP_FROM = 4096, 1
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # see tests/faults/conftest.py
 # A busy machine is no fault: nothing here is to be taken for stalled.
 TIMES = Timeouts(lengthy_s=20, barrier_s=10, writer_stall_s=10, fsync_stall_s=10, peer_stall_s=2, shutdown_s=3)
 CONFIG = CheckpointConfig(
@@ -467,7 +467,6 @@ def record(storage, folder, scenario):
 
 def main():
     kit, folder, name, fault, first, step = sys.argv[1:7]
-    torch.set_num_threads(1)
     Live(0).step()  # the first step imports for two seconds: once here, and not in every trial
     storage = FaultyStorage(Path(kit))
     scenario = SCENARIOS[name]

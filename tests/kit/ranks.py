@@ -163,12 +163,10 @@ def _run_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    import torch
     import torch.distributed as dist
 
     os.environ.update(environment)  # the server's is that of its own start
     rank, world_size, port, group_timeout_s, init = settings
-    torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch looks up 127.0.0.1 backwards on every connection
     if init:
@@ -187,10 +185,8 @@ def _run_rank(
 
 
 def _run_rank_of_host(file, rank, function, args):
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     begun, result = time.monotonic(), {}
     try:

@@ -32,6 +32,7 @@ def found_by_its_seed(name, seed):
 
 
 def _run(*arguments):
+    # One thread: which thread of the system's comes first is no choice of a seed, and a history must come again.
     environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONOPTIMIZE", None)
     command = [sys.executable, *arguments]

@@ -1,6 +1,7 @@
 """The shape of the tree: what a reader can hold in the head."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,13 @@ def test_nothing_is_unpickled_freely():
             if runs_what_it_reads(node) and "# unpickles: " not in lines[node.lineno - 1]
         ]
     assert found == []
+
+
+def test_one_module_asks_whether_bytes_are_values():
+    """A tensor may have values that its memory does not have yet. ``file_plan`` alone asks, so that nobody forgets one kind."""
+    asked = re.compile(r"\.(is_conj|is_neg|resolve_conj|resolve_neg)\(")
+    found = [file for file in SOURCES.rglob("*.py") if asked.search(file.read_text(encoding="utf-8"))]
+    assert [str(file.relative_to(SOURCES)) for file in found] == ["core/formats/file_plan.py"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard, S
 
 from safe_ckpt.accelerate import strategies
 from safe_ckpt.adapters import FilePlan, torch_file
-from safe_ckpt.adapters.extras import is_short, refuse_short, safetensors
+from safe_ckpt.adapters.extras import file_plan, is_short, refuse_short, safetensors
 from safe_ckpt.errors import StateError
 
 _DEVICES = ("xpu", "mlu", "sdaa", "musa", "hpu", "neuron", "cuda")
@@ -187,7 +187,8 @@ def _covered(state: Mapping[str, torch.Tensor]) -> set[str]:
     for name, tensor in state.items():
         first.setdefault(_home(tensor), name)
     kept = rule(dict(state), preferred_names=list(first.values()))
-    return {name for whole, names in kept.items() for name in names if _view(state[name]) != _view(state[whole])}
+    views = {name: file_plan.view_of(tensor) for name, tensor in state.items()}
+    return {name for whole, names in kept.items() for name in names if views[name] != views[whole]}
 
 
 def _is_refused(group: Mapping[str, torch.Tensor]) -> bool:
@@ -200,10 +201,6 @@ def _is_refused(group: Mapping[str, torch.Tensor]) -> bool:
 
 def _home(tensor: torch.Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
-
-
-def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.storage_offset(), tensor.dtype, tuple(tensor.size()), tensor.stride()
 
 
 def _fingerprint(value: Any) -> str:
@@ -219,7 +216,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if is_short(value):  # refused where it is planned, by name
             return str(value.dtype), tuple(value.shape)
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        data = file_plan.values_of(value).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return str(value.dtype), tuple(value.shape), data
     if isinstance(value, np.ndarray) and value.dtype != object:
         return str(value.dtype), value.shape, value.tobytes()

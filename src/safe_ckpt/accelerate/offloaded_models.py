@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from accelerate.utils import OffloadedWeightsLoader
 
-from safe_ckpt.adapters.extras import refuse_short
+from safe_ckpt.adapters.extras import file_plan, refuse_short
 from safe_ckpt.errors import StateError
 
 
@@ -48,8 +48,7 @@ class Value:
         """
         identity: set[object] = {id(self.tensor)}
         if (held := self.held) is not None and held.numel():
-            view = (held.storage_offset(), held.dtype, tuple(held.shape), held.stride())
-            identity.add((str(held.device), held.untyped_storage().data_ptr(), view))
+            identity.add((str(held.device), held.untyped_storage().data_ptr(), file_plan.view_of(held)))
         return identity
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import xxhash
 
-from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES
+from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES, lies_as_written
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
 from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.saving.extension import Extension, Outcome, Run
@@ -322,7 +322,7 @@ def _is_in_order(plan: FilePlan) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    return tensor.is_cpu and lies_as_written(tensor)
 
 
 def digest_of(plan: FilePlan) -> str:

@@ -58,7 +58,7 @@ def base_hash(model: torch.nn.Module, without: Collection[str] = ()) -> str:
         refuse_short(name, tensor)
         whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor.numel():
-            numbers: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            numbers: Any = file_plan.values_of(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             whole.update(memoryview(numbers))
     return whole.hexdigest()
 

@@ -5,12 +5,9 @@ import sys
 import warnings
 from pathlib import Path
 
-import torch
-
 TESTS = Path(__file__).parents[2]
 sys.path[:0] = [str(TESTS), str(TESTS / "adapters")]
 warnings.filterwarnings("ignore")
-torch.set_num_threads(1)
 rank = int(os.environ["RANK"])
 
 

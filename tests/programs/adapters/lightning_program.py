@@ -5,13 +5,10 @@ import sys
 import warnings
 from pathlib import Path
 
-import torch
-
 TESTS = Path(__file__).parents[2]
 sys.path[:0] = [str(TESTS), str(TESTS / "adapters")]
 warnings.filterwarnings("ignore")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
-torch.set_num_threads(1)
 
 from lightning_runs import package  # noqa: E402 - what is found is on the path above
 

@@ -8,11 +8,9 @@ import warnings
 from pathlib import Path
 
 warnings.simplefilter("ignore")
-import torch
-
-torch.set_num_threads(1)
 import deepspeed
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from safe_ckpt import CheckpointConfig, Timeouts

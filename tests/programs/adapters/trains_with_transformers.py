@@ -7,9 +7,6 @@ import warnings
 
 sys.path[:0] = sys.argv[2:]
 warnings.filterwarnings("ignore")
-import torch
-
-torch.set_num_threads(1)
 from transformers import TrainerCallback
 from transformers.utils import logging
 from transformers_runs import fingerprint, trainer

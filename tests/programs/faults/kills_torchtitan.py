@@ -11,7 +11,7 @@ rank = two_ranks.fork()
 titan_runs.on_cpu()
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # see tests/faults/conftest.py
 config = titan_runs.config(sys.argv[1], 100000, interval=1, async_mode="async", keep_latest_k=2)
 config.lr_scheduler.total_steps = 100000
 trainer = config.build()

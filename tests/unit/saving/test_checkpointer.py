@@ -183,6 +183,7 @@ def test_a_step_saved_again_replaces_the_old_one(tmp_path):
         (lambda c: c.save(1, {"a": 1, "A": 1}), "state"),
         (lambda c: c.save(1, [1]), "state"),
         (lambda c: c.save(1, {"a": 1}, metrics={"m": "low"}), "metrics['m']"),
+        (lambda c: c.save(1, {"a": 1}, metrics={"m": 10**400}), "metrics['m']"),
         (lambda c: c.save(1, {"a": [object()]}), "state['a'][0]"),
     ],
 )
@@ -445,14 +446,10 @@ def test_names_that_stand_for_another_items_file_are_refused(tmp_path):
         ckpt.save(1, {"a": PerRank(1), "a.rank00000": 2})
 
 
-def test_huge_numbers_and_lists_within_themselves_are_refused_by_name(tmp_path):
-    """A number of thousands of digits, a list that holds itself."""
-    loop = []
-    loop.append(loop)
-    with Checkpointer(tmp_path, config()) as ckpt:
-        for value in (10**5000, loop):
-            with pytest.raises(StateError, match="state\\['n'\\]"):
-                ckpt.save(1, {"n": value})
+def test_huge_numbers_are_refused_by_name(tmp_path):
+    """A number of thousands of digits."""
+    with Checkpointer(tmp_path, config()) as ckpt, pytest.raises(StateError, match="state\\['n'\\]"):
+        ckpt.save(1, {"n": 10**5000})
 
 
 @pytest.mark.parametrize("content", ["no json", '{"name": "an app"}'])

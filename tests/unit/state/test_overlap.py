@@ -562,3 +562,15 @@ def test_no_tensor_is_kept_alive_by_a_finished_save(tmp_path):
         del net, optimizer
         gc.collect()
         assert gone
+
+
+def test_a_gate_that_nobody_passes_keeps_nothing_of_the_saves_before(tmp_path):
+    """Where no optimizer of torch steps, as where a framework steps it itself, copies that are over are let go of."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
+        for step in range(1, 9):
+            ckpt.save(step, {"net": net, "optimizer": optimizer}).result()
+        gc.collect()
+        alive = [one for one in gc.get_objects() if type(one) is StagingCopy]
+        assert len(alive) <= 2

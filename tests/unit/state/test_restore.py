@@ -2,6 +2,7 @@
 
 from collections import Counter
 from types import MappingProxyType
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -138,3 +139,103 @@ def test_empty_bytes_in_an_extra_state_leave_the_versions_of_the_classes(tmp_pat
         ckpt.save(1, {"m": torch.nn.Sequential(module)}).result()
         ckpt.resume({"m": torch.nn.Sequential(module)})
     assert module.found == {"version": 2}
+
+
+class Pair(NamedTuple):
+    """A tuple whose fields have names."""
+
+    weight: torch.Tensor
+    count: int
+
+
+def test_tensors_in_tuples_are_restored_in_place(tmp_path):
+    """As those in lists are, at any depth, in a tuple, a named tuple, and a list where a tuple was saved."""
+    one, two, three, four, five = (torch.full((2,), float(n)) for n in range(1, 6))
+    with Checkpointer(tmp_path, CONFIG) as ckpt:
+        ckpt.save(1, {"pair": (one, 7), "deep": {"in": [(two, {"w": three}), 8]}, "named": (four, 9), "list": (five,)})
+        own = {name: torch.zeros(2) for name in ("one", "two", "three", "four", "five")}
+        kept = (own["two"], {"w": own["three"]})
+        state = {
+            "pair": (own["one"], 0),
+            "deep": {"in": [kept, 0]},
+            "named": Pair(own["four"], 0),
+            "list": [own["five"]],
+        }
+        ckpt.resume(state)
+    assert [tensor.tolist() for tensor in own.values()] == [[n, n] for n in range(1, 6)]
+    assert state["pair"][0] is own["one"]
+    assert state["pair"][1] == 7
+    assert state["deep"]["in"][0] is kept
+    assert state["deep"]["in"][1] == 8
+    assert type(state["named"]) is Pair
+    assert state["named"].weight is own["four"]
+    assert state["named"].count == 9
+    assert state["list"] == [own["five"]]
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ({"n": torch.zeros(1)}, "['n']: it is a tensor, the checkpoint has int"),
+        ({"n": [torch.zeros(1)]}, "['n']: it is list with tensors, the checkpoint has int"),
+        ({"pair": (torch.zeros(3), 0)}, "['pair'][0]: it is (3,)"),
+        ({"pair": {"w": torch.zeros(2)}}, "['pair']: it is dict with tensors, the checkpoint has tuple"),
+        ({"pair": (torch.zeros(2), 0, torch.zeros(2))}, "['pair']: the checkpoint has nothing for the tensors [2]"),
+        ({"pair": (torch.zeros(2), torch.zeros(2))}, "['pair'][1]: it is a tensor, the checkpoint has int"),
+        ({"new": {"w": torch.zeros(2)}}, "nothing for the tensors ['new']"),
+        ({"triple": Pair(torch.zeros(2), 0)}, "['triple']: it is a Pair, the checkpoint has 3 values"),
+    ],
+)
+def test_a_tensor_that_nothing_is_restored_into_is_an_error_by_name(tmp_path, target, words):
+    """It is not replaced without a word: whoever else has it would keep what it was. Nothing else is changed either."""
+    with Checkpointer(tmp_path, CONFIG) as ckpt:
+        triple = (torch.ones(2), 1, 2)
+        ckpt.save(1, {"first": {"a": 1}, "d": {"n": 3, "pair": (torch.ones(2), 5), "triple": triple}}).result()
+        first = {"a": 0}
+        with pytest.raises(RestoreError) as caught:
+            ckpt.resume({"first": first, "d": target})
+        assert words in str(caught.value)
+        assert first == {"a": 0}
+        free = {"d": {"n": None, "pair": None}}
+        ckpt.resume(free)
+        assert free["d"]["n"] == 3
+        assert free["d"]["pair"][0].tolist() == [1, 1]
+
+
+def nested(depth, leaf):
+    """A list that lies twice in a list, which lies twice in a list, and so on."""
+    for _ in range(depth):
+        leaf = [leaf, leaf]
+    return leaf
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("leaf", [[1], [torch.ones(2)]], ids=["numbers", "tensors"])
+def test_lists_that_lie_in_several_places_are_walked_once(tmp_path, leaf):
+    """Sixty lists, each twice in the next, are saved and restored at once, as one list in two places, and into such lists."""
+    with Checkpointer(tmp_path, CONFIG) as ckpt:
+        ckpt.save(1, {"d": nested(60, leaf), "empty": [nested(60, leaf), b""]}).result()
+        state, own = {"d": None, "empty": None}, {"d": nested(60, list(leaf))}
+        ckpt.resume(state)
+        ckpt.resume(own)
+    for found in (state["d"], own["d"], state["empty"][0]):
+        assert found[0] is found[1]
+        inner = found
+        while isinstance(inner[0], list):
+            inner = inner[0]
+        assert torch.equal(torch.as_tensor(inner[0]), torch.as_tensor(leaf[0]))
+
+
+@pytest.mark.parametrize("value", [1, torch.ones(2)], ids=["number", "tensor"])
+def test_a_list_or_dict_within_itself_comes_back_within_itself(tmp_path, value):
+    """Also into one that is within itself."""
+    loop, named = [value], {"value": value}
+    loop.append(loop)
+    named["itself"] = named
+    with Checkpointer(tmp_path, CONFIG) as ckpt:
+        ckpt.save(1, {"loop": loop, "named": named}).result()
+        for state in ({"loop": None, "named": None}, {"loop": loop, "named": named}):
+            ckpt.resume(state)
+            assert state["loop"][1] is state["loop"]
+            assert state["named"]["itself"] is state["named"]
+            assert torch.equal(torch.as_tensor(state["loop"][0]), torch.as_tensor(value))

@@ -24,4 +24,6 @@ DTYPES = {
 """What safetensors calls the types of torch."""
 ALIASES_KEY = "safe_ckpt.aliases"
 STRIDES_KEY = "safe_ckpt.strides"  # of the tensor in memory: in the file its elements lie in the order of its shape
-VERSIONS_KEY = "safe_ckpt.versions"
+VERSIONS_KEY = "safe_ckpt.versions"  # of an OrderedDict
+ORDER_KEY = "safe_ckpt.order"  # the place in the mapping of each name in the file's order, behind which are the aliases
+GRADIENTS_KEY = "safe_ckpt.gradients"  # of tensors that are no plain ones: [is a Parameter, requires a gradient]

@@ -30,6 +30,27 @@ FROZEN_BYTES = 1 << 30
 """How large a file of tensors that are not trained becomes at most: an object store must copy it within one request's time."""
 
 
+def is_unresolved(tensor: torch.Tensor) -> bool:
+    """Whether torch has yet to conjugate or negate what lies in memory: the bytes there are not the values."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or where it ``is_unresolved`` a copy, whose memory holds its values. Without gradients."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def lies_as_written(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie in memory as they do in a file: in the order of its shape, with nothing left to compute."""
+    return tensor.is_contiguous() and not is_unresolved(tensor)
+
+
+def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors of one memory only if they are the same values."""
+    kind = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), *kind
+
+
 @dataclass(frozen=True, kw_only=True)
 class LazyTensor:
     """A tensor that is fetched when its turn comes to be written, and let go again.
@@ -146,18 +167,30 @@ def bytes_image(path: str, data: bytes) -> FilePlan:
     return FilePlan(path=path, length=len(data), pieces=[(0, data)])
 
 
-def is_exact_json(data: object) -> bool:
-    """Whether JSON gives back exactly ``data``: no tuples, no other keys than text, no NaN, no subclasses."""
+def is_exact_json(data: object, seen: set[int] | None = None) -> bool:
+    """Whether JSON gives back exactly ``data``: no tuples, no other keys than text, no NaN, no subclasses.
+
+    Args:
+        data: anything.
+        seen: the lists and dicts that were met before: one that lies in two places would be two.
+    """
     kind = type(data)
-    if data is None or kind in (bool, int, str):
-        return True
-    if kind is float:
-        return math.isfinite(data)  # type: ignore[arg-type]
+    if kind is not list and kind is not dict:
+        return _is_exact_value(data)
+    seen = set() if seen is None else seen
+    if id(data) in seen:
+        return False
+    seen.add(id(data))
     if kind is list:
-        return all(is_exact_json(value) for value in data)  # type: ignore[attr-defined]
-    if kind is dict:
-        return all(type(key) is str and is_exact_json(value) for key, value in data.items())  # type: ignore[attr-defined]
-    return False
+        return all(is_exact_json(value, seen) for value in data)  # type: ignore[attr-defined]
+    pairs = data.items()  # type: ignore[attr-defined]
+    return all(type(key) is str and _is_exact_value(key) and is_exact_json(value, seen) for key, value in pairs)
+
+
+def _is_exact_value(value: object) -> bool:
+    if type(value) is str:  # two lone surrogates come back as one character
+        return value.isascii() or bool(json.loads(json.dumps(value)) == value)
+    return value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value))
 
 
 def single(image: FilePlan, path: str) -> FilePlan:

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from safe_ckpt.core.formats import file_plan
+from safe_ckpt.core.formats.dtypes import ORDER_KEY
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, bytes_image
 from safe_ckpt.core.formats.names import is_parallel, plain_name
 from safe_ckpt.core.formats.refusals import refuse_short
@@ -23,6 +24,7 @@ from safe_ckpt.core.formats.safetensors import (
     SAFETENSORS_DTYPES,
     aliases_of,
     named_safetensors_image,
+    order_of,
     safetensors_image,
 )
 from safe_ckpt.errors import ConfigError, StateError
@@ -115,7 +117,7 @@ def frozen_apart(
     first = 1 if trained else 0
     stored = [{name: shard[name] for name in shard.keys() - aliases_of(shard).keys()} for shard in shards]
     return [
-        _index_of(stem, names, stored),
+        _index_of(stem, names, stored, order_of((name for shard in shards for name in shard), tensors)),
         *images[:first],
         *(dataclasses.replace(image, frozen=True) for image in images[first:]),
     ]
@@ -156,10 +158,16 @@ def _names(stem: str, count: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _index_of(stem: str, names: Sequence[str], shards: Sequence[Mapping[str, LazyTensor | torch.Tensor]]) -> FilePlan:
+def _index_of(
+    stem: str,
+    names: Sequence[str],
+    shards: Sequence[Mapping[str, LazyTensor | torch.Tensor]],
+    order: Sequence[int] = (),
+) -> FilePlan:
     where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
     total = sum(_size_of(tensor) for shard in shards for tensor in shard.values())
-    body = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
+    said = {"total_size": total, **({ORDER_KEY: json.dumps(order)} if order else {})}
+    body = json.dumps({"metadata": said, "weight_map": where}, indent=2, sort_keys=True)
     return bytes_image(index_name(stem), body.encode() + b"\n")
 
 

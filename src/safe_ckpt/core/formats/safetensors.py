@@ -6,14 +6,15 @@ import json
 import math
 import mmap
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, deserialize
 
-from safe_ckpt.core.formats.dtypes import ALIASES_KEY, DTYPES, STRIDES_KEY, VERSIONS_KEY
-from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, is_exact_json
+from safe_ckpt.core.formats.dtypes import ALIASES_KEY, DTYPES, GRADIENTS_KEY, ORDER_KEY, STRIDES_KEY, VERSIONS_KEY
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, is_exact_json, is_unresolved, values_of, view_of
 from safe_ckpt.core.formats.refusals import refuse_short
 from safe_ckpt.core.storage.direct_io import PAGE
 
@@ -37,18 +38,21 @@ SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in 
 
 
 def fits_safetensors(data: object) -> bool:
-    """Whether safetensors gives back exactly ``data``: a flat dict of dense tensors that share memory wholly or not at all."""
-    if type(data) is not dict and type(data).__name__ != "OrderedDict":
+    """Whether safetensors gives back exactly ``data``: a flat dict of dense tensors that share memory wholly or not at all.
+
+    Attributes that somebody has set on a tensor count for nothing.
+    """
+    if (type(data) is not dict and type(data) is not OrderedDict) or not data:
         return False
-    if not isinstance(data, Mapping) or not data or not is_exact_json(_module_versions(data)):
+    if not getattr(data, "__dict__", {}).keys() <= {"_metadata"} or not is_exact_json(_module_versions(data)):
         return False
     spans: dict[tuple[torch.device, int], tuple[Any, ...]] = {}
     for name, tensor in data.items():
-        if type(name) is not str or name == "__metadata__" or not _is_dense(tensor):
+        if not _is_readable(name) or not _is_dense(tensor):
             return False
         storage = tensor.untyped_storage()
         if tensor.numel():
-            view = (tensor.storage_offset(), tensor.dtype, tuple(tensor.size()), tensor.stride())
+            view = view_of(tensor)
             if spans.setdefault((tensor.device, storage.data_ptr()), view) != view:
                 return False
     return True
@@ -59,10 +63,21 @@ def _module_versions(data: object) -> dict[str, Any]:
     return dict(getattr(data, "_metadata", None) or {})
 
 
+def _is_readable(name: object) -> bool:
+    """Whether all who read safetensors read the name: lone surrogates are no text to most."""
+    if type(name) is not str or name == "__metadata__":
+        return False
+    return name.isascii() or name.encode(errors="replace").decode() == name
+
+
+def _gradient(tensor: torch.Tensor) -> tuple[bool, bool]:
+    return isinstance(tensor, torch.nn.Parameter), tensor.requires_grad
+
+
 def _is_dense(tensor: object) -> bool:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not isinstance(tensor, torch.Tensor):
         return False
-    odd = tensor.is_meta or tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    odd = tensor.is_meta or tensor.is_nested or tensor.is_quantized or is_unresolved(tensor)
     if odd or tensor.layout is not torch.strided:
         return False
     return tensor.dtype in SAFETENSORS_DTYPES and _fills_its_extent(tensor)
@@ -93,6 +108,20 @@ def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return aliases
 
 
+def order_of(names: Iterable[str], mapping: Iterable[str]) -> list[int]:
+    """The places of the names in a mapping; none where they are in its order."""
+    place = {name: number for number, name in enumerate(mapping)}
+    places = [place[name] for name in names]
+    return places if places != sorted(places) else []
+
+
+def in_order(tensors: dict[str, torch.Tensor], order: Sequence[int]) -> dict[str, torch.Tensor]:
+    """The same in the order that ``order_of`` told."""
+    if not order:
+        return tensors
+    return dict(pair for _, pair in sorted(zip(order, tensors.items(), strict=True), key=itemgetter(0)))
+
+
 def safetensors_image(
     path: str, tensors: Mapping[str, torch.Tensor], besides: Mapping[str, str] | None = None
 ) -> FilePlan:
@@ -116,8 +145,12 @@ def safetensors_image(
         metadata[ALIASES_KEY] = json.dumps(aliases)
     if strides:
         metadata[STRIDES_KEY] = json.dumps(strides)
-    if versions := _module_versions(tensors):
-        metadata[VERSIONS_KEY] = json.dumps(versions)
+    if type(tensors) is OrderedDict:
+        metadata[VERSIONS_KEY] = json.dumps(_module_versions(tensors))
+    if order := order_of([*kept, *aliases], tensors):
+        metadata[ORDER_KEY] = json.dumps(order)
+    if gradients := {name: kind for name, tensor in tensors.items() if any(kind := _gradient(tensor))}:
+        metadata[GRADIENTS_KEY] = json.dumps(gradients)
     described = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in kept}
     head, places, length = _safetensors_head(described, metadata)
     placed = [(places[name], tensors[name].detach()) for name in kept if tensors[name].numel()]
@@ -137,7 +170,7 @@ def named_safetensors_image(path: str, tensors: Mapping[str, LazyTensor | torch.
             refuse_short(f"{path}: {name}", tensor)
     described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     head, places, length = _safetensors_head(described, {"format": "pt"})
-    held = [(places[n], t.detach()) for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.numel()]
+    held = [(places[n], values_of(t)) for n, t in tensors.items() if isinstance(t, torch.Tensor) and t.numel()]
     lazies = [(places[n], t) for n, t in tensors.items() if isinstance(t, LazyTensor) and t.size_bytes]
     return FilePlan(path=path, length=length, pieces=[(0, head)], tensors=held, lazies=lazies)
 
@@ -160,7 +193,7 @@ def _safetensors_head(
 
 
 def parse_safetensors(memory: mmap.mmap, length: int) -> dict[str, torch.Tensor]:
-    """A safetensors file as this package writes it, strides, aliases and module versions included."""
+    """A safetensors file as this package writes it, with all that its metadata says of the mapping."""
     start = 8 + int.from_bytes(memory[:8], "little")
     header = json.loads(memory[8:start])
     metadata = header.pop("__metadata__", {})
@@ -181,7 +214,20 @@ def parse_safetensors(memory: mmap.mmap, length: int) -> dict[str, torch.Tensor]
         tensors[name] = tensor
     for alias, name in json.loads(metadata.get(ALIASES_KEY, "{}")).items():
         tensors[alias] = tensors[name]
+    tensors = in_order(tensors, json.loads(metadata.get(ORDER_KEY, "[]")))
+    _put_gradients(tensors, json.loads(metadata.get(GRADIENTS_KEY, "{}")))
     if VERSIONS_KEY in metadata:
         tensors = OrderedDict(tensors)
-        tensors._metadata = OrderedDict(json.loads(metadata[VERSIONS_KEY]))  # type: ignore[attr-defined]
+        if versions := json.loads(metadata[VERSIONS_KEY]):
+            tensors._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
     return tensors
+
+
+def _put_gradients(tensors: dict[str, torch.Tensor], kinds: Mapping[str, Sequence[bool]]) -> None:
+    made: dict[tuple[int, bool, bool], torch.Tensor] = {}  # two names of one Parameter are one
+    for name, (is_parameter, required) in kinds.items():
+        key = id(tensors[name]), is_parameter, required
+        if key not in made:
+            plain = tensors[name].detach()
+            made[key] = torch.nn.Parameter(plain, required) if is_parameter else plain.requires_grad_(required)
+        tensors[name] = made[key]

@@ -23,7 +23,7 @@ import torch
 from torch.storage import TypedStorage, UntypedStorage
 
 from safe_ckpt.core.formats import zip_archive
-from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.core.formats.file_plan import FilePlan, is_unresolved
 from safe_ckpt.core.formats.refusals import changed_meanwhile, refuse_short, unchanging
 from safe_ckpt.core.formats.zip_archive import Record
 from safe_ckpt.errors import StateError
@@ -32,8 +32,20 @@ logger = logging.getLogger(__name__)
 
 _MOST_INT_BITS = 255 * 8 - 1  # the weights_only unpickler knows integers of up to 255 bytes
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
-_ALLOWED = {OrderedDict, Counter, torch.Size, torch.dtype, torch.device, torch.layout, complex, bytearray, set}
+_ALLOWED = {
+    OrderedDict,
+    Counter,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.qscheme,
+    complex,
+    bytearray,
+    set,
+}
 _CLASSES = {*_ALLOWED, *_TENSOR_TYPES, *torch._storage_classes}
+_SHARE_BYTES = (torch.quint4x2, torch.quint2x4)
 _FUNCTION_HOMES = ("torch._utils", "torch._tensor", "torch.serialization", "_codecs")
 
 
@@ -180,14 +192,15 @@ class _Pickler(pickle.Pickler):
         if kind is not torch.Tensor or not _is_plain(obj):
             return NotImplemented
         storage = obj.untyped_storage()
-        place = (obj.storage_offset(), tuple(obj.size()), obj.stride())
+        facts = (obj.storage_offset(), tuple(obj.size()), obj.stride(), obj.requires_grad, OrderedDict())
+        left = (torch._utils.get_tensor_metadata(obj),) if is_unresolved(obj) else ()
         if self._untyped:
-            return torch._utils._rebuild_tensor_v3, (storage, *place, obj.requires_grad, OrderedDict(), obj.dtype)
+            return torch._utils._rebuild_tensor_v3, (storage, *facts, obj.dtype, *left)
         if obj.dtype not in STORAGES:
             return NotImplemented
         # What torch's own reduction comes to, at a fraction of its time: there are tens of thousands in a state.
         typed = _Storage(storage, obj.dtype, storage.nbytes() // obj.element_size())
-        return torch._utils._rebuild_tensor_v2, (typed, *place, obj.requires_grad, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, (typed, *facts, *left)
 
     def _reference(self, storage: UntypedStorage, dtype: torch.dtype, kind: type, count: int) -> tuple[Any, ...]:
         device = storage.device.type
@@ -201,7 +214,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    odd = tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor._backward_hooks
+    odd = tensor.is_quantized or tensor.is_nested or tensor._backward_hooks
     if odd or tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
         return False
     return not getattr(tensor, "__dict__", None)
@@ -215,6 +228,8 @@ def _admit(obj: Any, kind: type) -> None:
             )
         if obj.is_meta:
             raise _Refused("a tensor on the meta device: it has no data. Materialise it first")
+        if obj.dtype in _SHARE_BYTES:
+            raise _Refused(f"a {obj.dtype} tensor, which torch can not copy: save its dequantize()")
         return
     if kind in _ALLOWED or kind is _Empty or (isinstance(obj, type) and obj in _CLASSES):
         return
@@ -233,19 +248,25 @@ class _Empty:
         return codecs.encode, ("", "latin1")
 
 
-def _without_empty_bytes(obj: Any) -> Any:
+def _without_empty_bytes(obj: Any, done: dict[int, Any] | None = None) -> Any:
     kind = type(obj)
     if kind is bytes and not obj:
         return _Empty()
-    if kind is dict:
-        return {key: _without_empty_bytes(value) for key, value in obj.items()}
-    if kind is OrderedDict:
-        copied = OrderedDict((key, _without_empty_bytes(value)) for key, value in obj.items())
-        vars(copied).update(vars(obj))
-        return copied
+    if kind not in (dict, OrderedDict, list, tuple):
+        return obj
+    done = {} if done is None else done  # what lies in several places does so in the copy
+    if id(obj) not in done:
+        done[id(obj)] = _copied_without(obj, kind, done)
+    return done[id(obj)]
+
+
+def _copied_without(obj: Any, kind: Any, done: dict[int, Any]) -> Any:
     if kind in (list, tuple):
-        return kind(_without_empty_bytes(value) for value in obj)
-    return obj
+        return kind(_without_empty_bytes(value, done) for value in obj)
+    copied = kind((key, _without_empty_bytes(value, done)) for key, value in obj.items())
+    if kind is OrderedDict:
+        vars(copied).update(vars(obj))
+    return copied
 
 
 def _children(obj: Any) -> Iterator[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import mmap
 from collections import OrderedDict
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.core.formats import file_plan, hugging_face, safetensors, torch_reading
+from safe_ckpt.core.formats.dtypes import ORDER_KEY
 from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Ranks, Reader
@@ -259,8 +261,10 @@ def load_item(
     ]
     if len(parts) == 1:
         return parts[0]
-    load_file(folders(file), entries[file], {"form": "index"}, name, shared=shared)  # other tools need it to be right
-    whole = OrderedDict((key, tensor) for part in parts for key, tensor in part.items())
+    index = load_file(folders(file), entries[file], {"form": "index"}, name, shared=shared)  # also for other tools
+    joined = {key: tensor for part in parts for key, tensor in part.items()}
+    with torch_reading.refusing(folders(file), file):
+        whole = OrderedDict(safetensors.in_order(joined, json.loads(index["metadata"].get(ORDER_KEY, "[]"))))
     whole._metadata = next((m for part in parts if (m := getattr(part, "_metadata", None)) is not None), OrderedDict())  # type: ignore[attr-defined]
     return whole
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from safe_ckpt.core.formats import hugging_face
-from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, view_of
 from safe_ckpt.core.formats.names import plain_names
 from safe_ckpt.core.home.candidates import WEIGHTS
 from safe_ckpt.core.home.file_home import FileHome
@@ -195,8 +195,7 @@ def _once(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     kept = []
     for name, tensor in tensors.items():
         local = dtensor.local_of(tensor)
-        view = (local.storage_offset(), local.dtype, tuple(tensor.shape), local.stride())
-        identity = (str(local.device), local.untyped_storage().data_ptr(), view)
+        identity = (str(local.device), local.untyped_storage().data_ptr(), tuple(tensor.shape), view_of(local))
         if local.numel() and identity in seen:
             continue
         seen.add(identity)

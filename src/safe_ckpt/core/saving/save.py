@@ -290,6 +290,8 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
             numbers[str(name)] = float(value)
         except (TypeError, ValueError) as error:
             raise StateError(key=f"metrics[{name!r}]", message=f"expected a number, got {value!r}") from error
+        except OverflowError as error:
+            raise StateError(key=f"metrics[{name!r}]", message=f"{error}: give a smaller one") from error
     return numbers
 
 

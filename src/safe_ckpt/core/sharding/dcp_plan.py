@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from safe_ckpt.core.coordination.rounds import Scatter
 from safe_ckpt.core.formats import dcp
-from safe_ckpt.core.formats.file_plan import FilePlan, FileTemplate, bytes_image
+from safe_ckpt.core.formats.file_plan import FilePlan, FileTemplate, bytes_image, values_of
 from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.formats.refusals import refuse_short, unchanging
 from safe_ckpt.core.formats.torch_archive import saved_bytes
@@ -457,7 +457,7 @@ def _lay_out(
             objects[number] = at, local.objects[number]
             continue
         name, around = entry.index.fqn.removeprefix(within), dcp.envelope(*kind_of(entry))
-        tensor = local.lookup(entry.index).detach().resolve_conj().resolve_neg()
+        tensor = values_of(local.lookup(entry.index))
         if (tensor.dtype, tuple(tensor.shape)) != kind_of(entry):
             message = f"planned as {kind_of(entry)}, it is {tuple(tensor.shape)} {tensor.dtype}"
             raise StateError(key=f"{folder}: {name}", message=message)

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from safe_ckpt.core.formats import dcp, torch_reading
+from safe_ckpt.core.formats.file_plan import lies_as_written
 from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.formats.names import matched, plain_names
 from safe_ckpt.core.sharding import dtensor
@@ -608,7 +609,7 @@ class StraightReader(FileSystemReader):
         target = planner.resolve_tensor(item).detach()
         if target.dtype != dtype or target.shape != item.lengths:
             return False
-        straight = target.is_cpu and target.is_contiguous() and not (target.is_conj() or target.is_neg())
+        straight = target.is_cpu and lies_as_written(target)
         room = target if straight else torch.empty(tuple(item.lengths), dtype=dtype)
         _fill(fd, name, room, place.offset + len(around.head) + first * dtype.itemsize)
         if not straight:

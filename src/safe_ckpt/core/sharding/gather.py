@@ -22,6 +22,7 @@ from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinato
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.coordination.rounds import Round, Scatter, from_wire, refuse_differences, to_wire
 from safe_ckpt.core.coordination.store import KeyTimeout
+from safe_ckpt.core.formats.file_plan import values_of
 from safe_ckpt.core.formats.refusals import refuse_short
 from safe_ckpt.core.sharding import dtensor, gather_plan, gather_transport, timeouts
 from safe_ckpt.core.sharding.gather_plan import Chunk, GatherPlan
@@ -221,7 +222,7 @@ class _Gather:
 
     def _local_of(self, index: int) -> torch.Tensor:
         if self._local[0] != index:
-            self._local = index, dtensor.local_of(self.tensors[self._names[index]]).contiguous()
+            self._local = index, values_of(dtensor.local_of(self.tensors[self._names[index]])).contiguous()
         return self._local[1]
 
     def _take(self, index: int, full: torch.Tensor) -> None:

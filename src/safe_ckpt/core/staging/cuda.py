@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from safe_ckpt.core.formats.file_plan import values_of
+
 if TYPE_CHECKING:
     from safe_ckpt.core.staging.buffer import SharedBuffer
 
@@ -114,10 +116,12 @@ class TensorCopy:
 
     def into(self, memory: torch.Tensor, *, non_blocking: bool = False) -> None:
         """Copy the tensor to where it goes in ``memory``, in the order of its shape, whatever its strides."""
-        target = memory[self.offset : self.offset + self.size]
-        if self.tensor.dtype is not torch.uint8:
-            target = target.view(self.tensor.dtype)
-        target.view(self.tensor.shape).copy_(self.tensor, non_blocking=non_blocking)
+        source, target = self.tensor, memory[self.offset : self.offset + self.size]
+        if self.offset % source.element_size():  # no tensor of its type can begin there, so it is copied as bytes
+            source = values_of(source).contiguous().view(-1).view(torch.uint8)
+        elif source.dtype is not torch.uint8:
+            target = target.view(source.dtype)
+        target.view(source.shape).copy_(source, non_blocking=non_blocking)
 
 
 class DeviceCopies:

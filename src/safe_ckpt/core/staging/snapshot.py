@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
+from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask, lies_as_written
 from safe_ckpt.core.formats.manifest import RECORD_NAME
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.cuda import Cuda, DeviceCopies, TensorCopy
@@ -87,7 +87,7 @@ class CopyPlan:
         for move in moves:
             size, away = move.size, elsewhere(move)
             on_host = on_host and not away
-            if away or size >= _THREADS_FROM or not move.tensor.is_contiguous():
+            if away or size >= _THREADS_FROM or not lies_as_written(move.tensor):
                 kept.append(move)
                 rows.append((move, move.offset, size))
             else:
@@ -118,7 +118,7 @@ class CopyPlan:
             source, offset, size = row
             if isinstance(source, int):
                 address = source
-            elif elsewhere(source) or not source.tensor.is_contiguous() or not one_thread:
+            elif elsewhere(source) or not lies_as_written(source.tensor) or not one_thread:
                 pieces.append(row)
                 continue
             else:

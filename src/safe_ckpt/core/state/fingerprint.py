@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from safe_ckpt.core.formats.file_plan import is_unresolved
 from safe_ckpt.core.formats.safetensors import SAFETENSORS_DTYPES
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.state.overlap import KNOWN
@@ -78,7 +79,7 @@ class Fingerprint:
         """What tells whether a later one is the same, without the tensors; None where nothing tells."""
         if not _DTYPES.issuperset(map(attrgetter("dtype"), self.tensors)):
             return None
-        if any(tensor.is_meta or tensor.is_neg() or tensor.is_inference() for tensor in self.tensors):
+        if any(tensor.is_meta or is_unresolved(tensor) or tensor.is_inference() for tensor in self.tensors):
             return None
         try:
             asked = tuple(list(map(ask, self.tensors)) for ask in _ASKED)

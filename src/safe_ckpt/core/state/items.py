@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
@@ -448,12 +449,18 @@ def frozen_names(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(frozen - trained)
 
 
-def check_into(target: Any, loaded: Any) -> None:
+def check_into(target: Any, loaded: Any, seen: set[tuple[int, int]] | None = None) -> None:
     """Whether ``restore_into`` can make ``target`` equal to ``loaded``. Of the tensors there only shapes and types count.
 
+    Args:
+        target: nested tensors and data.
+        loaded: the same.
+        seen: what was looked at before.
+
     Raises:
-        ValueError: a tensor of the target has another shape or type in ``loaded``, or is not in it.
+        ValueError: a tensor of the target has another shape or type in ``loaded``, or is not in it; begins with where.
     """
+    seen = set() if seen is None else seen
     if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
         if loading.described(target) != loading.described(loaded):
             # Replacing it in the dict would leave the parameter that it belongs to as it is.
@@ -465,35 +472,74 @@ def check_into(target: Any, loaded: Any) -> None:
         if dtensor.is_partial(target):
             raise ValueError("it is a DTensor whose parts are still to be reduced: redistribute it first")
     elif isinstance(target, MutableMapping) and isinstance(loaded, Mapping):
-        lost = [key for key in target if key not in loaded and isinstance(target[key], torch.Tensor)]
-        if lost:
-            raise ValueError(f"the checkpoint has nothing for the tensors {lost}")
-        for key in target:
-            if key in loaded and not is_extra_state(str(key)):
-                check_into(target[key], loaded[key])
-    elif isinstance(target, MutableSequence) and isinstance(loaded, list):
-        for own, saved in zip(target, loaded, strict=False):
-            check_into(own, saved)
+        _check_each(target.items(), loaded, seen)
+    elif isinstance(target, MutableSequence | tuple) and isinstance(loaded, list | tuple):
+        if type(target) not in (tuple, torch.Size) and isinstance(target, tuple) and len(target) != len(loaded):
+            raise ValueError(f"it is a {type(target).__name__}, the checkpoint has {len(loaded)} values for it")
+        _check_each(enumerate(target), dict(enumerate(loaded)), seen)
+    elif _has_tensors(target):
+        kind = "a tensor" if isinstance(target, torch.Tensor) else f"{type(target).__name__} with tensors"
+        raise ValueError(
+            f"it is {kind}, the checkpoint has {type(loaded).__name__}; give None to get it as it was saved"
+        )
 
 
-def restore_into(target: Any, loaded: Any) -> Any:
+def _check_each(owned: Iterable[tuple[Any, Any]], loaded: Mapping[Any, Any], seen: set[tuple[int, int]]) -> None:
+    owned = list(owned)
+    if lost := [key for key, own in owned if key not in loaded and _has_tensors(own)]:
+        raise ValueError(f"the checkpoint has nothing for the tensors {lost}")
+    for key, own in owned:
+        pair = id(own), id(loaded.get(key))
+        if key in loaded and pair not in seen and not is_extra_state(str(key)):
+            seen.add(pair)  # a list that lies in several places is looked at once
+            try:
+                check_into(own, loaded[key], seen)
+            except ValueError as error:
+                raise ValueError(f"[{key!r}]{'' if str(error).startswith('[') else ': '}{error}") from error
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in dtensor.leaves(value))
+
+
+def restore_into(target: Any, loaded: Any, done: dict[tuple[int, int], tuple[Any, Any]] | None = None) -> Any:
     """Make ``target`` equal to ``loaded`` in place as far as its type allows. Returns the object that now has the value.
 
     Ask ``check_into`` first.
+
+    Args:
+        target: nested tensors and data.
+        loaded: the same.
+        done: what was restored before, with the target that it was.
     """
     if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return target if target is loaded else _copied(target, loaded)
+    if not isinstance(target, MutableMapping | MutableSequence | tuple):
+        return loaded
+    done, pair = {} if done is None else done, (id(target), id(loaded))
+    if pair not in done:
+        done[pair] = target, target  # so it is what lies within itself
+        done[pair] = _restored(target, loaded, done), target
+    return done[pair][0]
+
+
+def _restored(target: Any, loaded: Any, done: dict[tuple[int, int], tuple[Any, Any]]) -> Any:
     if isinstance(target, MutableMapping) and isinstance(loaded, Mapping):
         order = [*(key for key in target if key in loaded), *(key for key in loaded if key not in target)]
-        fresh = {key: restore_into(target[key], loaded[key]) if key in target else loaded[key] for key in order}
+        fresh = {key: restore_into(target[key], loaded[key], done) if key in target else loaded[key] for key in order}
         target.clear()
         target.update(fresh)
         return target
-    if isinstance(target, MutableSequence) and isinstance(loaded, list):
-        known = len(target)
-        target[:] = [restore_into(target[i], v) if i < known else v for i, v in enumerate(loaded)]
+    if not isinstance(target, MutableSequence | tuple) or not isinstance(loaded, list | tuple):
+        return loaded
+    known = len(target)
+    values = [restore_into(target[i], v, done) if i < known else v for i, v in enumerate(loaded)]
+    if isinstance(target, MutableSequence):
+        target[:] = values
         return target
-    return loaded
+    kind: Any = type(target)
+    same = len(values) == known and all(map(operator.is_, values, target))
+    return target if same else getattr(kind, "_make", kind)(values)  # a named tuple takes its fields one by one
 
 
 def _copied(target: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:

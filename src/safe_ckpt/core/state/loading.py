@@ -17,23 +17,26 @@ from safe_ckpt.core.state.overlap import KNOWN
 _NO_OP = ".*copying from a non-meta parameter in the checkpoint to a meta parameter"
 
 
-def refuse_target(key: str, value: Any) -> None:
+def refuse_target(key: str, value: Any, seen: set[int] | None = None) -> None:
     """Refuse what nothing can be written to. To be asked before a byte is.
 
     Args:
         key: what an error calls it.
         value: tensors, in whatever they are.
+        seen: what was looked at before.
 
     Raises:
         StateError: a tensor has no memory, or what lies there is somebody else's; names it.
     """
+    seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         for part in dtensor.parts_of(value) if dtensor.is_sharded(value) else [value]:
             refuse_meta(key, part)
             refuse_short(key, part)
-    elif isinstance(value, Mapping | list | tuple):
+    elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+        seen.add(id(value))
         for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            refuse_target(f"{key}[{name!r}]", inner)
+            refuse_target(f"{key}[{name!r}]", inner, seen)
 
 
 def refuse_module(key: str, module: torch.nn.Module) -> None:

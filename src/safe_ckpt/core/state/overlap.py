@@ -235,6 +235,9 @@ class Gated(Protocol):
     def pass_gate(self, timeout_s: float, /) -> object:
         """Wait until it is complete; give it up after ``timeout_s``."""
 
+    def wait(self, timeout_s: float, /) -> bool:
+        """Wait until it is complete or given up. Returns whether it is."""
+
 
 _lock = threading.RLock()
 _pending: tuple[tuple[Gated, float], ...] = ()
@@ -250,7 +253,8 @@ def close_gate(gated: Gated, timeout_s: float) -> None:
             register_optimizer_step_pre_hook(_before_step)
             os.register_at_fork(after_in_child=_forget)
             _hooked = True
-        _pending = (*_pending, (gated, timeout_s))
+        # Where no optimizer of torch's steps, nobody passes the gate: what is over is let go of here.
+        _pending = (*(entry for entry in _pending if not entry[0].wait(0)), (gated, timeout_s))
 
 
 def _before_step(

@@ -11,14 +11,16 @@ import contextlib
 import ctypes
 import hashlib
 import io
+import json
 import random
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+_USUAL = "MT19937"
 TORCH, PYTHON, NUMPY = "torch", "python", "numpy"
 """The generators of a process, by name."""
 
@@ -32,8 +34,7 @@ def snapshot(names: Iterable[str] = (TORCH, PYTHON, NUMPY)) -> dict[str, Any]:
         elif name == PYTHON:
             taken[name] = random.getstate()
         elif (numpy := sys.modules.get("numpy")) is not None:
-            kind, keys, *rest = numpy.random.get_state()
-            taken[name] = (str(kind), keys.tobytes(), *rest)
+            taken[name] = _of_numpy(numpy.random.get_state(legacy=False))
     return taken
 
 
@@ -48,8 +49,27 @@ def set_to(taken: Mapping[str, Any]) -> None:
             import numpy
 
             kind, keys, *rest = state
-            words = numpy.frombuffer(keys, dtype=numpy.uint32)
-            numpy.random.set_state((kind, words, *rest))  # noqa: NPY002 (it is the global one that data sets use)
+            _set_numpy(numpy, kind, keys, rest)
+
+
+def _set_numpy(numpy: Any, kind: str, keys: bytes, rest: Sequence[Any]) -> None:
+    """Set numpy's global generator, which is made to be of that kind."""
+    if numpy.random.get_state(legacy=False)["bit_generator"] != kind:
+        made = getattr(numpy.random, kind, None)
+        if not isinstance(made, type) or not issubclass(made, numpy.random.BitGenerator):
+            raise ValueError(f"numpy has no generator {kind:.80}")
+        numpy.random.set_bit_generator(made())
+    words = numpy.frombuffer(keys, dtype=numpy.uint32) if kind == _USUAL else None
+    numpy.random.set_state(json.loads(keys) if words is None else (kind, words, *rest))
+
+
+def _of_numpy(kept: Mapping[str, Any]) -> tuple[str, bytes, int, int, float]:
+    """Its kind, what it keeps, its position, and the normal number that it has drawn ahead."""
+    kind, state = str(kept["bit_generator"]), kept["state"]
+    if kind == _USUAL:
+        return kind, state["key"].tobytes(), state["pos"], kept["has_gauss"], kept["gauss"]
+    text = json.dumps(kept, default=lambda words: words.tolist()).encode()  # what others keep is their own matter
+    return kind, text.ljust(-(-len(text) // 4) * 4), 0, 0, 0.0  # whole words of 32 bits, as the usual one's
 
 
 @contextlib.contextmanager

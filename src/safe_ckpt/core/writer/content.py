@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import xxhash
 
 from safe_ckpt.core.formats import zip_archive
-from safe_ckpt.core.formats.file_plan import FilePlan, KnownBytes, LazyTensor, WriteTask, closing_of
+from safe_ckpt.core.formats.file_plan import FilePlan, KnownBytes, LazyTensor, WriteTask, closing_of, values_of
 from safe_ckpt.core.formats.zip_archive import RecordDigest
 from safe_ckpt.core.storage.direct_io import PAGE, ProgressReporter
 from safe_ckpt.core.storage.durable import WrittenFile
@@ -420,7 +420,7 @@ def _slices(source: bytes | torch.Tensor | LazyTensor) -> Iterator[memoryview]:
             source.release()
         return
     # One that is not contiguous is brought into order as a whole: the buffer plus the largest of these is the memory taken.
-    flat, item_bytes = source.detach().resolve_conj().resolve_neg().contiguous().view(-1), source.element_size()
+    flat, item_bytes = values_of(source).contiguous().view(-1), source.element_size()
     for at in range(0, flat.numel(), _HASH_BYTES // item_bytes):
         piece = flat[at : at + _HASH_BYTES // item_bytes].cpu()
         yield memoryview((ctypes.c_ubyte * (piece.numel() * item_bytes)).from_address(piece.data_ptr())).cast("B")
