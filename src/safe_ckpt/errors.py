@@ -144,7 +144,7 @@ class DirectoryError(SafeCheckpointError, OSError):
     @classmethod
     def of(cls, error: OSError, *, path: str | os.PathLike[str], rank: int, phase: str) -> DirectoryError:
         """Wrap an ``OSError`` of the operating system, keeping its errno."""
-        reason = error.strerror or str(error) or type(error).__name__
+        reason = (error.strerror or str(error) or type(error).__name__) + _whose(error, os.fspath(path))
         return cls(message=reason, path=os.fspath(path), rank=rank, code=error.errno or 0, phase=phase)
 
     def __str__(self) -> str:
@@ -419,6 +419,20 @@ class ClosedError(SafeCheckpointError, RuntimeError):
     """A call on something that was closed."""
 
     message: str
+
+
+def _whose(error: OSError, path: str) -> str:
+    """Where this user may not do it: which user may."""
+    if error.errno not in (_errno.EACCES, _errno.EPERM) or not os.path.isabs(path):
+        return ""
+    while not os.path.lexists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    with contextlib.suppress(OSError):
+        owner, user = os.stat(path).st_uid, os.geteuid()
+        if owner != user:
+            advice = "use one user for all runs, chown -R it, or let both write to it by a group (setgid, umask 002)"
+            return f": {path} belongs to user {owner} and this is user {user}; {advice}"
+    return ""
 
 
 def _listed(ranks: Sequence[int]) -> str:

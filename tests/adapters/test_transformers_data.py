@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import signal
 
 import numpy
 import pytest
@@ -10,7 +11,8 @@ import torch
 import transformers
 from drawn_samples import Placing
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
-from transformers_runs import SafeTrainer, Stop, fingerprint, trainer
+from transformers import TrainerCallback
+from transformers_runs import SafeTrainer, Stop, fingerprint, model, trainer
 
 ROWS, LENGTHS = 26, (5, 8, 3, 7)
 
@@ -86,12 +88,14 @@ CASES = {
 }
 
 
-def run(folder, case, *, stop=None, resume=False, collator=collate, **more):
+def run(folder, case, *, stop=None, resume=False, collator=collate, callbacks=(), begin=None, **more):
     data, settings = CASES[case]
-    callbacks = [Stop(stop)] if stop else []
+    callbacks = [*callbacks, *([Stop(stop)] if stop else [])]
     settings = {"max_steps": 18, "save_steps": 1, "seed": 3, "remove_unused_columns": False, **settings, **more}
     made = trainer(folder, Noting, callbacks=callbacks, **settings)
     made.seen, made.train_dataset, made.data_collator = [], data(), collator
+    if begin is not None:
+        begin(made)
     with contextlib.suppress(KeyboardInterrupt):
         made.train(resume_from_checkpoint=resume or None)
     return made
@@ -201,3 +205,87 @@ def test_a_place_that_no_loader_takes_is_said(tmp_path, caplog):
     made.train(resume_from_checkpoint=True)
     assert made.state.global_step == 6
     assert "the checkpoint has the place of a loader that was counted; OwnLoader of now is not" in caplog.text
+
+
+MOMENTS = ("on_step_begin", "on_pre_optimizer_step")
+
+
+class Preempted(TrainerCallback):
+    """Has Transformers save at a moment within the step after ``steps``, before its optimizer steps: as SIGTERM does."""
+
+    def __init__(self, moment, steps):
+        self.steps = steps
+        setattr(self, moment, self.ask)
+
+    def ask(self, args, state, control, **_):
+        if state.global_step == self.steps:
+            self.manager.is_checkpoint_requested = True
+
+
+def preempted(folder, case, moment, steps, **more):
+    jit = pytest.importorskip("transformers.trainer_jit_checkpoint")
+    callback = Preempted(moment, steps)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def begin(made):
+        asked = made.callback_handler.callbacks
+        callback.manager = next(one.jit_manager for one in asked if isinstance(one, jit.JITCheckpointCallback))
+        asked.insert(0, callback)
+
+    try:
+        return run(folder, case, begin=begin, enable_jit_checkpoint=True, **more)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+JIT = {
+    "shuffle": (7,),
+    "workers": (0, 9),
+    "accumulated": (3,),
+    "stream": (0, 10),
+    "stream, workers": (5, 7),
+    "stream, accumulated": (1, 3),
+    "stream that is read again": (6,),
+}
+CASES["stream, accumulated"] = Placed, {"gradient_accumulation_steps": 3, "max_steps": 9}
+
+
+@pytest.mark.parametrize(
+    ("case", "moment"),
+    [
+        pytest.param(case, moment, marks=[pytest.mark.thorough] if "workers" in case or case == "shuffle" else [])
+        for case in JIT
+        for moment in MOMENTS
+    ],
+)
+def test_a_save_before_the_optimizer_step_counts_what_was_trained_on(tmp_path, case, moment):
+    """``enable_jit_checkpoint`` saves within a step: a resume trains all of that step, with the draws that it had."""
+    whole = run(tmp_path / "whole", case, save_steps=100)
+    # The stream ends within the third step, which has but one batch.
+    more = (2,) if (case, moment) == ("stream, accumulated", "on_step_begin") else ()
+    for steps in JIT[case] + more:
+        before = preempted(tmp_path / str(steps), case, moment, steps, save_steps=100)
+        after = run(tmp_path / str(steps), case, resume=True, save_steps=100)
+        done = len(whole.seen) - len(after.seen)
+        assert json.dumps(before.seen[:done] + after.seen) == json.dumps(whole.seen), (case, steps)
+        assert fingerprint(after) == fingerprint(whole)
+
+
+class Counting(torch.nn.Module):
+    """A model whose forward pass changes a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = model()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, input_ids, labels):
+        self.calls += 1
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_save_within_a_step_says_that_buffers_will_be_changed_twice(tmp_path, moment, caplog):
+    """What the forward pass of the step has changed is saved; a save before it has nothing to say."""
+    preempted(tmp_path, "stream", moment, 2, save_steps=100, of=Counting())
+    assert ("its forward pass has changed buffers" in caplog.text) == (moment == "on_pre_optimizer_step")

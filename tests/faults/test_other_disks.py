@@ -9,13 +9,16 @@ import sys
 import types
 
 import pytest
+import torch
 
-from kit.faults import FaultyStorage
+from kit.faults import FaultyStorage, small_disk
 from kit.inside import forget_refusals_of_direct_io
 from kit.writing import write_file
+from safe_ckpt import Checkpointer
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.storage import direct_io, durable, reader
 from safe_ckpt.core.storage.direct_io import WriteOptions
+from safe_ckpt.errors import DirectoryError
 from support import Quiet, names_in, program_path
 
 
@@ -202,3 +205,39 @@ def test_nothing_depends_on_pages_of_4_kib(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout.splitlines()[0] == "True True", done.stderr
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("error", ["EINVAL", "ENOTSUP"])
+def test_a_file_system_that_syncs_no_directories_is_used_and_said_once(tmp_path, error):
+    """9p, vboxsf and others refuse fsync of a directory: saves are made, and one warning says what they lack."""
+    said, stderr, count = run_faulty(
+        tmp_path, "saves_thrice_and_resumes", "0", kinds=("sync folder",), error=getattr(errno, error)
+    )
+    assert "resumed 3 3 {3.0}" in said, stderr
+    assert len([line for line in said if "refuses fsync of a directory" in line]) == 1, said
+    assert count > 3
+
+
+def test_what_cannot_be_deleted_for_a_moment_fails_no_save(tmp_path):
+    """EBUSY at every unlink, as network file systems answer for what is open elsewhere: saves of any size are made."""
+    said, stderr, count = run_faulty(tmp_path, "saves_thrice_and_resumes", "0", kinds=("unlink",), error=errno.EBUSY)
+    assert "resumed 3 3 {3.0}" in said, stderr
+    assert count
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to mount")
+def test_what_is_mounted_is_not_replaced_and_told_as_that(tmp_path):
+    """The root of a file system, and a folder that is mounted once more, as a container's volume is."""
+    volume = tmp_path / "a volume"
+    weights = {"w": torch.ones(3)}
+    with small_disk(volume, "1m"), Checkpointer(tmp_path / "run") as ckpt:
+        with pytest.raises(DirectoryError, match="a file system is mounted there"):
+            ckpt.export(weights, volume)
+        (volume / "in it").mkdir()
+        subprocess.run(["mount", "--bind", volume / "in it", volume / "in it"], check=True)
+        try:
+            with pytest.raises(DirectoryError, match="name a folder below it"):
+                ckpt.export(weights, volume / "in it")
+            assert ckpt.export(weights, volume / "in it/weights").result(timeout_s=30).path.is_dir()
+        finally:
+            subprocess.run(["umount", "-l", volume / "in it"], check=True)

@@ -17,7 +17,7 @@ from kit.kinds import starting
 _LAYOUT = struct.Struct("<qqiiiiiiii1024s256s1024s")
 _PASS, _KILL_JOB, _FAIL, _FAIL_ALWAYS, _STOP, _DELAY, _TEAR, _KILL_SELF = range(8)
 KINDS = {"open": 1, "write": 2, "sync": 4, "rename": 8, "link": 16, "unlink": 32, "mkdir": 64, "truncate": 128}
-_DIRECT = {"direct": 256}  # those writes that go past the page cache, which else count as "write"
+_DIRECT = {"direct": 256, "sync folder": 512}  # which else count as "write" and "sync"
 
 
 class FaultyStorage:
@@ -92,7 +92,7 @@ class FaultyStorage:
     ) -> None:
         """Let the operation, or with ``always`` every one from there on, fail with this ``errno``.
 
-        ``kinds`` are those of ``KINDS``, or ``"direct"`` for writes of files that were opened with O_DIRECT.
+        ``kinds`` are those of ``KINDS``, or ``"sync folder"``, or ``"direct"`` for writes with O_DIRECT.
         """
         self._arm(_FAIL_ALWAYS if always else _FAIL, at, below, coordinator=coordinator, error=error, kinds=kinds)
 

@@ -23,7 +23,7 @@
 #include <unistd.h>
 
 enum { PASS, KILL_JOB, FAIL, FAIL_ALWAYS, STOP, DELAY, TEAR, KILL_SELF };
-enum { OPEN = 1, WRITE = 2, SYNC = 4, RENAME = 8, LINK = 16, UNLINK = 32, MKDIR = 64, TRUNCATE = 128, DIRECT = 256 };
+enum { OPEN = 1, WRITE = 2, SYNC = 4, RENAME = 8, LINK = 16, UNLINK = 32, MKDIR = 64, TRUNCATE = 128, DIRECT = 256, FOLDER = 512 };
 
 struct state {
     int64_t count;       /* operations so far */
@@ -234,7 +234,9 @@ static int synced(int fd, long number) {
     char buffer[PATH_MAX];
     const char *path = shared ? path_of_fd(fd, buffer) : "";
     if (shared && recorded(path)) {
-        if (operation(path, SYNC)) return -1;
+        struct stat found;
+        int folder = shared->kinds & FOLDER && !fstat(fd, &found) && S_ISDIR(found.st_mode);
+        if (operation(path, folder ? FOLDER : SYNC)) return -1;
         int done = (int)syscall(number, fd);
         record("sync", path, NULL, NULL, 0, 0); /* durable only once it has returned */
         return done;

@@ -394,12 +394,13 @@ class ForAccelerate(Resumable):
         raise AttributeError("state_dict")
 
 
-def count(loader: Any, skip: Skip) -> bool:
+def count(loader: Any, skip: Skip, held: int = 0) -> bool:
     """Have the inner loader of a prepared one count. Returns whether it does.
 
     Args:
         loader: a prepared one.
         skip: see ``safe_ckpt.data.resumable``.
+        held: how many batches training may have been given that are given again: see ``Placed.state``.
     """
     inner = getattr(loader, "base_dataloader", None)
     if inner is None or isinstance(inner, Resumable):
@@ -410,7 +411,8 @@ def count(loader: Any, skip: Skip) -> bool:
     except TypeError as error:
         logger.warning("%s", error)
         return False
-    counted.__dict__["looks_ahead"] = 2 * _ahead(loader) - 1  # an exception may come in the middle of the next turn
+    # An exception may come in the middle of the next turn.
+    counted.__dict__["looks_ahead"] = (2 + held) * _ahead(loader) - 1
     loader.base_dataloader = counted
     return True
 
@@ -450,8 +452,12 @@ class Placed(DataPosition):
         self._saved_iteration = 0
         self._patch = Patch()
 
-    def state(self) -> dict[str, Any]:
-        """See ``DataPosition``."""
+    def state(self, held: int = 0) -> dict[str, Any]:
+        """See ``DataPosition``.
+
+        Args:
+            held: how many of the last batches training was given and has not used; they are given again after a resume.
+        """
         here = self.base.pending() is None
         left = here and self.base.loop.is_left()
         if left:
@@ -466,9 +472,10 @@ class Placed(DataPosition):
                 "over": over,
                 **seed(self._loader),
             }
-        place = self.base.left() if left else self.base.position(self._taken() if within and not last else 0)
+        unseen = self._taken() + (held - last) * _ahead(self._loader) if (within or held) and held >= last else 0
+        place = self.base.left() if left else self.base.position(unseen)
         # The number of the epoch increases only when the loop is left, and the resume begins the next one.
-        iteration = self._loader.iteration + (within and last)
+        iteration = self._loader.iteration + (within and last) - (last and held > 0)
         return {"position": place.to_json(), "iteration": iteration, **seed(self._loader)}
 
     def resume(self, state: dict[str, Any]) -> None:
@@ -547,7 +554,7 @@ class Placed(DataPosition):
             return -(-end.batches // _ahead(self._loader)) if end is not None else 0
 
     def _taken(self) -> int:
-        """How many batches were taken that training was not given."""
+        """How many batches were taken that training was not given; behind the last one, how many the last turn took."""
         ahead, end = _ahead(self._loader), self.base.ended()
         if end is None:  # an exception may have come between the batches of one turn
             return ahead + int(self.base.position().batches) % ahead

@@ -168,8 +168,11 @@ def again_from(batches: Iterator[Any], pending: Position) -> Iterator[Any]:
     """The same batches; those that were taken and not used are made at once, as they were made then."""
     if not pending.again:
         return batches
-    rng.put_snapshot_back(pending.before)
-    return itertools.chain([next(batches) for _ in range(pending.again)], batches)
+    made = []
+    for before, _ in itertools.zip_longest(pending.before, range(pending.again), fillvalue={}):
+        rng.put_snapshot_back(before)
+        made.append(next(batches))
+    return itertools.chain(made, batches)
 
 
 def shown(batches: int, what: str) -> Iterable[int]:

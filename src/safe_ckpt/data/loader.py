@@ -39,7 +39,7 @@ from safe_ckpt.data.order import (
     set_epoch,
     stays,
 )
-from safe_ckpt.data.position import Position
+from safe_ckpt.data.position import Position, plain
 from safe_ckpt.errors import RestoreError
 
 logger = logging.getLogger(__name__)
@@ -158,11 +158,8 @@ class Resumable:
                 name: state if isinstance(state, str) else rng.to_text(state) for name, state in self._drawn.items()
             },
             turn=given.turn,
-            workers={worker: _plain(state) for worker, state in given.workers.items()},
-            undo=[
-                (count, worker, state and _plain(state), drawn and rng.snapshot_to_text(drawn))
-                for count, worker, state, drawn in given.undo
-            ],
+            workers={worker: plain(state) for worker, state in given.workers.items()},
+            undo=tuple(given.undo),
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -304,7 +301,7 @@ class Resumable:
         self._place = dataclasses.replace(
             pending,
             again=0,
-            before={},
+            before=(),
             first_batch=0 if again else pending.batches,
             first_sample=0 if again else pending.samples,
             each=each_of(self),
@@ -398,7 +395,3 @@ def make(kind: type[Any], state: dict[str, Any], skip: Skip, mixin: type[Resumab
     # Past DataLoader's guard against changing attributes: these are the ones it was built with.
     made.__dict__.update(state)
     return made
-
-
-def _plain(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**state, workers.RNG: rng.snapshot_to_text(state[workers.RNG])} if workers.RNG in state else state

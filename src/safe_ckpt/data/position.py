@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from safe_ckpt.core.state import rng
 from safe_ckpt.errors import RestoreError
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Position:
         undo: of the last few batches: how many had been given then, which worker made it, what that was at before, and what
             the generators of this process were before, where it makes the batches.
         again: how many batches are to be made before anything else, with the generators of this process at ``before``.
-        before: what they were before those were made first.
+        before: what they were before each of those was made first; nothing where making the one before it changed nothing.
         facts: what the order depends on besides.
     """
 
@@ -67,7 +68,7 @@ class Position:
     workers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     undo: Sequence[tuple[int, str, Mapping[str, Any] | None, Mapping[str, Any] | None]] = ()
     again: int = 0
-    before: Mapping[str, Any] = field(default_factory=dict)
+    before: Sequence[Mapping[str, Any]] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -77,21 +78,20 @@ class Position:
         return given if self.most is None else min(given, self.most)
 
     def without(self, unseen: int) -> Position:
-        """The place before the last ``unseen`` batches, which are but a few."""
+        """The place before the last ``unseen`` batches, which are as many as ``undo`` has at most. As plain data."""
         if not self.begun:
             return self
-        batches, turn, again = max(0, self.batches - unseen), self.turn, 0
-        workers, before = dict(self.workers), self.before
-        for given, worker, state, drawn in reversed(self.undo):
+        batches, turn = max(0, self.batches - unseen), self.turn
+        workers, drawn = dict(self.workers), list[Mapping[str, Any]]()
+        for given, worker, state, before in reversed(self.undo):
             if given <= batches:
                 break
-            workers.pop(worker, None) if state is None else workers.update({worker: state})
+            workers.pop(worker, None) if state is None else workers.update({worker: plain(state)})
             turn = int(worker)
-            if drawn is not None:
-                again, before = again + 1, drawn
-        return dataclasses.replace(
-            self, batches=batches, turn=turn, workers=workers, undo=(), again=self.again or again, before=before
-        )
+            if before is not None:
+                drawn.insert(0, before)
+        made = {"again": len(drawn), "before": _changes(drawn)} if drawn else {}
+        return dataclasses.replace(self, batches=batches, turn=turn, workers=workers, undo=(), **made)  # type: ignore[arg-type]
 
     def at_end(self) -> Position:
         """The place after the last batch of this epoch. Workers that stay go on drawing where they are."""
@@ -140,6 +140,8 @@ class Position:
                 "the place was saved with worker_seeding='per_sample', which there is no more: the order of the data goes on, "
                 "and what is drawn for its samples is another"
             )
+        if isinstance(facts.get("before"), Mapping):  # as earlier versions saved it: before the first of them
+            facts["before"] = [facts["before"]]
         known = {one.name for one in dataclasses.fields(cls)}
         if version != VERSION or not facts.keys() <= known:
             raise RestoreError(key=_KEY, message=f"is not a position that this version knows (version {version!r})")
@@ -165,3 +167,15 @@ class Position:
                     "resume with as many ranks"
                 )
             raise RestoreError(key=what, message=message)
+
+
+def plain(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a worker was at, as plain data."""
+    return {**state, RNG: rng.snapshot_to_text(state[RNG])} if RNG in state else state
+
+
+def _changes(taken: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Snapshots as plain data; {} where one is that before it."""
+    return [
+        {} if number and one == taken[number - 1] else rng.snapshot_to_text(one) for number, one in enumerate(taken)
+    ]

@@ -8,7 +8,8 @@ counted, and its state is a file of the checkpoint, which the stock Trainer igno
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from safe_ckpt.accelerate import dataloaders as placed_loaders
 from safe_ckpt.adapters.data_position import has_length, saved_state
+from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
 from safe_ckpt.errors import RestoreError
 
 logger = logging.getLogger(__name__)
@@ -31,10 +33,13 @@ class DataPlace:
         folder: the checkpoint that training goes on from; None where it begins.
         rank: of this process.
         skips: whether batches are left out at all: ``ignore_data_skip`` is off.
+        accumulated: how many batches a step has.
+        within: whether saves within a step are to be expected, so that the generators are noted at each.
     """
 
-    def __init__(self, folder: str | None, rank: int, *, skips: bool) -> None:
-        self._rank = rank
+    def __init__(self, folder: str | None, rank: int, *, skips: bool, accumulated: int, within: bool) -> None:
+        self._rank, self._accumulated, self._within = rank, accumulated, within
+        self._step: _Step | None = None
         self._folder = folder if skips else None
         self._placed: placed_loaders.Placed | None = None
         self._loader: Any = None
@@ -43,7 +48,7 @@ class DataPlace:
     def watch(self, loader: Any) -> None:
         """Count from now on, and go to a place between two epochs."""
         inner = getattr(loader, "base_dataloader", None)
-        if type(inner) is not DataLoader or not placed_loaders.count(loader, None):
+        if type(inner) is not DataLoader or not placed_loaders.count(loader, None, self._accumulated):
             if self._state() is not None:
                 message = (
                     "the checkpoint has the place of a loader that was counted; %s of now is not. The Trainer leaves out as "
@@ -53,13 +58,39 @@ class DataPlace:
             return  # it knows its place itself, or cannot be counted
         self._loader, self._placed = loader, placed_loaders.Placed(loader, between=True)
         state = self._state()
-        if state is not None and not state["position"].get("begun"):
+        # Where none was trained on, the Trainer leaves out none.
+        if state is not None and not (state["position"].get("begun") and state["position"].get("batches")):
             self._go_to(state)
 
-    def save(self, folder: str) -> None:
-        """Write the state of this process's loader."""
+    def step(self, number: int, batches: int, model: torch.nn.Module) -> None:
+        """The batches of a step were taken: until it is done, none of them was trained on."""
+        self._step = _Step(number, batches, get_rng_state() if self._within else None, _versions(model))
+
+    def save(self, folder: str, number: int, model: torch.nn.Module, generators: Callable[[str], None]) -> None:
+        """Write the state of this process's loader and of its generators.
+
+        A save within a step (``enable_jit_checkpoint``) is one before that step: a resume does all of it again.
+
+        Args:
+            folder: where to.
+            number: how many steps were done.
+            model: which is trained.
+            generators: writes what the generators of this process are now.
+        """
+        within = self._step if self._step is not None and self._step.number == number else None
+        now = get_rng_state()
+        set_rng_state((within and within.generators) or now)
+        generators(folder)
+        set_rng_state(now)
         if self._placed is not None:
-            torch.save(self._placed.state(), Path(folder) / _FILE.format(rank=self._rank))
+            state = self._placed.state(within.batches if within is not None else 0)
+            torch.save(state, Path(folder) / _FILE.format(rank=self._rank))
+        if within is not None and within.versions != _versions(model):
+            logger.warning(
+                "saved within step %d, which a resume does again: its forward pass has changed buffers of the model (those of "
+                "BatchNorm, for one), and will change them twice",
+                number + 1,
+            )
 
     def skip(self, loader: Any, batches: int, stock: Callable[..., Any], rng: Callable[[], None]) -> Any:
         """Stands in for ``skip_first_batches``: the same loader, which begins behind these batches, if that is its place.
@@ -107,6 +138,27 @@ class DataPlace:
             logger.warning("%s. The Trainer leaves out as many batches as were trained on", error)
             return False
         return True
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One that was begun.
+
+    Attributes:
+        number: how many were done before it.
+        batches: how many it has.
+        generators: of this process, behind the making of those; None where they were not noted.
+        versions: of the model's buffers, as torch counts their changes.
+    """
+
+    number: int
+    batches: int
+    generators: Mapping[str, Any] | None
+    versions: Sequence[int]
+
+
+def _versions(model: torch.nn.Module) -> list[int]:
+    return [one._version for one in model.buffers() if not one.is_inference()]
 
 
 def _count_on(loader: Any) -> None:

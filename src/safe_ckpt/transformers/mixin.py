@@ -123,7 +123,11 @@ class SafeCheckpointMixin(_Base):
                     saver.warn_if_weights_only(Path(path))
                     go_on(saver.engine, lambda: [self.model])
                 place = self._data_place = DataPlace(
-                    path, self.args.process_index, skips=not self.args.ignore_data_skip
+                    path,
+                    self.args.process_index,
+                    skips=not self.args.ignore_data_skip,
+                    accumulated=self.args.gradient_accumulation_steps,
+                    within=getattr(self.args, "enable_jit_checkpoint", False),
                 )
                 with Patch(upstream, {"skip_first_batches": self._skipping(place, path)}):
                     return super().train(path, *args, **kwargs)
@@ -151,6 +155,13 @@ class SafeCheckpointMixin(_Base):
         if self._data_place is not None:
             self._data_place.watch(loader)
         return loader
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``Trainer.get_batch_samples``: the batches of one step."""
+        found = super().get_batch_samples(*args, **kwargs)  # type: ignore[no-untyped-call, unused-ignore]
+        if self._data_place is not None:
+            self._data_place.step(self.state.global_step, len(found[0]), self.model)
+        return found
 
     def _skipping(self, place: DataPlace, path: str | None) -> Callable[..., Any]:
         stock = getattr(upstream, "skip_first_batches")  # noqa: B009 (it is not exported)

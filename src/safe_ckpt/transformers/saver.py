@@ -162,9 +162,8 @@ def _write(trainer: Any, folder: str) -> None:
     if not trainer.args.save_only_model:
         trainer._save_optimizer_and_scheduler(folder)
         trainer._save_scaler(folder)
-        trainer._save_rng_state(folder)
-        if trainer._data_place is not None:
-            trainer._data_place.save(folder)
+        step, model = trainer.state.global_step, trainer.model
+        trainer._data_place.save(folder, step, model, trainer._save_rng_state)
     if not trainer.args.should_save:
         return
     for callback in [*trainer.callback_handler.callbacks, trainer.control]:

@@ -3,8 +3,12 @@
 import errno
 import os
 
+import pytest
+
+import safe_ckpt
 from safe_ckpt.core.home import extra_files
 from safe_ckpt.core.home.candidates import list_directories
+from safe_ckpt.errors import DirectoryError
 
 
 def test_links_and_empty_folders_are_kept(tmp_path):
@@ -61,3 +65,19 @@ def test_a_folder_with_other_digits_is_no_step(tmp_path):
     ):
         (tmp_path / name).mkdir()
     assert list_directories(tmp_path) == []
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_a_folder_is_refused_and_not_waited_for(tmp_path):
+    """A pipe that a program of the user's made in a folder that is published, or in one that hooks fill: named at once."""
+    with pytest.raises(DirectoryError, match=r"deep/pipe: is no file \(a pipe"):  # noqa: SIM117 - the block has ended
+        with safe_ckpt.publishing(tmp_path / "run", step=1) as folder:
+            (folder / "deep").mkdir()
+            (folder / "weights").write_text("w")
+            os.mkfifo(folder / "deep/pipe")
+    assert not (tmp_path / "run").exists()
+    staged = tmp_path / "staged"
+    staged.mkdir()
+    os.mkfifo(staged / "pipe")
+    with pytest.raises(OSError, match="is no file"):
+        extra_files.adopt(staged, ())

@@ -42,3 +42,20 @@ def test_two_users_of_a_group_go_on_from_each_others_checkpoints(open_to_all):
     assert steps == [2, 4, 6, 8]
     modes = {path.stat().st_mode & 0o777 for path in (folder / "run/step-00000007").iterdir()}
     assert modes <= {0o664, 0o444}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root: it becomes another user")
+def test_a_directory_of_another_user_is_told_as_that(open_to_all):
+    """First as root, then as a user, as with containers: the error names both users, and says what to do."""
+    folder = open_to_all / "run"
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, program_path("saves_as_another_user"), folder, "1001"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert f"{folder} belongs to user 0 and this is user 1001" in done.stderr
+    assert "chown -R" in done.stderr

@@ -406,16 +406,16 @@ class Pending(Generic[_T]):
         """Wait for it and return what it returned. Raises as ``StoreClient.call`` does."""
         try:
             return self._store_client.wait_for(self._connection, self._future, self._phase, wait_s, check)
-        except (dist.DistNetworkError, OSError) as error:
-            self._store_client.abandon(self._connection)
-            if isinstance(error, SafeCheckpointError):  # what ``check`` raised, or connecting
-                raise
-            raise self._store_client.broken(error, self._phase) from error
-        except dist.DistStoreError as error:
-            raise KeyTimeout(str(error)) from error
-        except BaseException:
-            # The thread may be in a long wait. The next call must not queue up behind it.
-            if not self._future.done():
+        except BaseException as error:
+            # A signal handler may raise anything here, and ``check`` what is ours: that says nothing of the connection.
+            told = self._future.done() and not self._future.cancelled() and self._future.exception() is error
+            if told and isinstance(error, dist.DistStoreError):
+                raise KeyTimeout(str(error)) from error
+            broken = told and isinstance(error, dist.DistNetworkError | OSError)
+            if broken or not self._future.done():
+                # The thread may be in a long wait. The next call must not queue up behind it.
                 self._future.cancel()  # if it has not begun yet, it never will
                 self._store_client.abandon(self._connection)
+            if broken and not isinstance(error, SafeCheckpointError):
+                raise self._store_client.broken(error, self._phase) from error
             raise

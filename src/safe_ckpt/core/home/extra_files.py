@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, read_manifest
 from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.core.storage.copier import Stamp
-from safe_ckpt.core.storage.durable import sync_directory, sync_file
+from safe_ckpt.core.storage.durable import refuse_special, sync_directory, sync_file
 from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.errors import SafeCheckpointError, SourceChangedError
 from safe_ckpt.text import listed
@@ -45,10 +46,15 @@ def stamps_in(folder: Path) -> dict[str, Stamp]:
     """What stands for the bytes of each file in a folder, by path; links are left out: their targets are not ours.
 
     Raises:
-        OSError: as the operating system says.
+        OSError: as the operating system says, also for what is neither a file nor a directory.
     """
-    files = ((name, folder / name) for name in _files_below(folder))
-    return {name: Stamp.of(file.lstat()).everywhere for name, file in files if not file.is_symlink()}
+    found: dict[str, Stamp] = {}
+    for name in _files_below(folder):
+        status = (folder / name).lstat()
+        if not stat.S_ISLNK(status.st_mode):
+            refuse_special(folder / name, status)
+            found[name] = Stamp.of(status).everywhere
+    return found
 
 
 def folders_in(folder: Path) -> list[str]:

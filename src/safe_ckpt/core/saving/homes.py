@@ -22,6 +22,7 @@ from safe_ckpt.core.home.home import EVENTS, HIDDEN, NAMES, Home, around, candid
 from safe_ckpt.core.saving import set_up as shared
 from safe_ckpt.core.saving.recent import Recent
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.presence import is_mounted
 from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError, SafeCheckpointError, naming
 from safe_ckpt.hooks.emitter import Emitter
@@ -356,6 +357,9 @@ def refuse(
     remedy = "so it is not replaced: give another name, or move it away"
     if path.is_symlink() or not path.is_dir():
         raise DirectoryError(path=str(path), message=f"it is not a directory, {remedy}", rank=0)
+    if whole and is_mounted(path):
+        message = "a file system is mounted there, and no rename replaces that: name a folder below it"
+        raise DirectoryError(path=str(path), message=message, rank=0, code=errno.EBUSY)
     if whole and any(HIDDEN in below for _, below, _ in os.walk(path)):
         raise DirectoryError(path=str(path), message=f"checkpoints are kept in it, {remedy}", rank=0)
     if (path / MANIFEST_NAME).exists():

@@ -131,8 +131,7 @@ def create_file(path: str, direct: bool, *, replace: bool = True) -> tuple[int, 
         direct = os.stat(os.path.dirname(path) or ".").st_dev not in _without_direct
     # A new inode every time: a writer that was killed in an uninterruptible write may still finish that write later.
     if replace:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        _clear(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     if direct and hasattr(os, "O_DIRECT"):
         try:
@@ -141,9 +140,17 @@ def create_file(path: str, direct: bool, *, replace: bool = True) -> tuple[int, 
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
             # Some file systems create the entry before they refuse the flag.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            _clear(path)
     return os.open(path, flags, 0o666), False
+
+
+def _clear(path: str) -> None:
+    """Delete what has the name. Some servers call busy what is not there; what is, the open meets."""
+    try:
+        os.unlink(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EBUSY):
+            raise
 
 
 def fill_new_file(

@@ -31,9 +31,13 @@ _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, err
 _NO_LINKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
 # A folder that may not be opened is no job's, and behind a mount that is dead nothing of ours is.
 _OUT_OF_REACH = (errno.EACCES, errno.EPERM, errno.ENOTCONN)
+# PostgreSQL and SQLite go on then, too. 9p, vboxsf and some FUSE file systems answer so.
+_NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _NO_LINK = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EINVAL)
 _led_to: dict[str, tuple[int, int, int]] = {}
 """Folder -> what it was when this process made all entries durable that lead to it: device, number, time of change."""
+_unsynced: set[int] = set()
+"""The file systems, as ``st_dev``, that were found not to make the entries of a directory durable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +59,40 @@ class WrittenFile:
     observed: Mapping[str, Any] = field(default_factory=dict)
 
 
-def sync_directory(path: str) -> None:
-    """Make the entries of a directory durable."""
+NO_SYNC = (
+    "its file system refuses fsync of a directory: after a power cut or a crash of the machine the newest checkpoints may be "
+    "missing, and half of one may be there. Keep what must survive that on another file system"
+)
+
+
+def sync_directory(path: str) -> bool:
+    """Make the entries of a directory durable. Returns whether its file system can: where it cannot, that is logged once."""
     with opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
-        os.fsync(fd)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _NO_SYNC:
+                raise
+            device = os.fstat(fd).st_dev
+            if device not in _unsynced:
+                _unsynced.add(device)
+                logger.warning("%s: %s", path, NO_SYNC)
+            return False
+    return True
 
 
 def sync_file(path: Path) -> int:
     """Make the bytes of a file durable. Returns how many they are."""
-    with opened(path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
+    with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:  # a pipe must not block
+        refuse_special(path, os.fstat(fd))
         os.fsync(fd)
         return os.fstat(fd).st_size
+
+
+def refuse_special(path: Path, status: os.stat_result) -> None:
+    """Raise ``OSError`` for a pipe, a socket or a device in a folder that becomes a checkpoint."""
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "is no file (a pipe, a socket or a device): put it elsewhere", str(path))
 
 
 def make_directory(path: Path) -> list[Path]:
@@ -148,7 +175,7 @@ def publish_file(staged: Path, final: Path) -> None:
             sync_directory(str(final.parent))
     finally:
         if kept is not None:
-            kept.unlink(missing_ok=True)
+            _tidy(lambda: kept.unlink(missing_ok=True))
 
 
 def publish(staged: Path, final: Path, aside: Callable[[], Path]) -> None:
@@ -287,7 +314,7 @@ def _replace(staged: Path, final: Path) -> None:
             sync_file(near)
             os.replace(near, final)
         finally:
-            near.unlink(missing_ok=True)
+            _tidy(lambda: near.unlink(missing_ok=True))
 
 
 def exchange(one: Path, other: Path) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,16 @@ def is_directory(path: Path) -> bool:
     """Whether ``path`` is a directory, links followed; raises as ``is_there`` does."""
     mode = _mode(path)
     return mode is not None and stat.S_ISDIR(mode)
+
+
+def is_mounted(path: Path) -> bool:
+    """Whether a file system is mounted at ``path``, or a folder of one, such as the volume of a container."""
+    try:
+        table = Path("/proc/self/mountinfo").read_bytes()
+    except OSError:
+        return os.path.ismount(path)
+    place = re.sub(rb"[\\ \t\n]", lambda found: b"\\%03o" % ord(found[0]), os.fsencode(os.path.realpath(path)))
+    return any(line.split(b" ")[4] == place for line in table.splitlines())
 
 
 def is_gone(path: Path) -> bool:

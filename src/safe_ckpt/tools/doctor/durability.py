@@ -16,7 +16,7 @@ import filelock
 
 import safe_ckpt
 from safe_ckpt.core.home.file_lock import JobLock
-from safe_ckpt.core.storage.durable import sync_directory
+from safe_ckpt.core.storage.durable import NO_SYNC, sync_directory
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 from safe_ckpt.text import duration
 from safe_ckpt.tools.doctor.check import Examined, Finding, fail, held_by, ok, refused, skipped, warn, warn_if
@@ -68,6 +68,8 @@ def syncing(examined: Examined) -> list[Finding]:
             folder_s.append(_seconds(sync_directory, str(folder)))
         except OSError as error:
             return [refused("fsync", error, "fsync of a directory")]
+    if not sync_directory(str(folder)):
+        return [warn("fsync", "fsync of a directory is refused", NO_SYNC)]
     mount = current(examined.existing)
     in_memory = mount is not None and mount.in_memory
     return [judge_fsync(statistics.median(file_s), statistics.median(folder_s), in_memory=in_memory)]
