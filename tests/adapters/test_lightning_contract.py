@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 
 import pytest
 from lightning_runs import PACKAGES, package
@@ -131,6 +132,30 @@ def test_the_fields_that_tell_a_loops_place_in_an_epoch_exist(name):
     assert state["epoch_loop.batch_progress"]["is_last_batch"] is False
     fetchers = importlib.import_module(f"{name}.loops.fetchers")
     assert fetchers._PrefetchDataFetcher().done is False
+
+
+@PACKAGE
+def test_what_the_start_of_an_epoch_sets_is_where_we_put_it_back(name):
+    """lightning/epoch_start.py: public names, too, where Lightning does not say what comes of them."""
+    pl = package(name)
+    trainer = pl.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu", enable_checkpointing=False)
+    loop = trainer.fit_loop
+    assert vars(trainer)["accumulate_grad_batches"] == 1
+    assert loop._skip_backward is False
+    assert "trainer.fit_loop.max_batches" in inspect.getsource(type(trainer).num_training_batches.fget).replace(
+        "self", "trainer"
+    )
+    averaging = pl.callbacks.StochasticWeightAveraging(0.1, swa_epoch_start=2)
+    averaging._max_epochs = 4
+    assert (averaging.swa_start, averaging.swa_end) == (1, 3)
+    assert (averaging._scheduler_state, averaging._latest_update_epoch, averaging.momenta) == (None, -1, {})
+    assert averaging._model_contains_batch_norm is None
+    source = inspect.getsource(type(averaging).on_train_epoch_start)
+    asked = {"optimizers", "max_epochs", "lr_scheduler_configs", "current_epoch", "fit_loop", "accumulate_grad_batches"}
+    assert set(re.findall(r"trainer\.(\w+)", source)) == asked
+    assert "self._accumulate_grad_batches = trainer.accumulate_grad_batches" in source
+    restored = inspect.getsource(type(averaging).load_state_dict)
+    assert 'self._scheduler_state = state_dict["scheduler_state"]' in restored
 
 
 @PACKAGE

@@ -17,7 +17,7 @@ from typing import Any
 
 from safe_ckpt.adapters import Patch, pickles
 from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
-from safe_ckpt.lightning import dataloader
+from safe_ckpt.lightning import dataloader, epoch_start
 
 logger = logging.getLogger(__name__)
 KEY = "safe_ckpt"
@@ -40,7 +40,10 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
         unseen = unprocessed(vars(loop.epoch_loop.batch_progress.current)) + _ahead(loop)
         states = dataloader.states(loop._combined_loader, ended=ended, unseen=unseen, now=rng)
     again = broken_off is None and noted.validation is not None
-    return {"rng": rng, "loaders": states, "generators": own, "mid_epoch": not ended, "validate_again": again}
+    count = trainer.accumulate_grad_batches
+    accumulates = {} if count == noted.accumulates else {"accumulates": count}
+    found = {"rng": rng, "loaders": states, "generators": own, "mid_epoch": not ended, "validate_again": again}
+    return {**found, **accumulates}
 
 
 def to_text(contribution: Mapping[str, Any]) -> str:
@@ -72,6 +75,7 @@ class Continuation:
         finish_epoch: whether it was saved after the last batch of an epoch, before what follows that.
         broken_off: whether it was saved after an epoch was broken off.
         validate_again: whether it was saved within a validation.
+        accumulates: how many batches made a step, if something had changed that.
     """
 
     mine: dict[str, Any] | None
@@ -79,6 +83,7 @@ class Continuation:
     finish_epoch: bool
     broken_off: bool
     validate_again: bool
+    accumulates: int | None
 
 
 def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | None:
@@ -123,6 +128,7 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
         finish_epoch=_let_epoch_end(fit_loop) or (validate_again and not mid_epoch),
         broken_off=mid_epoch and go_on_within(fit_loop),
         validate_again=validate_again,
+        accumulates=saved[0].get("accumulates") if saved else None,
     )
 
 
@@ -195,6 +201,8 @@ def continue_from(trainer: Any, continuation: Continuation, undo: Patch) -> None
     dataloader.refuse_unused(fit_loop)
     if mine is not None:
         _put_generators_back(fit_loop, mine["rng"], undo)
+    within = continuation.mid_epoch or continuation.finish_epoch
+    epoch_start.put_back(trainer, continuation.accumulates, undo, within=within)
     # Its loaders do not know where they were. Lightning would begin them anew and end the validation after the number of
     # batches that is left of it, which is one where it was over: a metric of those is none. It is done whole, or not at all.
     epoch_loop.val_loop.restarting = False
@@ -354,16 +362,19 @@ class Noted:
     Attributes:
         broken_off: what they were when this epoch was broken off; None while it goes on.
         validation: what they were before the validation that is under way; None where there is none, or it is over.
+        accumulates: how many batches made a step when ``fit`` began; what differs from that was set by something.
     """
 
     def __init__(self) -> None:
         self.broken_off: dict[str, Any] | None = None
         self.validation: dict[str, Any] | None = None
+        self.accumulates: int | None = None
 
     def watch(self, trainer: Any, undo: Patch) -> None:
         """Note them from now on, until ``undo`` takes that back."""
         epoch_loop = trainer.fit_loop.epoch_loop
         val_loop = epoch_loop.val_loop
+        self.accumulates = trainer.accumulate_grad_batches
         advanced, run, ended = epoch_loop.on_advance_end, val_loop.run, val_loop._on_evaluation_end
 
         def on_advance_end(data_fetcher: Any) -> None:

@@ -1,0 +1,145 @@
+"""What is set at the start of an epoch is set in an epoch that is resumed, too, or a warning names who set it."""
+
+import logging
+
+import pytest
+import torch
+from lightning_runs import PACKAGES, QUICK, fingerprint, package, trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from safe_ckpt.lightning import SafeCheckpointCallback, resumable
+
+SAYS = "does not call on_train_epoch_start again"
+
+
+def module_of(pl, *, norm=False, at_start=None):
+    class Module(pl.LightningModule):
+        """Notes each batch with the learning rate, and how many batches make a step."""
+
+        def __init__(self):
+            super().__init__()
+            layers = [torch.nn.BatchNorm1d(3)] if norm else []
+            self.net = torch.nn.Sequential(torch.nn.Linear(1, 3), *layers, torch.nn.Linear(3, 1))
+            self.seen, self.started = [], []
+
+        def training_step(self, batch, batch_idx):
+            rate, count = self.optimizers().param_groups[0]["lr"], self.trainer.accumulate_grad_batches
+            self.seen.append(
+                (self.current_epoch, batch_idx, self.global_step, batch[0].flatten().tolist(), rate, count)
+            )
+            return self.net(batch[0]).pow(2).mean()
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
+
+        def train_dataloader(self):
+            data = TensorDataset(torch.arange(8.0).reshape(-1, 1) / 10)
+            return resumable(DataLoader(data, batch_size=2, shuffle=True))
+
+        def val_dataloader(self):
+            return DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=2)
+
+    if at_start is not None:
+        Module.on_train_epoch_start = at_start
+    return Module()
+
+
+def save_each(pl, folder, hook):
+    class SaveEach(pl.Callback):
+        """Saves at each call of a hook at which no gradients wait for a step."""
+
+        def __init__(self):
+            self.saved = []
+
+    def save(self, trainer, pl_module, *_):
+        if not trainer.fit_loop._should_accumulate() or trainer.fit_loop._skip_backward:
+            path = folder / f"{hook}{len(self.saved)}.ckpt"
+            trainer.save_checkpoint(path)
+            self.saved.append((path, len(pl_module.seen)))
+
+    setattr(SaveEach, hook, save)
+    return SaveEach()
+
+
+def fit(pl, folder, module, *callbacks, seed=1, path=None, **settings):
+    pl.seed_everything(seed, verbose=False)
+    saving = SafeCheckpointCallback(dirpath=folder / "own", save_top_k=0, config=QUICK)
+    made = trainer(pl, [*callbacks, saving], folder, **settings)
+    made.fit(module, ckpt_path=path)
+    return module.seen, fingerprint(module), made.optimizers[0].param_groups[0]["lr"], made.global_step
+
+
+def accumulate_from_the_second_epoch_on(module):
+    if module.current_epoch == 1:
+        module.trainer.accumulate_grad_batches = 2
+
+
+CASES = {
+    "accumulation": (lambda pl: [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})], {}),
+    "a module's": (lambda pl: [], {"at_start": accumulate_from_the_second_epoch_on}),
+    "averaging": (lambda pl: [pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=2)], {}),
+    "with batch norm": (lambda pl: [pl.callbacks.StochasticWeightAveraging(0.01, 2, 2, "linear")], {"norm": True}),
+}
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_the_start_of_an_epoch_has_set_goes_on_in_a_resumed_one(tmp_path, case, hook):
+    """Accumulation and averaging: batches, steps, learning rates and weights are those of a run without a stop."""
+    pl = package(PACKAGES[len(case) % 2])
+    callbacks, of_module = CASES[case]
+    saves = save_each(pl, tmp_path, hook)
+    module = module_of(pl, **of_module)
+    seen, *ends = fit(pl, tmp_path, module, *callbacks(pl), saves, max_epochs=4)
+    for path, already in saves.saved[-2::-2]:
+        again, *found = fit(pl, tmp_path, module_of(pl, **of_module), *callbacks(pl), seed=7, path=path, max_epochs=4)
+        assert (again, found) == (seen[already:], ends), path
+
+
+def test_what_the_trainer_is_told_anew_is_not_put_back(tmp_path):
+    """Nothing had set another number of batches for a step: a resume has that of its Trainer, as in stock Lightning."""
+    pl = package(PACKAGES[0])
+    saves = save_each(pl, tmp_path, "on_train_batch_end")
+    fit(pl, tmp_path, module_of(pl), saves, max_epochs=1, accumulate_grad_batches=2)
+    seen, *_ = fit(pl, tmp_path, module_of(pl), path=saves.saved[0][0], max_epochs=2)
+    assert [event[-1] for event in seen] == [1] * 6
+
+
+def test_a_hook_that_a_resume_leaves_out_is_named_once_and_called_once(tmp_path, caplog):
+    """Of a module or a callback that is not Lightning's, within an epoch alone; no epoch has its hook called a second time."""
+    pl = package(PACKAGES[0])
+    started = []
+
+    class Annealing(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            started.append(("callback", trainer.current_epoch))
+
+    def anneal(module):
+        started.append(("module", module.current_epoch))
+
+    def callbacks():
+        saying = pl.callbacks.LambdaCallback(on_train_epoch_start=lambda *_: None)
+        return [pl.callbacks.GradientAccumulationScheduler({0: 1}), Annealing(), saying]
+
+    def said():
+        return [one.getMessage() for one in caplog.records if SAYS in one.getMessage()]
+
+    within, between = (save_each(pl, tmp_path, hook) for hook in ("on_train_batch_end", "on_train_epoch_end"))
+    with caplog.at_level(logging.WARNING, "safe_ckpt"):
+        fit(pl, tmp_path, module_of(pl, at_start=anneal), *callbacks(), within, between, max_epochs=2)
+        assert len(started) == 4
+        fit(pl, tmp_path, module_of(pl, at_start=anneal), *callbacks(), path=between.saved[0][0], max_epochs=2)
+        assert said() == []
+        started.clear()
+        fit(pl, tmp_path, module_of(pl, at_start=anneal), *callbacks(), path=within.saved[1][0], max_epochs=2)
+    assert started == [("callback", 1), ("module", 1)]
+    assert len(said()) == 1
+    assert "Annealing, LambdaCallback, Module" in said()[0]
+    caplog.clear()
+    plain = [pl.callbacks.GradientAccumulationScheduler({0: 1})]
+    fit(pl, tmp_path, module_of(pl), *plain, path=within.saved[1][0], max_epochs=2)
+    assert said() == []
