@@ -14,6 +14,7 @@ import textwrap
 from typing import NamedTuple
 
 import datasets
+import lightning.pytorch as pl
 import pytest
 import safetensors.torch
 import torch
@@ -90,7 +91,7 @@ TORCH = [
     Part(OPTIMIZER, "_optimizer_state_dict_pre_hooks", "core/state/fingerprint.py", "change what an optimizer saves"),
     Part(OPTIMIZER, "_optimizer_state_dict_post_hooks", "core/state/fingerprint.py", "change what an optimizer saves"),
     Part(torch.nn.Module().state_dict(), "_metadata", "core/formats/safetensors.py", "the versions of the modules"),
-    Part(torch.nn.modules.batchnorm, "_BatchNorm", "lightning/epoch_start.py", "what counts anew for averaged weights"),
+    Part(torch.nn.modules.batchnorm, "_BatchNorm", "lightning/beside/epoch_start.py", "what counts anew for averaged weights"),
     Part(torch._utils, "ExceptionWrapper", "data/workers.py", "an error instead of a batch", ("exc_info", "where")),
     Part(torch.utils.data._utils.pin_memory, "pin_memory", "data/workers.py", "a batch with what came along", ("data",)),
     Part(dataloader, "_MultiProcessingDataLoaderIter", "data/workers.py", "the workers of an epoch", ("loader",)),
@@ -177,6 +178,8 @@ LIGHTNING = [
     Part(ModelParallelStrategy(), "_save_distributed_checkpoint", "lightning/strategies.py", "which layout it writes"),
     Part(model_parallel, "_align_compiled_param_names_with_module", "lightning/strategies.py",
          "the names of a compiled module", ("state_dict", "module"), optional=True),
+    Part(getattr(pl.callbacks, "WeightAveraging", object), "_swap_models", "lightning/beside/averages.py",
+         "averaged weights stand in the module in a validation", ("self", "pl_module"), optional=True),
 ]  # fmt: skip
 
 ELSEWHERE = {

@@ -136,7 +136,7 @@ def test_the_fields_that_tell_a_loops_place_in_an_epoch_exist(name):
 
 @PACKAGE
 def test_what_the_start_of_an_epoch_sets_is_where_we_put_it_back(name):
-    """lightning/epoch_start.py: public names, too, where Lightning does not say what comes of them."""
+    """lightning/beside/epoch_start.py: public names, too, where Lightning does not say what comes of them."""
     pl = package(name)
     trainer = pl.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu", enable_checkpointing=False)
     loop = trainer.fit_loop

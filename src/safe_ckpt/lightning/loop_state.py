@@ -17,7 +17,8 @@ from typing import Any
 
 from safe_ckpt.adapters import Patch, pickles
 from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
-from safe_ckpt.lightning import dataloader, epoch_start
+from safe_ckpt.lightning import dataloader
+from safe_ckpt.lightning.beside import epoch_start
 
 logger = logging.getLogger(__name__)
 KEY = "safe_ckpt"
@@ -109,6 +110,7 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
             size,
         )
     state, batch = fit_loop.get("state_dict", {}), fit_loop["epoch_loop.batch_progress"]
+    _count_as_in_epoch(batch["total"], batch["current"])
     mid_epoch = bool(saved[0]["mid_epoch"]) if saved else not ended(batch)
     # One field, of the first rank: all ranks do the same, also those that were not there.
     validate_again = bool(saved[0].get("validate_again")) if saved else _was_validating(fit_loop)
@@ -136,6 +138,15 @@ def _was_validating(fit_loop: Mapping[str, Any]) -> bool:
     """Whether stock Lightning saved, such as at an exception, within a step of a validation."""
     progress = fit_loop.get("epoch_loop.val_loop.batch_progress", {}).get("current", {})
     return bool(progress) and progress["ready"] > progress["completed"]
+
+
+def _count_as_in_epoch(total: dict[str, int], current: Mapping[str, int]) -> None:
+    """``on_train_batch_start`` may end an epoch: Lightning neither starts nor completes that batch in the total, for good.
+
+    From the total it then concludes that the last batch before a save was not finished.
+    """
+    for name in ("started", "processed", "completed"):
+        total[name] = total["ready"] - current["ready"] + current[name]
 
 
 def _take_back(batch_progress: dict[str, Any]) -> None:

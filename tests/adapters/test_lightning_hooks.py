@@ -1,10 +1,11 @@
-"""What is set at the start of an epoch is set in an epoch that is resumed, too, or a warning names who set it."""
+"""What hooks and callbacks do beside training goes on after a resume, or a warning names what does not."""
 
+import contextlib
 import logging
 
 import pytest
 import torch
-from lightning_runs import PACKAGES, QUICK, fingerprint, package, trainer
+from lightning_runs import PACKAGES, QUICK, Stop, fingerprint, package, trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
@@ -12,7 +13,7 @@ from safe_ckpt.lightning import SafeCheckpointCallback, resumable
 SAYS = "does not call on_train_epoch_start again"
 
 
-def module_of(pl, *, norm=False, at_start=None):
+def module_of(pl, *, norm=False, at_start=None, **hooks):
     class Module(pl.LightningModule):
         """Notes each batch with the learning rate, and how many batches make a step."""
 
@@ -43,8 +44,8 @@ def module_of(pl, *, norm=False, at_start=None):
         def val_dataloader(self):
             return DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=2)
 
-    if at_start is not None:
-        Module.on_train_epoch_start = at_start
+    for name, hook in (({"on_train_epoch_start": at_start} if at_start else {}) | hooks).items():
+        setattr(Module, name, hook)
     return Module()
 
 
@@ -143,3 +144,55 @@ def test_a_hook_that_a_resume_leaves_out_is_named_once_and_called_once(tmp_path,
     plain = [pl.callbacks.GradientAccumulationScheduler({0: 1})]
     fit(pl, tmp_path, module_of(pl), *plain, path=within.saved[1][0], max_epochs=2)
     assert said() == []
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # an epoch ends right after the resume
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_train_epoch_end"]
+)
+def test_an_epoch_that_a_hook_has_ended_costs_later_resumes_nothing(tmp_path, hook):
+    """``on_train_batch_start`` returned -1: from each later save on, batches, rates and weights are those of the whole run."""
+    pl = package(PACKAGES[0])
+
+    def end_some(module, batch, batch_idx):
+        return -1 if batch_idx == 2 and module.current_epoch != 2 else None
+
+    module, saves = module_of(pl, on_train_batch_start=end_some), save_each(pl, tmp_path, hook)
+    seen, *ends = fit(pl, tmp_path, module, saves, max_epochs=4)
+    assert [event[1] for event in seen] == [0, 1, 0, 1, 0, 1, 2, 3, 0, 1]
+    for path, already in saves.saved[1:-1]:
+        again, *found = fit(pl, tmp_path, module_of(pl, on_train_batch_start=end_some), seed=7, path=path, max_epochs=4)
+        assert (again, found) == (seen[already:], ends), path
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("way", ["exception", "on_validation_batch_end"])
+def test_a_save_within_an_averaged_validation_has_the_trained_weights(tmp_path, way):
+    """WeightAveraging swaps its weights in there: they are saved under their own names, at an exception and by a callback."""
+    pl = package(PACKAGES[0])
+    if not hasattr(pl.callbacks, "EMAWeightAveraging"):
+        pytest.skip("this release has no WeightAveraging")
+    stops = []
+
+    def validate(module, batch, batch_idx):
+        if module.global_step in stops:
+            raise Stop
+
+    def run(*callbacks, **more):
+        averaging = pl.callbacks.EMAWeightAveraging(decay=0.5)
+        return fit(pl, tmp_path, module_of(pl, validation_step=validate), averaging, *callbacks, max_epochs=3, **more)
+
+    saves = save_each(pl, tmp_path, "on_validation_batch_end")
+    seen, *ends = run(saves)
+    path = saves.saved[1][0]
+    if way == "exception":
+        stops.append(8)
+        at_exception = SafeCheckpointCallback(
+            tmp_path / "stop", "stop", save_on_exception=True, every_n_train_steps=99, config=QUICK
+        )
+        with contextlib.suppress(Stop):
+            run(at_exception)
+        stops.clear()
+        path = tmp_path / "stop" / "stop.ckpt"
+    again, *found = run(seed=7, path=path)
+    assert (again, found) == (seen[8:], ends)
