@@ -229,8 +229,6 @@ ELSEWHERE = {
             "_has_run",
             "_ckpt_path",
             "_loaded_checkpoint",
-            "_last_train_dl_reload_epoch",
-            "_last_val_dl_reload_epoch",
             "_batches_that_stepped",
             "_every_n_train_steps",
             "_train_time_interval",

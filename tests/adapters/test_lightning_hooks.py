@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from lightning_runs import PACKAGES, QUICK, Stop, fingerprint, package, trainer
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
 
@@ -46,6 +46,7 @@ def module_of(pl, *, norm=False, at_start=None, **hooks):
 
     for name, hook in (({"on_train_epoch_start": at_start} if at_start else {}) | hooks).items():
         setattr(Module, name, hook)
+    torch.manual_seed(0)  # of the weights
     return Module()
 
 
@@ -196,3 +197,58 @@ def test_a_save_within_an_averaged_validation_has_the_trained_weights(tmp_path, 
         path = tmp_path / "stop" / "stop.ckpt"
     again, *found = run(seed=7, path=path)
     assert (again, found) == (seen[8:], ends)
+
+
+class Stream(IterableDataset):
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 8:
+            self.at += 1
+            yield (torch.full((1,), self.at / 10),)
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_end"])
+def test_a_callback_that_looks_at_a_batch_takes_no_place(tmp_path, hook, workers):
+    """``next(iter(trainer.train_dataloader))`` begins an epoch of its own: the place is that of the iterator that trains."""
+    pl = package(PACKAGES[workers])
+    looked = []
+
+    def look(trainer, *_):
+        if hook == "on_train_start" or trainer.global_step % 3 == 0:
+            looked.append(next(iter(trainer.train_dataloader))[0].flatten().tolist())
+
+    def load(module):
+        data = TensorDataset(torch.arange(8.0).reshape(-1, 1) / 10)
+        return resumable(DataLoader(data, batch_size=2, shuffle=True, num_workers=workers))
+
+    def run(*callbacks, **more):
+        looking = pl.callbacks.LambdaCallback(**{hook: look})
+        return fit(pl, tmp_path, module_of(pl, train_dataloader=load), looking, *callbacks, max_epochs=2, **more)
+
+    saves = save_each(pl, tmp_path, "on_train_batch_end")
+    seen, *ends = run(saves)
+    assert all(len(batch) == 2 for batch in looked)
+    assert looked
+    for path, already in saves.saved[: -1 : 2 if workers == 0 else 3]:
+        again, *found = run(seed=7, path=path)
+        assert (again, found) == (seen[already:], ends), path
+
+
+def test_a_look_at_a_stream_that_is_read_in_this_process_is_warned_of(tmp_path, caplog):
+    """It takes samples away from training, resumed or not, with torch's loader, too: a warning names the loader."""
+    pl = package(PACKAGES[0])
+    looking = pl.callbacks.LambdaCallback(on_train_start=lambda trainer, _: next(iter(trainer.train_dataloader)))
+    module = module_of(pl, train_dataloader=lambda _: resumable(DataLoader(Stream(), batch_size=2)))
+    with caplog.at_level(logging.WARNING, "safe_ckpt"):
+        fit(pl, tmp_path, module, looking, max_epochs=1)
+    assert "is missing in training" in caplog.text

@@ -174,19 +174,26 @@ def let_next_epoch_begin(fit_loop: Any, undo: Patch) -> None:
     With ``max_steps`` Lightning takes such a run for one that was interrupted within the epoch, trains one batch too many and
     ends the epoch a second time. With ``max_epochs`` it does what is arranged here.
     """
-    reset = fit_loop.reset
+    reset, setup_data, val_loop = fit_loop.reset, fit_loop.setup_data, fit_loop.epoch_loop.val_loop
+    setup_validation, counts = val_loop.setup_data, fit_loop.epoch_progress.current
 
     def begin_next() -> None:
-        counts = fit_loop.epoch_progress.current
         # An epoch that was broken off is not counted as processed any more: ``go_on_within``.
         if fit_loop.restarting and counts.ready == counts.started == counts.processed:
             fit_loop._restarting = False
             fit_loop.epoch_loop.restarting = False
         reset()
 
-    undo.put_methods(
-        fit_loop, {"reset": begin_next}
-    )  # until training begins: a finder of learning rates runs this loop before
+    def set_up() -> None:
+        _ask_as_of(fit_loop, range(counts.ready), setup_data)
+
+    def set_up_validation() -> None:
+        every = fit_loop.trainer.check_val_every_n_epoch or 1
+        _ask_as_of(fit_loop, range(every - 1, max(counts.ready, counts.completed + 1), every), setup_validation)
+
+    # Until training begins: a finder of learning rates runs this loop before.
+    undo.put_methods(fit_loop, {"reset": begin_next, "setup_data": set_up})
+    undo.put_methods(val_loop, {"setup_data": set_up_validation})
 
 
 def _let_epoch_end(fit_loop: dict[str, Any]) -> bool:
@@ -208,7 +215,7 @@ def _let_epoch_end(fit_loop: dict[str, Any]) -> bool:
 def continue_from(trainer: Any, continuation: Continuation, undo: Patch) -> None:
     """At ``on_train_start``: arrange that the loop goes on as it would have gone on; ``undo`` takes that back."""
     fit_loop, epoch_loop, mine = trainer.fit_loop, trainer.fit_loop.epoch_loop, continuation.mine
-    undo.give_back(fit_loop, "reset")
+    undo.give_back(fit_loop, "reset", "setup_data")
     dataloader.refuse_unused(fit_loop)
     if mine is not None:
         _put_generators_back(fit_loop, mine["rng"], undo)
@@ -218,7 +225,6 @@ def continue_from(trainer: Any, continuation: Continuation, undo: Patch) -> None
     # batches that is left of it, which is one where it was over: a metric of those is none. It is done whole, or not at all.
     epoch_loop.val_loop.restarting = False
     epoch_loop.val_loop._has_run = False  # a finder of learning rates has validated, too
-    _count_reloads_on(trainer, undo)
     if continuation.mid_epoch:
         _go_on_within_epoch(epoch_loop, continuation, undo)
         return
@@ -228,28 +234,19 @@ def continue_from(trainer: Any, continuation: Continuation, undo: Patch) -> None
     _start_epoch_with(epoch_loop, undo, finish=continuation.finish_epoch)
 
 
-def _count_reloads_on(trainer: Any, undo: Patch) -> None:
-    """With ``reload_dataloaders_every_n_epochs`` load in the epochs of an uninterrupted run. Lightning counts anew."""
-    fit_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
-    begun, every = fit_loop.epoch_progress.current.ready, trainer.check_val_every_n_epoch or 1
+def _ask_as_of(fit_loop: Any, epochs: Iterable[int], setup_data: Callable[[], None]) -> None:
+    """With ``reload_dataloaders_every_n_epochs`` ask for loaders, if it is time to, as an uninterrupted run did the last time.
 
-    def last(epochs: Iterable[int]) -> float:
-        found = float("-inf")
-        for epoch in epochs:
-            if epoch - found >= trainer.reload_dataloaders_every_n_epochs:
-                found = epoch
-        return found
-
-    def set_up(setup_data: Callable[[], None] = lambda: None) -> None:
+    Args:
+        fit_loop: has all counts.
+        epochs: those that were begun, as far as these loaders were looked at in them.
+        setup_data: what asks for them. Lightning would ask as of now, and count on from here.
+    """
+    found, every = float("-inf"), fit_loop.trainer.reload_dataloaders_every_n_epochs
+    for epoch in epochs if every else ():
+        found = epoch if epoch - found >= every else found
+    with Patch(fit_loop.epoch_progress.current, {"completed": found} if found >= 0 else {}):  # trainer.current_epoch
         setup_data()
-        val_loop._last_val_dl_reload_epoch = last(range(every - 1, max(begun, trainer.current_epoch + 1), every))
-
-    if trainer.reload_dataloaders_every_n_epochs and begun:
-        fit_loop._last_train_dl_reload_epoch = last(range(begun))
-        if val_loop._combined_loader is None:
-            undo.once(val_loop, "setup_data", set_up)
-        else:
-            set_up()
 
 
 def let_schedulers_step(trainer: Any) -> None:
