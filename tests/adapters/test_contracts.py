@@ -264,6 +264,7 @@ ELSEWHERE = {
             "_model_contains_batch_norm",
             "_accumulate_grad_batches",
             "_skip_backward",
+            "_defer_save_until_validation",
         ],
         "test_lightning_contract.py",
     ),

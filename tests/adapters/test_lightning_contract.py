@@ -38,6 +38,7 @@ def test_the_attributes_that_are_restored_exist(name):
     from safe_ckpt.lightning.callback_state import _FIELDS
 
     callback = package(name).callbacks.ModelCheckpoint()
+    assert getattr(callback, "_defer_save_until_validation", False) is False  # older releases put no save off
     assert [field for field in _FIELDS if not hasattr(callback, field)] == []
 
 
