@@ -14,6 +14,7 @@ import textwrap
 from typing import NamedTuple
 
 import datasets
+import lightning.pytorch as pl
 import pytest
 import safetensors.torch
 import torch
@@ -91,6 +92,7 @@ TORCH = [
     Part(OPTIMIZER, "_optimizer_state_dict_pre_hooks", "core/state/fingerprint.py", "change what an optimizer saves"),
     Part(OPTIMIZER, "_optimizer_state_dict_post_hooks", "core/state/fingerprint.py", "change what an optimizer saves"),
     Part(torch.nn.Module().state_dict(), "_metadata", "core/formats/safetensors.py", "the versions of the modules"),
+    Part(torch.nn.modules.batchnorm, "_BatchNorm", "lightning/beside/epoch_start.py", "what counts anew for averaged weights"),
     Part(torch._utils, "ExceptionWrapper", "data/workers.py", "an error instead of a batch", ("exc_info", "where")),
     Part(torch.utils.data._utils.pin_memory, "pin_memory", "data/workers.py", "a batch with what came along", ("data",)),
     Part(dataloader, "_MultiProcessingDataLoaderIter", "data/workers.py", "the workers of an epoch", ("loader",)),
@@ -177,6 +179,8 @@ LIGHTNING = [
     Part(ModelParallelStrategy(), "_save_distributed_checkpoint", "lightning/strategies.py", "which layout it writes"),
     Part(model_parallel, "_align_compiled_param_names_with_module", "lightning/strategies.py",
          "the names of a compiled module", ("state_dict", "module"), optional=True),
+    Part(getattr(pl.callbacks, "WeightAveraging", object), "_swap_models", "lightning/beside/averages.py",
+         "averaged weights stand in the module in a validation", ("self", "pl_module"), optional=True),
 ]  # fmt: skip
 
 ELSEWHERE = {
@@ -228,8 +232,6 @@ ELSEWHERE = {
             "_has_run",
             "_ckpt_path",
             "_loaded_checkpoint",
-            "_last_train_dl_reload_epoch",
-            "_last_val_dl_reload_epoch",
             "_batches_that_stepped",
             "_every_n_train_steps",
             "_train_time_interval",
@@ -255,6 +257,17 @@ ELSEWHERE = {
             "_remove_checkpoint",
             "_should_remove_checkpoint",
             "_should_skip_saving_checkpoint",
+        ],
+        "test_lightning_contract.py",
+    ),
+    **dict.fromkeys(
+        [
+            "_scheduler_state",
+            "_latest_update_epoch",
+            "_model_contains_batch_norm",
+            "_accumulate_grad_batches",
+            "_skip_backward",
+            "_defer_save_until_validation",
         ],
         "test_lightning_contract.py",
     ),

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 
 import pytest
 from lightning_runs import PACKAGES, package
@@ -37,6 +38,7 @@ def test_the_attributes_that_are_restored_exist(name):
     from safe_ckpt.lightning.callback_state import _FIELDS
 
     callback = package(name).callbacks.ModelCheckpoint()
+    assert getattr(callback, "_defer_save_until_validation", False) is False  # older releases put no save off
     assert [field for field in _FIELDS if not hasattr(callback, field)] == []
 
 
@@ -77,7 +79,6 @@ def test_the_seams_of_the_trainer_exist(name):
     assert hasattr(loop.epoch_loop, "_skip_next_val")
     assert loop.epoch_loop.restarted_on_train_batch_end is loop.epoch_loop.restarted_on_last is False
     assert loop.epoch_loop.val_loop.restarting is False
-    assert loop._last_train_dl_reload_epoch == loop.epoch_loop.val_loop._last_val_dl_reload_epoch == float("-inf")
     assert callable(loop.epoch_loop.val_loop.run)
     assert loop.epoch_loop.val_loop._has_run is False
     assert callable(loop.epoch_loop.val_loop._on_evaluation_end)
@@ -131,6 +132,54 @@ def test_the_fields_that_tell_a_loops_place_in_an_epoch_exist(name):
     assert state["epoch_loop.batch_progress"]["is_last_batch"] is False
     fetchers = importlib.import_module(f"{name}.loops.fetchers")
     assert fetchers._PrefetchDataFetcher().done is False
+
+
+@PACKAGE
+def test_what_the_start_of_an_epoch_sets_is_where_we_put_it_back(name):
+    """lightning/beside/epoch_start.py: public names, too, where Lightning does not say what comes of them."""
+    pl = package(name)
+    trainer = pl.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu", enable_checkpointing=False)
+    loop = trainer.fit_loop
+    assert vars(trainer)["accumulate_grad_batches"] == 1
+    assert loop._skip_backward is False
+    assert "trainer.fit_loop.max_batches" in inspect.getsource(type(trainer).num_training_batches.fget).replace(
+        "self", "trainer"
+    )
+    averaging = pl.callbacks.StochasticWeightAveraging(0.1, swa_epoch_start=2)
+    averaging._max_epochs = 4
+    assert (averaging.swa_start, averaging.swa_end) == (1, 3)
+    assert (averaging._scheduler_state, averaging._latest_update_epoch, averaging.momenta) == (None, -1, {})
+    assert averaging._model_contains_batch_norm is None
+    source = inspect.getsource(type(averaging).on_train_epoch_start)
+    asked = {"optimizers", "max_epochs", "lr_scheduler_configs", "current_epoch", "fit_loop", "accumulate_grad_batches"}
+    assert set(re.findall(r"trainer\.(\w+)", source)) == asked
+    assert "self._accumulate_grad_batches = trainer.accumulate_grad_batches" in source
+    restored = inspect.getsource(type(averaging).load_state_dict)
+    assert 'self._scheduler_state = state_dict["scheduler_state"]' in restored
+
+
+@PACKAGE
+def test_the_iterators_that_train_and_the_epoch_of_a_loader_are_where_we_look(name):
+    """lightning/dataloader.py tells who trains on a loader, lightning/loop_state.py says as of which epoch one is asked for."""
+    pl = package(name)
+    loaders = pl.utilities.CombinedLoader([[1], [2, 3]], "max_size_cycle")
+    assert loaders._iterator is None
+    begun = iter(loaders)
+    assert [next(one) for one in begun._iterator.iterators] == [1, 2]
+    trainer = pl.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu", enable_checkpointing=False)
+    trainer.fit_loop.epoch_progress.current.completed = 7
+    assert trainer.current_epoch == 7
+    trainer.reload_dataloaders_every_n_epochs = 2
+    for loop, due in (
+        (trainer.fit_loop, "_should_reload_train_dl"),
+        (trainer.fit_loop.epoch_loop.val_loop, "_should_reload_val_dl"),
+    ):
+        assert getattr(loop, due)
+        assert not inspect.signature(loop.setup_data).parameters
+        assert f"self.{due}" in inspect.getsource(inspect.unwrap(type(loop).setup_data))
+        assert "self.trainer.current_epoch - self._last_" in inspect.getsource(getattr(type(loop), due).fget)
+    assert "epoch_progress.total" in inspect.getsource(type(trainer.fit_loop).update_restart_stage)
+    assert "batch_progress.total" in inspect.getsource(type(trainer.fit_loop.epoch_loop).update_restart_stage)
 
 
 @PACKAGE

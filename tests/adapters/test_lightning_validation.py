@@ -214,3 +214,31 @@ def test_loaders_are_loaded_again_in_the_epochs_of_an_uninterrupted_run(tmp_path
         at_first = [next(load for load in found if load[0] == kind) for kind in ("training", "validation")]
         later = [[load for load in loads if load[1] > epoch and load not in at_first] for loads in (found, straight)]
         assert later[0] == later[1], path
+
+
+@pytest.mark.parametrize(("every", "validated"), [(2, 1), (3, 2)])
+def test_loaders_are_those_of_the_epoch_in_which_they_were_loaded(tmp_path, every, validated):
+    """reload_dataloaders_every_n_epochs: resumed in an epoch that loads none, the hooks are asked as of the one that did."""
+    pl = package("lightning.pytorch")
+    saves = save_everywhere(pl, tmp_path)
+    saves.saved = []
+
+    def fit(*callbacks, path=None):
+        pl.seed_everything(1, verbose=False)
+        module = module_of(pl)
+
+        def load():
+            return resumable(DataLoader(TensorDataset(torch.full((4, 1), float(module.current_epoch))), batch_size=2))
+
+        module.train_dataloader = module.val_dataloader = load
+        saving = SafeCheckpointCallback(dirpath=tmp_path / "own", save_top_k=0, config=QUICK)
+        more = {"max_epochs": 5, "check_val_every_n_epoch": validated}
+        made = trainer(
+            pl, [note_validations(pl), *callbacks, saving], tmp_path, reload_dataloaders_every_n_epochs=every, **more
+        )
+        made.fit(module, ckpt_path=path)
+        return module.seen
+
+    straight = fit(saves)
+    for path, already in saves.saved[2:-4:4]:
+        assert fit(path=path) == straight[already:], path

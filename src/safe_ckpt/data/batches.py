@@ -110,6 +110,7 @@ class Batches:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._inner: Iterator[Any] | None = None
+        self._beside: Iterator[Any] | None = None
         self._counter = Counter(max(_LOOKED_BACK, loader.looks_ahead))
         self._noted = bool(loader.looks_ahead) and not loader.__dict__["num_workers"]
 
@@ -121,6 +122,10 @@ class Batches:
 
     def __next__(self) -> Any:
         inner = self._inner
+        if inner is None and self._beside is None:
+            self._beside = self._loader.beside(self)
+        if self._beside is not None:
+            return next(self._beside)
         if inner is None:
             # Not in ``__iter__``: a framework's hooks before the first batch have run by now.
             inner = self._inner = self._loader._begin(self._counter)

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -64,12 +64,13 @@ class Resumable:
     _place = Position()
     _pending: Position | None = None
     _given: Counter | None = None
-    _found = _in_vain = False
+    _found = _in_vain = _told = False
     _undo: Mapping[str, torch.Tensor] | None = None
     _restored: Position | None = None
     _ended: Position | None = None
     _offered: Position | None = None
     _drawn: Mapping[str, Any] = {}
+    reading: Callable[[], Sequence[Any]] | None = None  # gives the iterators that train, where a framework knows them
 
     def state_dict(self) -> dict[str, Any]:
         """The place behind the last batch that was given: plain data, a few hundred bytes.
@@ -175,6 +176,23 @@ class Resumable:
             return False
         return bool(place.batches == len(self))  # type: ignore[arg-type]
 
+    def beside(self, batches: Batches) -> Iterator[Any] | None:
+        """For an iteration that looks at a batch while another one trains: it has no part in the place, as with torch's loader.
+
+        None for the one that trains, and where that is not known.
+        """
+        reading = self.reading() if self.reading is not None else ()
+        if not reading or any(one is batches for one in reading):
+            return None
+        if is_placed(self) and not self.__dict__["num_workers"] and not self._told:
+            self._told = True
+            logger.warning("%s: what is read of its stream beside training is missing in training", name_of(self))
+        kind: Any = type(self).__bases__[1]
+        stock: Any = kind.__new__(kind)
+        stock.__dict__.update(self.__dict__ | {"_iterator": None})
+        looking: Iterator[Any] = iter(stock)
+        return looking
+
     @property
     def _index_sampler(self) -> Any:
         given: Any = super()._index_sampler  # type: ignore[misc]
@@ -211,7 +229,7 @@ class Resumable:
     def __reduce__(self) -> tuple[Any, ...]:
         # The class was made at run time: another process makes it again.
         kind = type(self)
-        passing: dict[str, Any] = {"_iterator": None, "_given": None, "_undo": None, "_restored": None}
+        passing: dict[str, Any] = {"_iterator": None, "_given": None, "_undo": None, "_restored": None, "reading": None}
         if self._given is not None:
             passing["_place"] = self._now()
         return make, (kind.__bases__[1], self.__dict__ | passing, kind.skip, kind.__bases__[0])

@@ -24,6 +24,7 @@ from safe_ckpt.lightning.saver import TrainerSaver
 logger = logging.getLogger(__name__)
 # They belong to a running stage: our saver, and the logging methods that a Trainer attaches.
 _LIVE = ("_saver", "_pending", "_saved_state", "_counts", "log", "log_dict")
+_WAITS = "_defer_save_until_validation"
 
 
 class SafeCheckpointCallback(ModelCheckpoint):
@@ -186,9 +187,15 @@ class SafeCheckpointCallback(ModelCheckpoint):
             if self._saver.continuation is not None:
                 loop_state.let_next_epoch_begin(trainer.fit_loop, self._saver.undo)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As ModelCheckpoint's, and whether a save waits for the metric of a validation that is still to come."""
+        waits = {_WAITS: True} if getattr(self, _WAITS, False) else {}
+        return {**super().state_dict(), **waits}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the attributes, without the paths of files that are gone."""
         super().load_state_dict(state_dict)
+        setattr(self, _WAITS, state_dict.get(_WAITS, False))
         if self._saver is not None:
             reconcile(self, self._saver.exists(known_paths(self)))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -65,12 +67,21 @@ def let_places_be_used() -> None:
 def _loading_late(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     def setup_data(fit_loop: Any) -> None:
         stock(fit_loop)
+        loaders = fit_loop._combined_loader
+        for one in loaders.flattened if loaders is not None else ():
+            if isinstance(one, Resumable):
+                one.reading = functools.partial(_iterators, weakref.ref(loaders))
         if fit_loop._combined_loader is not None and fit_loop._combined_loader_states_to_load:
             _go_to_places(fit_loop)
             _give_back(fit_loop)
             iter(fit_loop._data_fetcher)
 
     return setup_data
+
+
+def _iterators(loaders: Callable[[], Any]) -> Sequence[Any]:
+    """Those that the loop takes its batches from."""
+    return getattr(getattr(loaders(), "_iterator", None), "iterators", ())
 
 
 def _load_places(fit_loop: Any) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from safe_ckpt.adapters import Patch, pickles
 from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
 from safe_ckpt.lightning import dataloader
+from safe_ckpt.lightning.beside import epoch_start
 
 logger = logging.getLogger(__name__)
 KEY = "safe_ckpt"
@@ -40,7 +41,10 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
         unseen = unprocessed(vars(loop.epoch_loop.batch_progress.current)) + _ahead(loop)
         states = dataloader.states(loop._combined_loader, ended=ended, unseen=unseen, now=rng)
     again = broken_off is None and noted.validation is not None
-    return {"rng": rng, "loaders": states, "generators": own, "mid_epoch": not ended, "validate_again": again}
+    count = trainer.accumulate_grad_batches
+    accumulates = {} if count == noted.accumulates else {"accumulates": count}
+    found = {"rng": rng, "loaders": states, "generators": own, "mid_epoch": not ended, "validate_again": again}
+    return {**found, **accumulates}
 
 
 def to_text(contribution: Mapping[str, Any]) -> str:
@@ -72,6 +76,7 @@ class Continuation:
         finish_epoch: whether it was saved after the last batch of an epoch, before what follows that.
         broken_off: whether it was saved after an epoch was broken off.
         validate_again: whether it was saved within a validation.
+        accumulates: how many batches made a step, if something had changed that.
     """
 
     mine: dict[str, Any] | None
@@ -79,6 +84,7 @@ class Continuation:
     finish_epoch: bool
     broken_off: bool
     validate_again: bool
+    accumulates: int | None
 
 
 def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | None:
@@ -104,6 +110,7 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
             size,
         )
     state, batch = fit_loop.get("state_dict", {}), fit_loop["epoch_loop.batch_progress"]
+    _count_as_in_epoch(batch["total"], batch["current"])
     mid_epoch = bool(saved[0]["mid_epoch"]) if saved else not ended(batch)
     # One field, of the first rank: all ranks do the same, also those that were not there.
     validate_again = bool(saved[0].get("validate_again")) if saved else _was_validating(fit_loop)
@@ -123,6 +130,7 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
         finish_epoch=_let_epoch_end(fit_loop) or (validate_again and not mid_epoch),
         broken_off=mid_epoch and go_on_within(fit_loop),
         validate_again=validate_again,
+        accumulates=saved[0].get("accumulates") if saved else None,
     )
 
 
@@ -130,6 +138,15 @@ def _was_validating(fit_loop: Mapping[str, Any]) -> bool:
     """Whether stock Lightning saved, such as at an exception, within a step of a validation."""
     progress = fit_loop.get("epoch_loop.val_loop.batch_progress", {}).get("current", {})
     return bool(progress) and progress["ready"] > progress["completed"]
+
+
+def _count_as_in_epoch(total: dict[str, int], current: Mapping[str, int]) -> None:
+    """``on_train_batch_start`` may end an epoch: Lightning neither starts nor completes that batch in the total, for good.
+
+    From the total it then concludes that the last batch before a save was not finished.
+    """
+    for name in ("started", "processed", "completed"):
+        total[name] = total["ready"] - current["ready"] + current[name]
 
 
 def _take_back(batch_progress: dict[str, Any]) -> None:
@@ -157,19 +174,26 @@ def let_next_epoch_begin(fit_loop: Any, undo: Patch) -> None:
     With ``max_steps`` Lightning takes such a run for one that was interrupted within the epoch, trains one batch too many and
     ends the epoch a second time. With ``max_epochs`` it does what is arranged here.
     """
-    reset = fit_loop.reset
+    reset, setup_data, val_loop = fit_loop.reset, fit_loop.setup_data, fit_loop.epoch_loop.val_loop
+    setup_validation, counts = val_loop.setup_data, fit_loop.epoch_progress.current
 
     def begin_next() -> None:
-        counts = fit_loop.epoch_progress.current
         # An epoch that was broken off is not counted as processed any more: ``go_on_within``.
         if fit_loop.restarting and counts.ready == counts.started == counts.processed:
             fit_loop._restarting = False
             fit_loop.epoch_loop.restarting = False
         reset()
 
-    undo.put_methods(
-        fit_loop, {"reset": begin_next}
-    )  # until training begins: a finder of learning rates runs this loop before
+    def set_up() -> None:
+        _ask_as_of(fit_loop, range(counts.ready), setup_data)
+
+    def set_up_validation() -> None:
+        every = fit_loop.trainer.check_val_every_n_epoch or 1
+        _ask_as_of(fit_loop, range(every - 1, max(counts.ready, counts.completed + 1), every), setup_validation)
+
+    # Until training begins: a finder of learning rates runs this loop before.
+    undo.put_methods(fit_loop, {"reset": begin_next, "setup_data": set_up})
+    undo.put_methods(val_loop, {"setup_data": set_up_validation})
 
 
 def _let_epoch_end(fit_loop: dict[str, Any]) -> bool:
@@ -191,15 +215,16 @@ def _let_epoch_end(fit_loop: dict[str, Any]) -> bool:
 def continue_from(trainer: Any, continuation: Continuation, undo: Patch) -> None:
     """At ``on_train_start``: arrange that the loop goes on as it would have gone on; ``undo`` takes that back."""
     fit_loop, epoch_loop, mine = trainer.fit_loop, trainer.fit_loop.epoch_loop, continuation.mine
-    undo.give_back(fit_loop, "reset")
+    undo.give_back(fit_loop, "reset", "setup_data")
     dataloader.refuse_unused(fit_loop)
     if mine is not None:
         _put_generators_back(fit_loop, mine["rng"], undo)
+    within = continuation.mid_epoch or continuation.finish_epoch
+    epoch_start.put_back(trainer, continuation.accumulates, undo, within=within)
     # Its loaders do not know where they were. Lightning would begin them anew and end the validation after the number of
     # batches that is left of it, which is one where it was over: a metric of those is none. It is done whole, or not at all.
     epoch_loop.val_loop.restarting = False
     epoch_loop.val_loop._has_run = False  # a finder of learning rates has validated, too
-    _count_reloads_on(trainer, undo)
     if continuation.mid_epoch:
         _go_on_within_epoch(epoch_loop, continuation, undo)
         return
@@ -209,28 +234,19 @@ def continue_from(trainer: Any, continuation: Continuation, undo: Patch) -> None
     _start_epoch_with(epoch_loop, undo, finish=continuation.finish_epoch)
 
 
-def _count_reloads_on(trainer: Any, undo: Patch) -> None:
-    """With ``reload_dataloaders_every_n_epochs`` load in the epochs of an uninterrupted run. Lightning counts anew."""
-    fit_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
-    begun, every = fit_loop.epoch_progress.current.ready, trainer.check_val_every_n_epoch or 1
+def _ask_as_of(fit_loop: Any, epochs: Iterable[int], setup_data: Callable[[], None]) -> None:
+    """With ``reload_dataloaders_every_n_epochs`` ask for loaders, if it is time to, as an uninterrupted run did the last time.
 
-    def last(epochs: Iterable[int]) -> float:
-        found = float("-inf")
-        for epoch in epochs:
-            if epoch - found >= trainer.reload_dataloaders_every_n_epochs:
-                found = epoch
-        return found
-
-    def set_up(setup_data: Callable[[], None] = lambda: None) -> None:
+    Args:
+        fit_loop: has all counts.
+        epochs: those that were begun, as far as these loaders were looked at in them.
+        setup_data: what asks for them. Lightning would ask as of now, and count on from here.
+    """
+    found, every = float("-inf"), fit_loop.trainer.reload_dataloaders_every_n_epochs
+    for epoch in epochs if every else ():
+        found = epoch if epoch - found >= every else found
+    with Patch(fit_loop.epoch_progress.current, {"completed": found} if found >= 0 else {}):  # trainer.current_epoch
         setup_data()
-        val_loop._last_val_dl_reload_epoch = last(range(every - 1, max(begun, trainer.current_epoch + 1), every))
-
-    if trainer.reload_dataloaders_every_n_epochs and begun:
-        fit_loop._last_train_dl_reload_epoch = last(range(begun))
-        if val_loop._combined_loader is None:
-            undo.once(val_loop, "setup_data", set_up)
-        else:
-            set_up()
 
 
 def let_schedulers_step(trainer: Any) -> None:
@@ -354,16 +370,19 @@ class Noted:
     Attributes:
         broken_off: what they were when this epoch was broken off; None while it goes on.
         validation: what they were before the validation that is under way; None where there is none, or it is over.
+        accumulates: how many batches made a step when ``fit`` began; what differs from that was set by something.
     """
 
     def __init__(self) -> None:
         self.broken_off: dict[str, Any] | None = None
         self.validation: dict[str, Any] | None = None
+        self.accumulates: int | None = None
 
     def watch(self, trainer: Any, undo: Patch) -> None:
         """Note them from now on, until ``undo`` takes that back."""
         epoch_loop = trainer.fit_loop.epoch_loop
         val_loop = epoch_loop.val_loop
+        self.accumulates = trainer.accumulate_grad_batches
         advanced, run, ended = epoch_loop.on_advance_end, val_loop.run, val_loop._on_evaluation_end
 
         def on_advance_end(data_fetcher: Any) -> None:

@@ -22,6 +22,7 @@ from safe_ckpt.errors import RendezvousTimeout, SafeCheckpointError, SaveError
 from safe_ckpt.events import Hook
 from safe_ckpt.lightning import contents, signals, strategies
 from safe_ckpt.lightning import resume as resuming
+from safe_ckpt.lightning.beside import averages
 from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, report_commit
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.directories import FileSaver
@@ -47,6 +48,7 @@ class TrainerSaver(FileSaver):
         trainer: as given.
         io: as given.
         noted: what the generators were where a resume has to go on.
+        swapped: how averaged weights that stand in the module are taken back.
         sharded: plans states of which every rank has a part.
         undo: what ``fit`` changed in the Trainer, until it ends.
         auto_directory: the directory of a callback with ``resume="auto"``.
@@ -73,6 +75,7 @@ class TrainerSaver(FileSaver):
         self.requeue_due = False
         self.continuation: Continuation | None = None
         self.noted = Noted()
+        self.swapped: list[Callable[[Any], None]] = []
         self._requeue_wished = threading.Event()
         self._alone: SafeCheckpointError | None = None
         self.undo = Patch()
@@ -139,7 +142,7 @@ class TrainerSaver(FileSaver):
         """
         self.wait()
         try:
-            with self._within("save_checkpoint"):
+            with self._within("save_checkpoint"), averages.in_their_places(self.swapped, self.trainer.lightning_module):
                 handle = self.engine.save(
                     self._request(pending, weights_only=weights_only, overlap=self.training and not wait)
                 )
@@ -218,7 +221,7 @@ class TrainerSaver(FileSaver):
         if strategies.form_of(self.trainer.strategy) is not None:
             cause = "a signal handler cannot wait for the other ranks, and each has only a part: save at the next step"
             raise SaveError(name=path.name, cause=cause, rank=self.engine.rank, phase="signal handler")
-        with self.io.saving_to(None):
+        with self.io.saving_to(None), averages.in_their_places(self.swapped, self.trainer.lightning_module):
             checkpoint = self.trainer._checkpoint_connector.dump_checkpoint(weights_only)
             self.trainer.strategy.save_checkpoint(checkpoint, str(path))
 
@@ -305,6 +308,7 @@ class TrainerSaver(FileSaver):
         if not self.training:
             self.training = True
             self.noted.watch(self.trainer, self.undo)
+            self.swapped = averages.watch(self.trainer, self.undo)
             if self.resumed_from is None and self.trainer.ckpt_path:
                 path = Path(os.path.abspath(self.trainer.ckpt_path))
                 self.engine.extensions.ask("a resume", lambda one: one.named(path))
@@ -330,7 +334,7 @@ class TrainerSaver(FileSaver):
     def follow(self, before: TrainerSaver) -> None:
         """Continue for the ``fit`` of a saver that has ended."""
         self.training = before.training
-        self.noted = before.noted
+        self.noted, self.swapped = before.noted, before.swapped
 
     def agree_on_requeue(self) -> bool:
         """Whether the signal that ended the run was the one at which Lightning requeues the job. Every rank calls this."""

@@ -1,0 +1,95 @@
+"""What was set at the start of an epoch, for a process that resumes within it: ``on_train_epoch_start`` is not called again.
+
+Lightning keeps none of it. ``accumulate_grad_batches`` is saved, and put back. What StochasticWeightAveraging sets follows from
+the state that it saves itself. Of other callbacks, and of modules, nobody knows what they set: a warning names them.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+if TYPE_CHECKING:
+    from safe_ckpt.adapters import Patch
+
+logger = logging.getLogger(__name__)
+_HOOK = "on_train_epoch_start"
+
+
+def put_back(trainer: Any, accumulates: int | None, undo: Patch, *, within: bool) -> None:
+    """At ``on_train_start``: arrange that all is set when the loop goes on; ``undo`` takes back what is left to be done.
+
+    Args:
+        trainer: its callbacks have their states.
+        accumulates: how many batches made a step at the save; None for as many as the Trainer was told.
+        undo: until ``fit`` ends.
+        within: whether the epoch is one that was begun by another process.
+    """
+    averaging = [(one, kind) for one in trainer.callbacks if (kind := _kind_of(one)) is not None]
+    for callback, kind in averaging:
+        _average_on(trainer, callback, kind)
+
+    def begin(on_advance_start: Any) -> None:
+        told = trainer.accumulate_grad_batches  # GradientAccumulationScheduler has asked what it is by now
+        trainer.accumulate_grad_batches = accumulates or told
+        on_advance_start()
+        for callback, _ in averaging if within else ():
+            if callback._model_contains_batch_norm and trainer.current_epoch == callback.swa_end + 1:
+                _count_on(trainer, callback, told)
+
+    undo.once(trainer.fit_loop, "on_advance_start", begin)
+    if within and trainer.global_rank == 0:
+        _say_what_is_not_set([*trainer.callbacks, trainer.lightning_module])
+
+
+def _kind_of(callback: Any) -> Any:
+    kinds = (
+        kind for kind in type(callback).__mro__ if kind.__name__ == "StochasticWeightAveraging" and _is_lightnings(kind)
+    )
+    return next(kinds, None)
+
+
+def _average_on(trainer: Any, callback: Any, kind: Any) -> None:
+    """Have it schedule the learning rate from here on, if it did. Lightning would from the next epoch on, one step behind."""
+    if callback._scheduler_state is not None:
+        names = "optimizers", "max_epochs", "lr_scheduler_configs"
+        # As of the epoch of its last update: there it sets up, and adds nothing to the average.
+        view = SimpleNamespace(
+            current_epoch=callback._latest_update_epoch, **{one: getattr(trainer, one) for one in names}
+        )
+        kind.on_train_epoch_start(callback, view, trainer.lightning_module)
+
+
+def _count_on(trainer: Any, callback: Any, accumulates: int) -> None:
+    """Within the last epoch, in which it trains nothing and batch norms count anew: they go on with what they have counted."""
+    trainer.fit_loop.max_batches += 1
+    trainer.fit_loop._skip_backward = True
+    callback._accumulate_grad_batches, trainer.accumulate_grad_batches = accumulates, trainer.fit_loop.max_batches
+    for module in trainer.lightning_module.modules():
+        if isinstance(module, _BatchNorm):
+            callback.momenta[module], module.momentum = module.momentum, None
+
+
+def _say_what_is_not_set(owners: list[Any]) -> None:
+    named = ", ".join(type(one).__name__ for one in owners if _is_somebodys(one))
+    if named:
+        logger.warning(
+            "resuming within an epoch: Lightning does not call %s again in it. What that sets in %s is not set before the next "
+            "epoch begins, and this epoch may differ from an uninterrupted one. Set it in on_train_start as well, or save at "
+            "the ends of epochs",
+            _HOOK,
+            named,
+        )
+
+
+def _is_somebodys(owner: Any) -> bool:
+    """Whether somebody else than Lightning, whose callbacks are known, has overridden the hook."""
+    homes = [kind for kind in type(owner).__mro__ if _HOOK in vars(kind)]
+    return _HOOK in vars(owner) or not all(map(_is_lightnings, homes[:1]))
+
+
+def _is_lightnings(kind: type[Any]) -> bool:
+    return kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
