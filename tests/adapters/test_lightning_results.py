@@ -212,7 +212,7 @@ def test_an_epoch_that_was_broken_off_goes_on_with_what_it_had_logged(tmp_path):
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 def test_a_checkpoint_without_them_is_resumed_with_a_warning(tmp_path, caplog, interval):
-    """Stock Lightning's, after the last batch: what asks for the metric passes over it, and is strict again from the next epoch."""
+    """Stock Lightning's, after the last batch: what asks for the metric passes over it, until the next epoch begins."""
     pl = package(PACKAGES[0])
     stock = pl.callbacks.ModelCheckpoint
     run(tmp_path, PACKAGES[0], stock, every_n_train_steps=BATCHES, save_top_k=-1, filename="{step}", seed=1)
