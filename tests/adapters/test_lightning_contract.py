@@ -1,10 +1,12 @@
 """The private parts of Lightning that the adapter leans on: when one of these fails, the adapter needs a look."""
 
+import dataclasses
 import importlib
 import inspect
 import re
 
 import pytest
+import torch
 from lightning_runs import PACKAGES, package
 
 PACKAGE = pytest.mark.parametrize("name", PACKAGES)
@@ -180,6 +182,39 @@ def test_the_iterators_that_train_and_the_epoch_of_a_loader_are_where_we_look(na
         assert "self.trainer.current_epoch - self._last_" in inspect.getsource(getattr(type(loop), due).fget)
     assert "epoch_progress.total" in inspect.getsource(type(trainer.fit_loop).update_restart_stage)
     assert "batch_progress.total" in inspect.getsource(type(trainer.fit_loop.epoch_loop).update_restart_stage)
+
+
+@PACKAGE
+def test_what_an_epoch_has_logged_is_where_we_find_it(name):
+    """lightning/results.py reads the results of a running epoch and makes them again; it replaces what asks for one."""
+    pl = package(name)
+    stopping, saves = pl.callbacks.EarlyStopping("x"), pl.callbacks.ModelCheckpoint()
+    trainer = pl.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu", callbacks=[stopping, saves])
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+    for shown in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
+        assert getattr(connector, f"_{shown}") == getattr(connector, shown) == {}
+    assert connector._first_loop_iter is None
+    assert connector.should_reset_tensors("x")
+    module = importlib.import_module(f"{name}.trainer.connectors.logger_connector.result")
+    assert type(loop._results) is type(loop.val_loop._results) is module._ResultCollection
+    assert list(inspect.signature(loop._results.log).parameters)[:3] == ["fx", "name", "value"]
+    assert list(inspect.signature(loop._results.update_metrics).parameters) == ["key", "value", "batch_size"]
+    assert list(inspect.signature(loop._results.reset).parameters) == ["metrics", "fx"]
+    source = inspect.getsource(inspect.unwrap(module._ResultCollection.log))
+    assert 'key = f"{fx}.{name}"' in source
+    assert "self.update_metrics(key, value, batch_size)" in source
+    assert [one.name for one in dataclasses.fields(module._Metadata)][-2:] == ["metric_attribute", "_sync"]
+    loop._results.log("step", "x", torch.ones(()), on_step=True)
+    made = loop._results["step.x"]
+    assert (made.is_tensor, made.has_reset, made._update_count, made._computed) == (True, False, 1, None)
+    assert made._forward_cache == made.value == 1
+    assert set(made._defaults) == {"value", "cumulated_batch_size"}
+    assert (made.meta.sync.should, made.meta.sync.rank_zero_only, made.meta.reduce_fx) == (False, False, torch.mean)
+    assert list(inspect.signature(module._ResultMetric).parameters) == ["metadata", "is_tensor"]
+    assert list(inspect.signature(saves._save_topk_checkpoint).parameters) == ["trainer", "monitor_candidates"]
+    assert stopping.strict is True
+    assert trainer.early_stopping_callbacks == [stopping]
+    assert list(inspect.signature(loop.update_lr_schedulers).parameters) == ["interval", "update_plateau_schedulers"]
 
 
 @PACKAGE

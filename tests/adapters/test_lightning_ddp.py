@@ -212,6 +212,14 @@ def test_sigterm_on_one_rank_stops_both_and_the_run_goes_on_exactly(tmp_path):
     assert fingerprints(run_ranks(tmp_path, program, tmp_path / "exp", "alone")) == reference
 
 
+def test_what_each_rank_has_logged_goes_on_on_that_rank(tmp_path):
+    """Resumed within an epoch: each rank's own means, and those over all ranks. Another number of ranks is told of it."""
+    run_ranks(tmp_path, "logs_on_two_ranks", tmp_path / "exp")
+    alone = run("logs_on_two_ranks", tmp_path / "exp", "alone")
+    assert alone.stdout.strip() == "RANK 3", alone.stderr[-3000:]
+    assert alone.stderr.count("another number of ranks saved it") == 1
+
+
 def test_an_epoch_that_was_broken_off_goes_on_on_every_rank(tmp_path):
     """max_steps in mid-epoch, DDP with Lightning's own DistributedSampler: the rest of that epoch, the same weights."""
     run_ranks(tmp_path, "breaks_an_epoch_off", tmp_path / "exp")

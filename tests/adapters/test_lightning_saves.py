@@ -486,3 +486,17 @@ def test_a_fit_that_ends_without_one_save_says_so(tmp_path, caplog):
     assert "every_n_train_steps=100; global_step 3" in found
     assert not said("off", base(), save_top_k=0)
     assert not said("usual", base())
+
+
+def test_what_a_hook_removes_and_saves_again_stays(tmp_path):
+    """In one hook: the file of that name is the new one, and is not deleted after its commit."""
+
+    class Anew(SafeCheckpointCallback):
+        def _save_last_checkpoint(self, trainer, monitor_candidates):
+            self._remove_checkpoint(trainer, str(tmp_path / "last.ckpt"))
+            super()._save_last_checkpoint(trainer, monitor_candidates)
+
+    callback = Anew(tmp_path, save_last=True, config=QUICK)
+    trainer(package("lightning.pytorch"), [callback], tmp_path).fit(module_class(package("lightning.pytorch"))())
+    assert names(tmp_path) == ["epoch=2-step=9.ckpt", "last.ckpt"]
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 9

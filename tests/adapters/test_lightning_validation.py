@@ -136,6 +136,30 @@ def test_a_validation_after_a_resume_is_whole_or_none(tmp_path, case, of_stock):
         assert fingerprint(module) == fingerprint(straight)
 
 
+@pytest.mark.parametrize("loaders", [(), (0,)], ids=["no loader", "no rows"])
+def test_a_validation_on_nothing_is_over(tmp_path, loaders):
+    """What is saved after it has the generators of that moment, not of the one before the empty validation."""
+    pl = package("lightning.pytorch")
+    saves = save_everywhere(pl, tmp_path)
+    saves.saved = []
+
+    def fit(seed, *callbacks, path=None):
+        pl.seed_everything(seed, verbose=False)
+        module = module_of(pl, loaders)
+        saving = SafeCheckpointCallback(dirpath=tmp_path / "own", save_top_k=0, config=QUICK)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer(pl, [*callbacks, saving], tmp_path, max_epochs=4).fit(module, ckpt_path=path)
+        return module
+
+    straight = fit(1, saves)
+    assert len({str(event[2]) for event in straight.seen}) > 2
+    for path, already in saves.saved[4::2]:
+        module = fit(77, path=path)
+        assert module.seen == straight.seen[already:], path
+        assert fingerprint(module) == fingerprint(straight)
+
+
 @pytest.mark.parametrize(("way", "name"), [("steps", PACKAGES[0]), ("time", PACKAGES[1]), ("exception", PACKAGES[0])])
 def test_the_best_checkpoint_is_that_of_an_uninterrupted_run(tmp_path, way, name):
     """Saved at the last batch of an epoch, or at an exception within its validation, and ended there: nothing is misled."""

@@ -258,6 +258,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Save if it is time to."""
+        if self._saver is not None:
+            self._saver.noted.told = True  # callbacks that save come last
         with self._deciding():
             super().on_train_epoch_end(trainer, pl_module)
         loop_state.let_schedulers_step(trainer)

@@ -17,7 +17,7 @@ from typing import Any
 
 from safe_ckpt.adapters import Patch, pickles
 from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
-from safe_ckpt.lightning import dataloader
+from safe_ckpt.lightning import dataloader, results
 from safe_ckpt.lightning.beside import epoch_start
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
     loop = trainer.fit_loop
     ended = at_end(loop)
     broken_off = None if ended else noted.broken_off
-    rng = broken_off or noted.validation or get_rng_state()
-    states, own = [], []
+    place = broken_off or noted.validation or _place(trainer)
+    rng, states, own = place["rng"], [], []
     if loop._combined_loader is not None:
         own = dataloader.own_generators(loop._combined_loader) if ended else []
         unseen = unprocessed(vars(loop.epoch_loop.batch_progress.current)) + _ahead(loop)
@@ -43,8 +43,14 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
     again = broken_off is None and noted.validation is not None
     count = trainer.accumulate_grad_batches
     accumulates = {} if count == noted.accumulates else {"accumulates": count}
-    found = {"rng": rng, "loaders": states, "generators": own, "mid_epoch": not ended, "validate_again": again}
-    return {**found, **accumulates}
+    found = {"loaders": states, "generators": own, "mid_epoch": not ended, "validate_again": again}
+    if loop.epoch_progress.current.processed > loop.epoch_progress.current.completed and ended and not noted.told:
+        place["results"]["metrics"] = {}  # a hook is still to reset them, and is not called after a resume from here
+    return {**place, **found, **accumulates, "following": noted.following}
+
+
+def _place(trainer: Any) -> dict[str, Any]:
+    return {"rng": get_rng_state(), "results": results.gather(trainer)}
 
 
 def to_text(contribution: Mapping[str, Any]) -> str:
@@ -77,6 +83,8 @@ class Continuation:
         broken_off: whether it was saved after an epoch was broken off.
         validate_again: whether it was saved within a validation.
         accumulates: how many batches made a step, if something had changed that.
+        following: whether what follows a batch was under way, behind its validation if that is not done again.
+        epoch_due: whether it was saved after an epoch, before the schedulers that follow a metric.
     """
 
     mine: dict[str, Any] | None
@@ -85,6 +93,8 @@ class Continuation:
     broken_off: bool
     validate_again: bool
     accumulates: int | None
+    following: bool
+    epoch_due: bool
 
 
 def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | None:
@@ -114,8 +124,12 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
     mid_epoch = bool(saved[0]["mid_epoch"]) if saved else not ended(batch)
     # One field, of the first rank: all ranks do the same, also those that were not there.
     validate_again = bool(saved[0].get("validate_again")) if saved else _was_validating(fit_loop)
+    following = bool(saved[0].get("following")) if saved else False
+    epochs = fit_loop["epoch_progress"]["total"]
     if saved:
         mine = saved[rank] if rank < len(saved) else None
+        if mine is not None and len(saved) != size:
+            mine = {**mine, "results": None}  # of all ranks or of none
     else:
         mine = _of_stock(state.get("combined_loader", []), batch["current"]) if size == 1 else None
     if mine is not None and "state_dict" in fit_loop:
@@ -127,10 +141,12 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
     return Continuation(
         mine=mine,
         mid_epoch=mid_epoch,
-        finish_epoch=_let_epoch_end(fit_loop) or (validate_again and not mid_epoch),
+        finish_epoch=_let_epoch_end(fit_loop) or ((validate_again or following) and not mid_epoch),
+        epoch_due=not mid_epoch and epochs["completed"] < epochs["processed"],
         broken_off=mid_epoch and go_on_within(fit_loop),
         validate_again=validate_again,
         accumulates=saved[0].get("accumulates") if saved else None,
+        following=following,
     )
 
 
@@ -225,13 +241,18 @@ def continue_from(trainer: Any, continuation: Continuation, undo: Patch) -> None
     # batches that is left of it, which is one where it was over: a metric of those is none. It is done whole, or not at all.
     epoch_loop.val_loop.restarting = False
     epoch_loop.val_loop._has_run = False  # a finder of learning rates has validated, too
+    if mine is not None and mine.get("results") is not None:
+        results.put_back(trainer, mine["results"], undo, over=not within)
+        _let_schedulers_catch_up(trainer, due=continuation.epoch_due)
+    elif within:
+        results.do_without(trainer, undo)
     if continuation.mid_epoch:
         _go_on_within_epoch(epoch_loop, continuation, undo)
         return
     if mine is not None and fit_loop._combined_loader is not None:
         dataloader.put_own_back(fit_loop._combined_loader, mine.get("generators", []))
         dataloader.load_again(fit_loop, mine["loaders"])
-    _start_epoch_with(epoch_loop, undo, finish=continuation.finish_epoch)
+    _start_epoch_with(epoch_loop, continuation, undo)
 
 
 def _ask_as_of(fit_loop: Any, epochs: Iterable[int], setup_data: Callable[[], None]) -> None:
@@ -252,12 +273,26 @@ def _ask_as_of(fit_loop: Any, epochs: Iterable[int], setup_data: Callable[[], No
 def let_schedulers_step(trainer: Any) -> None:
     """At ``on_train_epoch_end``: also in the epoch that was resumed, schedulers that follow a metric step, if it is known.
 
-    Lightning leaves them out there, because a checkpoint has no metrics: the learning rate would be another one from then on.
+    Lightning leaves them out there, because its checkpoint has no metrics: the learning rate would be another one from then on.
     """
-    fit_loop, known = trainer.fit_loop, trainer.callback_metrics
+    if trainer.fit_loop.restarting and _metrics_are_known(trainer):
+        trainer.fit_loop._restarting = False
+
+
+def _let_schedulers_catch_up(trainer: Any, *, due: bool) -> None:
+    """At the end of an epoch they step after the save."""
+    counts = trainer.fit_loop.epoch_progress.current
+    if due and _metrics_are_known(trainer):
+        counts.completed -= 1  # so that it is the number of that epoch
+        trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        counts.completed += 1
+
+
+def _metrics_are_known(trainer: Any) -> bool:
+    """Whether there are schedulers that follow a metric, and all of theirs were logged."""
+    known = trainer.callback_metrics
     follow = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-    if fit_loop.restarting and follow and all(name in known for name in follow):
-        fit_loop._restarting = False
+    return bool(follow) and all(name in known for name in follow)
 
 
 def _put_generators_back(fit_loop: Any, rng: Mapping[str, Any], undo: Patch) -> None:
@@ -269,41 +304,42 @@ def _put_generators_back(fit_loop: Any, rng: Mapping[str, Any], undo: Patch) -> 
 
 
 def _go_on_within_epoch(epoch_loop: Any, continuation: Continuation, undo: Patch) -> None:
-    """What followed the last batch was done before the save, and is not done again, but for a validation that was not over.
+    """What followed the last batch is done as far as it was not done before the save: validation, then schedulers.
 
-    Lightning would leave that out. Where it was over, Lightning would draw from the generators once more.
+    Lightning would leave out a validation that was not over. Where it was over, Lightning would draw from the generators again.
     """
 
     def begin(on_run_start: Callable[[Any], None], data_fetcher: Any) -> None:
         on_run_start(data_fetcher)
         before = epoch_loop.restarted_on_train_batch_end and not continuation.broken_off
-        if (before or continuation.validate_again) and epoch_loop._should_check_val_fx(data_fetcher):
-            undo.once(epoch_loop, "advance", leave_out_the_batch)
+        if before or continuation.validate_again or continuation.following:
+            _do_what_follows(epoch_loop, continuation, undo)
         else:
             epoch_loop.restarting = False
+
+    undo.once(epoch_loop, "on_run_start", begin)
+
+
+def _do_what_follows(epoch_loop: Any, continuation: Continuation, undo: Patch) -> None:
+    """At the start of the loop: go on behind a batch."""
 
     def leave_out_the_batch(_: Callable[[Any], None], __: Any) -> None:
         if not epoch_loop.restarted_on_last and not epoch_loop._should_accumulate():
             epoch_loop._batches_that_stepped -= 1  # counted once already, for the restart
 
-    undo.once(epoch_loop, "on_run_start", begin)
+    epoch_loop._skip_next_val = continuation.following and not continuation.validate_again
+    undo.once(epoch_loop, "advance", leave_out_the_batch)
 
 
-def _start_epoch_with(epoch_loop: Any, undo: Patch, *, finish: bool) -> None:
+def _start_epoch_with(epoch_loop: Any, continuation: Continuation, undo: Patch) -> None:
     def begin(on_run_start: Callable[[Any], None], data_fetcher: Any) -> None:
         validation_due = epoch_loop.restarting and epoch_loop._should_check_val_fx(data_fetcher)
-        if finish and validation_due:
-            undo.once(epoch_loop, "on_advance_end", validate_too)
-        elif finish:
-            epoch_loop.restarting = False  # else the loop would ask for one more batch
+        if continuation.finish_epoch:
+            _do_what_follows(epoch_loop, continuation, undo)
         elif not validation_due and not epoch_loop.done:
             # Lightning made this epoch's iterator before the generators were put back, and makes no other on a restart.
             iter(data_fetcher)
         on_run_start(data_fetcher)
-
-    def validate_too(on_advance_end: Callable[[Any], None], data_fetcher: Any) -> None:
-        epoch_loop._skip_next_val = False
-        on_advance_end(data_fetcher)
 
     undo.once(epoch_loop, "on_run_start", begin)
 
@@ -367,16 +403,21 @@ class Noted:
     validation that Lightning adds when it was told to stop. A validation that an exception breaks off is done again. All of
     them may be random, and a validation loader is.
 
+    What was logged is noted with them: the end of a broken epoch resets it.
+
     Attributes:
         broken_off: what they were when this epoch was broken off; None while it goes on.
         validation: what they were before the validation that is under way; None where there is none, or it is over.
         accumulates: how many batches made a step when ``fit`` began; what differs from that was set by something.
+        following: whether what follows a batch is under way.
+        told: whether the module's hook at the end of this epoch was called.
     """
 
     def __init__(self) -> None:
         self.broken_off: dict[str, Any] | None = None
         self.validation: dict[str, Any] | None = None
         self.accumulates: int | None = None
+        self.following = self.told = False
 
     def watch(self, trainer: Any, undo: Patch) -> None:
         """Note them from now on, until ``undo`` takes that back."""
@@ -386,14 +427,20 @@ class Noted:
         advanced, run, ended = epoch_loop.on_advance_end, val_loop.run, val_loop._on_evaluation_end
 
         def on_advance_end(data_fetcher: Any) -> None:
-            self.broken_off = get_rng_state() if _adds_a_validation(trainer, data_fetcher) else None
+            self.following, self.told = True, False
+            self.broken_off = _place(trainer) if _adds_a_validation(trainer, data_fetcher) else None
             advanced(data_fetcher)
-            if self.broken_off is None and epoch_loop.done and not at_end(trainer.fit_loop):
-                self.broken_off = get_rng_state()
+            self.following = False
+            if not epoch_loop.done:
+                self.broken_off = None  # a hook of that validation may have it go on after all
+            elif self.broken_off is None and not at_end(trainer.fit_loop):
+                self.broken_off = _place(trainer)
 
         def validate() -> Any:
-            self.validation = get_rng_state()
-            return run()
+            self.validation = _place(trainer)
+            found = run()  # after an exception it is not over
+            self.validation = None  # where there is nothing to validate on, it has no end of which a hook would tell
+            return found
 
         def on_evaluation_end(*args: Any, **kwargs: Any) -> None:
             self.validation = None  # from here on its result is used

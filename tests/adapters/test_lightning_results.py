@@ -1,0 +1,271 @@
+"""What was logged in an epoch goes on when that epoch is resumed, and so does what follows it: schedulers, scores, stopping."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from lightning_runs import PACKAGES, QUICK, fingerprint, package, trainer
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import CatMetric, MeanAbsoluteError, MeanMetric, MeanSquaredError, MetricCollection, SumMetric
+
+from safe_ckpt.lightning import SafeCheckpointCallback, resumable
+
+BATCHES = 4
+
+
+def module_of(pl, *, interval=None, monitor="loss", log=None):
+    class Module(pl.LightningModule):
+        """Logs in every way, and notes its batches with the learning rate, and what is known at the end of an epoch."""
+
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(2, 1)
+            self.score, self.own, self.of_validation = MeanMetric(), SumMetric(), MeanMetric()
+            self.both = MetricCollection({"squared": MeanSquaredError(), "absolute": MeanAbsoluteError()})
+            self.seen, self.ends = [], []
+
+        def training_step(self, batch, index):
+            self.seen.append(
+                (self.current_epoch, index, self.optimizers().param_groups[0]["lr"], batch[0][:, 0].tolist())
+            )
+            loss = self.net(batch[0]).pow(2).mean()
+            self.own.update(loss.detach())
+            if log is not None:
+                log(self, loss)
+                return loss
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            for kind in ("mean", "sum", "max", "min"):
+                self.log(kind, loss, on_step=False, on_epoch=True, reduce_fx=kind)
+            self.score(loss.detach())
+            self.log("score", self.score, on_step=True, on_epoch=True)
+            self.both.update(self.net(batch[0]).detach().flatten(), batch[0][:, 0])
+            self.log_dict(self.both, on_step=False, on_epoch=True)
+            if index == 0:
+                self.log("first", loss, on_step=True, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch, index):
+            self.of_validation(self.net(batch[0]).mean())
+            self.log("of_validation", self.of_validation)
+
+        def on_train_epoch_end(self):
+            self.log("own", self.own.compute())
+            self.own.reset()
+            self.ends.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+            if interval is None:
+                return optimizer
+            follows = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9, factor=0.9)
+            return [optimizer], [{"scheduler": follows, "monitor": monitor, "interval": interval}]
+
+        def train_dataloader(self):
+            rows = torch.linspace(0, 1, 4 * BATCHES).sin().reshape(-1, 2)
+            return resumable(DataLoader(TensorDataset(rows), batch_size=2, shuffle=True))
+
+        def val_dataloader(self):
+            return DataLoader(TensorDataset(torch.ones(2, 2)), batch_size=1)
+
+    return Module()
+
+
+def logger_of(name):
+    class Rows(__import__(f"{name}.loggers", fromlist=["Logger"]).Logger):
+        """Keeps the rows in memory, without ours."""
+
+        name, version = "rows", 0
+
+        def __init__(self):
+            super().__init__()
+            self.rows = []
+
+        def log_metrics(self, metrics, step=None):
+            if not any(key.startswith("ckpt/") for key in metrics):
+                self.rows.append((step, dict(metrics)))
+
+        def log_hyperparams(self, *_, **__):
+            pass
+
+    return Rows()
+
+
+def saves_at(pl, folder, *hooks):
+    class Saves(pl.Callback):
+        """At each of the hooks, after all other callbacks."""
+
+        def __init__(self):
+            self.saved = []
+
+        def save(self, made, module, *_):
+            path = folder / f"{len(self.saved)}.ckpt"
+            made.save_checkpoint(path)
+            self.saved.append((path, len(module.seen), len(module.ends), len(made.logger.rows)))
+
+    made = Saves()
+    for hook in hooks:
+        setattr(made, hook, made.save)
+    return made
+
+
+def run(
+    folder, name, kind=SafeCheckpointCallback, *, path=None, callbacks=(), seed=77, settings=None, module=None, **saving
+):
+    pl = package(name)
+    pl.seed_everything(seed, verbose=False)
+    module = module or module_of(pl)
+    own = {"config": QUICK} if kind is SafeCheckpointCallback else {}
+    saves = kind(dirpath=folder, **{"save_top_k": 0, **own, **saving})
+    more = {"max_epochs": 3, "logger": logger_of(name), "log_every_n_steps": 1, **(settings or {})}
+    made = trainer(pl, [*callbacks, saves], folder, **more)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made.fit(module, ckpt_path=path)
+    return module, made, saves
+
+
+def shown(made):
+    return {key: float(value) for key, value in {**made.callback_metrics, **made.logged_metrics}.items()}
+
+
+CASES = {
+    "by the step": {"interval": "step"},
+    "by the epoch": {"interval": "epoch", "monitor": "loss"},
+    "without validation": {"interval": "step", "monitor": "score", "settings": {"limit_val_batches": 0}},
+    "validation in between": {"interval": "epoch", "monitor": "mean", "settings": {"val_check_interval": 2}},
+    "steps": {"interval": "epoch", "monitor": "own", "settings": {"max_steps": 2 * BATCHES, "max_epochs": -1}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_logged_goes_on_wherever_a_run_is_resumed(tmp_path, case):
+    """Batches, learning rates, means, torchmetrics and logged rows are those of an uninterrupted run, wherever it was saved."""
+    name = PACKAGES[len(case) % 2]
+    pl, asked = package(name), dict(CASES[case])
+    settings = {"settings": {"max_epochs": 2, **asked.pop("settings", {})}}
+    saves = saves_at(pl, tmp_path, "on_train_batch_end", "on_validation_end")
+    straight, whole, _ = run(
+        tmp_path / "straight", name, callbacks=[saves], seed=1, module=module_of(pl, **asked), **settings
+    )
+    assert len({rate for _, _, rate, _ in straight.seen}) > 1
+    for path, batches, epochs, rows in saves.saved:
+        if whole.max_steps == batches:
+            continue  # Lightning ends such a run at once
+        module, made, _ = run(tmp_path / path.stem, name, path=path, module=module_of(pl, **asked), **settings)
+        assert module.seen == straight.seen[batches:], path
+        assert fingerprint(module) == fingerprint(straight), path
+        assert module.ends == straight.ends[epochs:], path
+        assert made.logger.rows in (whole.logger.rows[rows:], whole.logger.rows[rows + 1 :]), path
+        assert shown(made) == shown(whole), path
+
+
+@pytest.mark.parametrize("place", range(2 * BATCHES - 2, 2 * BATCHES + 1))
+def test_the_best_score_and_the_end_are_those_of_an_uninterrupted_run(tmp_path, place):
+    """``monitor=`` and EarlyStopping on a training metric, with default arguments, also after the last batch of an epoch."""
+    pl = package(PACKAGES[0])
+
+    def go(folder, *callbacks, **more):
+        stopping = pl.callbacks.EarlyStopping("mean", patience=1, mode="max")
+        saving = {"monitor": "loss", "save_top_k": 1}
+        module, made, best = run(folder, PACKAGES[0], callbacks=[stopping, *callbacks], **saving, **more)
+        return float(best.best_model_score), stopping.state_dict(), made.current_epoch, fingerprint(module)
+
+    saves = saves_at(pl, tmp_path, "on_train_batch_end")
+    expected = go(tmp_path / "straight", saves, seed=1)
+    assert go(tmp_path / "resumed", path=saves.saved[place - 1][0]) == expected
+
+
+@pytest.mark.parametrize("metric", ["loss", "own"])
+def test_a_scheduler_steps_at_the_end_of_an_epoch_at_which_a_run_was_saved(tmp_path, metric):
+    """ReduceLROnPlateau steps after the save at the end of an epoch: a resume from there makes up for it, once."""
+    pl = package(PACKAGES[1])
+
+    def go(folder, **more):
+        module = module_of(pl, interval="epoch", monitor=metric)
+        module, _, best = run(
+            folder, PACKAGES[1], module=module, monitor=metric, save_top_k=-1, filename="{step}", **more
+        )
+        return module.seen, module.ends, fingerprint(module)
+
+    seen, ends, weights = go(tmp_path, seed=1)
+    for epoch in (1, 2):
+        found = go(tmp_path / str(epoch), path=tmp_path / f"step={epoch * BATCHES}.ckpt")
+        assert found == (seen[epoch * BATCHES :], ends[epoch:], weights)
+
+
+def test_an_epoch_that_was_broken_off_goes_on_with_what_it_had_logged(tmp_path):
+    """Saved when the hooks of the broken epoch's end had reset all: the means are those of the whole epoch nonetheless."""
+    straight, _, _ = run(tmp_path / "straight", PACKAGES[0], seed=1)
+    run(
+        tmp_path,
+        PACKAGES[0],
+        seed=1,
+        settings={"max_steps": BATCHES + 2, "max_epochs": -1},
+        save_last=True,
+        save_top_k=1,
+    )
+    module, _, _ = run(tmp_path / "on", PACKAGES[0], path=tmp_path / "last.ckpt")
+    assert module.seen == straight.seen[BATCHES + 2 :]
+    assert module.ends == straight.ends[1:]
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_a_checkpoint_without_them_is_resumed_with_a_warning(tmp_path, caplog, interval):
+    """Stock Lightning's, after the last batch: what asks for the metric passes over it, until the next epoch begins."""
+    pl = package(PACKAGES[0])
+    stock = pl.callbacks.ModelCheckpoint
+    run(tmp_path, PACKAGES[0], stock, every_n_train_steps=BATCHES, save_top_k=-1, filename="{step}", seed=1)
+    stopping = pl.callbacks.EarlyStopping("mean", patience=9)
+    module = module_of(pl, interval=interval)
+    path, callbacks = tmp_path / f"step={BATCHES}.ckpt", [stopping, stock(tmp_path / "theirs", monitor="mean")]
+    with caplog.at_level(logging.WARNING, "safe_ckpt"):
+        again = {"path": path, "callbacks": callbacks, "monitor": "loss", "save_top_k": 1}
+        module, made, best = run(tmp_path / "on", PACKAGES[0], module=module, **again)
+    assert caplog.text.count("does not have what was logged in it") == 1
+    assert len(module.seen) == 2 * BATCHES
+    assert best.best_model_path
+    assert stopping.strict
+    assert all(config.strict for config in made.lr_scheduler_configs)
+
+
+def test_a_metric_that_is_logged_otherwise_after_the_resume_is_no_error(tmp_path):
+    """Another reduction, a torchmetrics object or another bar in the code that resumes: nothing is mixed, nothing raises."""
+    pl = package(PACKAGES[0])
+
+    def first(module, loss):
+        module.log("loss", loss, on_step=True, on_epoch=True)
+        module.log("mean", loss, on_step=False, on_epoch=True)
+        module.score(loss.detach())
+        module.log("score", module.score, on_step=False, on_epoch=True)
+
+    def second(module, loss):
+        module.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        module.log("mean", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        module.log("score", loss, on_step=False, on_epoch=True)
+
+    saves = saves_at(pl, tmp_path, "on_train_batch_end")
+    straight, _, _ = run(tmp_path / "x", PACKAGES[0], callbacks=[saves], seed=1, module=module_of(pl, log=first))
+    again = {"path": saves.saved[BATCHES - 2][0], "module": module_of(pl, log=second)}
+    module, _, _ = run(tmp_path / "y", PACKAGES[0], **again)
+    assert module.ends[0]["loss_epoch"] == straight.ends[0]["loss_epoch"]
+    assert module.ends[0]["mean"] == module.ends[0]["score"]  # of the one batch that was left
+
+
+def test_what_is_too_large_to_go_with_every_save_is_left_out_with_a_warning(tmp_path, caplog):
+    """A metric that collects what it gets: no save fails for it, and the resume names it."""
+    pl = package(PACKAGES[0])
+
+    def collecting():
+        module = module_of(pl)
+        module.all = CatMetric()
+        module.on_train_batch_start = lambda *_: module.all.update(torch.zeros(3 << 18))
+        return module
+
+    saves = saves_at(pl, tmp_path, "on_train_batch_end")
+    run(tmp_path / "x", PACKAGES[0], callbacks=[saves], module=collecting(), settings={"max_epochs": 1})
+    with caplog.at_level(logging.WARNING, "safe_ckpt"):
+        for path, _, _, _ in saves.saved[:2]:
+            run(tmp_path / path.stem, PACKAGES[0], path=path, module=collecting(), settings={"max_epochs": 1})
+    assert caplog.text.count("the states of all are no plain data or too large") == 1
+    assert saves.saved[1][0].stat().st_size < 1 << 20
