@@ -174,6 +174,7 @@ def again_from(batches: Iterator[Any], pending: Position) -> Iterator[Any]:
     if not pending.again:
         return batches
     made = []
+    before: Any
     for before, _ in itertools.zip_longest(pending.before, range(pending.again), fillvalue={}):
         rng.put_snapshot_back(before)
         made.append(next(batches))

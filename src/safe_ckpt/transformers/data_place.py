@@ -62,7 +62,7 @@ class DataPlace:
         if state is not None and not (state["position"].get("begun") and state["position"].get("batches")):
             self._go_to(state)
 
-    def step(self, number: int, batches: int, model: torch.nn.Module) -> None:
+    def step(self, number: int, batches: int, model: Any) -> None:
         """The batches of a step were taken: until it is done, none of them was trained on."""
         self._step = _Step(number, batches, get_rng_state() if self._within else None, _versions(model))
 

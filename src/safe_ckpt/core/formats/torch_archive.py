@@ -192,8 +192,11 @@ class _Pickler(pickle.Pickler):
         if kind is not torch.Tensor or not _is_plain(obj):
             return NotImplemented
         storage = obj.untyped_storage()
-        facts = (obj.storage_offset(), tuple(obj.size()), obj.stride(), obj.requires_grad, OrderedDict())
-        left = (torch._utils.get_tensor_metadata(obj),) if is_unresolved(obj) else ()
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        facts = (obj.storage_offset(), tuple(obj.size()), obj.stride(), obj.requires_grad, hooks)
+        left: tuple[Any, ...] = ()
+        if is_unresolved(obj):
+            left = (torch._utils.get_tensor_metadata(obj),)  # type: ignore[no-untyped-call]
         if self._untyped:
             return torch._utils._rebuild_tensor_v3, (storage, *facts, obj.dtype, *left)
         if obj.dtype not in STORAGES:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from safe_ckpt.core.formats.file_plan import values_of
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dtensor import is_extra_state
 from safe_ckpt.errors import DesyncError
@@ -45,7 +46,7 @@ def on_part(state: Mapping[str, Any], size: int) -> list[Sequence[Any]]:
     found: list[Sequence[Any]] = []
     for name, value in state.items():
         if dtensor.is_dtensor(value) and (mesh := value.device_mesh.mesh).numel() < size:
-            local = dtensor.local_of(value).resolve_conj().resolve_neg().reshape(-1)
+            local = values_of(dtensor.local_of(value)).reshape(-1)
             some = local[:: max(1, local.numel() // _SAMPLE)].contiguous().view(torch.uint8)
             digest = hashlib.blake2b(bytes(some.tolist()), digest_size=8).hexdigest()
             place = [piece.offsets for piece in dtensor.pieces_of(value)]
