@@ -79,7 +79,7 @@ PLANTED: dict[str, dict[str, Patch]] = {
         )
     },
     "one read is believed": {
-        "safe_ckpt.core.resuming.candidate": _swap("    differed = False\n", "    differed = True\n")
+        "safe_ckpt.core.resuming.candidate": _swap("            if differed and (", "            if True or (")
     },
     "a verdict that did not come is a failure": {
         _COMMIT: _swap(
@@ -160,7 +160,7 @@ PLANTED: dict[str, dict[str, Patch]] = {
     },
     "another format is believed at one read": {
         "safe_ckpt.core.home.candidates": _swap(
-            "except (CorruptCheckpointError, UnsupportedFormatError):", "except CorruptCheckpointError:"
+            "except (CorruptCheckpointError, UnsupportedFormatError) as", "except CorruptCheckpointError as"
         ),
         "safe_ckpt.core.resuming.candidate": _swap(
             "except (CorruptCheckpointError, UnsupportedFormatError) as", "except CorruptCheckpointError as"

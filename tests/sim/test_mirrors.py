@@ -12,7 +12,7 @@ SEEDS_OF_PLANTED = {
     "an empty directory is a new run": 61,
     "retention does not wait for the mirror": 97,
     "the end does not wait for uploads": 13,
-    "what was uploaded is not compared": 553,
+    "what was uploaded is not compared": 1597,
     "what was fetched is not compared": 2341,
     "two looks at what was fetched are believed": 74953,
 }

@@ -10,10 +10,15 @@ import torch
 from small_runs import config, steps, trained
 
 from kit import inside
+from kit.limits import QUICK
 from safe_ckpt import (
     Checkpointer,
     PerRank,
 )
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.home import candidates as catalog
+from safe_ckpt.core.home.visibility import Patience
+from safe_ckpt.core.resuming import candidate
 from safe_ckpt.errors import (
     NoValidCheckpointError,
     RestoreError,
@@ -181,3 +186,38 @@ def test_ranks_that_read_two_manifests_of_one_name_pass_it_over():
     assert inside.verdict_on_hosts(answers)["hosts"] == {"a": [0, 1, 2]}
     verdict = inside.verdict_on_hosts({**answers, 2: {"op_id": "other", "host": "a"}})["verdict"]
     assert verdict == {"why": "the ranks read different manifests", "kind": "missing"}
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["while it is listed", "while it is read"])
+@pytest.mark.parametrize("damage", [1, 2])
+def test_that_a_checkpoint_is_of_another_format_two_reads_must_say(tmp_path, monkeypatch, listed, damage):
+    """A read brings bytes that are no manifest, the next one bytes that name another format: it is read once more. Only where
+    that is said again is the checkpoint another tool's.
+    """
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, {"a": 1}).result()
+    path, file = tmp_path / "step-00000001", tmp_path / "step-00000001/manifest.json"
+    whole = file.read_bytes()
+    foreign = whole.replace(b'"safe_ckpt"', b'"safe-ckpt"')
+    assert foreign != whole
+    after = [foreign, foreign if damage == 2 else whole]
+    real, read = read_manifest, []
+
+    def next_bytes(place):
+        read.append(place)
+        try:
+            return real(place)
+        finally:
+            if after:
+                file.write_bytes(after.pop(0))
+
+    file.write_bytes(b"{" + whole)
+    monkeypatch.setattr(catalog if listed else candidate, "read_manifest", next_bytes)
+    if listed:
+        assert catalog.look_at(path).foreign == (damage == 2)
+    elif damage == 2:
+        with pytest.raises(UnsupportedFormatError):
+            candidate._read(path, next_bytes, Patience(QUICK))
+    else:
+        assert candidate._read(path, next_bytes, Patience(QUICK)).step == 1
+    assert len(read) == 3

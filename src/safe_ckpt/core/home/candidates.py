@@ -289,9 +289,12 @@ def _manifest_of(path: Path) -> Manifest:
         return read_manifest(path)
     except IncompleteCheckpointError:
         raise
-    except (CorruptCheckpointError, UnsupportedFormatError):
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
         # If a second read shows no mismatch, the memory or the network was at fault; the bytes may be those of the format.
         drop_cache(path / MANIFEST_NAME if presence.is_directory(path) else path)
+        if isinstance(error, CorruptCheckpointError):
+            with contextlib.suppress(UnsupportedFormatError):  # that it is of another format, two reads must say
+                return read_manifest(path)
         return read_manifest(path)
 
 

@@ -211,9 +211,10 @@ def _op_id(path: Path) -> str:
 def _read(path: Path, load: Callable[[Path], Any], patience: Patience) -> Any:
     """Load, and again when a file was missing and came back, or once when bytes differed.
 
-    If a second read from the disk shows no mismatch, the memory or the network was at fault.
+    If a second read from the disk shows no mismatch, the memory or the network was at fault. That it is of another format, two
+    reads must say: bytes that differ may name one.
     """
-    differed = False
+    differed: SafeCheckpointError | None = None
     while True:
         over = not patience.left_s
         try:
@@ -221,10 +222,10 @@ def _read(path: Path, load: Callable[[Path], Any], patience: Patience) -> Any:
         except IncompleteCheckpointError as error:
             if over or not patience.until_there(path / error.file):
                 raise
-        except (CorruptCheckpointError, UnsupportedFormatError) as error:  # the bytes that differ may name the format
-            if differed:
+        except (CorruptCheckpointError, UnsupportedFormatError) as error:
+            if differed and (isinstance(error, CorruptCheckpointError) or isinstance(differed, UnsupportedFormatError)):
                 raise
-            differed = True
+            differed = error
             logger.warning("%s: reading it once more", error)
             drop_cache(path)
         except ShortReadError as error:
