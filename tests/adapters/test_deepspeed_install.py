@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -160,6 +161,8 @@ def using(rank, folder):
         assert client["epoch"] == 1
         run.save_checkpoint(str(folder / "stock"), tag="theirs", client_state={"epoch": 2})
     assert run.load_checkpoint(str(folder / "stock"))[1]["epoch"] == 2
+    record = [json.loads(line) for line in (folder / "stock/.safe_ckpt/events.jsonl").read_text().splitlines()]
+    assert [row["path"] for row in record if row["event"] == "resumed"] == [str(folder / "stock/theirs")]
     check_destroy(run, folder / "left")
 
 

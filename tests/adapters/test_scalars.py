@@ -60,16 +60,17 @@ def test_lightning_loggers_hear_of_every_save(tmp_path):
     assert {*COMMITTED, "train_loss"} <= set(header)
 
 
-def test_lightning_loggers_that_break_at_a_commit_have_the_numbers(tmp_path):
-    """A logger whose after_save_checkpoint raises has the numbers of that save."""
+def test_lightning_loggers_that_break_at_a_commit_have_the_numbers(tmp_path, caplog):
+    """A logger whose after_save_checkpoint raises, on rank 0 alone, has the numbers of that save; training goes on."""
 
     class Down(Log):
         def after_save_checkpoint(self, checkpoint_callback):
             raise ValueError("the logger is down")
 
     log = Down(tmp_path / "logs")
-    with pytest.raises(ValueError, match="the logger is down"):
-        fit(tmp_path / "ckpt", log)
+    fit(tmp_path / "ckpt", log)
+    assert "after_save_checkpoint of <" in caplog.text
+    assert "the logger is down" in caplog.text
     assert log.heard[0][0] == 3
     assert set(log.heard[0][1]) == COMMITTED
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def load(
     Raises:
         SafeCheckpointError: see ``Handle.load_state``.
     """
-    engine, accelerator = saver.engine, saver.accelerator
+    begun, engine, accelerator = time.monotonic(), saver.engine, saver.accelerator
     if input_dir is None:
         path = _newest(saver)
     else:
@@ -62,6 +63,8 @@ def load(
     with saver.parts.loading(path, arguments):
         resume.apply(engine, apply, path, BY_NAME)
     go_on(engine, lambda: accelerator._models)
+    if input_dir is not None:
+        saver.resumed(path, begun)
     own = accelerator.project_configuration.iteration
     accelerator.project_configuration.iteration = engine.agree(
         "iteration", must_match={"path": path}, decide=lambda _: max(own, _next(saver, path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import time
 import uuid
 import weakref
 import zipfile
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import Self
 
+from safe_ckpt import events
 from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.adapters.tracking import Tracking
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -233,6 +235,18 @@ class Saver:
         resume.check(self.engine, path, self.verify_share)
         if self.engine.rank == 0 and not presence.is_there(path / MANIFEST_NAME):
             logger.warning(_FOREIGN, path)
+
+    def resumed(self, path: Path, begun: float, rejected: int = 0) -> None:
+        """Tell hooks and the record that a checkpoint was restored. ``newest`` does so itself.
+
+        Args:
+            path: of the checkpoint.
+            begun: when, on the monotonic clock.
+            rejected: how many were passed over.
+        """
+        manifest, rank = manifest_of(path), self.engine.rank
+        step, seconds = manifest.step if manifest is not None else -1, time.monotonic() - begun
+        self.engine.tell(events.Resumed(rank=rank, path=str(path), step=step, seconds=seconds, rejected=rejected))
 
     def verify_share(self, path: Path) -> None:
         """Verify this rank's share of one checkpoint, and refuse what would run code when a framework reads it.

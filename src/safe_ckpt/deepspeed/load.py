@@ -13,12 +13,10 @@ from typing import Any
 import deepspeed.runtime.engine as upstream
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from safe_ckpt import events
 from safe_ckpt.adapters import Engine, Patch
 from safe_ckpt.adapters.extras import HIDDEN, not_found, presence, resume
 from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.adapters.planning import go_on
-from safe_ckpt.adapters.saver import manifest_of
 from safe_ckpt.deepspeed import arguments, directories, nvme, universal
 from safe_ckpt.deepspeed.data_place import DataPlace
 from safe_ckpt.deepspeed.directories import TagSaver
@@ -80,9 +78,7 @@ def load(
         elif place is None and optimizer_states and engine.global_rank == 0:
             DataPlace.warn_if_left(path)
         go_on(core, lambda: [engine.module])
-        manifest = manifest_of(path)
-        step, seconds = manifest.step if manifest is not None else -1, time.monotonic() - begun
-        core.emit(events.Resumed(rank=core.rank, path=str(path), step=step, seconds=seconds, rejected=rejected))
+        saver.resumed(path, begun, rejected)
     return result
 
 

@@ -139,11 +139,14 @@ def known_paths(callback: Any) -> list[str]:
 
 def report_commit(callback: Any, trainer: Any, info: CheckpointInfo) -> None:
     """Report what is committed to the Trainer's loggers, and to callbacks with an ``on_checkpoint_committed``."""
-    for log in trainer.loggers if trainer.is_global_zero else ():
-        log.after_save_checkpoint(proxy(callback))
-    for other in trainer.callbacks:
-        if (hook := getattr(other, COMMITTED_HOOK, None)) is not None:
+    loggers = trainer.loggers if trainer.is_global_zero else ()
+    told: list[tuple[Any, str, tuple[Any, ...]]] = [
+        (log, "after_save_checkpoint", (proxy(callback),)) for log in loggers
+    ]
+    told += [(other, COMMITTED_HOOK, (trainer, trainer.lightning_module, info)) for other in trainer.callbacks]
+    for owner, name, given in told:
+        if (hook := getattr(owner, name, None)) is not None:
             try:
-                hook(trainer, trainer.lightning_module, info)
+                hook(*given)
             except Exception:  # on this rank alone: the other ranks do not wait for this one here
-                logger.warning("%s of %r failed", COMMITTED_HOOK, other, exc_info=True)
+                logger.warning("%s of %r failed", name, owner, exc_info=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,7 +119,9 @@ class SafeCheckpointMixin(_Base):
                     path = str(saver.resume_from(Path(os.path.abspath(self.args.output_dir or "."))))
                 elif resume_from_checkpoint:
                     path = os.path.abspath(resume_from_checkpoint)
-                    saver.verify_if_there(Path(path))
+                    begun = time.monotonic()
+                    if saver.verify_if_there(Path(path)):
+                        saver.resumed(Path(path), begun)
                 if path is not None:
                     saver.warn_if_weights_only(Path(path))
                     go_on(saver.engine, lambda: [self.model])

@@ -57,14 +57,16 @@ class TrainerSaver(Saver):
             raise NoValidCheckpointError(path=str(folder), message="there is no checkpoint to resume from")
         return info.file_path
 
-    def verify_if_there(self, path: Path) -> None:
-        """Verify the checkpoint at ``path``; one that a stock Trainer wrote is taken as it is.
+    def verify_if_there(self, path: Path) -> bool:
+        """Verify the checkpoint at ``path``; one that a stock Trainer wrote is taken as it is. Returns whether there is one.
 
         Raises:
             CorruptCheckpointError: it is damaged.
         """
-        if self.is_directory(path, "checkpoint"):  # else the Trainer reports what is missing
+        there = self.is_directory(path, "checkpoint")  # else the Trainer reports what is missing
+        if there:
             self.verify(path)
+        return there
 
     def warn_if_weights_only(self, path: Path) -> None:
         """Log, once, that a checkpoint that training goes on from has no state of the optimizer."""

@@ -104,7 +104,7 @@ class Engine:
         self._inline = saves_inline()
         self._workspaces = Workspaces(self.coordinator, config, self.emit, owner)
         self.hold, self.let_go = self._workspaces.hold, self._workspaces.let_go
-        self.take_stock = self._workspaces.take_stock
+        self.take_stock, self.tell = self._workspaces.take_stock, self._workspaces.tell
         self.extensions = Extensions(extensions)
         self._stager = Stager(config, self.rank, self.extensions)
         self._save_queue = SaveQueue(self.coordinator, config, self.emit, self._stager.give_back, self.extensions)

@@ -58,6 +58,7 @@ class Workspaces:
         self._owner = owner
         self._held: list[Home] = []
         self._recorders: dict[Home, events.Hook] = {}
+        self._unrecorded: list[events.Event] = []
         self._records: Recent[Path, events.Hook] = Recent(lambda hook: hook in self._recorders.values())
 
     @overload
@@ -112,6 +113,12 @@ class Workspaces:
             self._record(home, in_files(seen_from) if recorded is True else recorded)
         return home
 
+    def tell(self, event: events.Event) -> None:
+        """Tell hooks, and the record of a directory that is held now, or else of the one that is held next."""
+        if not self._recorders:
+            self._unrecorded.append(event)
+        self._emit(event)
+
     def _record(self, workspace: Home, folder: Path) -> None:
         def record() -> events.Hook:
             return JsonlHook(
@@ -122,6 +129,8 @@ class Workspaces:
             )
 
         hook = self._records.use(folder, record)
+        while self._unrecorded:
+            hook(self._unrecorded.pop(0))
         if hook not in self._recorders.values():
             self._emit.add(hook)
         self._recorders[workspace] = hook
