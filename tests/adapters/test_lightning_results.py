@@ -267,5 +267,5 @@ def test_what_is_too_large_to_go_with_every_save_is_left_out_with_a_warning(tmp_
     with caplog.at_level(logging.WARNING, "safe_ckpt"):
         for path, _, _, _ in saves.saved[:2]:
             run(tmp_path / path.stem, PACKAGES[0], path=path, module=collecting(), settings={"max_epochs": 1})
-    assert caplog.text.count("the states of all are no plain data or too large") == 1
+    assert caplog.text.count("all, no plain data or too large, was not saved") == 1
     assert saves.saved[1][0].stat().st_size < 1 << 20

@@ -7,6 +7,7 @@ the batch at which a checkpoint was saved. Each rank keeps its own, as it was be
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -31,13 +32,13 @@ def gather(trainer: Any) -> dict[str, Any]:
     over = [one.value for one in loop.val_loop._results.values() if not one.is_tensor]
     states, left_out, room = {}, [], _MOST_BYTES
     for name, metric in _metrics(trainer):
-        state = _state(metric) if metric._update_count and not any(metric is one for one in over) else {}
-        size = _bytes(list(state.values()))
-        if size is None or size > room:
+        if not metric._update_count or any(metric is one for one in over):
+            continue
+        size = _bytes([getattr(metric, one) for one in metric._defaults])
+        if size > room:
             left_out.append(name)
-        elif state:
-            states[name] = {"state": _copied(state), "updates": metric._update_count}
-            room -= size
+        else:
+            states[name], room = _state(metric), room - int(size)
     return {"shown": shown, "logged": logged, "metrics": states, "left_out": left_out}
 
 
@@ -46,20 +47,15 @@ def _metrics(trainer: Any) -> list[tuple[str, Metric]]:
 
 
 def _logged(result: Any) -> dict[str, Any]:
-    fields = {field.name: getattr(result.meta, field.name) for field in dataclasses.fields(result.meta)}
-    sync = fields.pop("_sync")
-    meta = {**fields, "reduce_fx": result.meta.reduce_fx.__name__}
-    found = {"meta": meta, "sync": {"_should": sync.should, "rank_zero_only": sync.rank_zero_only}}
-    return {
-        **found,
-        "state": _copied(_state(result)),
-        "updates": result._update_count,
-        "step": _copied(result._forward_cache),
-    }
+    meta = {field.name: getattr(result.meta, field.name) for field in dataclasses.fields(result.meta)}
+    sync = meta.pop("_sync")
+    meta["reduce_fx"] = result.meta.reduce_fx.__name__
+    how = {"meta": meta, "sync": {"_should": sync.should, "rank_zero_only": sync.rank_zero_only}}
+    return {**how, **_state(result), "step": _copied(result._forward_cache)}
 
 
 def _state(metric: Metric) -> dict[str, Any]:
-    return {name: getattr(metric, name) for name in metric._defaults}
+    return {"state": {one: _copied(getattr(metric, one)) for one in metric._defaults}, "updates": metric._update_count}
 
 
 def _copied(value: Any, device: Any = "cpu") -> Any:
@@ -70,14 +66,13 @@ def _copied(value: Any, device: Any = "cpu") -> Any:
     return [_copied(one, device) for one in value] if isinstance(value, list) else value
 
 
-def _bytes(value: Any) -> int | None:
-    """How large it is; None if it is anything but tensors, numbers, and lists of them."""
+def _bytes(value: Any) -> float:
+    """How large it is; without end if it is anything but tensors, numbers, and lists of them."""
     if isinstance(value, list):
-        sizes = [_bytes(one) for one in value]
-        return None if None in sizes else sum(one for one in sizes if one is not None)
+        return sum(map(_bytes, value))
     if isinstance(value, torch.Tensor):
         return value.nbytes
-    return 8 if isinstance(value, int | float) else None
+    return 8 if isinstance(value, int | float) else float("inf")
 
 
 def put_back(trainer: Any, saved: Mapping[str, Any], undo: Patch, *, over: bool) -> None:
@@ -98,19 +93,16 @@ def put_back(trainer: Any, saved: Mapping[str, Any], undo: Patch, *, over: bool)
             _fill(metric, saved["metrics"][name])
     if over:
         return
-    connector._first_loop_iter = (
-        False  # else the first value that is logged would reset what its hook has logged before
-    )
+    # Else the first value that is logged would reset what its hook has logged before.
+    connector._first_loop_iter = False
     if saved["left_out"] and trainer.is_global_zero:
-        names = ", ".join(saved["left_out"])
-        message = (
-            "resuming within an epoch: the states of %s are no plain data or too large, were not saved and begin anew"
-        )
-        logger.warning(message, names)
+        message = "resuming within an epoch: %s, no plain data or too large, was not saved and begins anew"
+        logger.warning(message, ", ".join(saved["left_out"]))
     results = trainer.fit_loop.epoch_loop._results
     for key, one in saved["logged"].items():
-        if (made := _made(trainer, one, type(results))) is not None:
-            results[key] = made.to(device)
+        made = _made(trainer, one, type(results)).to(device)
+        if made.value is not None:
+            results[key] = made
     _go_on_with(results, dict(saved["logged"]), undo)
 
 
@@ -121,7 +113,7 @@ def do_without(trainer: Any, undo: Patch) -> None:
         lenient.put(one, {"strict": False})
     for saving in trainer.checkpoint_callbacks:
         if getattr(saving, "monitor", None) is not None:
-            lenient.put_methods(saving, {"_save_topk_checkpoint": _if_known(saving)})
+            lenient.put_methods(saving, {"_save_topk_checkpoint": functools.partial(_save_if_known, saving)})
 
     def end(on_advance_end: Callable[[], None]) -> None:
         on_advance_end()
@@ -137,18 +129,13 @@ def do_without(trainer: Any, undo: Patch) -> None:
         )
 
 
-def _if_known(saving: Any) -> Callable[[Any, Mapping[str, Any]], None]:
-    save = saving._save_topk_checkpoint
-
-    def save_if_known(trainer: Any, monitor_candidates: Mapping[str, Any]) -> None:
-        if saving.monitor in monitor_candidates:
-            save(trainer, monitor_candidates)
-
-    return save_if_known
+def _save_if_known(saving: Any, trainer: Any, monitor_candidates: Mapping[str, Any]) -> None:
+    if saving.monitor in monitor_candidates:
+        type(saving)._save_topk_checkpoint(saving, trainer, monitor_candidates)
 
 
 def _made(trainer: Any, saved: Mapping[str, Any], kind: type[Any]) -> Any:
-    """As if it had been logged. None where the metric that was logged is not there any more."""
+    """As if it had been logged. Its value is None where the metric that was logged is not there any more."""
     module = sys.modules[kind.__module__]
     known = {field.name for field in dataclasses.fields(module._Metadata)}
     meta = module._Metadata(**{name: value for name, value in saved["meta"].items() if name in known})
@@ -156,8 +143,6 @@ def _made(trainer: Any, saved: Mapping[str, Any], kind: type[Any]) -> Any:
     result = module._ResultMetric(meta, is_tensor=bool(saved["state"]))
     if not result.is_tensor:
         result.value = dict(_metrics(trainer)).get(meta.metric_attribute)
-        if result.value is None:
-            return None
     _fill(result, saved)
     result._forward_cache = saved["step"]
     return result
