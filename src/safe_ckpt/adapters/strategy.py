@@ -95,9 +95,11 @@ class Sharded(Strategy):
             HostileCheckpointError: what is asked for cannot be read without running code.
             OSError: a file could not be read.
         """
-        from safe_ckpt.core.sharding.dcp_load import Loading
+        from safe_ckpt.core.sharding.dcp_load import ANEW, Loading, warn_of
 
-        return Loading(path, state, is_coordinator=self._engine.rank == 0).read
+        loading = Loading(path, state, is_coordinator=self._engine.rank == 0)
+        warn_of(path, ANEW, [*loading.anew])
+        return loading.read
 
 
 class Whole(Strategy):

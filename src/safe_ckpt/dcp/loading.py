@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from safe_ckpt.adapters.stateful import give_back, states_of
 from safe_ckpt.core.coordination.agreed_config import config_and_more
@@ -19,7 +21,8 @@ from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.resuming.named import refuse_missing
 from safe_ckpt.core.resuming.visit import Visit, visiting
-from safe_ckpt.core.sharding.dcp_load import Loading
+from safe_ckpt.core.sharding.dcp_load import ANEW, NOWHERE, Loading, warn_of
+from safe_ckpt.core.sharding.dtensor import without_place
 from safe_ckpt.core.storage import presence
 from safe_ckpt.dcp.arguments import LATEST, check_loading, check_state, named_rank, path_of
 from safe_ckpt.dcp.saver import candidates, given_config, is_stock, ranks_of, settle, step_of
@@ -47,6 +50,10 @@ def load(
     Tensors are read into, Statefuls get their state, and other values are replaced in ``state_dict``. Before anything of that
     is done, the ranks together compare the checkpoint with what was written, and each compares it with its state dict. A
     checkpoint of stock DCP, which has no checksums, is loaded as it is. What is in flight of this process is waited for.
+    Where there is no checkpoint, no ``state_dict()`` is called.
+
+    Of a ``torch.optim.Optimizer`` all is restored, also before its first step. What the checkpoint has below another name in
+    ``state_dict``, and no rank has a place for, is one warning on rank 0.
 
     Args:
         state_dict: what to load, with tensors where they are to go. What the checkpoint has besides is left alone.
@@ -97,9 +104,7 @@ def load(
     with visiting(config, group) as ranks, ranks.coordinator.together("load"):
         visit = Visit(ranks=ranks, place=path, look=lambda: _look(path, config))
         state: dict[str, Any] = {}
-        in_order = dict(sorted(state_dict.items()))  # on every rank alike: a state_dict() may be a collective
-        ranks.agree("state", local=lambda: state.update(states_of(in_order)), phase="asking for the state")
-        visit.first(lambda info: _load(visit, info, state, planner))
+        visit.first(lambda info: _load(visit, info, state_dict, state, planner))
         ranks.agree("taken", local=lambda: give_back(state, state_dict), phase="restore")
 
 
@@ -119,10 +124,15 @@ def _look(path: Path, config: CheckpointConfig) -> tuple[Sequence[Candidate], bo
 
 
 def _load(
-    visit: Visit, info: CheckpointInfo, state: dict[str, Any], planner: LoadPlanner | None
+    visit: Visit,
+    info: CheckpointInfo,
+    state_dict: Mapping[str, Any],
+    state: dict[str, Any],
+    planner: LoadPlanner | None,
 ) -> dict[str, Any] | None:
-    """Load one checkpoint on all ranks. Returns why all pass it over; None when they do not."""
+    """Load one checkpoint on all ranks into ``state``. Returns why all pass it over; None when they do not."""
     ranks, folder = visit.ranks, info.file_path
+    optimizers = {name: one for name, one in state_dict.items() if isinstance(one, torch.optim.Optimizer)}
     loading: list[Loading] = []
 
     def share(path: Path) -> None:
@@ -130,15 +140,29 @@ def _load(
 
     def compare() -> None:
         with named_rank(ranks.rank, ranks.coordinator.size):
-            loading.append(Loading(folder, state, planner, is_coordinator=ranks.rank == 0))
+            first = ranks.rank == 0
+            loading.append(Loading(folder, state, planner, is_coordinator=first, optimizers=optimizers))
 
     reader = FileReader(ranks, share, held=False)
     try:
         verdict = reader.try_one(folder, ours=info.verified)[1]
     finally:
         reader.close()
+    if (
+        verdict is None and not state
+    ):  # only now: get_optimizer_state_dict takes a step, which no fresh run must begin with
+        in_order = dict(sorted(state_dict.items()))  # on every rank alike: a state_dict() may be a collective
+        ranks.agree("state", local=lambda: state.update(states_of(in_order)), phase="asking for the state")
     if verdict is None:
         verdict = visit.reading(info, compare, "fits")
     if verdict is None:
+        said = {"besides": loading[0].besides, "refusal": "", "anew": list(loading[0].anew)}
+        ranks.agree("besides", local=lambda: said, decide=lambda said: _tell(folder, said), phase="comparing the names")
         verdict = visit.reading(info, loading[0].read)
     return verdict
+
+
+def _tell(folder: Path, said: Mapping[int, Mapping[str, Any]]) -> None:
+    """On rank 0: warn of what is not restored."""
+    warn_of(folder, NOWHERE, without_place([said[rank] for rank in sorted(said)], path=str(folder), key=""))
+    warn_of(folder, ANEW, sorted({name for one in said.values() for name in one["anew"]}))

@@ -1,7 +1,9 @@
 """Loading into a state dict as ``torch.distributed.checkpoint.load`` does it: in place, planned by its planners, by any ranks.
 
-``dcp_read`` restores objects, and compares more. Here the checkpoint's own names count, and nothing else: what the state dict
-has must be there, what the checkpoint has besides is left alone. Nothing here is a collective.
+``dcp_read`` restores objects, and compares more. Here the checkpoint's own names count: what the state dict has must be there,
+what the checkpoint has besides is left alone, and told. Optimizers are the exception. Before its first step one has no place
+for its state: of an optimizer itself, all that the checkpoint has is asked for. And a parameter may have had no state. Nothing
+here is a collective.
 """
 
 from __future__ import annotations
@@ -10,17 +12,22 @@ import dataclasses
 import io
 import logging
 import pickle
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.formats.torch_reading import load_data
 from safe_ckpt.core.sharding import dtensor
-from safe_ckpt.core.sharding.dcp_read import StraightReader, read_metadata
+from safe_ckpt.core.sharding.dcp_ranks import name_of_empty
+from safe_ckpt.core.sharding.dcp_read import StraightReader, new_room, read_metadata
 from safe_ckpt.errors import HostileCheckpointError, RestoreError
 
 if TYPE_CHECKING:
@@ -30,7 +37,14 @@ logger = logging.getLogger(__name__)
 ADMITTED: tuple[type, ...] = (io.BytesIO,)
 """Besides what ``torch.load(weights_only=True)`` admits and arrays: classes of which making one runs their own code alone."""
 _PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None), torch.Tensor, torch.nn.Parameter})
+NOWHERE = (
+    "entries are not loaded, as the state dict has no place for them: %s. If they are an optimizer's: it has places from its "
+    "first step on. Hand over the optimizer itself, which is restored whole, or call get_optimizer_state_dict while no "
+    "gradient is there: optimizer.zero_grad()"
+)
+ANEW = "entries are not in it, as the optimizer had no state of these parameters: %s. It begins anew with them"
 _judged: set[type] = set()
+_told: set[tuple[str, ...]] = set()
 _MISFITS = (RuntimeError, ValueError, KeyError, AssertionError)
 
 
@@ -42,6 +56,12 @@ class Loading:
         state: names to tensors, nested state dicts and other values. Its meta tensors get memory here.
         planner: says what goes where; None for torch's own.
         is_coordinator: whether this rank is the first one.
+        optimizers: those whose state dicts are in ``state``, by name: these are replaced by what the checkpoint has of them.
+
+    Attributes:
+        besides: names in the checkpoint, below those of ``state``, for which ``state`` has no place.
+        anew: names in ``state`` of parameters that an optimizer stepped, and of which it had no state at the save; and where
+            that lies which they have now.
 
     Raises:
         RestoreError: the checkpoint has nothing for a name, or a tensor of another shape.
@@ -51,23 +71,38 @@ class Loading:
     """
 
     def __init__(
-        self, folder: Path, state: dict[str, Any], planner: LoadPlanner | None = None, *, is_coordinator: bool = False
+        self,
+        folder: Path,
+        state: dict[str, Any],
+        planner: LoadPlanner | None = None,
+        *,
+        is_coordinator: bool = False,
+        optimizers: Mapping[str, torch.optim.Optimizer] = MappingProxyType({}),
     ) -> None:
         metadata = read_metadata(folder)
+        paths = {name: tuple((metadata.planner_data or {}).get(name, (name,))) for name in metadata.state_dict_metadata}
+        state.update({name: _all_of(one, name, metadata, paths) for name, one in optimizers.items()})
         self._folder = folder
-        self._planner = planner if planner is not None else DefaultLoadPlanner()
+        self._state = state
+        self._planner = cast("Any", planner if planner is not None else DefaultLoadPlanner())
         self._reader = StraightReader(folder)
         try:
             self._planner.set_up_planner(state, metadata, is_coordinator)
+            self.anew = {} if self._planner.allow_partial_load else self._leave_out(paths)
             self._reader.set_up_storage_reader(metadata, is_coordinator)
             self._plan: LoadPlan = self._planner.finish_plan(
                 self._reader.prepare_local_plan(self._planner.create_local_plan())
             )
         except _MISFITS as error:
             raise RestoreError(path=str(folder), message=str(error)) from error
-        objects = [item for item in self._plan.items if item.type == LoadItemType.BYTE_IO]
-        if objects:
-            self._read(dataclasses.replace(self._plan, items=objects), _Checks(folder))
+        self.besides = [
+            name
+            for name, path in paths.items()
+            if path[0] in state and name not in self._planner.state_dict and name != name_of_empty(path)
+        ]
+        self._objects = [item for item in self._plan.items if item.type == LoadItemType.BYTE_IO]
+        if self._objects:
+            self._read(dataclasses.replace(self._plan, items=self._objects), _Checks(folder))
 
     def read(self) -> None:
         """Read what belongs to this rank, into place.
@@ -76,13 +111,119 @@ class Loading:
             OSError: a file could not be read.
             RestoreError: the planner refuses what was read.
         """
+        texts = [self._planner.mappings.get(item.dest_index.fqn, ()) for item in self._objects]
+        moved = [(path, keys) for path in texts if (keys := _keys(self._state, path)) != path]
         try:
             self._read(self._plan, _Checks(self._folder, self._planner))
         except _MISFITS as error:
             raise RestoreError(path=str(self._folder), message=str(error)) from error
+        _move(self._state, moved)
+        for place in self.anew.values():
+            _begin_anew(_at(self._state, place[:-1]), place[-1])
+
+    def _leave_out(self, saved: Collection[str]) -> dict[str, Sequence[Any]]:
+        """Ask for no state of parameters that were stepped and had none; see ``anew``."""
+        asked, paths = self._planner.state_dict, self._planner.mappings
+        missing = [name for name in paths if name not in saved]
+        above = {part for name in saved for part in (name, *_above(name))} if missing else ()
+        anew: dict[str, Sequence[Any]] = {}
+        for name in missing:
+            path = _keys(self._state, paths[name])
+            for end, group, parameter in _owners(path):
+                if group in above and parameter not in above:
+                    anew[name] = path[:end]
+                    asked.pop(name, None)
+        return anew
 
     def _read(self, plan: LoadPlan, checks: _Checks) -> None:
         self._reader.read_data(plan, cast("LoadPlanner", checks)).wait()
+
+
+def _all_of(
+    optimizer: torch.optim.Optimizer, name: str, metadata: Metadata, paths: Mapping[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    """An optimizer's state dict with places for the state that the checkpoint has of its parameters, and no others."""
+    own = optimizer.state_dict()
+    kept = own.get("state")
+    if not isinstance(kept, Mapping) or not all(isinstance(number, int) for number in kept):
+        return own  # its class has another kind of state dict
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, Any] = {}
+    for fqn, path in paths.items():
+        number = int(path[2]) if path[:2] == (name, "state") and str(path[2]).isdecimal() else len(parameters)
+        if number >= len(parameters) or len(path) < 4:
+            continue
+        known, room = metadata.state_dict_metadata[fqn], kept.get(number, {}).get(path[3])
+        if isinstance(known, TensorStorageMetadata):
+            kind = tuple(known.size), known.properties.dtype
+            same = isinstance(room, torch.Tensor) and (tuple(room.shape), room.dtype) == kind
+            room = room if same else new_room(*kind, like=parameters[number])
+        set_element(state.setdefault(number, {}), path[3:], room)
+    return {**own, "state": state}
+
+
+def _above(name: str) -> Iterator[str]:
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _owners(path: Sequence[Any]) -> Iterator[tuple[int, str, str]]:
+    """The parameters of which a path may lead to the state, as ``get_optimizer_state_dict`` returns it, flattened or not.
+
+    Returns:
+        The length of the path to all of the parameter's state, or of a flattened one to this value; where names of its
+        settings begin; where names of its state do.
+    """
+    for at, part in enumerate(map(str, path)):
+        where = "".join(f"{above}." for above in path[:at])
+        if part == "state" and len(path) > at + 2:
+            yield at + 2, f"{where}param_groups", f"{where}state.{path[at + 1]}"
+        elif part.startswith("state."):
+            for name in _above(part.removeprefix("state.")):
+                yield at + 1, f"{where}param_groups.{name}", f"{where}state.{name}"
+
+
+def _begin_anew(holder: Any, key: Any) -> None:
+    if isinstance(holder[key], MutableMapping):
+        holder[key].clear()
+    else:  # a flattened one must have something there: torch has taken a step to make it
+        holder[key] = torch.zeros_like(holder[key]) if isinstance(holder[key], torch.Tensor) else 0
+
+
+def _at(state: Any, path: Sequence[Any]) -> Any:
+    for key in path:
+        state = state[key]
+    return state
+
+
+def _keys(state: Any, path: Sequence[Any]) -> tuple[Any, ...]:
+    """A path with the keys that mappings have: DCP makes text of them."""
+    found: list[Any] = []
+    for text in path:
+        key = text
+        if isinstance(state, Mapping) and key not in state:
+            number = int(text) if text.isdecimal() else text
+            key = number if number in state else next(own for own in state if str(own) == text)
+        found.append(key)
+        state = state[key]
+    return tuple(found)
+
+
+def _move(state: Any, moved: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> None:
+    """Move what was read from the paths of texts, where DCP puts it, to the keys that were meant."""
+    values = [_at(state, path) for path, _ in moved]
+    for (_, keys), value in zip(moved, values, strict=True):
+        _at(state, keys[:-1])[keys[-1]] = value
+    for path, keys in moved:
+        at = next(at for at, key in enumerate(keys) if path[at] != key)
+        _at(state, path[:at]).pop(path[at], None)
+
+
+def warn_of(folder: Path, text: str, names: Sequence[str]) -> None:
+    """Log ``NOWHERE`` or ``ANEW``, once for the same names."""
+    if names and (text, *names) not in _told:
+        _told.add((text, *names))
+        logger.warning("%s: %d %s", folder, len(names), text % ", ".join([*names[:5], *(["..."] if names[5:] else [])]))
 
 
 def warn_of_refused(state: object) -> None:

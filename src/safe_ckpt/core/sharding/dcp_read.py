@@ -220,10 +220,7 @@ class _Stored:
     def room(self, name: str, like: object = None) -> torch.Tensor:
         """A new tensor to read into: spread as ``like`` where that is a tensor of this shape."""
         known = self.tensors[name]
-        shape, dtype = tuple(known.size), known.properties.dtype
-        if isinstance(like, torch.Tensor) and tuple(like.shape) == shape:
-            return torch.zeros_like(like, dtype=dtype, requires_grad=False)
-        return torch.zeros(shape, dtype=dtype)
+        return new_room(tuple(known.size), known.properties.dtype, like)
 
     def refuse(self, message: str) -> NoReturn:
         """Raise ``RestoreError``."""
@@ -258,6 +255,13 @@ class _Stored:
             raise RestoreError(path=str(self._folder), message=str(error)) from error
         reader.read_data(plan, planner).wait()
         return state
+
+
+def new_room(shape: tuple[int, ...], dtype: torch.dtype, like: object = None) -> torch.Tensor:
+    """A new tensor to read into: spread as ``like`` where that is a tensor of this shape."""
+    if isinstance(like, torch.Tensor) and tuple(like.shape) == shape:
+        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+    return torch.zeros(shape, dtype=dtype)
 
 
 _NOTHING = object()
