@@ -32,18 +32,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_INT_BITS = 255 * 8 - 1  # the weights_only unpickler knows integers of up to 255 bytes
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
-_ALLOWED = {
-    OrderedDict,
-    Counter,
-    torch.Size,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.qscheme,
-    complex,
-    bytearray,
-    set,
-}
+_KINDS = {torch.dtype, torch.device, torch.layout, torch.qscheme}
+_ALLOWED = {*_KINDS, OrderedDict, Counter, torch.Size, complex, bytearray, set}
 _CLASSES = {*_ALLOWED, *_TENSOR_TYPES, *torch._storage_classes}
 _SHARE_BYTES = (torch.quint4x2, torch.quint2x4)
 _FUNCTION_HOMES = ("torch._utils", "torch._tensor", "torch.serialization", "_codecs")
@@ -192,8 +182,8 @@ class _Pickler(pickle.Pickler):
         if kind is not torch.Tensor or not _is_plain(obj):
             return NotImplemented
         storage = obj.untyped_storage()
-        facts = (obj.storage_offset(), tuple(obj.size()), obj.stride(), obj.requires_grad, OrderedDict())
-        left = (torch._utils.get_tensor_metadata(obj),) if is_unresolved(obj) else ()
+        facts: Any = (obj.storage_offset(), tuple(obj.size()), obj.stride(), obj.requires_grad, OrderedDict())
+        left = (torch._utils.get_tensor_metadata(obj),) if is_unresolved(obj) else ()  # type: ignore[no-untyped-call]
         if self._untyped:
             return torch._utils._rebuild_tensor_v3, (storage, *facts, obj.dtype, *left)
         if obj.dtype not in STORAGES:
@@ -255,17 +245,12 @@ def _without_empty_bytes(obj: Any, done: dict[int, Any] | None = None) -> Any:
     if kind not in (dict, OrderedDict, list, tuple):
         return obj
     done = {} if done is None else done  # what lies in several places does so in the copy
-    if id(obj) not in done:
-        done[id(obj)] = _copied_without(obj, kind, done)
-    return done[id(obj)]
-
-
-def _copied_without(obj: Any, kind: Any, done: dict[int, Any]) -> Any:
-    if kind in (list, tuple):
-        return kind(_without_empty_bytes(value, done) for value in obj)
-    copied = kind((key, _without_empty_bytes(value, done)) for key, value in obj.items())
-    if kind is OrderedDict:
-        vars(copied).update(vars(obj))
+    if (copied := done.get(id(obj))) is None:
+        pairs = obj.items() if kind in (dict, OrderedDict) else enumerate(obj)
+        inner = [(key, _without_empty_bytes(value, done)) for key, value in pairs]
+        copied = done[id(obj)] = kind(inner if kind in (dict, OrderedDict) else (value for _, value in inner))
+        if kind is OrderedDict:
+            vars(copied).update(vars(obj))
     return copied
 
 
