@@ -27,3 +27,5 @@ STRIDES_KEY = "safe_ckpt.strides"  # of the tensor in memory: in the file its el
 VERSIONS_KEY = "safe_ckpt.versions"  # of an OrderedDict
 ORDER_KEY = "safe_ckpt.order"  # the place in the mapping of each name in the file's order, behind which are the aliases
 GRADIENTS_KEY = "safe_ckpt.gradients"  # of tensors that are no plain ones: [is a Parameter, requires a gradient]
+KEYS = (ALIASES_KEY, STRIDES_KEY, VERSIONS_KEY, ORDER_KEY, GRADIENTS_KEY)
+"""What we add to the metadata of a safetensors file."""

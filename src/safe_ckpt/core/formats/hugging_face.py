@@ -32,6 +32,7 @@ from safe_ckpt.text import bytes_from
 
 STEM = "model"
 _INDEX = ".safetensors.index.json"
+_Shards = Sequence[Mapping[str, "LazyTensor | torch.Tensor"]]
 _Tensor = TypeVar("_Tensor", bound="LazyTensor | torch.Tensor")
 _WEIGHTS = re.compile(r"^(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?\Z")
 
@@ -158,12 +159,7 @@ def _names(stem: str, count: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _index_of(
-    stem: str,
-    names: Sequence[str],
-    shards: Sequence[Mapping[str, LazyTensor | torch.Tensor]],
-    order: Sequence[int] = (),
-) -> FilePlan:
+def _index_of(stem: str, names: Sequence[str], shards: _Shards, order: Sequence[int] = ()) -> FilePlan:
     where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
     total = sum(_size_of(tensor) for shard in shards for tensor in shard.values())
     said = {"total_size": total, **({ORDER_KEY: json.dumps(order)} if order else {})}

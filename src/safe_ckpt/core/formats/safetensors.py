@@ -70,10 +70,6 @@ def _is_readable(name: object) -> bool:
     return name.isascii() or name.encode(errors="replace").decode() == name
 
 
-def _gradient(tensor: torch.Tensor) -> tuple[bool, bool]:
-    return isinstance(tensor, torch.nn.Parameter), tensor.requires_grad
-
-
 def _is_dense(tensor: object) -> bool:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not isinstance(tensor, torch.Tensor):
         return False
@@ -149,7 +145,8 @@ def safetensors_image(
         metadata[VERSIONS_KEY] = json.dumps(_module_versions(tensors))
     if order := order_of([*kept, *aliases], tensors):
         metadata[ORDER_KEY] = json.dumps(order)
-    if gradients := {name: kind for name, tensor in tensors.items() if any(kind := _gradient(tensor))}:
+    kinds = {name: (isinstance(one, torch.nn.Parameter), one.requires_grad) for name, one in tensors.items()}
+    if gradients := {name: kind for name, kind in kinds.items() if any(kind)}:
         metadata[GRADIENTS_KEY] = json.dumps(gradients)
     described = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in kept}
     head, places, length = _safetensors_head(described, metadata)

@@ -8,15 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.formats.dtypes import (
-    ALIASES_KEY,
-    DTYPES,
-    GRADIENTS_KEY,
-    ITEM_BYTES,
-    ORDER_KEY,
-    STRIDES_KEY,
-    VERSIONS_KEY,
-)
+from safe_ckpt.core.formats.dtypes import ALIASES_KEY, DTYPES, ITEM_BYTES, KEYS
 from safe_ckpt.core.formats.manifest import parse_json
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import files_in
@@ -65,8 +57,7 @@ def content_of_header(path: Place, size: int, read: Callable[[int, int], bytes])
         for alias, name in _parsed(metadata.get(ALIASES_KEY, "{}").encode(), f"its entry {ALIASES_KEY}", path).items()
         if isinstance(name, str) and name in named and alias not in named
     ]
-    ours = (ALIASES_KEY, STRIDES_KEY, VERSIONS_KEY, ORDER_KEY, GRADIENTS_KEY)
-    values = [Value(name=key, text=text[:80], value=text) for key, text in metadata.items() if key not in ours]
+    values = [Value(name=key, text=text[:80], value=text) for key, text in metadata.items() if key not in KEYS]
     return Content(tensors=(*entries, *aliases), values=tuple(values))
 
 
