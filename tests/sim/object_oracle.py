@@ -130,8 +130,10 @@ class StoreOracle(Oracle):
     def left_behind(self) -> list[str]:
         """After a clean end: what belongs to no checkpoint.
 
-        Beside a tombstone only a late request may have left it, or who stood still, went on and was killed before it knew.
+        Beside a tombstone only a late request may have left it, or who stood still, went on and was killed before it knew, or
+        ended without waiting for its disk and said that it did not know.
         """
+        unsure = {save.op_id[:12] for save in self.saves.values() if "unknown" in save.outcomes.values()}
         there = self.world.objects.there
         wanted = {f"{self.below}/{_HEAD}"}
         for key, one in there.items():
@@ -141,6 +143,9 @@ class StoreOracle(Oracle):
             folder, facts = key.rpartition("/")[0], json.loads(one.data)
             if facts["format"] != _TOMBSTONE:
                 wanted |= {f"{folder}/{row['path']}" for row in facts["files"]}
-            elif self.world.objects.strayed or (folder in self.too_late and self.too_late[folder].ended != "exit"):
+            elif self.world.objects.strayed or (
+                folder in self.too_late
+                and (self.too_late[folder].ended != "exit" or folder.rpartition(".")[2] in unsure)
+            ):
                 wanted |= {other for other in there if other.startswith(f"{folder}/")}
         return sorted(there.keys() - wanted)

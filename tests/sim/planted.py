@@ -166,6 +166,11 @@ PLANTED: dict[str, dict[str, Patch]] = {
             "except (CorruptCheckpointError, UnsupportedFormatError) as", "except CorruptCheckpointError as"
         ),
     },
+    "another format is believed behind a read that said something else": {
+        "safe_ckpt.core.resuming.candidate": _swap(
+            "if differed and (isinstance(error", "if differed and (True or isinstance(error"
+        )
+    },
     "a lost answer of moving aside is a failure": {
         _DURABLE: _swap(
             "    _settled(lambda: os.rename(final, aside), final, aside)\n", "    os.rename(final, aside)\n"

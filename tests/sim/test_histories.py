@@ -32,6 +32,7 @@ SEEDS_OF_PLANTED = {
     "the lease runs on during an outage": 1112,
     "a lost answer of a rename is a failure": 380,
     "a lost answer of moving aside is a failure": 1543,
+    "another format is believed behind a read that said something else": 3006710,
     "what was set aside is deleted before the folder of its save": 3000321,
     "a name that was taken back is not durable when the files are deleted": 3003869,
 }

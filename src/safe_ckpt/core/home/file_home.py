@@ -189,16 +189,13 @@ class FileHome(HeldHome[Path]):
         self._delete(self.pending / op_id)
         try:
             if replaced:
-                self._sync_pending()
+                # What was set aside is told from what is being deleted by the folder of its save, see ``_repair``: that must be
+                # gone for good before the first file of the old one is. The disk keeps no order by itself.
+                durable.sync_directory(str(self.pending))
         except OSError as error:
             logger.warning("%s stays in the hidden folder: %s", aside, error)
             return
         self._delete(aside)
-
-    def _sync_pending(self) -> None:
-        # What was set aside is told from what is being deleted by the folder of its save, see ``_repair``: that must be gone
-        # for good before the first file of the old one is. The disk keeps no order by itself.
-        durable.sync_directory(str(self.pending))
 
     def abandon(self, prefilled: Path | None) -> None:
         """Remove a folder that was made for hooks, see ``open_folder``. Never raises."""
@@ -327,7 +324,7 @@ class FileHome(HeldHome[Path]):
         for folder in (self.pending, self.trash, self._kept_formerly):
             lefts = entries_in(folder)
             if lefts and folder == self.trash:
-                self._sync_pending()
+                durable.sync_directory(str(self.pending))  # as in ``drop_pending``
             for left in lefts:
                 if folder == self.pending and left.is_dir() and not left.is_symlink():
                     # It may have had its name, and that it was taken back may not be durable: as in ``durable._undone_by``.
