@@ -166,6 +166,26 @@ def test_an_epoch_that_a_hook_has_ended_costs_later_resumes_nothing(tmp_path, ho
         assert (again, found) == (seen[already:], ends), path
 
 
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+def test_a_batch_that_is_none_costs_later_resumes_nothing(tmp_path):
+    """Lightning starts none, and counts it as processed: what was trained on before a save is not trained on again."""
+    pl = package(PACKAGES[0])
+
+    def load(module):
+        def collate(items):
+            return None if items[0][0] == 2 else torch.utils.data.default_collate(items)
+
+        return resumable(DataLoader(TensorDataset(torch.arange(8.0).reshape(-1, 1)), batch_size=2, collate_fn=collate))
+
+    saves = save_each(pl, tmp_path, "on_validation_end")
+    seen, *ends = fit(pl, tmp_path, module_of(pl, train_dataloader=load), saves, max_epochs=2, val_check_interval=2)
+    assert [event[1] for event in seen] == [0, 2, 3] * 2
+    for path, already in saves.saved[:-1]:
+        module = module_of(pl, train_dataloader=load)
+        again, *found = fit(pl, tmp_path, module, seed=7, path=path, max_epochs=2, val_check_interval=2)
+        assert (again, found) == (seen[already:], ends), path
+
+
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("way", ["exception", "on_validation_batch_end"])
 def test_a_save_within_an_averaged_validation_has_the_trained_weights(tmp_path, way):

@@ -156,11 +156,12 @@ def _was_validating(fit_loop: Mapping[str, Any]) -> bool:
     return bool(progress) and progress["ready"] > progress["completed"]
 
 
-def _count_as_in_epoch(total: dict[str, int], current: Mapping[str, int]) -> None:
+def _count_as_in_epoch(total: dict[str, int], current: dict[str, int]) -> None:
     """``on_train_batch_start`` may end an epoch: Lightning neither starts nor completes that batch in the total, for good.
 
-    From the total it then concludes that the last batch before a save was not finished.
+    Nor does it start one that is None. It would then take the last batch before a save for one that was not finished.
     """
+    current["started"] = max(current["started"], current["processed"])
     for name in ("started", "processed", "completed"):
         total[name] = total["ready"] - current["ready"] + current[name]
 
@@ -221,7 +222,10 @@ def _let_epoch_end(fit_loop: dict[str, Any]) -> bool:
     progress = fit_loop.get("epoch_loop.batch_progress")
     if not progress or not progress.get("is_last_batch"):
         return False
-    due = bool(progress["total"]["completed"] == progress["total"]["processed"] - 1)
+    epoch = fit_loop["epoch_progress"]["current"]
+    due = bool(
+        progress["total"]["completed"] == progress["total"]["processed"] - 1 and epoch["processed"] < epoch["ready"]
+    )
     if due:
         for count in (progress["total"], progress["current"]):
             count["completed"] = count["processed"]
