@@ -214,6 +214,10 @@ def test_what_an_epoch_has_logged_is_where_we_find_it(name):
     assert list(inspect.signature(saves._save_topk_checkpoint).parameters) == ["trainer", "monitor_candidates"]
     assert stopping.strict is True
     assert trainer.early_stopping_callbacks == [stopping]
+    assert pl.LightningModule().on_train_batch_end.__qualname__ == "ModelHooks.on_train_batch_end"
+    source = inspect.getsource(type(loop).advance)  # what is done there is done before the batch counts as completed
+    module, ended = '"on_train_batch_end", batch_output, batch, batch_idx)', "trainer._logger_connector.on_batch_end()"
+    assert source.rindex(module) < source.index(ended) < source.index("self.batch_progress.increment_completed()")
     assert list(inspect.signature(loop.update_lr_schedulers).parameters) == ["interval", "update_plateau_schedulers"]
 
 

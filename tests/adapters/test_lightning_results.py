@@ -269,3 +269,24 @@ def test_what_is_too_large_to_go_with_every_save_is_left_out_with_a_warning(tmp_
             run(tmp_path / path.stem, PACKAGES[0], path=path, module=collecting(), settings={"max_epochs": 1})
     assert caplog.text.count("all, no plain data or too large, was not saved") == 1
     assert saves.saved[1][0].stat().st_size < 1 << 20
+
+
+def test_what_a_module_does_after_a_batch_belongs_to_the_save_at_that_batch(tmp_path):
+    """An average that ``on_train_batch_end`` keeps of the weights, as latent diffusion does: no update of it is left out."""
+    pl = package(PACKAGES[1])
+
+    def averaging():
+        module = module_of(pl)
+        module.register_buffer("average", torch.zeros(1, 2))
+        module.on_train_batch_end = lambda *_: module.average.lerp_(module.net.weight.detach(), 0.1)
+        return module
+
+    def go(folder, **more):
+        saving = {"every_n_train_steps": 1, "save_top_k": -1, "filename": "{step}", "save_last": True}
+        module, made, saves = run(folder, PACKAGES[1], module=averaging(), settings={"max_epochs": 2}, **saving, **more)
+        return fingerprint(module), sorted(path.name for path in folder.glob("*.ckpt")), saves.last_model_path[-9:]
+
+    expected = go(tmp_path, seed=1)
+    for step in (1, BATCHES, BATCHES + 2):
+        assert go(tmp_path / str(step), path=tmp_path / f"step={step}.ckpt")[::2] == expected[::2]
+    assert expected[1] == ["last.ckpt", *(f"step={step}.ckpt" for step in range(1, 2 * BATCHES + 1))]

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -214,8 +214,20 @@ class SafeCheckpointCallback(ModelCheckpoint):
             loop_state.continue_from(trainer, due, self._saver.undo)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Save if it is time to."""
+        """Save if it is time to, after the module's own hook: Lightning calls it next, and not again after a resume."""
         self._counts.batches += 1
+
+        def save_after(on_batch_end: Callable[[], None]) -> None:
+            on_batch_end()
+            self._save_at_batch(trainer, pl_module, *args, **kwargs)
+
+        own = getattr(pl_module.on_train_batch_end, "__qualname__", "")
+        if self._saver is not None and own != "ModelHooks.on_train_batch_end":
+            self._saver.undo.once(trainer._logger_connector, "on_batch_end", save_after)
+        else:
+            self._save_at_batch(trainer, pl_module, *args, **kwargs)
+
+    def _save_at_batch(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         if self._saver is not None:
             self._saver.tracking.report(committed_only=True)  # does not wait
         # Such a module swaps in other weights during the save: the copy must be taken then.
