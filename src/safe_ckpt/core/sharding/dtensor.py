@@ -262,9 +262,8 @@ def refuse_local_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str
         except RuntimeError as error:
             raise StateError(key=type(optimizer).__name__, message=_ZERO) from error
     for number, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"]):
-        if is_dtensor(parameter):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                _refuse_local_part(f"{names.get(id(parameter), number)}: {key}", value, parameter)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            _refuse_local_part(f"{names.get(id(parameter), number)}: {key}", value, parameter)
 
 
 def refuse_local_parts(states: Mapping[str, Any]) -> None:
@@ -276,8 +275,8 @@ def refuse_local_parts(states: Mapping[str, Any]) -> None:
     found = list(placed(states))
     parameters = {str(path[-1]): leaf for path, leaf in found if is_dtensor(leaf)}
     for path, leaf in found if parameters else ():
-        for name in filter(parameters.__contains__, _stepped(path)):
-            _refuse_local_part(".".join(map(str, path)), leaf, parameters[name])
+        for _, _, name in stepped(path):
+            _refuse_local_part(".".join(map(str, path)), leaf, parameters.get(name))
 
 
 def placed(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -289,19 +288,29 @@ def placed(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         yield path, state
 
 
-def _stepped(path: Sequence[Any]) -> Iterator[str]:
-    """The parameters whose optimizer state may lie there."""
-    for at, part in enumerate(map(str, path[:-1])):
-        if part == "state":
-            yield str(path[at + 1])
-    if str(path[-1]).startswith("state."):
-        name = str(path[-1]).removeprefix("state.")
-        while name := name.rpartition(".")[0]:
-            yield name
+def stepped(path: Sequence[Any]) -> Iterator[tuple[int, str, str]]:
+    """The parameters of which a path may lead to the state, as ``get_optimizer_state_dict`` returns it, flattened or not.
+
+    Returns:
+        The length of the path to all of the parameter's state, or of a flattened one to this value; what names of that
+        optimizer begin with; the parameter's name.
+    """
+    for at, part in enumerate(map(str, path)):
+        where = "".join(f"{above}." for above in path[:at])
+        if part == "state" and len(path) > at + 2:
+            yield at + 2, where, str(path[at + 1])
+        elif part.startswith("state."):
+            yield from ((at + 1, where, name) for name in names_above(part.removeprefix("state.")))
+
+
+def names_above(name: str) -> Iterator[str]:
+    """What a dotted name begins with, but for itself."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def _refuse_local_part(key: str, value: object, parameter: Any) -> None:
-    if not isinstance(value, torch.Tensor) or is_sharded(value) or not value.dim():
+    if not isinstance(value, torch.Tensor) or is_sharded(value) or not is_dtensor(parameter):
         return
     if tuple(value.shape) == tuple(local_of(parameter).shape) != tuple(parameter.shape):
         message = (
