@@ -54,7 +54,7 @@ OTHERS = {
 
 
 def _made(makes):
-    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 5, bias=False))
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 4, bias=False))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = Keeps(model.parameters(), makes)
     model(torch.ones(2, 6)).sum().backward()
