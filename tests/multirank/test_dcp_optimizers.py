@@ -258,3 +258,16 @@ def test_numbers_as_keys_come_back_as_numbers(tmp_path):
     assert state["seen"] == saved["seen"]
     assert again.scheduler.state_dict() == run.scheduler.state_dict()
     dcp.save(state, checkpoint_id=tmp_path / "two")
+
+
+def test_an_optimizer_itself_gets_what_the_checkpoint_has(tmp_path):
+    """State of a parameter that is frozen by now; and a setting that is newer than the checkpoint is as its class has it."""
+    run = Run(1).train(0, END)
+    setting = run.optimizer.param_groups[0].pop("decoupled_weight_decay")
+    dcp.save(_state(run, "objects"), checkpoint_id=tmp_path / "one")
+    run.optimizer.param_groups[0]["decoupled_weight_decay"] = setting
+    again = Run(7)
+    again.model.first.requires_grad_(False)
+    _resumed(tmp_path / "one", "objects", again)
+    assert _different(again.whole(), run.whole()) == []
+    assert again.optimizer.param_groups[0]["decoupled_weight_decay"] == setting

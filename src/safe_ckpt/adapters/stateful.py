@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.stateful import Stateful
+
+from safe_ckpt.core.sharding.dtensor import refuse_local_state
 
 
 def states_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Names to states: of a Stateful its ``state_dict()``, of anything else what it is."""
+    for one in state_dict.values():
+        if isinstance(one, torch.optim.Optimizer):
+            refuse_local_state(one)
     return {name: one.state_dict() if isinstance(one, Stateful) else one for name, one in state_dict.items()}
 
 

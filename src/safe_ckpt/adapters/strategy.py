@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from safe_ckpt.adapters.planning import Attempt, Planned
 from safe_ckpt.core.coordination.rounds import reraise
+from safe_ckpt.core.sharding.dtensor import refuse_local_parts
 from safe_ckpt.core.sharding.gather import gather_nested
 from safe_ckpt.core.state.planner import Planner
 
@@ -76,6 +77,8 @@ class Sharded(Strategy):
             barrier_s = self._engine.config.timeouts.barrier_s
             self._planner = ShardPlanner(self._engine.coordinator, barrier_s=barrier_s, strict=False)
         files: list[FilePlan] = []
+        with attempt:
+            refuse_local_parts(states)
         with attempt.meeting():
             files = self._planner.images(self._known.sharded_states(states, models or {}), attempt.error)
         return Planned(files=files, folders=sorted(filter(None, states)), error=attempt.error)
@@ -118,6 +121,8 @@ class Whole(Strategy):
         """See ``Strategy``."""
         engine = self._engine
         files: list[FilePlan] = []
+        with attempt:
+            refuse_local_parts(states)
         with attempt.meeting():
             engine.agree("gather", local=reraise(attempt.error), phase="planning the save")
             gathered = gather_nested(states, engine.config.timeouts.lengthy_s, engine.group)

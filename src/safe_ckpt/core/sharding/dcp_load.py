@@ -12,7 +12,7 @@ import dataclasses
 import io
 import logging
 import pickle
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -125,12 +125,13 @@ class Loading:
         """Ask for no state of parameters that were stepped and had none; see ``anew``."""
         asked, paths = self._planner.state_dict, self._planner.mappings
         missing = [name for name in paths if name not in saved]
-        above = {part for name in saved for part in (name, *_above(name))} if missing else ()
+        above = {part for name in saved for part in (name, *dtensor.names_above(name))} if missing else ()
         anew: dict[str, Sequence[Any]] = {}
         for name in missing:
             path = _keys(self._state, paths[name])
-            for end, group, parameter in _owners(path):
-                if group in above and parameter not in above:
+            for end, where, parameter in dtensor.stepped(path):
+                group = f"{where}param_groups" if end < len(path) else f"{where}param_groups.{parameter}"
+                if group in above and f"{where}state.{parameter}" not in above:
                     anew[name] = path[:end]
                     asked.pop(name, None)
         return anew
@@ -142,45 +143,27 @@ class Loading:
 def _all_of(
     optimizer: torch.optim.Optimizer, name: str, metadata: Metadata, paths: Mapping[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
-    """An optimizer's state dict with places for the state that the checkpoint has of its parameters, and no others."""
+    """An optimizer's state dict with places for all that the checkpoint has of it, and for nothing else."""
     own = optimizer.state_dict()
-    kept = own.get("state")
-    if not isinstance(kept, Mapping) or not all(isinstance(number, int) for number in kept):
-        return own  # its class has another kind of state dict
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[int, Any] = {}
-    for fqn, path in paths.items():
-        number = int(path[2]) if path[:2] == (name, "state") and str(path[2]).isdecimal() else len(parameters)
-        if number >= len(parameters) or len(path) < 4:
-            continue
-        known, room = metadata.state_dict_metadata[fqn], kept.get(number, {}).get(path[3])
+    kept, parameters = (
+        own.get("state"),
+        [parameter for group in optimizer.param_groups for parameter in group["params"]],
+    )
+    found = {fqn: path[1:] for fqn, path in paths.items() if path[0] == name and fqn != name_of_empty(path)}
+    state = [path for path in found.values() if path[0] == "state"]
+    if not isinstance(kept, Mapping) or not all(len(path) > 2 and str(path[1]).isdecimal() for path in state):
+        return own  # its class has another kind of state dict, or it was saved by names
+    asked: dict[str, Any] = {**own, "state": {}, "param_groups": []}
+    for fqn, path in found.items():
+        known, room = metadata.state_dict_metadata[fqn], None
         if isinstance(known, TensorStorageMetadata):
+            number = int(path[1]) if path[0] == "state" else len(parameters)
+            room = kept.get(number, {}).get(path[2]) if path[0] == "state" else None
             kind = tuple(known.size), known.properties.dtype
-            same = isinstance(room, torch.Tensor) and (tuple(room.shape), room.dtype) == kind
-            room = room if same else new_room(*kind, like=parameters[number])
-        set_element(state.setdefault(number, {}), path[3:], room)
-    return {**own, "state": state}
-
-
-def _above(name: str) -> Iterator[str]:
-    while name := name.rpartition(".")[0]:
-        yield name
-
-
-def _owners(path: Sequence[Any]) -> Iterator[tuple[int, str, str]]:
-    """The parameters of which a path may lead to the state, as ``get_optimizer_state_dict`` returns it, flattened or not.
-
-    Returns:
-        The length of the path to all of the parameter's state, or of a flattened one to this value; where names of its
-        settings begin; where names of its state do.
-    """
-    for at, part in enumerate(map(str, path)):
-        where = "".join(f"{above}." for above in path[:at])
-        if part == "state" and len(path) > at + 2:
-            yield at + 2, f"{where}param_groups", f"{where}state.{path[at + 1]}"
-        elif part.startswith("state."):
-            for name in _above(part.removeprefix("state.")):
-                yield at + 1, f"{where}param_groups.{name}", f"{where}state.{name}"
+            if not isinstance(room, torch.Tensor) or (tuple(room.shape), room.dtype) != kind:
+                room = new_room(*kind, like=parameters[number] if number < len(parameters) else None)
+        set_element(asked, path, room)
+    return {**asked, "state": {int(number): one for number, one in asked["state"].items()}}
 
 
 def _begin_anew(holder: Any, key: Any) -> None:

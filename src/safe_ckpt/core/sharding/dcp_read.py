@@ -20,7 +20,7 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -301,7 +301,7 @@ def fit_value(
         rooms[name] = like if fits and dtensor.is_read_into(like) else None
     paths = set(stored.paths.values())
     if lost := [
-        ".".join(map(str, path)) for path, leaf in _leaves(own) if dtensor.is_dtensor(leaf) and path not in paths
+        ".".join(map(str, path)) for path, leaf in dtensor.placed(own) if dtensor.is_dtensor(leaf) and path not in paths
     ]:
         stored.refuse(f"the checkpoint has nothing for {lost}")
     shapes = {n: torch.empty(tuple(t.size), dtype=t.properties.dtype, device="meta") for n, t in stored.tensors.items()}
@@ -345,14 +345,6 @@ def _at(state: Any, path: Sequence[Any]) -> Any:
     return state
 
 
-def _leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(state, Mapping | list):
-        for key, inner in state.items() if isinstance(state, Mapping) else enumerate(state):
-            yield from _leaves(inner, (*path, key))
-    else:
-        yield path, state
-
-
 def owner_of(optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
     """The module whose parameters an optimizer steps: its names make the optimizer's state independent of the mesh.
 
@@ -378,6 +370,7 @@ def optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     That function takes a step of an optimizer that has no state yet, with a learning rate of 0; this changes nothing.
     """
     names = _names(module)
+    dtensor.refuse_local_state(optimizer, names)
     groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     state = {
         names[id(parameter)]: dict(optimizer.state[parameter])

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,16 @@ from safe_ckpt.errors import RestoreError, StateError
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LEAVES = frozenset({*_PLAIN, int, float, str, bool, type(None)})
-_HOMES = {"DTensor": "torch.distributed.tensor", "ShardedTensor": "torch.distributed._shard.sharded_tensor"}
+_HOMES = {
+    "DTensor": "torch.distributed.tensor",
+    "ShardedTensor": "torch.distributed._shard.sharded_tensor",
+    "ZeroRedundancyOptimizer": "torch.distributed.optim",
+}
+_ZERO = (
+    "each rank has a part of its state. Use FSDP2 (fully_shard); or give Checkpointer an object whose load_state_dict is the "
+    "optimizer's, and whose state_dict calls consolidate_state_dict(to=rank) for each rank, and returns the optimizer's behind "
+    "that of its own rank"
+)
 
 
 def _classes(*names: str) -> tuple[type, ...]:
@@ -59,7 +69,7 @@ def leaves(value: object) -> Iterator[object]:
 
 def any_sharded(values: Iterable[object]) -> bool:
     """Whether there are tensors among them of which this rank may have a part only."""
-    kinds = _classes(*_HOMES)
+    kinds = _classes("DTensor", "ShardedTensor")
     return bool(kinds) and any(type(value) not in _LEAVES and isinstance(value, kinds) for value in values)
 
 
@@ -307,6 +317,82 @@ def refuse_partitioned(module: torch.nn.Module) -> None:
                 "zero_to_fp32.py, or gather it with deepspeed.zero.GatheredParameters"
             )
             raise StateError(key=name, message=message)
+
+
+def refuse_local_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str] = MappingProxyType({})) -> None:
+    """Refuse an optimizer that keeps what belongs to this rank's parts of DTensors in plain tensors: one rank's would be saved.
+
+    And a ``ZeroRedundancyOptimizer``, of which one rank at a time can say the state.
+
+    Args:
+        optimizer: its state is looked at.
+        names: of its parameters, by their ``id``; else they are numbered.
+
+    Raises:
+        StateError: naming the parameter and the tensor.
+    """
+    if isinstance(optimizer, _classes("ZeroRedundancyOptimizer")):
+        try:
+            optimizer.state_dict()
+        except RuntimeError as error:
+            raise StateError(key=type(optimizer).__name__, message=_ZERO) from error
+    for number, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"]):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            _refuse_local_part(f"{names.get(id(parameter), number)}: {key}", value, parameter)
+
+
+def refuse_local_parts(states: Mapping[str, Any]) -> None:
+    """The same for state dicts: of a model, and what ``get_optimizer_state_dict`` returns, flattened or not, anywhere in them.
+
+    Raises:
+        StateError: naming the tensor.
+    """
+    found = list(placed(states))
+    parameters = {str(path[-1]): leaf for path, leaf in found if is_dtensor(leaf)}
+    for path, leaf in found if parameters else ():
+        for _, _, name in stepped(path):
+            _refuse_local_part(".".join(map(str, path)), leaf, parameters.get(name))
+
+
+def placed(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Everything in nested mappings and lists that is none of these, and where it lies."""
+    if isinstance(state, Mapping | list):
+        for key, inner in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from placed(inner, (*path, key))
+    else:
+        yield path, state
+
+
+def stepped(path: Sequence[Any]) -> Iterator[tuple[int, str, str]]:
+    """The parameters of which a path may lead to the state, as ``get_optimizer_state_dict`` returns it, flattened or not.
+
+    Returns:
+        The length of the path to all of the parameter's state, or of a flattened one to this value; what names of that
+        optimizer begin with; the parameter's name.
+    """
+    for at, part in enumerate(map(str, path)):
+        where = "".join(f"{above}." for above in path[:at])
+        if part == "state" and len(path) > at + 2:
+            yield at + 2, where, str(path[at + 1])
+        elif part.startswith("state."):
+            yield from ((at + 1, where, name) for name in names_above(part.removeprefix("state.")))
+
+
+def names_above(name: str) -> Iterator[str]:
+    """What a dotted name begins with, but for itself."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _refuse_local_part(key: str, value: object, parameter: Any) -> None:
+    if not isinstance(value, torch.Tensor) or is_sharded(value) or not is_dtensor(parameter):
+        return
+    if tuple(value.shape) == tuple(local_of(parameter).shape) != tuple(parameter.shape):
+        message = (
+            "a plain tensor with this rank's part of a DTensor parameter's state, as TransformerEngine's FusedAdam has it: the "
+            "other ranks' would be lost. Use an optimizer that keeps DTensors, such as torch.optim.AdamW(fused=True)"
+        )
+        raise StateError(key=key, message=message)
 
 
 def is_extra_state(name: str) -> bool:

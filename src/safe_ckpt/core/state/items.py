@@ -297,6 +297,7 @@ class _Optimizer(_Stateful):
 
     def state(self) -> Any:
         if not self.sharded:
+            dtensor.refuse_local_state(self.optimizer)
             return super().state()
         from safe_ckpt.core.sharding import dcp_read
 

@@ -175,6 +175,7 @@ class Planner:
             StateError: something cannot be saved; names it.
         """
         modules = modules_of(items)
+        self._refuse_local_parts(items, modules)
         views: dict[str, Fingerprint] = {}
         files: list[FilePlan] = []
         described: dict[str, Mapping[str, Any]] = {}
@@ -207,6 +208,16 @@ class Planner:
             overlap=self._overlap_plan(items, views) if self._overlapped else None,
             held=self._held,
         )
+
+    def _refuse_local_parts(self, items: Sequence[SavedItem], modules: Mapping[str, torch.nn.Module]) -> None:
+        """An optimizer's state dict whose tensors are all plain is no sharded item: rank 0's would be taken for all."""
+        data = {item.name: item.value for item in items if type(item) is SavedItem and not item.per_rank}
+        if any(
+            isinstance(leaf, torch.Tensor) for name in data.keys() - self._known for leaf in dtensor.leaves(data[name])
+        ):
+            dtensor.refuse_local_parts(
+                {**data, "": {name: dict(one.named_parameters()) for name, one in modules.items()}}
+            )
 
     def _overlap_plan(self, items: Sequence[SavedItem], views: Mapping[str, Fingerprint]) -> OverlapPlan | None:
         modules = {item.name: item.module for item in items if item.module is not None}
