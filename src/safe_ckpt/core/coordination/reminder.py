@@ -57,6 +57,7 @@ def _block_above(frame: FrameType | None) -> str:
             if text and not text.startswith("#") and (indent := len(line) - len(line.lstrip())) < depth:
                 depth = indent
                 if _ONE_ALONE.match(text):
-                    return f"{name}:{number}: {text[:-1]}"
+                    condition, _, _ = text.partition(":")
+                    return f"{name}:{number}: {condition}"
         frame = frame.f_back
     return ""
