@@ -62,11 +62,11 @@ class DataPlace:
         if state is not None and not (state["position"].get("begun") and state["position"].get("batches")):
             self._go_to(state)
 
-    def step(self, number: int, batches: int, model: torch.nn.Module) -> None:
+    def step(self, number: int, batches: int, model: Any) -> None:
         """The batches of a step were taken: until it is done, none of them was trained on."""
         self._step = _Step(number, batches, get_rng_state() if self._within else None, _versions(model))
 
-    def save(self, folder: str, number: int, model: torch.nn.Module, generators: Callable[[str], None]) -> None:
+    def save(self, folder: str, number: int, model: Any, generators: Callable[[str], None]) -> None:
         """Write the state of this process's loader and of its generators.
 
         A save within a step (``enable_jit_checkpoint``) is one before that step: a resume does all of it again.
@@ -157,7 +157,7 @@ class _Step:
     versions: Sequence[int]
 
 
-def _versions(model: torch.nn.Module) -> list[int]:
+def _versions(model: Any) -> list[int]:
     return [one._version for one in model.buffers() if not one.is_inference()]
 
 

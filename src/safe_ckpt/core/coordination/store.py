@@ -329,7 +329,7 @@ class StoreClient:
                 reason += "cannot be reached, or it has no file descriptors left (ulimit -n)"
                 raise PeerLostError(phase=phase, ranks=self._hosts, reason=reason)
 
-    def broken(self, error: Exception, phase: str) -> PeerLostError:
+    def broken(self, error: BaseException, phase: str) -> PeerLostError:
         """What a connection says that broke; for ``Pending`` alone."""
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if not self._hosts:
