@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader
 from safe_ckpt.accelerate import dataloaders as placed_loaders
 from safe_ckpt.adapters.data_position import has_length, saved_state
 from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
+from safe_ckpt.data.loader import Skip
+from safe_ckpt.data.order import loses_its_buffer
 from safe_ckpt.errors import RestoreError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,9 @@ class DataPlace:
     def watch(self, loader: Any) -> None:
         """Count from now on, and go to a place between two epochs."""
         inner = getattr(loader, "base_dataloader", None)
-        if type(inner) is not DataLoader or not placed_loaders.count(loader, None, self._accumulated):
+        # As the stock Trainer does it: where a buffer is lost, what was in it would be, too.
+        skip: Skip = "read" if type(inner) is DataLoader and loses_its_buffer(inner) else None
+        if type(inner) is not DataLoader or not placed_loaders.count(loader, skip, self._accumulated):
             if self._state() is not None:
                 message = (
                     "the checkpoint has the place of a loader that was counted; %s of now is not. The Trainer leaves out as "
