@@ -15,7 +15,7 @@ import pytest
 SOURCES = Path(__file__).resolve().parents[2] / "src" / "safe_ckpt"
 OURS = {
     **dict.fromkeys(["_safe_ckpt", "_data_place"], "ours, on a framework's objects"),
-    **dict.fromkeys(["_getframe", "_exit", "_codecs", "_abc_impl"], "CPython's"),
+    **dict.fromkeys(["_getframe", "_exit", "_codecs", "_abc_impl", "_popen"], "CPython's"),
     **dict.fromkeys(
         [
             "_begin",

@@ -10,7 +10,9 @@ import dataclasses
 import importlib
 import inspect
 import pickle
+import re
 import textwrap
+import types
 from typing import NamedTuple
 
 import datasets
@@ -50,6 +52,10 @@ OPTIMIZER = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 TYPED = TypedStorage(wrap_storage=TENSOR.untyped_storage(), dtype=torch.float32, _internal=True)
 LOADER = torch.utils.data.DataLoader([1])
 SELF = ("self",)
+ITERATOR = types.SimpleNamespace(
+    **dict.fromkeys(re.findall(r"self\.(\w+) =", inspect.getsource(dataloader._MultiProcessingDataLoaderIter.__init__)))
+)
+"""What an iterator with workers sets in itself."""
 STAGING = torch.distributed.checkpoint.staging.StagingOptions(False, False, False, False)
 
 TORCH = [
@@ -86,9 +92,9 @@ TORCH = [
     Part(torch.nn.Module(), "_save_to_state_dict", "core/state/fingerprint.py", "what a module may do in its own way"),
     Part(torch.nn.Module(), "_state_dict_hooks", "core/state/fingerprint.py", "change what a module saves"),
     Part(torch.nn.Module(), "_state_dict_pre_hooks", "core/state/fingerprint.py", "such as FSDP2's"),
-    Part(torch.nn.Module(), "_load_from_state_dict", "core/state/items.py", "what a module may do in its own way"),
-    Part(torch.nn.Module(), "_load_state_dict_pre_hooks", "core/state/items.py", "change what a module loads"),
-    Part(OPTIMIZER, "_optimizer_load_state_dict_pre_hooks", "core/state/items.py", "change what an optimizer loads"),
+    Part(torch.nn.Module(), "_load_from_state_dict", "core/state/loading.py", "what a module may do in its own way"),
+    Part(torch.nn.Module(), "_load_state_dict_pre_hooks", "core/state/loading.py", "change what a module loads"),
+    Part(OPTIMIZER, "_optimizer_load_state_dict_pre_hooks", "core/state/loading.py", "change what an optimizer loads"),
     Part(OPTIMIZER, "_optimizer_state_dict_pre_hooks", "core/state/fingerprint.py", "change what an optimizer saves"),
     Part(OPTIMIZER, "_optimizer_state_dict_post_hooks", "core/state/fingerprint.py", "change what an optimizer saves"),
     Part(torch.nn.Module().state_dict(), "_metadata", "core/formats/safetensors.py", "the versions of the modules"),
@@ -99,6 +105,7 @@ TORCH = [
     Part(dataloader._MultiProcessingDataLoaderIter, "_try_put_index", "data/workers.py", "gives a worker its next batch", SELF),
     Part(dataloader._MultiProcessingDataLoaderIter, "_reset", "data/workers.py", "begins an epoch"),
     Part(dataloader._MultiProcessingDataLoaderIter, "_process_data", "data/workers.py", "hands out what a worker made"),
+    Part(ITERATOR, "_workers", "data/loader.py", "the processes of an epoch"),
     Part(dataloader, "_SingleProcessDataLoaderIter", "data/workers.py", "an epoch without workers", ("loader",)),
     Part(dataloader._SingleProcessDataLoaderIter, "_next_index", "data/workers.py", "the indices of a batch", SELF),
     Part(LOADER, "_get_iterator", "data/loader.py", "begins an epoch", ()),

@@ -2,10 +2,10 @@
 
 import json
 
-from accelerate_runs import CONFIG, fresh, make
 from transformers_runs import trainer
 
 import safe_ckpt.events
+from accelerate_runs import CONFIG, fresh, make
 from safe_ckpt.accelerate import register
 
 

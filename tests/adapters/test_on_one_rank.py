@@ -112,3 +112,33 @@ def slow(rank, folder):
 def test_a_rank_that_is_slow_is_waited_for(tmp_path):
     """It is said once that it is somewhere else, and when it comes the save is made."""
     assert values(spawn_ranks(slow, 2, str(tmp_path), timeout_s=120)) == [["save: waiting for ranks [1]"], []]
+
+
+def guarded(rank, folder):
+    log = listening()
+    accelerator = make(folder)
+    dist.barrier()
+    with register(accelerator, CheckpointConfig(timeouts=Timeouts(peer_stall_s=30 * STALL_S))):
+        accelerator.prepare(torch.nn.Linear(2, 2))
+        accelerator.save_state(async_save=False)
+        said = Path(folder, "said")
+        log.addFilter(lambda record: said.touch() or True)
+        log.begin()
+        if accelerator.is_main_process:
+            # As in many scripts that save under a stock Accelerator.
+            accelerator.save_state(
+                async_save=False,
+            )
+        else:
+            while not said.exists():
+                time.sleep(0.01)
+            accelerator.save_state(async_save=False)
+    return [line for at, line in log.lines if "waiting for" in line and at < 10 * STALL_S]
+
+
+def test_a_call_that_only_the_main_process_makes_is_found_in_the_script(tmp_path):
+    """Within seconds, long before a rank that is merely slow is named: with the line of the script that lets one alone pass."""
+    found = values(spawn_ranks(guarded, 2, str(tmp_path), timeout_s=120))
+    assert [len(lines) for lines in found] == [1, 0]
+    assert "test_on_one_rank.py" in found[0][0]
+    assert "if accelerator.is_main_process: move the call out of this block" in found[0][0]

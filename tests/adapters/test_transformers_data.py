@@ -151,6 +151,21 @@ def test_passes_over_a_stream_have_the_shards_of_an_uninterrupted_run(tmp_path, 
         del CASES["shards"]
 
 
+def test_a_stream_whose_shuffle_buffer_is_not_saved_is_read_again(tmp_path):
+    """The rest of a pass may lie in the buffer: its samples come as without the stop, in the first pass and in the second."""
+    CASES["buffered"] = lambda: shards().shuffle(seed=1, buffer_size=ROWS), {"max_steps": 16}
+    try:
+        whole = run(tmp_path / "whole", "buffered", collator=collate_lists)
+        for stop in (4, 11):
+            before = run(tmp_path / str(stop), "buffered", stop=stop, collator=collate_lists)
+            after = run(tmp_path / str(stop), "buffered", resume=True, collator=collate_lists)
+            done = len(whole.seen) - len(after.seen)
+            assert done == stop - 1
+            assert json.dumps(before.seen[:done] + after.seen) == json.dumps(whole.seen), stop
+    finally:
+        del CASES["buffered"]
+
+
 @pytest.mark.parametrize("data", [Rows, Placed])
 def test_nothing_is_read_to_find_the_place(tmp_path, data):
     """The first row that is read after a resume is the next one that training needs."""

@@ -174,9 +174,9 @@ def again_from(batches: Iterator[Any], pending: Position) -> Iterator[Any]:
     if not pending.again:
         return batches
     made = []
-    before: Any
-    for before, _ in itertools.zip_longest(pending.before, range(pending.again), fillvalue={}):
-        rng.put_snapshot_back(before)
+    for number in range(pending.again):
+        if number < len(pending.before):
+            rng.put_snapshot_back(pending.before[number])
         made.append(next(batches))
     return itertools.chain(made, batches)
 

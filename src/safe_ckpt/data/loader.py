@@ -207,10 +207,13 @@ class Resumable:
             maker = workers.Maker(before.workers if before is not None else {}, watched=in_worker)
             own["dataset"] = (workers.PlacedDataset if is_placed(self) else workers.WatchedDataset)(dataset, maker)
             own["collate_fn"] = workers.Collate(collate, maker)
+        begin, own["worker_init_fn"] = own["worker_init_fn"], workers.Outliving(own["worker_init_fn"])
         try:
-            return self._iterator_of(before)
+            iterator = self._iterator_of(before)
         finally:
-            own["dataset"], own["collate_fn"] = dataset, collate
+            own["dataset"], own["collate_fn"], own["worker_init_fn"] = dataset, collate, begin
+        workers.Outliving.end_otherwise(getattr(iterator, "_workers", ()))
+        return iterator
 
     def _iterator_of(self, before: Position | None) -> Any:
         kind: Any = type(self)

@@ -7,7 +7,10 @@ training was given, however far ahead the workers are; and after a resume the wo
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import functools
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch._utils import ExceptionWrapper
@@ -19,10 +22,45 @@ from safe_ckpt.core.state import rng
 
 RNG, DATA, ENDED = "rng", "data", "ended"
 _LOOKS, _EVERY = 8, 64
+_END = signal.SIGRTMAX - 3
+_PATIENCE_S = 5.0
 _OF_DATASETS = (
     "_starting_state_dict"  # datasets.IterableDataset begins each epoch of that number there, not only the first
 )
 _ALL = (rng.TORCH, rng.PYTHON, rng.NUMPY)
+
+
+class Outliving:
+    """A ``worker_init_fn``: the worker outlives SIGTERM, which schedulers and shells send to all processes of a job.
+
+    What the loop needs for the rest of its step is still made then, and the save can be committed.
+
+    Args:
+        then: the loader's own.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        """Called in a worker, before anything is made. A handler, not SIG_IGN: programs that it starts would inherit that."""
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.signal(_END, lambda *_: os._exit(0))
+        if self._then is not None:
+            self._then(worker)
+
+    @staticmethod
+    def end_otherwise(workers: Iterable[Any]) -> None:
+        """Let torch and the end of the program, which end workers by SIGTERM, end these."""
+        for worker in workers:
+            worker._popen.terminate = functools.partial(_end, worker)
+
+
+def _end(worker: Any) -> None:
+    os.kill(worker.pid, _END)
+    worker.join(_PATIENCE_S)
+    if worker.is_alive():
+        worker.kill()
 
 
 class Delivered:

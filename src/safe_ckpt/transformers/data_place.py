@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader
 from safe_ckpt.accelerate import dataloaders as placed_loaders
 from safe_ckpt.adapters.data_position import has_length, saved_state
 from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
+from safe_ckpt.data.loader import Skip
+from safe_ckpt.data.order import loses_its_buffer
 from safe_ckpt.errors import RestoreError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,9 @@ class DataPlace:
     def watch(self, loader: Any) -> None:
         """Count from now on, and go to a place between two epochs."""
         inner = getattr(loader, "base_dataloader", None)
-        if type(inner) is not DataLoader or not placed_loaders.count(loader, None, self._accumulated):
+        # As the stock Trainer does it: where a buffer is lost, what was in it would be, too.
+        skip: Skip = "read" if type(inner) is DataLoader and loses_its_buffer(inner) else None
+        if type(inner) is not DataLoader or not placed_loaders.count(loader, skip, self._accumulated):
             if self._state() is not None:
                 message = (
                     "the checkpoint has the place of a loader that was counted; %s of now is not. The Trainer leaves out as "
@@ -66,7 +70,7 @@ class DataPlace:
         """The batches of a step were taken: until it is done, none of them was trained on."""
         self._step = _Step(number, batches, get_rng_state() if self._within else None, _versions(model))
 
-    def save(self, folder: str, number: int, model: torch.nn.Module, generators: Callable[[str], None]) -> None:
+    def save(self, folder: str, number: int, model: Any, generators: Callable[[str], None]) -> None:
         """Write the state of this process's loader and of its generators.
 
         A save within a step (``enable_jit_checkpoint``) is one before that step: a resume does all of it again.
@@ -157,7 +161,7 @@ class _Step:
     versions: Sequence[int]
 
 
-def _versions(model: torch.nn.Module) -> list[int]:
+def _versions(model: Any) -> list[int]:
     return [one._version for one in model.buffers() if not one.is_inference()]
 
 

@@ -21,7 +21,7 @@ from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
-from safe_ckpt.transformers import at_load, strategies
+from safe_ckpt.transformers import at_load, reference, strategies
 from safe_ckpt.transformers.data_place import DataPlace
 from safe_ckpt.transformers.saver import BY_NAME, TrainerSaver
 
@@ -125,6 +125,7 @@ class SafeCheckpointMixin(_Base):
                 if path is not None:
                     saver.warn_if_weights_only(Path(path))
                     go_on(saver.engine, lambda: [self.model])
+                    resume.apply(saver.engine, functools.partial(reference.load, self, Path(path)))
                 place = self._data_place = DataPlace(
                     path,
                     self.args.process_index,

@@ -18,6 +18,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.events import Hook
 from safe_ckpt.layouts.table import TRAINER_STATE, TRANSFORMERS
+from safe_ckpt.transformers import reference
 from safe_ckpt.transformers.contents import catching
 from safe_ckpt.transformers.lookers import anyone_looks
 from safe_ckpt.transformers.strategies import Sharing, is_shared
@@ -166,6 +167,7 @@ def _write(trainer: Any, folder: str) -> None:
         trainer._save_scaler(folder)
         step, model = trainer.state.global_step, trainer.model
         trainer._data_place.save(folder, step, model, trainer._save_rng_state)
+        reference.save(trainer, folder)
     if not trainer.args.should_save:
         return
     for callback in [*trainer.callback_handler.callbacks, trainer.control]:

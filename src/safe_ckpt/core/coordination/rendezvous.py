@@ -12,7 +12,6 @@ import fcntl
 import ipaddress
 import json
 import logging
-import math
 import os
 import queue
 import resource
@@ -31,6 +30,7 @@ import torch.distributed as dist
 
 from safe_ckpt.config import Network, Timeouts
 from safe_ckpt.core.coordination import process_groups
+from safe_ckpt.core.coordination.reminder import Reminder
 from safe_ckpt.core.coordination.rounds import from_wire, to_wire
 from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, SealedStore, StoreClient
 from safe_ckpt.errors import ConfigError, PeerLostError, RendezvousTimeout, TamperedError
@@ -116,20 +116,17 @@ def rendezvous(
     return int(welcome["again"]) if "again" in welcome else _join(group, timeouts, welcome)
 
 
-class _Reminder:
+class _Reminder(Reminder):
     """Says once, after a while, which ranks have not come: that may be a mistake in the script."""
 
-    def __init__(self, after_s: float) -> None:
-        self._at = time.monotonic() + after_s
-
     def __call__(self, missing: Iterable[int]) -> None:
-        if time.monotonic() >= self._at and (ranks := list(missing)):
-            self._at = math.inf
+        if self.is_due() and (ranks := list(missing)):
             logger.warning(
                 "%s: waiting for ranks %s. All processes must make this call (Checkpointer, register, install, fit, train), "
-                "not one of them alone",
+                "not one of them alone%s",
                 _PHASE,
                 ranks,
+                self.said(),
             )
 
 

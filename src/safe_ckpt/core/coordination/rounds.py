@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from safe_ckpt.core.coordination.reminder import Reminder
 from safe_ckpt.core.coordination.store import Check, KeyTimeout, KeyValues, StoreClient, read_present
 from safe_ckpt.errors import (
     CoordinationError,
@@ -474,7 +475,7 @@ class LogEntry(Round):
         self._check_others = check
         self._call = call or kind
         self._elsewhere = elsewhere
-        self._begun, self._say_s = time.monotonic(), say_s
+        self._reminder = Reminder(say_s)
         self.timeout_s = timeout_s
 
     def said(self, suffix: str = "", *, patience: int = 1) -> Any:
@@ -512,17 +513,16 @@ class LogEntry(Round):
     def _check(self) -> None:
         """Called while waiting. Long before the time is over it says who is elsewhere: that may be a mistake in the script."""
         self._check_others()
-        waited_s = time.monotonic() - self._begun
-        missing = self._elsewhere() if waited_s >= self._say_s else ()
+        missing = self._elsewhere() if self._reminder.is_due() else ()
         if missing:
-            self._say_s = math.inf
             logger.warning(
                 "%s: waiting for ranks %s, which are alive and somewhere else. All processes must call %s, not one of them "
-                "alone. Waiting for %.0f s more",
+                "alone%s. Waiting for %.0f s more",
                 self._call,
                 sorted(missing),
                 self._call,
-                self.timeout_s - waited_s,
+                self._reminder.said(),
+                self.timeout_s - self._reminder.waited_s,
             )
 
     def conclude(self, result: Any) -> Any:
