@@ -278,6 +278,23 @@ ELSEWHERE = {
         ],
         "test_lightning_contract.py",
     ),
+    **dict.fromkeys(
+        [
+            "_logger_connector",
+            "_first_loop_iter",
+            "_results",
+            "_forward_cache",
+            "_sync",
+            "_should",
+            "_update_count",
+            "_computed",
+            "_defaults",
+            "_Metadata",
+            "_Sync",
+            "_ResultMetric",
+        ],
+        "test_lightning_contract.py",
+    ),
     **dict.fromkeys(["_log_artifacts", "_log_checkpoints", "_log_model"], "test_transformers_callbacks.py"),
 }
 """Names that can only be checked on an object -> the test that checks them."""
