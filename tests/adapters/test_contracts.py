@@ -167,7 +167,7 @@ TRANSFORMERS = [
          "whether it is sharded when it is loaded", optional=True),
     Part(Trainer, "_get_output_dir", "transformers/mixin.py", "where the checkpoints go", ("self", "trial")),
     Part(Trainer, "_push_from_checkpoint", "transformers/mixin.py", "pushes one", ("self", "checkpoint_folder")),
-    Part(Trainer, "store_flos", "transformers/mixin.py", "is called before a save", SELF),
+    Part(Trainer, "store_flos", "transformers/saver.py", "is called before a save", SELF),
     Part(Trainer, "save_model", "transformers/saver.py", "writes the model", ("self", "output_dir", "_internal_call")),
     Part(Trainer, "_save_optimizer_and_scheduler", "transformers/saver.py", "writes them", ("self", "output_dir")),
     Part(Trainer, "_save_scaler", "transformers/saver.py", "writes it", ("self", "output_dir")),

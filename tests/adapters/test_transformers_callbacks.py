@@ -16,9 +16,10 @@ from transformers.integrations import integration_utils
 from transformers_runs import CONFIG, SafeTrainer, names, trainer
 
 from kit.ranks import spawn_ranks, values
+from safe_ckpt import CheckpointConfig, Timeouts
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.errors import RendezvousTimeout, SafeCheckpointError
 from safe_ckpt.transformers import SafeCheckpointMixin
 from safe_ckpt.transformers.lookers import JUDGED, looks
 
@@ -257,6 +258,40 @@ def test_a_callback_on_one_rank_is_waited_for_by_all(tmp_path):
     found = values(spawn_ranks(_one_rank_looks, 2, tmp_path, init=False, timeout_s=90))
     assert [one[0] for one in found] == [[], [True]]
     assert [one[1] for one in found] == [4, 4]
+
+
+class Preempted(TrainerCallback):
+    """Transformers' own callback, of one process of several, is told to save."""
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 3:
+            self.manager.is_checkpoint_requested = True
+
+
+def _one_rank_is_preempted(rank, folder):
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    callback = Preempted()
+    limits = Timeouts(barrier_s=4, peer_stall_s=20)
+    kind = type("Limited", (SafeTrainer,), {"checkpoint_config": CheckpointConfig(timeouts=limits, lease_s=1)})
+    made = trainer(folder, kind, ddp_backend="gloo", enable_jit_checkpoint=True)
+    if rank == 0:
+        asked = made.callback_handler.callbacks
+        callback.manager = next(one.jit_manager for one in asked if getattr(one, "jit_manager", None) is not None)
+        asked.append(callback)
+    with pytest.raises(RendezvousTimeout if rank == 0 else Exception) as raised:
+        made.train()
+    return str(raised.value)
+
+
+@pytest.mark.timeout(120)
+def test_a_process_that_is_preempted_alone_waits_no_longer_than_it_may(tmp_path):
+    """``enable_jit_checkpoint`` asks each process alone. One that saves at a step of its own names the others, and ends."""
+    pytest.importorskip("transformers.trainer_jit_checkpoint")
+    found = values(spawn_ranks(_one_rank_is_preempted, 2, tmp_path, init=False, timeout_s=90))
+    assert "_save_checkpoint" in found[0]
+    assert "missing ranks: [1]. They are alive and somewhere else" in found[0]
+    assert is_whole(tmp_path / "checkpoint-2")
 
 
 def test_every_trainer_can_be_made_safe_by_assigning_the_class(tmp_path, monkeypatch):

@@ -204,15 +204,14 @@ class SafeCheckpointMixin(_Base):
             logger.warning(message, type(self).__name__)
 
     def _save_safely(self, saver: TrainerSaver, trial: Any) -> None:
-        if self.hp_search_backend is None and trial is None:
-            self.store_flos()
         run = Path(os.path.normpath(os.path.join(self._begun_in, self._get_output_dir(trial=trial))))
         best = self.state.best_global_step
         if best and self.args.save_strategy in ("steps", "epoch", "best"):
             folder = run / f"{PREFIX_CHECKPOINT_DIR}-{best}"
             if best == self.state.global_step or folder.exists():
                 self.state.best_model_checkpoint = str(folder)
-        path = saver.save_trainer(self, run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        counts = self.hp_search_backend is None and trial is None
+        path = saver.save_trainer(self, run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", counts=counts)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(path))
 

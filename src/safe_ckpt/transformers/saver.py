@@ -79,10 +79,15 @@ class TrainerSaver(Saver):
                 path,
             )
 
-    def save_trainer(self, trainer: Any, path: Path) -> Path:
+    def save_trainer(self, trainer: Any, path: Path, *, counts: bool = False) -> Path:
         """Take a snapshot of what the Trainer would write and have it written. Returns where it will be.
 
         Where somebody on any process looks at it next, it is there when this returns.
+
+        Args:
+            trainer: whose.
+            path: where it goes.
+            counts: whether the operations so far are summed up. That is a collective, so the processes meet first.
 
         Raises:
             SafeCheckpointError: it could not be started or committed, or an earlier one failed; the same on every process.
@@ -94,6 +99,8 @@ class TrainerSaver(Saver):
                 local=lambda: os.path.lexists(path) or anyone_looks(trainer),  # who made it there may go on with it
                 decide=lambda answers: any(answers.values()),
             )
+            if counts:
+                trainer.store_flos()
             with self.folder_for_others(home, path) as folder:
                 self._save(trainer, path, home, folder)
         if awaited:

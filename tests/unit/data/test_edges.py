@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from safe_ckpt.data import resumable
+from safe_ckpt.data.position import Position
 
 FORKED = {"num_workers": 1, "multiprocessing_context": "fork"}
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
@@ -271,3 +272,9 @@ def test_a_copy_knows_the_place(copied):
     next(batches)
     next(batches)
     assert copied(loader).state_dict() == loader.state_dict()
+
+
+def test_a_place_with_one_state_before_its_batches_is_read():
+    """As earlier versions saved it: the generators before the first of the batches that are made again."""
+    place = Position.from_json({"version": 2, "begun": True, "again": 2, "before": {"torch": "state"}})
+    assert place.before == [{"torch": "state"}]
