@@ -270,7 +270,6 @@ class Preempted(TrainerCallback):
 
 def _one_rank_is_preempted(rank, folder):
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
-    torch.set_num_threads(1)
     callback = Preempted()
     limits = Timeouts(barrier_s=4, peer_stall_s=20)
     kind = type("Limited", (SafeTrainer,), {"checkpoint_config": CheckpointConfig(timeouts=limits, lease_s=1)})
