@@ -354,13 +354,18 @@ def refuse_local_parts(states: Mapping[str, Any]) -> None:
             _refuse_local_part(".".join(map(str, path)), leaf, parameters.get(name))
 
 
-def placed(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Everything in nested mappings and lists that is none of these, and where it lies."""
-    if isinstance(state, Mapping | list):
-        for key, inner in state.items() if isinstance(state, Mapping) else enumerate(state):
-            yield from placed(inner, (*path, key))
-    else:
-        yield path, state
+def placed(state: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Everything in nested mappings and lists that is none of these, and where it lies. Each of them is walked once."""
+    seen: set[int] = set()
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), state)]
+    while waiting:
+        path, inner = waiting.pop()
+        if type(inner) in _LEAVES or not isinstance(inner, Mapping | list):
+            yield path, inner
+        elif id(inner) not in seen:
+            seen.add(id(inner))
+            pairs = inner.items() if isinstance(inner, Mapping) else enumerate(inner)
+            waiting.extend([((*path, key), below) for key, below in pairs][::-1])
 
 
 def stepped(path: Sequence[Any]) -> Iterator[tuple[int, str, str]]:

@@ -212,12 +212,14 @@ class Planner:
     def _refuse_local_parts(self, items: Sequence[SavedItem], modules: Mapping[str, torch.nn.Module]) -> None:
         """An optimizer's state dict whose tensors are all plain is no sharded item: rank 0's would be taken for all."""
         data = {item.name: item.value for item in items if type(item) is SavedItem and not item.per_rank}
-        if any(
-            isinstance(leaf, torch.Tensor) for name in data.keys() - self._known for leaf in dtensor.leaves(data[name])
-        ):
-            dtensor.refuse_local_parts(
-                {**data, "": {name: dict(one.named_parameters()) for name, one in modules.items()}}
-            )
+        parameters = {name: dict(one.named_parameters()) for name, one in modules.items()}
+        fresh, sharded = False, dtensor.any_sharded(dtensor.leaves(parameters))
+        for name, value in data.items():
+            with unchanging(name):
+                fresh |= name not in self._known and any(isinstance(one, torch.Tensor) for one in dtensor.leaves(value))
+                sharded |= dtensor.any_sharded(dtensor.leaves(value))
+        if fresh and sharded:
+            dtensor.refuse_local_parts({**data, "": parameters})
 
     def _overlap_plan(self, items: Sequence[SavedItem], views: Mapping[str, Fingerprint]) -> OverlapPlan | None:
         modules = {item.name: item.module for item in items if item.module is not None}
