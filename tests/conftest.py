@@ -12,6 +12,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 # As a user's process has it: torch copies with several threads. Those that wait do not spin, the machine is small.
 # Simulated histories and the jobs of fault tests set one thread themselves.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# numpy's own would start at its import: from a process with threads no warm one can be forked (kit/warm.py).
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Every test module imports them, and so would every rank.
 os.environ.setdefault("RANKS_PRELOAD", "pytest,hypothesis")

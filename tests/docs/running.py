@@ -27,6 +27,7 @@ def as_a_reader(home: Path) -> dict[str, str]:
         "LC_ALL": "C.UTF-8",
         "RES_OPTIONS": "timeout:1",
         "OMP_NUM_THREADS": "2",
+        "OPENBLAS_NUM_THREADS": "1",
         # What DeepSpeed compiles on its first start takes a minute: it is kept where the other tests keep it.
         "TORCH_EXTENSIONS_DIR": own.get("TORCH_EXTENSIONS_DIR", str(_VENV.parent / "torch_extensions")),
     }

@@ -217,7 +217,12 @@ class Host:
     @property
     def environment(self):
         """What programs on it find in their environment, besides what is in this process's own."""
-        return {"GLOO_SOCKET_IFNAME": INTERFACE, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "2"}
+        return {
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "RES_OPTIONS": "timeout:1 attempts:1",
+            "OMP_NUM_THREADS": "2",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
 
     def see(self, path):
         """The path under which this process finds what the host has at ``path``."""

@@ -16,6 +16,7 @@ with Checkpointer(sys.argv[1]) as ckpt:
     ckpt.resume({"optimizer": optimizer})
 before = optimizer.state[weight]["exp_avg"].clone()
 if (child := os.fork()) == 0:
+    torch.set_num_threads(1)  # as a DataLoader's worker does: OpenMP's threads do not survive a fork
     optimizer.state[weight]["exp_avg"].fill_(123)
     os._exit(0)
 os.waitpid(child, 0)

@@ -59,7 +59,7 @@ def test_made_directories_include_their_parents(tmp_path):
 def synced(monkeypatch):
     """The folders whose entries were synced, in order."""
     real, found = durable.sync_directory, []
-    monkeypatch.setattr(durable, "sync_directory", lambda folder: real(folder) or found.append(folder))
+    monkeypatch.setattr(durable, "sync_directory", lambda folder: (real(folder), found.append(folder))[0])
     return found
 
 
