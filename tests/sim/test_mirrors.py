@@ -11,9 +11,6 @@ pytestmark = pytest.mark.slow
 SEEDS_OF_PLANTED = {
     "an empty directory is a new run": 61,
     "retention does not wait for the mirror": 97,
-    "the end does not wait for uploads": 13,
-    "what was uploaded is not compared": 1597,
-    "two looks at what was fetched are believed": 74953,
 }
 """A seed that finds a planted bug; ``python -m sim --planted`` prints the first ones. Other plans have other seeds.
 
