@@ -61,6 +61,7 @@ _KNOWN = frozenset({
     "pyarrow.lib.struct", "pyarrow.lib.type_for_alias",
     "re._compile", "signal.Signals", "statistics.NormalDist",
     "torch._tensor._rebuild_from_type_v2", "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",  # an enum: DCP may not be imported yet
     "urllib.parse.ParseResult", "urllib.parse.SplitResult", "zoneinfo.ZoneInfo._unpickle",
 })  # fmt: skip
 _BUILTINS = frozenset({
