@@ -16,6 +16,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import tarfile
 import types
 import typing
