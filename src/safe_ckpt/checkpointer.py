@@ -353,7 +353,7 @@ class Checkpointer:
         return chosen.info
 
     def _names(self) -> list[str]:
-        return [one.path.name for one in catalog.newest_first(self._workspace.look())]
+        return [one.told.name for one in catalog.newest_first(self._workspace.look())]
 
     def _others(self) -> list[str]:
         return of_frameworks(in_files(self.directory)) if self._workspace.is_mounted else []

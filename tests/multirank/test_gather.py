@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -58,7 +58,9 @@ def test_any_shape_type_mesh_and_placement_comes_back_whole(world, sizes):
     """60 random states of tensors over 1-D and 2-D meshes, uneven and empty parts included, with tiny and large buffers."""
     cases = []
 
-    @settings(max_examples=60, database=None, derandomize=True)
+    @settings(
+        max_examples=60, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )  # on a busy machine
     @given(
         st.lists(
             st.tuples(

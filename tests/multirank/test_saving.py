@@ -19,6 +19,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngSta
 from safe_ckpt.core.resuming import candidate
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.errors import (
+    CheckpointNotFoundError,
     CommitOutcomeUnknown,
     DesyncError,
     DirectoryInUseError,
@@ -331,7 +332,7 @@ def _rewind(rank, path):
         assert state == {"x": 500}
         ckpt.save(600, {"x": 600}).result(timeout_s=20)
     with Checkpointer(path, CONFIG) as ckpt:
-        with pytest.raises(NoValidCheckpointError, match="step 7"):
+        with pytest.raises(CheckpointNotFoundError, match="step-00000007"):
             ckpt.resume(state, step=7)
         return ckpt.resume(state).step
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from kit.fault_proxy import FaultProxy
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, StorageConfig, Timeouts
-from safe_ckpt.errors import NoValidCheckpointError, SafeCheckpointError
+from safe_ckpt.errors import CheckpointNotFoundError, SafeCheckpointError
 
 QUICK = Timeouts(lengthy_s=30, barrier_s=20, writer_stall_s=10, fsync_stall_s=20, peer_stall_s=5, shutdown_s=10)
 CONFIG = CheckpointConfig(
@@ -137,5 +137,5 @@ def _goes_on(rank, world, url):
     with Checkpointer(url, CONFIG) as ckpt:
         assert ckpt.resume(state).step == 1
         check(state, 1, rank)
-        with pytest.raises(NoValidCheckpointError):
+        with pytest.raises(CheckpointNotFoundError):
             ckpt.resume(state, step=2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_runs import CONFIG, build, same, train, train_and_save, whole
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -89,7 +89,9 @@ def test_four_ranks_save_and_die_and_any_number_goes_on(tmp_path):
     """30 states of random shapes, types, meshes and placements, SIGKILL, then 1, 2 and 3 ranks: equal bit for bit."""
     cases = []
 
-    @settings(max_examples=30, database=None, derandomize=True)
+    @settings(
+        max_examples=30, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )  # on a busy machine
     @given(TENSORS)
     def collect(tensors):
         cases.append(tensors)

@@ -135,7 +135,7 @@ class Visit:
         with naming(rank=0, phase="looking for checkpoints", path=str(self.place)):
             found, alone = (self.look or self._look)()
         others = of_frameworks(in_files(self.place)) if self._home.is_mounted and not (found or self.look) else []
-        there = [c.path.name for c in newest_first(found)]
+        there = [c.told.name for c in newest_first(found)]
         found = [c for c in found if self.step is None or is_of_step(c, self.step)]
         standing = standing_of(found, named=alone or self.step is not None)
         why = {self._name(c): standing.by_name_only[c.path] for c in found if c.path in standing.by_name_only}
