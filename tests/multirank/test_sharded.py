@@ -78,10 +78,11 @@ def _resume_random(rank, folder, cases, world, sizes):
             state = {"w": {**spread(tensors, world, sizes, empty=True, shift=step + world), "n": -1}}
             ckpt.resume(state, step=step)
             assert state["w"]["n"] == step
-            for number, (shape, dtype, *_) in enumerate(tensors):
-                found = state["w"][f"t{number}"]
-                found = found.full_tensor() if isinstance(found, DTensor) else found
-                assert torch.equal(raw(found), raw(some(shape, DTYPES[dtype], number))), (step, number, tensors)
+            for name, wanted in spread(tensors, world, sizes, shift=step + world).items():
+                found, wanted = (
+                    tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (state["w"][name], wanted)
+                )
+                assert torch.equal(raw(found), raw(wanted)), (step, name, tensors)
 
 
 @spreads_empty_shards
@@ -89,9 +90,7 @@ def test_four_ranks_save_and_die_and_any_number_goes_on(tmp_path):
     """30 states of random shapes, types, meshes and placements, SIGKILL, then 1, 2 and 3 ranks: equal bit for bit."""
     cases = []
 
-    @settings(
-        max_examples=30, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-    )  # on a busy machine
+    @settings(max_examples=30, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     @given(TENSORS)
     def collect(tensors):
         cases.append(tensors)

@@ -212,14 +212,15 @@ class Planner:
     def _refuse_local_parts(self, items: Sequence[SavedItem], modules: Mapping[str, torch.nn.Module]) -> None:
         """An optimizer's state dict whose tensors are all plain is no sharded item: rank 0's would be taken for all."""
         data = {item.name: item.value for item in items if type(item) is SavedItem and not item.per_rank}
-        parameters = {name: dict(one.named_parameters()) for name, one in modules.items()}
-        fresh, sharded = False, dtensor.any_sharded(dtensor.leaves(parameters))
+        fresh, sharded = False, False
         for name, value in data.items():
             with unchanging(name):
                 fresh |= name not in self._known and any(isinstance(one, torch.Tensor) for one in dtensor.leaves(value))
                 sharded |= dtensor.any_sharded(dtensor.leaves(value))
-        if fresh and sharded:
-            dtensor.refuse_local_parts({**data, "": parameters})
+        if fresh:  # a module that is as it was is not walked
+            parameters = {name: dict(one.named_parameters()) for name, one in modules.items()}
+            if sharded or dtensor.any_sharded(dtensor.leaves(parameters)):
+                dtensor.refuse_local_parts({**data, "": parameters})
 
     def _overlap_plan(self, items: Sequence[SavedItem], views: Mapping[str, Fingerprint]) -> OverlapPlan | None:
         modules = {item.name: item.module for item in items if item.module is not None}
