@@ -1,10 +1,12 @@
 """``safe_ckpt.publishing``: what several real ranks write into a folder appears as a whole, or not at all."""
 
 import os
+import resource
 import subprocess
 import sys
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -12,8 +14,9 @@ import xxhash
 
 import safe_ckpt
 from kit import limits
+from kit.patience import wait_until
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import CheckpointConfig, Retention, Timeouts
+from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import DesyncError, PeerLostError, RendezvousTimeout, SafeCheckpointError, StateError
 
@@ -197,3 +200,39 @@ def test_a_folder_published_before_its_saver_is_done_is_refused(tmp_path):
         assert all("wait in the block" in text for text in said)
         assert newest == 3
     assert sorted(os.listdir(tmp_path / "run")) == [".safe_ckpt", "step-00000003"]
+
+
+def _fails_and_nobody_asks(rank, path):
+    one = safe_ckpt.publishing(path, 1, config=QUICK, asynchronous=True)
+    limits_before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with one as folder:
+        (folder / f"{rank}").write_bytes(b"x" * 100)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits_before[1]))  # the manifest is longer
+    wait_until(one.done, 60)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits_before)
+    with pytest.raises(SafeCheckpointError) as caught, safe_ckpt.publishing(path, 2, config=QUICK):
+        pass
+    with safe_ckpt.publishing(path, 3, config=QUICK) as folder:
+        (folder / f"{rank}").write_bytes(b"x")
+    return str(caught.value), safe_ckpt.newest(path).step
+
+
+def test_the_next_publication_raises_the_error_that_nobody_asked_for(tmp_path):
+    """On every rank: else the program believes that it has the first one."""
+    for said, newest in values(spawn_ranks(_fails_and_nobody_asks, 2, tmp_path / "run")):
+        assert "step-00000001" in said
+        assert "File too large" in said
+        assert newest == 3
+    assert sorted(os.listdir(tmp_path / "run")) == [".safe_ckpt", "step-00000003"]
+
+
+def test_a_publication_is_the_newest_whatever_the_clock(tmp_path, monkeypatch):
+    """A Checkpointer on a host whose clock is an hour ahead has saved in the directory: what is published now comes later."""
+    clock = time.time
+    with monkeypatch.context() as ahead, Checkpointer(tmp_path / "run") as ckpt:
+        ahead.setattr(time, "time", lambda: clock() + 3600)
+        ckpt.save(7, {"x": {"n": 1}}).result(60)
+    with safe_ckpt.publishing(tmp_path / "run", 8) as folder:
+        (folder / "w").write_bytes(b"abc")
+    then, now = (read_manifest(tmp_path / f"run/step-0000000{step}").sequence for step in (7, 8))
+    assert now > then
