@@ -63,6 +63,10 @@ TENSORS = st.lists(
 )
 
 
+def part(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _save_random(rank, folder, cases):
     with Checkpointer(folder, CONFIG) as ckpt:
         for step, tensors in enumerate(cases):
@@ -78,10 +82,8 @@ def _resume_random(rank, folder, cases, world, sizes):
             state = {"w": {**spread(tensors, world, sizes, empty=True, shift=step + world), "n": -1}}
             ckpt.resume(state, step=step)
             assert state["w"]["n"] == step
-            for name, wanted in spread(tensors, world, sizes, shift=step + world).items():
-                found, wanted = (
-                    tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (state["w"][name], wanted)
-                )
+            for name, expected in spread(tensors, world, sizes, shift=step + world).items():
+                found, wanted = map(part, (state["w"][name], expected))
                 assert torch.equal(raw(found), raw(wanted)), (step, name, tensors)
 
 
