@@ -65,7 +65,7 @@ faults: .venv/ready  ## the whole fault matrix, printed with counts: more than a
 	$(BIN)/python -m pytest --all -q -n 3 --dist worksteal tests/faults
 	$(MAKE) --no-print-directory simulate
 
-# A hundred thousand take about three hours of one core. HISTORIES and FIRST choose others; a violation prints its seed.
+# A hundred thousand take about six hours of one core. HISTORIES and FIRST choose others; a violation prints its seed.
 HISTORIES ?= 100000
 FIRST ?= 0
 simulate: .venv/ready  ## histories of the real modules on simulated hosts, and how often each fault met each phase
