@@ -17,8 +17,12 @@ SEEDS_OF_PLANTED = {
     "the head is replaced whatever it is": 22,
     "a manifest is put whatever is there": 40,
     "one list is believed": 670,
+    "one read of a manifest is believed": 250,
 }
-"""A seed that finds each planted bug; ``python -m sim --planted`` prints the first ones. Other plans have other seeds."""
+"""A seed that finds a planted bug; ``python -m sim --planted`` prints the first ones. Other plans have other seeds.
+
+Two had one until a start asked the store more, and were not found again: another owner's tombstone, and a rank that gives up.
+"""
 SAMPLE = list(SEEDS_OF_PLANTED)[: None if THOROUGH else 3]
 
 
