@@ -57,6 +57,7 @@ ITERATOR = types.SimpleNamespace(
 )
 """What an iterator with workers sets in itself."""
 STAGING = torch.distributed.checkpoint.staging.StagingOptions(False, False, False, False)
+UNPICKLER = torch.serialization._weights_only_unpickler
 
 TORCH = [
     Part(NamedTuple("Pair", [("one", int)]), "_make", "core/sharding/gather.py", "a named tuple takes its fields one by one"),
@@ -67,6 +68,8 @@ TORCH = [
     Part(torch.serialization, "_load", "core/formats/torch_reading.py", "reads an archive without a copy",
          ("zip_file", "map_location", "pickle_module", "pickle_file", "overall_storage")),
     Part(torch.serialization, "_weights_only_unpickler", "core/formats/torch_reading.py", "runs no code of a pickle"),
+    Part(UNPICKLER, "_get_allowed_globals", "core/formats/torch_archive.py", "the functions that a pickle may name"),
+    Part(UNPICKLER, "_get_user_allowed_globals", "core/formats/torch_archive.py", "those that the program admits besides"),
     Part(torch.serialization, "_get_layout", "core/sharding/dcp_read.py", "stands in a .metadata file", ("name",)),
     Part(torch, "_storage_classes", "core/formats/torch_archive.py", "the classes that weights_only admits"),
     Part(torch, "_utils", "core/formats/torch_archive.py", "the module of the functions that rebuild a tensor"),

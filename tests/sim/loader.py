@@ -25,7 +25,18 @@ from sim.shims import children, clocks, machine, network, posix_calls, streams, 
 from sim.world import hub
 
 SOURCES = Path(__file__).parents[2] / "src"
-_EXECUTED = ("os", "posixpath", "genericpath", "pathlib", "shutil", "concurrent", "tempfile", "zipfile", "safe_ckpt")
+_EXECUTED = (
+    "os",
+    "posixpath",
+    "genericpath",
+    "glob",
+    "pathlib",
+    "shutil",
+    "concurrent",
+    "tempfile",
+    "zipfile",
+    "safe_ckpt",
+)
 _STATEFUL = (dict, list, set, deque, weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _KEPT = ("versions",)
 """What is remembered of the installation, which no process changes; looking it up takes milliseconds."""

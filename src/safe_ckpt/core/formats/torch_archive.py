@@ -46,6 +46,7 @@ _ALLOWED = {
 }
 _CLASSES = {*_ALLOWED, *_TENSOR_TYPES, *torch._storage_classes}
 _SHARE_BYTES = (torch.quint4x2, torch.quint2x4)
+_unpickler: Any = torch.serialization._weights_only_unpickler  # type: ignore[attr-defined]
 _FUNCTION_HOMES = ("torch._utils", "torch._tensor", "torch.serialization", "_codecs")
 
 
@@ -236,9 +237,12 @@ def _admit(obj: Any, kind: type) -> None:
         return
     if kind in _ALLOWED or kind is _Empty or (isinstance(obj, type) and obj in _CLASSES):
         return
-    if isinstance(obj, FunctionType | BuiltinFunctionType) and obj.__module__ in _FUNCTION_HOMES:
-        return  # the functions that rebuild tensors and bytes
     hint = ""
+    if isinstance(obj, FunctionType | BuiltinFunctionType) and obj.__module__ in _FUNCTION_HOMES:
+        name = f"{obj.__module__}.{obj.__qualname__}"  # rebuilds tensors of a kind, or bytes
+        if name in _unpickler._get_allowed_globals() or name in _unpickler._get_user_allowed_globals():
+            return
+        raise _Refused(f"a tensor of a kind that needs {name}: this release's torch.load(weights_only=True) refuses it")
     if kind.__module__.split(".")[0] == "numpy":
         hint = ": convert it, an array with torch.from_numpy(), a number with .item()"
     raise _Refused(f"a {kind.__module__}.{kind.__qualname__}; torch.load(weights_only=True) refuses it{hint}")
