@@ -148,9 +148,7 @@ def _load(
         verdict = reader.try_one(folder, ours=info.verified)[1]
     finally:
         reader.close()
-    if (
-        verdict is None and not state
-    ):  # only now: get_optimizer_state_dict takes a step, which no fresh run must begin with
+    if verdict is None and not state:  # only now: get_optimizer_state_dict takes a step, not to be taken by a fresh run
         in_order = dict(sorted(state_dict.items()))  # on every rank alike: a state_dict() may be a collective
         ranks.agree("state", local=lambda: state.update(states_of(in_order)), phase="asking for the state")
     if verdict is None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
-from safe_ckpt.core.formats import zip_archive
+from safe_ckpt.core.formats import dtypes, zip_archive
 from safe_ckpt.core.formats.file_plan import FilePlan, is_unresolved
 from safe_ckpt.core.formats.refusals import changed_meanwhile, refuse_short, unchanging
 from safe_ckpt.core.formats.zip_archive import Record
@@ -32,18 +32,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_INT_BITS = 255 * 8 - 1  # the weights_only unpickler knows integers of up to 255 bytes
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
-_ALLOWED = {
-    OrderedDict,
-    Counter,
-    torch.Size,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.qscheme,
-    complex,
-    bytearray,
-    set,
-}
+_FACTS = {torch.Size, torch.dtype, torch.device, torch.layout, torch.qscheme}
+_ALLOWED = {*_FACTS, OrderedDict, Counter, complex, bytearray, set}
 _CLASSES = {*_ALLOWED, *_TENSOR_TYPES, *torch._storage_classes}
 _SHARE_BYTES = (torch.quint4x2, torch.quint2x4)
 _FUNCTION_HOMES = ("torch._utils", "torch._tensor", "torch.serialization", "_codecs")
@@ -51,21 +41,7 @@ _FUNCTION_HOMES = ("torch._utils", "torch._tensor", "torch.serialization", "_cod
 
 # The types of storage that the format knows by name; other dtypes go as bytes with a dtype beside them.
 STORAGES: Mapping[torch.dtype, Any] = {
-    getattr(torch, dtype): getattr(torch, f"{name}Storage")
-    for dtype, name in {
-        "float64": "Double",
-        "float32": "Float",
-        "float16": "Half",
-        "bfloat16": "BFloat16",
-        "int64": "Long",
-        "int32": "Int",
-        "int16": "Short",
-        "int8": "Char",
-        "uint8": "Byte",
-        "bool": "Bool",
-        "complex128": "ComplexDouble",
-        "complex64": "ComplexFloat",
-    }.items()
+    getattr(torch, dtype): getattr(torch, name) for name, dtype in dtypes.STORAGES.items() if name != "UntypedStorage"
 }
 _NEVER_STORAGES = frozenset({str, float, bool, type(None), tuple, list, dict, OrderedDict, torch.Tensor})
 _SMALL_INT = 1 << 62

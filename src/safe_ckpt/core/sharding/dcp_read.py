@@ -10,7 +10,6 @@ everything else: it unpickles each entry to memory of its own first.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import ctypes
 import dataclasses
@@ -151,22 +150,7 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def refuse_code(folder: Path, within: str = "", metadata: Metadata | None = None) -> None:
-    """Read what is no tensor, before anything is restored. Raises as ``read_metadata`` does.
-
-    Args:
-        folder: with ``.metadata``.
-        within: see ``fit_module``.
-        metadata: see ``fit_module``.
-    """
-    with (
-        torch_reading.refusing(folder, DCP_METADATA),
-        contextlib.suppress(RestoreError),
-    ):  # that comes once it is restored
-        _Stored(folder, within, metadata)
-
-
-class _Stored:
+class Stored:
     """A sharded item of a checkpoint, verified.
 
     Attributes:
@@ -268,27 +252,19 @@ _NOTHING = object()
 
 
 def fit_value(
-    folder: Path,
-    own: Any,
-    check: Callable[[dict[str, Any]], None],
-    take: Callable[[dict[str, Any]], Any],
-    within: str = "",
-    metadata: Metadata | None = None,
+    stored: Stored, own: Any, check: Callable[[dict[str, Any]], None], take: Callable[[dict[str, Any]], Any]
 ) -> Fitted:
     """Compare a sharded item with a nested state. What is no DTensor comes back as it was saved, whatever the state has there.
 
     Args:
-        folder: of the item, verified.
+        stored: the item.
         own: the nested state; what of its tensors has the shape and type of the saved one is read into, in place.
         check: gets the saved state with tensors that have no data. It may raise.
         take: gets the saved state, to apply it.
-        within: the key of the saved state that has the item's; "" where that is the whole.
-        metadata: what ``.metadata`` says, where it was read before.
 
     Raises:
         RestoreError: a DTensor has another shape or type, or the checkpoint has nothing for it.
     """
-    stored = _Stored(folder, within, metadata)
     rooms: dict[str, Any] = {}
     besides = []
     for name, path in stored.paths.items():
@@ -384,19 +360,17 @@ def optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     return {"state": state, "param_groups": groups, _NAMES: {key: stepped}}
 
 
-def fit_module(folder: Path, module: torch.nn.Module, within: str = "", metadata: Metadata | None = None) -> Fitted:
+def fit_module(stored: Stored, module: torch.nn.Module) -> Fitted:
     """Compare a sharded item with a module, sharded or not.
 
     Args:
-        folder: of the item, verified.
+        stored: the item.
         module: that gets it.
-        within: the key of the saved state that has the module's; "" where that is the whole.
-        metadata: what ``.metadata`` says, where it was read before.
 
     Raises:
         RestoreError: the checkpoint has nothing for a name, or a tensor of another shape or type.
     """
-    stored, own = _Stored(folder, within, metadata), module.state_dict()
+    own = module.state_dict()
     saved = {path[0] for path in stored.paths.values()}
     names = matched(own, saved, module)
     today = {then: now for now, then in names.items()}
@@ -421,29 +395,21 @@ def fit_module(folder: Path, module: torch.nn.Module, within: str = "", metadata
     return Fitted(apply=apply, besides=besides, refusal="the module has no place for")
 
 
-def fit_optimizer(
-    folder: Path,
-    module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    within: str = "",
-    metadata: Metadata | None = None,
-) -> Fitted:
+def fit_optimizer(stored: Stored, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Fitted:
     """Compare a sharded item with an optimizer, of sharded parameters or not. It gets state for what had some.
 
     Parameters may be in other groups than they were, as with one group for each mesh, where all that come to one group had
     the same settings.
 
     Args:
-        folder: of the item, verified.
+        stored: the item.
         module: whose parameters it steps.
         optimizer: that gets it.
-        within: the key of the saved state that has the optimizer's; "" where that is the whole.
-        metadata: what ``.metadata`` says, where it was read before.
 
     Raises:
         RestoreError: the checkpoint is of other parameters, or of groups with other settings.
     """
-    stored, names = _Stored(folder, within, metadata), _names(module)
+    names = _names(module)
     owned = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     order = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     objects = stored.nested(stored.objects)

@@ -347,20 +347,26 @@ def refuse_local_parts(states: Mapping[str, Any]) -> None:
     Raises:
         StateError: naming the tensor.
     """
-    found = list(placed(states))
+    found = list(placed(states)) if dtensor_class() else []
     parameters = {str(path[-1]): leaf for path, leaf in found if is_dtensor(leaf)}
     for path, leaf in found if parameters else ():
         for _, _, name in stepped(path):
             _refuse_local_part(".".join(map(str, path)), leaf, parameters.get(name))
 
 
-def placed(state: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Everything in nested mappings and lists that is none of these, and where it lies. Each of them is walked once."""
+def placed(state: Any, *, tuples: bool = False) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Everything in nested mappings and lists that is none of these, or empty, and where it lies. Each is walked once.
+
+    Args:
+        state: whatever it is.
+        tuples: walk these, too.
+    """
+    kinds = (Mapping, list, tuple) if tuples else (Mapping, list)
     seen: set[int] = set()
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), state)]
     while waiting:
         path, inner = waiting.pop()
-        if type(inner) in _LEAVES or not isinstance(inner, Mapping | list):
+        if type(inner) in _LEAVES or not isinstance(inner, kinds) or not inner:
             yield path, inner
         elif id(inner) not in seen:
             seen.add(id(inner))

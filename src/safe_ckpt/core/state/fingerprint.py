@@ -137,14 +137,8 @@ def of(find: Callable[[_V], Fingerprint], value: _V) -> Fingerprint | None:
     """What one of the following functions finds; None where there is no fingerprint."""
     try:
         return find(value)
-    except (
-        _Unknown,
-        RuntimeError,
-        TypeError,
-        AttributeError,
-        ValueError,
-        pickle.PicklingError,
-    ):  # such as of a tensor that has no address
+    # RuntimeError and TypeError: such as of a tensor that has no address.
+    except (_Unknown, RuntimeError, TypeError, AttributeError, ValueError, pickle.PicklingError):
         return None
 
 

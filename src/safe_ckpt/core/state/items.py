@@ -14,20 +14,24 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, M
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from typing_extensions import Self
 
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME
 from safe_ckpt.core.formats.names import as_named, plain_name, plain_names
 from safe_ckpt.core.formats.refusals import refuse_meta, unchanging
+from safe_ckpt.core.formats.torch_reading import refusing
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state
 from safe_ckpt.core.state import fingerprint, loading
 from safe_ckpt.core.state.fingerprint import Fingerprint
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import RestoreError, StateError
+
+if TYPE_CHECKING:
+    from safe_ckpt.core.sharding.dcp_read import Stored
 
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}\Z")
 _SMALL_PARTS = 4 << 20
@@ -184,7 +188,7 @@ class SavedItem:
         from safe_ckpt.core.sharding import dcp_read  # DCP takes a while to import
 
         take = self._giving(lambda saved: restore_into(own, saved))
-        return dcp_read.fit_value(shards.folder, own, lambda saved: check_into(own, saved), take, *shards.said())
+        return dcp_read.fit_value(shards.stored, own, lambda saved: check_into(own, saved), take)
 
     def _giving(self, action: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A function that does the action and returns the object."""
@@ -235,7 +239,7 @@ class _Stateful(SavedItem):
         own = self.value.state_dict()
         loading.refuse_target(self.key, own)
         take = self._giving(lambda saved: self.value.load_state_dict(dcp_read.with_types_of(own, saved)))
-        return dcp_read.fit_value(shards.folder, own, lambda _: None, take, *shards.said())
+        return dcp_read.fit_value(shards.stored, own, lambda _: None, take)
 
 
 class _Module(_Stateful):
@@ -277,7 +281,7 @@ class _Module(_Stateful):
     def fit_shards(self, shards: Shards) -> Fitted:
         from safe_ckpt.core.sharding import dcp_read
 
-        return dcp_read.fit_module(shards.folder, self.module, *shards.said())
+        return dcp_read.fit_module(shards.stored, self.module)
 
 
 class _Optimizer(_Stateful):
@@ -327,7 +331,7 @@ class _Optimizer(_Stateful):
         from safe_ckpt.core.sharding import dcp_read
 
         owner = dcp_read.owner_of(self.optimizer, self.modules)
-        return dcp_read.fit_optimizer(shards.folder, owner, self.optimizer, *shards.said())
+        return dcp_read.fit_optimizer(shards.stored, owner, self.optimizer)
 
 
 _KINDS: Sequence[tuple[type, type[SavedItem]]] = (
@@ -662,15 +666,17 @@ class Shards:
     within: str
     metadata: Callable[[Path], Any]
 
-    def said(self) -> tuple[str, Any]:
-        """Of ``.metadata``: whose names are the item's, and what it says."""
-        return self.within, self.metadata(self.folder)
+    @functools.cached_property
+    def stored(self) -> Stored:
+        """What it has. What is no tensor was read."""
+        from safe_ckpt.core.sharding.dcp_read import Stored
+
+        return Stored(self.folder, self.within, self.metadata(self.folder))
 
     def refuse_code(self) -> Self:
         """Before anything is restored: raise ``HostileCheckpointError`` where it would run code. Returns itself."""
-        from safe_ckpt.core.sharding import dcp_read
-
-        dcp_read.refuse_code(self.folder, *self.said())
+        with refusing(self.folder, DCP_METADATA), contextlib.suppress(RestoreError):  # that comes once it is restored
+            _ = self.stored
         return self
 
 
