@@ -129,7 +129,7 @@ def _load(engine: Engine, path: Path, what: str, fit: Callable[[], Fitted]) -> N
 
     def compare() -> dict[str, Any]:
         fitted.append(fit())
-        return {"besides": list(fitted[0].besides), "refusal": fitted[0].refusal}
+        return fitted[0].said
 
     def decide(answers: Mapping[int, Mapping[str, Any]]) -> list[str]:
         return dtensor.without_place([answers[rank] for rank in sorted(answers)], path=str(path), key=what)

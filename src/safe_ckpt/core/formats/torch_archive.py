@@ -100,9 +100,8 @@ def pickle_state(obj: object, *, strict: bool, key: str) -> Pickled:
             message = cause.message if isinstance(cause, StateError) else str(cause)
             told = StateError(key=where, message=message or type(cause).__name__)
             raise changed_meanwhile(cause, where) or changed_meanwhile(error, key) or told from error
-    raise StateError(
-        key=key, message="empty bytes lie where they cannot be replaced: inside an object or as a dict key"
-    )
+    message = "empty bytes lie where they cannot be replaced: inside an object or as a dict key"
+    raise StateError(key=key, message=message)
 
 
 def saved_bytes(obj: object, *, strict: bool, key: str) -> bytes:
@@ -145,9 +144,8 @@ class _Pickler(pickle.Pickler):
         if kind is _Storage:
             return self._reference(obj.untyped, obj.dtype, STORAGES[obj.dtype], obj.elements)
         if kind is TypedStorage:
-            return self._reference(
-                obj._untyped_storage, obj.dtype, getattr(torch, obj._pickle_storage_type()), obj._size()
-            )
+            named = getattr(torch, obj._pickle_storage_type())
+            return self._reference(obj._untyped_storage, obj.dtype, named, obj._size())
         if kind is UntypedStorage:
             return self._reference(obj, torch.uint8, UntypedStorage, obj.nbytes())
         if self._strict:
@@ -202,9 +200,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _admit(obj: Any, kind: type) -> None:
     if isinstance(obj, torch.Tensor):
         if kind not in _TENSOR_TYPES:
-            raise _Refused(
-                f"a tensor subclass {kind.__qualname__}; save a plain tensor (for a DTensor: its full_tensor())"
-            )
+            raise _Refused(f"a tensor subclass {kind.__qualname__}; save a plain tensor (a DTensor's full_tensor())")
         if obj.is_meta:
             raise _Refused("a tensor on the meta device: it has no data. Materialise it first")
         if obj.dtype in _SHARE_BYTES:

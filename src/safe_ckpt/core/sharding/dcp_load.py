@@ -90,9 +90,8 @@ class Loading:
             self._planner.set_up_planner(state, metadata, is_coordinator)
             self.anew = {} if self._planner.allow_partial_load else self._leave_out(paths)
             self._reader.set_up_storage_reader(metadata, is_coordinator)
-            self._plan: LoadPlan = self._planner.finish_plan(
-                self._reader.prepare_local_plan(self._planner.create_local_plan())
-            )
+            plan = self._reader.prepare_local_plan(self._planner.create_local_plan())
+            self._plan: LoadPlan = self._planner.finish_plan(plan)
         except _MISFITS as error:
             raise RestoreError(path=str(folder), message=str(error)) from error
         self.besides = [

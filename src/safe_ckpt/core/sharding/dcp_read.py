@@ -65,10 +65,8 @@ class _Unpickler(pickle.Unpickler):  # unpickles: DCP's records alone
 
     def find_class(self, module: str, name: str) -> Any:
         module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
-        known = name in _RECORDS.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        )
-        if known:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _RECORDS.get(module, ()):
             return super().find_class(module, name)
         if module in _HOMES_OF_RECORDS and _is_record(found := super().find_class(module, name), module):
             return found
@@ -188,9 +186,7 @@ class Stored:
         Raises:
             OSError: the files could not be read.
         """
-        tensors = {
-            name: self.room(name) if room is None else room for name, room in rooms.items() if name in self.tensors
-        }
+        tensors = {n: self.room(n) if room is None else room for n, room in rooms.items() if n in self.tensors}
         return self.nested({**{n: self.objects[n] for n in rooms if n in self.objects}, **self._read(tensors)})
 
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,10 +271,8 @@ def fit_value(
         if dtensor.is_dtensor(like) and not fits:
             stored.refuse_other(name, like)
         rooms[name] = like if fits and dtensor.is_read_into(like) else None
-    paths = set(stored.paths.values())
-    if lost := [
-        ".".join(map(str, path)) for path, leaf in dtensor.placed(own) if dtensor.is_dtensor(leaf) and path not in paths
-    ]:
+    spread, paths = [path for path, leaf in dtensor.placed(own) if dtensor.is_dtensor(leaf)], set(stored.paths.values())
+    if lost := [".".join(map(str, path)) for path in spread if path not in paths]:
         stored.refuse(f"the checkpoint has nothing for {lost}")
     shapes = {n: torch.empty(tuple(t.size), dtype=t.properties.dtype, device="meta") for n, t in stored.tensors.items()}
     others = frozenset(besides)

@@ -213,11 +213,9 @@ class _Gather:
             return False
         barrier.enter(f"gather of {self._names[index]}")
         groups = process_groups.process_groups(dtensor.meshes_of([tensor]))
-        whole = gather_transport.watched(
-            lambda: dtensor.reduced(tensor), groups, look=barrier.look, timeout_s=timeout_s
-        )
+        full = gather_transport.watched(lambda: dtensor.reduced(tensor), groups, look=barrier.look, timeout_s=timeout_s)
         barrier.passed()
-        self._local = index, whole
+        self._local = index, full
         return True
 
     def _local_of(self, index: int) -> torch.Tensor:

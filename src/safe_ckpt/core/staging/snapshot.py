@@ -123,9 +123,8 @@ class CopyPlan:
                 continue
             else:
                 address = source.tensor.data_ptr()
-            pieces.extend(
-                (address + at, offset + at, min(PIECE_BYTES, size - at)) for at in range(0, size, PIECE_BYTES)
-            )
+            for at in range(0, size, PIECE_BYTES):
+                pieces.append((address + at, offset + at, min(PIECE_BYTES, size - at)))
         return pieces
 
 
@@ -205,11 +204,8 @@ class KnownCopies:
         numbers: tuple[list[int], list[int]] = [], []
         for number, is_later in enumerate(deferred):
             numbers[is_later].append(number)
-        now, later = plans
-        self._templates[key] = (
-            _Template.of(now, numbers[0], deferred=False),
-            _Template.of(later, numbers[1], deferred=True),
-        )
+        now, later = (_Template.of(plans[turn], numbers[turn], deferred=turn > 0) for turn in (0, 1))
+        self._templates[key] = now, later
 
     def forget_others(self) -> None:
         """Keep what the snapshot that was laid out just now has used."""
@@ -467,10 +463,10 @@ class StagingCopy:
         if self._rest_is_left:
             self.run_deferred()  # the one that should has not come to run yet
         with self._entering:
-            if self._is_closing() or not self._pieces or not self._helping.acquire(blocking=False):
+            if self._to_be_closed or not self._pieces or not self._helping.acquire(blocking=False):
                 return
         try:
-            while not self._stopped and not self._is_closing():
+            while not (self._stopped or self._to_be_closed):
                 try:
                     piece = self._pieces.pop()
                 except IndexError:
@@ -486,7 +482,7 @@ class StagingCopy:
         finally:
             with self._entering:
                 self._helping.release()
-                last = self._is_closing()
+                last = self._to_be_closed
             if last:
                 self._let_go()
 
@@ -495,9 +491,6 @@ class StagingCopy:
         with self._claiming:
             first, self._taken_over = not self._taken_over, True
         return first
-
-    def _is_closing(self) -> bool:
-        return self._to_be_closed
 
     def _close(self) -> None:
         """The caller copies no more. If another thread has a piece in its hands, it is over when that is done. Never waits."""

@@ -178,10 +178,8 @@ class SavedItem:
             RestoreError: it does not fit.
         """
         if not isinstance(self.value, dict):
-            message = (
-                f"it was saved in parts; give an object or a dict of tensors to read it into, not {self.value!r:.50}"
-            )
-            raise RestoreError(message=message)
+            message = "it was saved in parts; give an object or a dict of tensors to read it into"
+            raise RestoreError(message=f"{message}, not {self.value!r:.50}")
         return self._fit_parts(shards, self.value)
 
     def _fit_parts(self, shards: Shards, own: dict[str, Any]) -> Fitted:
@@ -467,12 +465,10 @@ def check_into(target: Any, loaded: Any, seen: set[tuple[int, int]] | None = Non
     """
     seen = set() if seen is None else seen
     if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        if loading.described(target) != loading.described(loaded):
-            # Replacing it in the dict would leave the parameter that it belongs to as it is.
-            raise ValueError(
-                f"it is {loading.described(target)}, the checkpoint has {loading.described(loaded)}; "
-                "give a tensor of that shape and type, or None to get it as it was saved"
-            )
+        own, then = loading.described(target), loading.described(loaded)
+        if own != then:  # replacing it in the dict would leave the parameter that it belongs to as it is
+            advice = "give a tensor of that shape and type, or None to get it as it was saved"
+            raise ValueError(f"it is {own}, the checkpoint has {then}; {advice}")
         dtensor.refuse_lost(target, loaded)
         if dtensor.is_partial(target):
             raise ValueError("it is a DTensor whose parts are still to be reduced: redistribute it first")
@@ -484,9 +480,7 @@ def check_into(target: Any, loaded: Any, seen: set[tuple[int, int]] | None = Non
         _check_each(enumerate(target), dict(enumerate(loaded)), seen)
     elif _has_tensors(target):
         kind = "a tensor" if isinstance(target, torch.Tensor) else f"{type(target).__name__} with tensors"
-        raise ValueError(
-            f"it is {kind}, the checkpoint has {type(loaded).__name__}; give None to get it as it was saved"
-        )
+        raise ValueError(f"it is {kind}, the checkpoint has {type(loaded).__name__}; None gets it as it was saved")
 
 
 def _check_each(owned: Iterable[tuple[Any, Any]], loaded: Mapping[Any, Any], seen: set[tuple[int, int]]) -> None:
@@ -594,11 +588,7 @@ class Restoring:
                 else:
                     fit = item.fit_shards(loaded) if isinstance(loaded, Shards) else item.fit(loaded)
                 self._fitted.append((item, fit))
-        return {
-            item.name: {"besides": list(fitted.besides), "refusal": fitted.refusal}
-            for item, fitted in self._fitted
-            if fitted.besides
-        }
+        return {item.name: fitted.said for item, fitted in self._fitted if fitted.besides}
 
     def agree(self, answers: Mapping[int, Mapping[str, Any]]) -> dict[str, list[str]]:
         """On rank 0: what no rank has a place for, by item.
@@ -632,9 +622,8 @@ class Restoring:
         try:
             yield
         except Exception as error:
-            message = (
-                error.message if isinstance(error, RestoreError | StateError) else f"{type(error).__name__}: {error}"
-            )
+            ours = error if isinstance(error, RestoreError | StateError) else None
+            message = ours.message if ours is not None else f"{type(error).__name__}: {error}"
             key = getattr(error, "key", "")
             key = key if key.startswith(item.key) else item.key  # of a tensor in it
             if done:

@@ -74,16 +74,14 @@ def check_module(own: Mapping[str, Any], loaded: Any) -> None:
     if any(then[part] != now[part] for part in then.keys() & now.keys()):
         return  # of other versions of its classes: they know what has changed
     check_same_names(own, loaded)
-    for name, tensor in own.items():
+    for name, mine in own.items():
         saved = loaded[name]
-        if isinstance(tensor, torch.Tensor) and not is_extra_state(name):
+        if isinstance(mine, torch.Tensor) and not is_extra_state(name):
             if not isinstance(saved, torch.Tensor):
                 raise TypeError(f"{name} is a tensor, the checkpoint has {type(saved).__name__}")
-            if saved.shape != tensor.shape and (tensor.dim(), saved.dim()) != (0, 1):
-                raise ValueError(
-                    f"size mismatch for {name}: {described(tensor)}, the checkpoint has {described(saved)}"
-                )
-            dtensor.refuse_lost(tensor, saved)
+            if saved.shape != mine.shape and (mine.dim(), saved.dim()) != (0, 1):
+                raise ValueError(f"size mismatch for {name}: {described(mine)}, the checkpoint has {described(saved)}")
+            dtensor.refuse_lost(mine, saved)
 
 
 _LOADING = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict")
@@ -115,12 +113,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
         return
     numbers = [number for group in loaded["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
+    for number, mine in zip(numbers, parameters, strict=True):
         for key, value in loaded["state"].get(number, {}).items():
-            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
-                raise ValueError(
-                    f"{key} of parameter {number} is {described(value)} there, it is {described(parameter)}"
-                )
+            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != mine.shape:
+                raise ValueError(f"{key} of parameter {number} is {described(value)} there, it is {described(mine)}")
 
 
 def described(tensor: torch.Tensor) -> str:

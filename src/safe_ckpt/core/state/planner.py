@@ -239,12 +239,10 @@ class Planner:
         return made or None
 
     def _one(self, item: SavedItem, now: Fingerprint | None) -> Sequence[FilePlan] | ShardedItem:
-        known = self._still_known(item, now)
+        known, below = self._still_known(item, now), functools.partial(self._frozen_below, item)
         if now is not None and now.sharded and not item.per_rank:
             found = self._sharded(item, lambda: item.below(item.state()), now, known)
-            return dataclasses.replace(
-                found, at=lambda path: item.at(path[1:]), frozen=functools.partial(self._frozen_below, item)
-            )
+            return dataclasses.replace(found, at=lambda path: item.at(path[1:]), frozen=below)
         if now is not None and known is not None:
             again = _again(known, now)
             if again is not None:
@@ -256,7 +254,7 @@ class Planner:
             # An optimizer of sharded parameters has no sharded state before its first step.
             if dtensor.any_sharded(dtensor.leaves(resolved)) or (item.optimizer is not None and item.sharded):
                 self._known.pop(item.name, None)
-                return ShardedItem.of(item.below(resolved), functools.partial(self._frozen_below, item))
+                return ShardedItem.of(item.below(resolved), below)
             if not self._alone:
                 self._held[item.name] = held(item, resolved)
         planned: Sequence[FilePlan] = ()
@@ -336,9 +334,7 @@ class Planner:
     def _frozen_within(self, state: Mapping[str, Any], model: torch.nn.Module | None) -> frozenset[str]:
         names = frozen_names(model) if self._apart and model is not None else ()
         inner = [key for key, value in state.items() if isinstance(value, Mapping)] if names else ()
-        return frozenset(
-            [*(name for name in names if name in state), *(f"{k}.{name}" for k in inner for name in names)]
-        )
+        return frozenset(names).intersection(state).union(f"{key}.{name}" for key in inner for name in names)
 
     def _keep(self, item: SavedItem, images: Sequence[FilePlan], now: Fingerprint | None) -> Sequence[FilePlan]:
         self._known.pop(item.name, None)
