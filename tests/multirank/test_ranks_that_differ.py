@@ -77,6 +77,7 @@ def differing(rank):
         "kinds": {"x": Stage(0) if rank else {"a": 1}},
         "tensors": {"x": torch.zeros(2 + rank)},
         "names of ranks": {"x": {f"dp_rank_{rank}": {"at": 5}, "world_size": 2}},
+        "names of ranks with nothing in them": {"x": {f"dp_rank_{rank}": {}, "world_size": 2}},
         "an object with names of ranks": {"x": Place(rank)},
         "names of ranks within": {"x": {"lr": 0.1, "data": {"loader": {f"dp_rank{rank}": 5}}}},
         "names of two kinds of ranks": {"x": {f"dp_rank_{rank}": 1, "pp_rank_0": 1}},

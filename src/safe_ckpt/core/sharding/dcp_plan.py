@@ -371,7 +371,8 @@ class ShardPlanner:
                 raise SaveError(name=folder, cause="its plan is not known here any more; save again", rank=rank)
         shares = divided(folder, plans, within=self._within(folder))
         final, metadata = DefaultSavePlanner().create_global_plan(list(shares.values()))
-        kept = {rank: _kept(plans[rank], final[number]) for number, rank in enumerate(shares)}
+        chosen = {rank: {item.index for item in final[number].items} for number, rank in enumerate(shares)}
+        kept = {rank: [n for n, item in enumerate(plans[rank].items) if item.index in chosen[rank]] for rank in shares}
         return _Global(token=uuid.uuid4().hex, plans=plans, apart=apart, kept=kept, metadata=metadata)
 
 
@@ -399,11 +400,6 @@ def _part_at(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
         if index.offset is not None and tuple(index.offset) == piece.offsets:
             return dtensor.cut(local, piece.begin, piece.sizes)
     raise StateError(key=index.fqn, message="its parts are not those that were planned")
-
-
-def _kept(plan: SavePlan, final: SavePlan) -> list[int]:
-    chosen = {item.index for item in final.items}
-    return [number for number, item in enumerate(plan.items) if item.index in chosen]
 
 
 def _metadata_of(place: str, parts: Mapping[str, tuple[_Global, Mapping[int, Any]]]) -> bytes:

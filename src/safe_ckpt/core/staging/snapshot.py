@@ -463,10 +463,10 @@ class StagingCopy:
         if self._rest_is_left:
             self.run_deferred()  # the one that should has not come to run yet
         with self._entering:
-            if self._to_be_closed or not self._pieces or not self._helping.acquire(blocking=False):
+            if self._is_closing() or not self._pieces or not self._helping.acquire(blocking=False):
                 return
         try:
-            while not (self._stopped or self._to_be_closed):
+            while not self._stopped and not self._is_closing():
                 try:
                     piece = self._pieces.pop()
                 except IndexError:
@@ -482,7 +482,7 @@ class StagingCopy:
         finally:
             with self._entering:
                 self._helping.release()
-                last = self._to_be_closed
+                last = self._is_closing()
             if last:
                 self._let_go()
 
@@ -491,6 +491,9 @@ class StagingCopy:
         with self._claiming:
             first, self._taken_over = not self._taken_over, True
         return first
+
+    def _is_closing(self) -> bool:
+        return self._to_be_closed
 
     def _close(self) -> None:
         """The caller copies no more. If another thread has a piece in its hands, it is over when that is done. Never waits."""
