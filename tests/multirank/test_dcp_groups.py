@@ -1,5 +1,6 @@
 """``safe_ckpt.dcp`` where the ranks are in several groups: what was reported of DCP, and of trainers with their own groups."""
 
+import shutil
 import time
 
 import pytest
@@ -108,6 +109,33 @@ def test_a_group_made_by_its_members_alone_needs_no_other_rank(tmp_path):
     """``use_local_synchronization``: ranks that are not in it take no part. Reported in huggingface/transformers, 48302."""
     found = values(spawn_ranks(_by_its_members, 4, tmp_path))
     assert [numbers for numbers, _ in found] == [[0.0] * 2] * 2 + [[1.0] * 2] * 2
+
+
+class Vanishing:
+    """Asked for its state, it deletes a checkpoint, as a job beside this one may at that very moment."""
+
+    def __init__(self, newest):
+        self.newest, self.loaded = newest, None
+
+    def state_dict(self):
+        shutil.rmtree(self.newest, ignore_errors=True)
+        return {"step": 0}
+
+    def load_state_dict(self, state_dict):
+        self.loaded = state_dict["step"]
+
+
+def _with_nothing_on_one(rank, path):
+    asked = Vanishing(path / "step-2")
+    dcp.load({} if rank else {"a": asked}, checkpoint_id=path)
+    return asked.loaded
+
+
+def test_a_rank_with_nothing_to_load_comes_along_to_the_next_checkpoint(tmp_path):
+    """The newest vanishes while two ranks load it, one of which asks for nothing: both go on to the one before."""
+    for step in (1, 2):
+        dcp.save({"a": {"step": step}}, checkpoint_id=tmp_path / f"step-{step}")
+    assert values(spawn_ranks(_with_nothing_on_one, 2, tmp_path)) == [1, None]
 
 
 def _same_ranks(rank, path):

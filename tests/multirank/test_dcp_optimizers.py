@@ -271,3 +271,13 @@ def test_an_optimizer_itself_gets_what_the_checkpoint_has(tmp_path):
     _resumed(tmp_path / "one", "objects", again)
     assert _different(again.whole(), run.whole()) == []
     assert again.optimizer.param_groups[0]["decoupled_weight_decay"] == setting
+
+
+def test_an_optimizer_where_something_else_was_saved_is_refused(tmp_path):
+    """A tensor lies under its name: the error says so, and the optimizer is as it was."""
+    dcp.save({"optimizer": torch.ones(3)}, checkpoint_id=tmp_path / "one")
+    again = Run(7).train(0, LOADED)
+    before = again.whole()
+    with pytest.raises(RestoreError, match=r"Missing key .*optimizer\.state\.0\."):
+        dcp.load({"optimizer": again.optimizer}, checkpoint_id=tmp_path / "one")
+    assert _different(again.whole(), before) == []

@@ -77,6 +77,7 @@ def differing(rank):
         "kinds": {"x": Stage(0) if rank else {"a": 1}},
         "tensors": {"x": torch.zeros(2 + rank)},
         "names of ranks": {"x": {f"dp_rank_{rank}": {"at": 5}, "world_size": 2}},
+        "names of ranks with nothing in them": {"x": {f"dp_rank_{rank}": {}, "world_size": 2}},
         "an object with names of ranks": {"x": Place(rank)},
         "names of ranks within": {"x": {"lr": 0.1, "data": {"loader": {f"dp_rank{rank}": 5}}}},
         "names of two kinds of ranks": {"x": {f"dp_rank_{rank}": 1, "pp_rank_0": 1}},
@@ -277,8 +278,9 @@ def _two_meshes(rank, folder):
     kinds = {"sharded": [Shard(0)], "whole": [Replicate()]}
     for kind, placements in kinds.items():
         with Checkpointer(f"{folder}/{kind}", CONFIG) as ckpt:
-            for step, value in enumerate((7.0, 8.0, rank // 2), 1):  # replicas are stepped alike, and then are not
-                part = distribute_tensor(torch.full((4,), float(value)), mesh, placements, src_data_rank=None)
+            part = distribute_tensor(torch.arange(4.0), mesh, placements, src_data_rank=None)
+            for step, more in enumerate((7, 1, rank // 2), 1):  # replicas are stepped alike, and then are not
+                part.to_local().add_(more)  # in the memory of the save before
                 state = {"w": {"t": part}, "n": step}
                 try:
                     ckpt.save(step, state).result()
@@ -295,4 +297,4 @@ def test_one_name_on_two_meshes_is_saved_where_the_values_are_the_same(tmp_path)
         for text, back in (found[:2], found[2:]):
             assert "disagree on state['w']: t" in text
             assert "ranks [2]: other values on the mesh that begins with rank 2" in text
-            assert back == (2, [8.0] * 4)
+            assert back == (2, [8.0, 9.0, 10.0, 11.0])

@@ -106,7 +106,7 @@ def _load(rank, folder, dim, turned):
     if turned:  # memory that is not in the order of the elements
         state["rows"]._local_tensor = state["rows"]._local_tensor.t().contiguous().t()
     (place,) = folder.glob("step-*")
-    dcp_read.fit_value(place, state, lambda _: None, lambda saved: saved, "w").apply(())
+    dcp_read.fit_value(dcp_read.Stored(place, "w"), state, lambda _: None, lambda saved: saved).apply(())
     for name, expected in spread(3, dim).items():
         assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (state[name], expected))), name
     return others

@@ -8,15 +8,18 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from fsdp_runs import CONFIG, build, same, train, train_and_save, whole
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from kit.inside import store_keys
+from kit.manifests import rewrite
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import Checkpointer, PerRank
 from safe_ckpt.core.coordination import store
@@ -433,6 +436,29 @@ def test_a_hostile_metadata_runs_nothing(tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Hostile()))
     with pytest.raises(CorruptCheckpointError, match="system"):
         dcp_read.read_metadata(tmp_path)
+
+
+def _resumes_beside_a_hostile_object(rank, folder):
+    mesh, newest = init_device_mesh("cpu", (1,)), folder / "step-00000002"
+    with Checkpointer(folder, CONFIG) as ckpt:
+        for step in (1, 2):
+            state = {"w": {"t": distribute_tensor(torch.ones(4), mesh, [Shard(0)]), "note": str(step)}}
+            ckpt.save(step, state).result()
+        torch.save(_Hostile(), newest / "more.distcp")
+        metadata = dcp_read.read_metadata(newest)
+        (index,) = [one for one in metadata.storage_data if one.fqn == "w.note"]
+        size = (newest / "more.distcp").stat().st_size
+        metadata.storage_data[index] = _StorageInfo("more.distcp", 0, size)
+        data = pickle.dumps(metadata)
+        (newest / ".metadata").write_bytes(data)
+        facts = {"size_bytes": len(data), "xxh3_128": xxhash.xxh3_128(data).hexdigest()}
+        rewrite(newest, lambda manifest: [one.update(facts) for one in manifest["files"] if one["path"] == ".metadata"])
+        return ckpt.resume(state).step, state["w"]["note"]
+
+
+def test_a_hostile_object_beside_shards_is_passed_over(tmp_path):
+    """Its digests are right, and nothing of it is run: the resume goes on with the checkpoint before it."""
+    assert values(spawn_ranks(_resumes_beside_a_hostile_object, 1, tmp_path)) == [(1, "1")]
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint16, torch.int64, torch.float16, torch.complex128])

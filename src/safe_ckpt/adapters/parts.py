@@ -70,7 +70,7 @@ def load_model(engine: Engine, folder: Path, model: torch.nn.Module) -> None:
     """
     from safe_ckpt.core.sharding import dcp_read
 
-    _load(engine, folder, MODEL, lambda: dcp_read.fit_module(folder, model, MODEL))
+    _load(engine, folder, MODEL, lambda: dcp_read.fit_module(dcp_read.Stored(folder, MODEL), model))
 
 
 def load_optimizer(engine: Engine, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -81,8 +81,8 @@ def load_optimizer(engine: Engine, folder: Path, model: torch.nn.Module, optimiz
     """
     from safe_ckpt.core.sharding import dcp_read
 
-    fit = functools.partial(dcp_read.fit_optimizer, folder, model, optimizer, OPTIMIZER)
-    _load(engine, folder, OPTIMIZER, fit)
+    stored = functools.partial(dcp_read.Stored, folder, OPTIMIZER)
+    _load(engine, folder, OPTIMIZER, lambda: dcp_read.fit_optimizer(stored(), model, optimizer))
 
 
 def load_whole(
@@ -129,7 +129,7 @@ def _load(engine: Engine, path: Path, what: str, fit: Callable[[], Fitted]) -> N
 
     def compare() -> dict[str, Any]:
         fitted.append(fit())
-        return {"besides": list(fitted[0].besides), "refusal": fitted[0].refusal}
+        return fitted[0].said
 
     def decide(answers: Mapping[int, Mapping[str, Any]]) -> list[str]:
         return dtensor.without_place([answers[rank] for rank in sorted(answers)], path=str(path), key=what)

@@ -103,9 +103,9 @@ def load(
     config, path = config_and_more(given_config(), check, group)
     with visiting(config, group) as ranks, ranks.coordinator.together("load"):
         visit = Visit(ranks=ranks, place=path, look=lambda: _look(path, config))
-        state: dict[str, Any] = {}
-        visit.first(lambda info: _load(visit, info, state_dict, state, planner))
-        ranks.agree("taken", local=lambda: give_back(state, state_dict), phase="restore")
+        states: list[dict[str, Any]] = []
+        visit.first(lambda info: _load(visit, info, state_dict, states, planner))
+        ranks.agree("taken", local=lambda: give_back(states[0], state_dict), phase="restore")
 
 
 def _look(path: Path, config: CheckpointConfig) -> tuple[Sequence[Candidate], bool]:
@@ -127,10 +127,18 @@ def _load(
     visit: Visit,
     info: CheckpointInfo,
     state_dict: Mapping[str, Any],
-    state: dict[str, Any],
+    states: list[dict[str, Any]],
     planner: LoadPlanner | None,
 ) -> dict[str, Any] | None:
-    """Load one checkpoint on all ranks into ``state``. Returns why all pass it over; None when they do not."""
+    """Load one checkpoint on all ranks. Returns why all pass it over; None when they do not.
+
+    Args:
+        visit: to where it is.
+        info: which one.
+        state_dict: as it was given.
+        states: gets what its objects say of themselves, which is loaded into. They are asked once.
+        planner: as it was given.
+    """
     ranks, folder = visit.ranks, info.file_path
     optimizers = {name: one for name, one in state_dict.items() if isinstance(one, torch.optim.Optimizer)}
     loading: list[Loading] = []
@@ -141,18 +149,18 @@ def _load(
     def compare() -> None:
         with named_rank(ranks.rank, ranks.coordinator.size):
             first = ranks.rank == 0
-            loading.append(Loading(folder, state, planner, is_coordinator=first, optimizers=optimizers))
+            loading.append(Loading(folder, states[0], planner, is_coordinator=first, optimizers=optimizers))
 
     reader = FileReader(ranks, share, held=False)
     try:
         verdict = reader.try_one(folder, ours=info.verified)[1]
     finally:
         reader.close()
-    if (
-        verdict is None and not state
-    ):  # only now: get_optimizer_state_dict takes a step, which no fresh run must begin with
+    # Only now: get_optimizer_state_dict takes a step, which no fresh run must begin with.
+    if verdict is None and not states:
         in_order = dict(sorted(state_dict.items()))  # on every rank alike: a state_dict() may be a collective
-        ranks.agree("state", local=lambda: state.update(states_of(in_order)), phase="asking for the state")
+        states.append({})
+        ranks.agree("state", local=lambda: states[0].update(states_of(in_order)), phase="asking for the state")
     if verdict is None:
         verdict = visit.reading(info, compare, "fits")
     if verdict is None:

@@ -1,6 +1,7 @@
 """What was saved comes back as it was, in all that a tensor and a mapping are."""
 
 import os
+import random
 from collections import OrderedDict
 
 import numpy
@@ -231,3 +232,20 @@ def test_any_generator_that_is_numpys_global_one_goes_on(tmp_path, kind):
         assert numpy.random.normal(size=3).tolist() == drawn.tolist()
     finally:
         numpy.random.set_bit_generator(getattr(numpy.random, before)())
+
+
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64"])
+def test_generators_of_a_rank_that_saved_none_are_its_own(kind):
+    """The same at each such resume, and others on each rank."""
+    before = numpy.random.get_state(legacy=False)["bit_generator"]
+    saved, drawn = RngState().state_dict(), []
+    try:
+        for rank in (1, 1, 2):
+            numpy.random.set_bit_generator(getattr(numpy.random, kind)())
+            RngState().start_anew(saved, rank)
+            drawn.append((random.random(), torch.rand(1).item(), numpy.random.normal()))
+    finally:
+        RngState().load_state_dict(saved)
+        numpy.random.set_bit_generator(getattr(numpy.random, before)())
+    assert drawn[0] == drawn[1]
+    assert not set(drawn[1]) & set(drawn[2])

@@ -99,6 +99,15 @@ def test_a_read_only_state_is_refused_before_anything_is_applied(saved):
     assert first == {"c": Counter(a=1)}
 
 
+def test_a_mapping_keeps_the_order_that_it_has(tmp_path):
+    """The order is the program's, as in a zip with its parameters; what the mapping had not comes behind, as it was saved."""
+    with Checkpointer(tmp_path, CONFIG) as ckpt:
+        ckpt.save(1, {"d": {name: torch.full((2,), ord(name)) for name in "wxyz"}}).result()
+        state = {"d": {name: torch.zeros(2, dtype=torch.int64) for name in "ywx"}}
+        ckpt.resume(state)
+    assert [(name, chr(tensor[0])) for name, tensor in state["d"].items()] == [(name, name) for name in "ywxz"]
+
+
 def test_an_object_that_refuses_is_told_with_what_was_applied_before(saved):
     """Only it knows before it gets its state."""
     state = {"n": 0, "picky": Picky()}

@@ -90,6 +90,16 @@ def test_what_has_no_memory_is_refused_before_anything_is_restored(saved, target
     assert first == {"n": 0}
 
 
+def test_memory_that_was_taken_away_is_refused_before_anything_is_restored(saved):
+    """FSDP takes that of a module away between its steps: what lies there by now is somebody else's."""
+    first, gone = {"n": 0}, torch.zeros(3)
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(RestoreError, match="it was resized") as caught:
+        safe_ckpt.load(saved, {"first": first, "data": {"t": gone}})
+    assert caught.value.key == "state['data']['t']"
+    assert first == {"n": 0}
+
+
 def test_the_line_that_the_error_names_gives_memory(saved):
     """After ``to_empty`` the resume restores all of the module and of its optimizer."""
     module = on_meta(3, 2).to_empty(device="cpu")
@@ -228,6 +238,8 @@ def test_a_module_is_restored_that_torch_would_not_load(tmp_path):
     net, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     net.register_buffer("places", torch.arange(3).expand(2, 3))
     other.register_buffer("places", torch.zeros(3, dtype=torch.int64).expand(2, 3))
+    net.register_buffer("seen", torch.ones(2))
+    other.register_buffer("seen", inference(2))
     with torch.inference_mode():
         made = torch.nn.Linear(3, 2)
     with Checkpointer(tmp_path, CONFIG) as ckpt:
@@ -236,12 +248,25 @@ def test_a_module_is_restored_that_torch_would_not_load(tmp_path):
         ckpt.resume({"net": other, "made": made})
         assert other.places.tolist() == [[0, 1, 2], [0, 1, 2]]
         assert torch.equal(other.weight, net.weight)
+        assert other.seen.tolist() == [1, 1]
         assert torch.equal(made.weight, whole["made"]["weight"])
         other.places = torch.zeros(1, dtype=torch.int64).expand(2, 3)
         other.weight.data.zero_()
         with pytest.raises(RestoreError, match="memory is the same"):
             ckpt.resume({"net": other})
         assert not other.weight.any()
+
+
+def test_a_row_of_one_is_restored_into_a_number_and_not_the_other_way_round(tmp_path):
+    """As torch does it: checkpoints of its oldest releases have no numbers."""
+    number, row = torch.nn.Module(), torch.nn.Module()
+    number.scale, row.scale = torch.nn.Parameter(torch.zeros(())), torch.nn.Parameter(torch.zeros(1))
+    with Checkpointer(tmp_path, CONFIG) as ckpt:
+        ckpt.save(1, {"row": {"scale": torch.ones(1)}, "number": {"scale": torch.ones(())}}).result()
+        ckpt.resume({"row": number})
+        assert number.scale.item() == 1
+        with pytest.raises(RestoreError, match="size mismatch"):
+            ckpt.resume({"number": row})
 
 
 def test_a_save_still_refuses_the_meta_device(tmp_path):

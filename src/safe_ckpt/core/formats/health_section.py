@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from safe_ckpt.core.formats.file_plan import ITSELF
@@ -22,7 +22,7 @@ def checked_health(data: Any) -> dict[str, Any]:
             raise TypeError(f"health: {key} is {section[key]!r:.80}")
     for facts in _of_type(section["files"], dict).values():
         for key, value in _of_type(facts, dict).items():
-            _CHECKS.get(key, _check_number)(value)
+            _check_fact(key, value)
     return section
 
 
@@ -50,45 +50,26 @@ def _of_type(value: Any, kind: type) -> Any:
     return value
 
 
-def _check_number(value: Any) -> None:
-    if type(value) not in (int, float):
-        raise TypeError(f"health: expected a number, got {value!r:.80}")
-
-
-def _check_text(value: Any) -> None:
-    _of_type(value, str)
-
-
-def _check_sick(value: Any) -> None:
-    for row in _of_type(value, list):
-        _of_type(row["name"], str)
-        for key in ("numbers", "nan", "inf"):
-            _of_type(row[key], int)
-
-
-def _check_changed(value: Any) -> None:
-    for row in _of_type(value, list):
-        _of_type(row["name"], str)
-        _of_type(row["where"], str)
-
-
-def _check_learnt(value: Any) -> None:
-    for pattern, count in _of_type(value, dict).values():
-        _of_type(pattern, str)
-        _of_type(count, int)
-
-
-def _check_hashes(value: Any) -> None:
-    for digest in _of_type(value, dict).values():
-        _of_type(digest, str)
-
-
-_CHECKS: Mapping[str, Callable[[Any], None]] = {
-    "sick": _check_sick,
-    "changed": _check_changed,
-    "learnt": _check_learnt,
-    "hashes": _check_hashes,
-    "layout": _check_text,
-    "ignored": _check_text,
-    "largest": _check_text,
+_ROWS: Mapping[str, Mapping[str, type]] = {
+    "sick": {"name": str, "numbers": int, "nan": int, "inf": int},
+    "changed": {"name": str, "where": str},
 }
+_TEXTS = ("layout", "ignored", "largest")
+
+
+def _check_fact(key: str, value: Any) -> None:
+    if key in _ROWS:
+        for row in _of_type(value, list):
+            for name, kind in _ROWS[key].items():
+                _of_type(row[name], kind)
+    elif key == "learnt":
+        for pattern, count in _of_type(value, dict).values():
+            _of_type(pattern, str)
+            _of_type(count, int)
+    elif key == "hashes":
+        for digest in _of_type(value, dict).values():
+            _of_type(digest, str)
+    elif key in _TEXTS:
+        _of_type(value, str)
+    elif type(value) not in (int, float):
+        raise TypeError(f"health: expected a number, got {value!r:.80}")

@@ -100,10 +100,8 @@ def frozen_apart(
         least_bytes: with fewer bytes of these, nothing is returned: one file does. Also where there are none of the others,
             and these fit into one shard.
     """
-    trained_memory = {_memory(tensor) for name, tensor in tensors.items() if name not in frozen}
-    apart = {
-        name: tensor for name, tensor in tensors.items() if name in frozen and _memory(tensor) not in trained_memory
-    }
+    stepped = {_memory(tensor) for name, tensor in tensors.items() if name not in frozen}
+    apart = {name: one for name, one in tensors.items() if name in frozen and _memory(one) not in stepped}
     if sum(map(_size_of, apart.values())) < least_bytes:
         return []
     trained = OrderedDict((name, tensor) for name, tensor in tensors.items() if name not in apart)

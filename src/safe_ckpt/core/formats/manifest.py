@@ -51,6 +51,7 @@ DCP_METADATA = ".metadata"
 RECORD_NAME = "archive/.safe_ckpt/manifest.json"
 # What zipfile raises on damaged archives; RuntimeError for a flag that says "encrypted".
 UNREADABLE = (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, RuntimeError, zlib.error)
+_NOT_OURS = "was not written by safe_ckpt"
 _MOST_FILES = 200_000
 _MOST_DIRECTORY_BYTES = 16 << 20
 _DIGEST = re.compile(r"^[0-9a-f]{32}\Z")
@@ -168,10 +169,8 @@ class Manifest:
             raise UnsupportedFormatError(path=path, message="its manifest was not written by safe_ckpt")
         written = data.get("format_version")
         if not isinstance(written, int) or written > FORMAT_VERSION:
-            message = (
-                f"format version {written} is newer than {FORMAT_VERSION}, the newest that this release reads: upgrade"
-            )
-            raise UnsupportedFormatError(path=path, message=f"{message} safe-ckpt")
+            message = f"format version {written} is newer than {FORMAT_VERSION}, the newest that this release reads"
+            raise UnsupportedFormatError(path=path, message=f"{message}: upgrade safe-ckpt")
         try:
             files = tuple(_entry(row) for row in data["files"])
             keys = ("name", "op_id", "created_at")
@@ -179,7 +178,8 @@ class Manifest:
             numbers = {key: _typed(data[key], int) for key in ("sequence", "step", "world_size")}
             maps = {key: _typed(data[key], dict) for key in ("metrics", "versions", "items", "notes")}
             for value in maps["metrics"].values():
-                _number(value)
+                if not isinstance(value, int | float) or isinstance(value, bool):
+                    raise TypeError(f"expected a number, got {value!r:.80}")
             for item in maps["items"].values():
                 _check_item(item)
             _typed(maps["notes"].get("adapter", ""), str)
@@ -280,9 +280,8 @@ def read_manifest(path: Place) -> Manifest:
     if not is_directory(path) and presence.is_file(in_files(path)):
         return _read_from_archive(in_files(path))
     try:
-        return parsed(
-            path / MANIFEST_NAME, lambda text: parse_manifest(text, path), lambda _: _read_file(in_files(path))
-        )
+        place = path / MANIFEST_NAME
+        return parsed(place, lambda text: parse_manifest(text, path), lambda _: _read_file(in_files(path)))
     except (FileNotFoundError, NotADirectoryError):
         file = MANIFEST_NAME if is_directory(path) else ""
         raise IncompleteCheckpointError(path=str(path), file=file, message="is missing") from None
@@ -343,17 +342,13 @@ def _read_from_archive(path: Path) -> Manifest:
     except KeyError:
         if archive_digest(path) is not None:
             raise CorruptCheckpointError(path=str(path), file=RECORD_NAME, message="is missing") from None
-        raise UnsupportedFormatError(
-            path=str(path), message="was not written by safe_ckpt: it has no manifest"
-        ) from None
+        raise UnsupportedFormatError(path=str(path), message=f"{_NOT_OURS}: it has no manifest") from None
     except (OSError, *UNREADABLE) as error:
         # A damaged offset makes zipfile seek out of range. Any other OSError is the disk's, and no sign of corruption.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         if not _has_trace_of_ours(path):
-            raise UnsupportedFormatError(
-                path=str(path), message="was not written by safe_ckpt: it is no archive"
-            ) from None
+            raise UnsupportedFormatError(path=str(path), message=f"{_NOT_OURS}: it is no archive") from None
         raise CorruptCheckpointError(path=str(path), message=f"not a readable archive: {error}") from error
     return Manifest.from_json({**data, "files": []} if isinstance(data, dict) else data, str(path))
 
@@ -410,11 +405,6 @@ def _check_item(item: Any) -> None:
         _typed(text, str)
     if not isinstance(per_rank, bool) or not (per_rank or "0" in files):
         raise ValueError(f"an item without a file: {item!r:.80}")
-
-
-def _number(value: Any) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"expected a number, got {value!r:.80}")
 
 
 def _typed(value: Any, kind: type) -> Any:

@@ -135,19 +135,16 @@ def safetensors_image(
         refuse_short(f"{path}: {name}", tensor)
     aliases = aliases_of(tensors)
     kept = sorted((name for name in tensors if name not in aliases), key=lambda n: (-tensors[n].element_size(), n))
-    metadata = {"format": "pt", **(besides or {})}
-    strides = {name: list(tensors[name].stride()) for name in kept if not tensors[name].is_contiguous()}
-    if aliases:
-        metadata[ALIASES_KEY] = json.dumps(aliases)
-    if strides:
-        metadata[STRIDES_KEY] = json.dumps(strides)
+    kinds = {name: (isinstance(one, torch.nn.Parameter), one.requires_grad) for name, one in tensors.items()}
+    facts: dict[str, Any] = {
+        ALIASES_KEY: aliases,
+        STRIDES_KEY: {name: list(tensors[name].stride()) for name in kept if not tensors[name].is_contiguous()},
+        ORDER_KEY: order_of([*kept, *aliases], tensors),
+        GRADIENTS_KEY: {name: kind for name, kind in kinds.items() if any(kind)},
+    }
+    metadata = {"format": "pt", **(besides or {}), **{key: json.dumps(fact) for key, fact in facts.items() if fact}}
     if type(tensors) is OrderedDict:
         metadata[VERSIONS_KEY] = json.dumps(_module_versions(tensors))
-    if order := order_of([*kept, *aliases], tensors):
-        metadata[ORDER_KEY] = json.dumps(order)
-    kinds = {name: (isinstance(one, torch.nn.Parameter), one.requires_grad) for name, one in tensors.items()}
-    if gradients := {name: kind for name, kind in kinds.items() if any(kind)}:
-        metadata[GRADIENTS_KEY] = json.dumps(gradients)
     described = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in kept}
     head, places, length = _safetensors_head(described, metadata)
     placed = [(places[name], tensors[name].detach()) for name in kept if tensors[name].numel()]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
-from safe_ckpt.core.formats import zip_archive
+from safe_ckpt.core.formats import dtypes, zip_archive
 from safe_ckpt.core.formats.file_plan import FilePlan, is_unresolved
 from safe_ckpt.core.formats.refusals import changed_meanwhile, refuse_short, unchanging
 from safe_ckpt.core.formats.zip_archive import Record
@@ -32,18 +32,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_INT_BITS = 255 * 8 - 1  # the weights_only unpickler knows integers of up to 255 bytes
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
-_ALLOWED = {
-    OrderedDict,
-    Counter,
-    torch.Size,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.qscheme,
-    complex,
-    bytearray,
-    set,
-}
+_FACTS = {torch.Size, torch.dtype, torch.device, torch.layout, torch.qscheme}
+_ALLOWED = {*_FACTS, OrderedDict, Counter, complex, bytearray, set}
 _CLASSES = {*_ALLOWED, *_TENSOR_TYPES, *torch._storage_classes}
 _SHARE_BYTES = (torch.quint4x2, torch.quint2x4)
 _unpickler: Any = torch.serialization._weights_only_unpickler  # type: ignore[attr-defined]
@@ -52,21 +42,7 @@ _FUNCTION_HOMES = ("torch._utils", "torch._tensor", "torch.serialization", "_cod
 
 # The types of storage that the format knows by name; other dtypes go as bytes with a dtype beside them.
 STORAGES: Mapping[torch.dtype, Any] = {
-    getattr(torch, dtype): getattr(torch, f"{name}Storage")
-    for dtype, name in {
-        "float64": "Double",
-        "float32": "Float",
-        "float16": "Half",
-        "bfloat16": "BFloat16",
-        "int64": "Long",
-        "int32": "Int",
-        "int16": "Short",
-        "int8": "Char",
-        "uint8": "Byte",
-        "bool": "Bool",
-        "complex128": "ComplexDouble",
-        "complex64": "ComplexFloat",
-    }.items()
+    getattr(torch, dtype): getattr(torch, name) for name, dtype in dtypes.STORAGES.items() if name != "UntypedStorage"
 }
 _NEVER_STORAGES = frozenset({str, float, bool, type(None), tuple, list, dict, OrderedDict, torch.Tensor})
 _SMALL_INT = 1 << 62
@@ -125,9 +101,8 @@ def pickle_state(obj: object, *, strict: bool, key: str) -> Pickled:
             message = cause.message if isinstance(cause, StateError) else str(cause)
             told = StateError(key=where, message=message or type(cause).__name__)
             raise changed_meanwhile(cause, where) or changed_meanwhile(error, key) or told from error
-    raise StateError(
-        key=key, message="empty bytes lie where they cannot be replaced: inside an object or as a dict key"
-    )
+    message = "empty bytes lie where they cannot be replaced: inside an object or as a dict key"
+    raise StateError(key=key, message=message)
 
 
 def saved_bytes(obj: object, *, strict: bool, key: str) -> bytes:
@@ -170,9 +145,8 @@ class _Pickler(pickle.Pickler):
         if kind is _Storage:
             return self._reference(obj.untyped, obj.dtype, STORAGES[obj.dtype], obj.elements)
         if kind is TypedStorage:
-            return self._reference(
-                obj._untyped_storage, obj.dtype, getattr(torch, obj._pickle_storage_type()), obj._size()
-            )
+            named = getattr(torch, obj._pickle_storage_type())
+            return self._reference(obj._untyped_storage, obj.dtype, named, obj._size())
         if kind is UntypedStorage:
             return self._reference(obj, torch.uint8, UntypedStorage, obj.nbytes())
         if self._strict:
@@ -227,9 +201,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _admit(obj: Any, kind: type) -> None:
     if isinstance(obj, torch.Tensor):
         if kind not in _TENSOR_TYPES:
-            raise _Refused(
-                f"a tensor subclass {kind.__qualname__}; save a plain tensor (for a DTensor: its full_tensor())"
-            )
+            raise _Refused(f"a tensor subclass {kind.__qualname__}; save a plain tensor (a DTensor's full_tensor())")
         if obj.is_meta:
             raise _Refused("a tensor on the meta device: it has no data. Materialise it first")
         if obj.dtype in _SHARE_BYTES:

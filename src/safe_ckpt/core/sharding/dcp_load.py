@@ -90,9 +90,8 @@ class Loading:
             self._planner.set_up_planner(state, metadata, is_coordinator)
             self.anew = {} if self._planner.allow_partial_load else self._leave_out(paths)
             self._reader.set_up_storage_reader(metadata, is_coordinator)
-            self._plan: LoadPlan = self._planner.finish_plan(
-                self._reader.prepare_local_plan(self._planner.create_local_plan())
-            )
+            plan = self._reader.prepare_local_plan(self._planner.create_local_plan())
+            self._plan: LoadPlan = self._planner.finish_plan(plan)
         except _MISFITS as error:
             raise RestoreError(path=str(folder), message=str(error)) from error
         self.besides = [
@@ -100,9 +99,8 @@ class Loading:
             for name, path in paths.items()
             if path[0] in state and name not in self._planner.state_dict and name != name_of_empty(path)
         ]
-        self._objects = [item for item in self._plan.items if item.type == LoadItemType.BYTE_IO]
-        if self._objects:
-            self._read(dataclasses.replace(self._plan, items=self._objects), _Checks(folder))
+        if objects := [item for item in self._plan.items if item.type == LoadItemType.BYTE_IO]:
+            self._read(dataclasses.replace(self._plan, items=objects), _Checks(folder, state))
 
     def read(self) -> None:
         """Read what belongs to this rank, into place.
@@ -111,13 +109,10 @@ class Loading:
             OSError: a file could not be read.
             RestoreError: the planner refuses what was read.
         """
-        texts = [self._planner.mappings.get(item.dest_index.fqn, ()) for item in self._objects]
-        moved = [(path, keys) for path in texts if (keys := _keys(self._state, path)) != path]
         try:
-            self._read(self._plan, _Checks(self._folder, self._planner))
+            self._read(self._plan, _Checks(self._folder, self._state, self._planner))
         except _MISFITS as error:
             raise RestoreError(path=str(self._folder), message=str(error)) from error
-        _move(self._state, moved)
         for place in self.anew.values():
             _begin_anew(_at(self._state, place[:-1]), place[-1])
 
@@ -145,14 +140,12 @@ def _all_of(
 ) -> dict[str, Any]:
     """An optimizer's state dict with places for all that the checkpoint has of it, and for nothing else."""
     own = optimizer.state_dict()
-    kept, parameters = (
-        own.get("state"),
-        [parameter for group in optimizer.param_groups for parameter in group["params"]],
-    )
+    kept = own.get("state")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found = {fqn: path[1:] for fqn, path in paths.items() if path[0] == name and fqn != name_of_empty(path)}
-    state = [path for path in found.values() if path[0] == "state"]
+    state = [path for path in found.values() if path[:1] in ((), ("state",))]
     if not isinstance(kept, Mapping) or not all(len(path) > 2 and str(path[1]).isdecimal() for path in state):
-        return own  # its class has another kind of state dict, or it was saved by names
+        return own  # its class has another kind of state dict, or it was saved by names, or it was none
     asked: dict[str, Any] = {**own, "state": {}, "param_groups": []}
     for fqn, path in found.items():
         known, room = metadata.state_dict_metadata[fqn], None
@@ -192,14 +185,12 @@ def _keys(state: Any, path: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _move(state: Any, moved: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> None:
-    """Move what was read from the paths of texts, where DCP puts it, to the keys that were meant."""
-    values = [_at(state, path) for path, _ in moved]
-    for (_, keys), value in zip(moved, values, strict=True):
-        _at(state, keys[:-1])[keys[-1]] = value
-    for path, keys in moved:
-        at = next(at for at, key in enumerate(keys) if path[at] != key)
-        _at(state, path[:at]).pop(path[at], None)
+def _move(state: Any, path: Sequence[Any], keys: Sequence[Any]) -> None:
+    """Move what was read from the path of texts, where DCP puts it, to the keys that were meant."""
+    at = next(at for at, key in enumerate(keys) if path[at] != key)
+    above = _at(state, path[:at])
+    _at(above, keys[at:-1])[keys[-1]] = _at(above, path[at:])
+    del above[path[at]]
 
 
 def warn_of(folder: Path, text: str, names: Sequence[str]) -> None:
@@ -236,11 +227,13 @@ class _Checks:
 
     Args:
         folder: of the checkpoint, for errors.
+        state: what is loaded into.
         planner: gets what is in order.
     """
 
-    def __init__(self, folder: Path, planner: LoadPlanner | None = None) -> None:
+    def __init__(self, folder: Path, state: Mapping[str, Any], planner: Any = None) -> None:
         self._folder = folder
+        self._state = state
         self._planner = planner
 
     def __getattr__(self, name: str) -> Any:
@@ -259,4 +252,8 @@ class _Checks:
             raise HostileCheckpointError(path=str(self._folder), file=DCP_METADATA, message=message) from error
         value.seek(0)
         if self._planner is not None:
+            path = self._planner.mappings.get(read_item.dest_index.fqn, ())
+            keys = _keys(self._state, path)
             self._planner.load_bytes(read_item, value)
+            if keys != path:
+                _move(self._state, path, keys)

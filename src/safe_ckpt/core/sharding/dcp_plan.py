@@ -213,10 +213,9 @@ class ShardPlanner:
         def plan() -> dict[str, Any]:
             if problem is not None:
                 raise problem
-            items = {n: s if isinstance(s, ShardedItem) else ShardedItem.of(s) for n, s in states.items()}
-            local.update(
-                {folder: self._recall(folder, item) or self._plan(folder, item) for folder, item in items.items()}
-            )
+            for folder, state in states.items():
+                item = state if isinstance(state, ShardedItem) else ShardedItem.of(state)
+                local[folder] = self._recall(folder, item) or self._plan(folder, item)
             return {folder: self._say(folder, item) for folder, item in local.items()}
 
         try:
@@ -326,12 +325,12 @@ class ShardPlanner:
 
     def _say(self, folder: str, item: _Local) -> dict[str, Any]:
         known = self._agreed.get(folder)
-        same = known is not None and (known.plan is item.plan or known.plan == item.plan)
-        same = same and known is not None and known.apart == item.apart
+        if known is not None and (known.plan != item.plan or known.apart != item.apart):
+            known = None
         return {
-            "token": known.token if known is not None and same else None,
-            "plan": None if same else plan_data.plan_to_json(item.plan),
-            "apart": None if same else list(item.apart),
+            "token": None if known is None else known.token,
+            "plan": plan_data.plan_to_json(item.plan) if known is None else None,
+            "apart": list(item.apart) if known is None else None,
             "lengths": {str(number): len(data) for number, data in item.objects.items()},
             "on_part": list(item.on_part),
         }
@@ -343,13 +342,11 @@ class ShardPlanner:
             reports = {rank: answer[folder] for rank, answer in answers.items()}
             whole = wholes[folder] = self._whole(folder, reports)
             lengths[folder] = {rank: report["lengths"] for rank, report in reports.items()}
-            if refuse_others(
-                folder, {rank: report["on_part"] for rank, report in reports.items()}, self._within(folder)
-            ):
-                self._twice.add(folder)
+            on_part = {rank: report["on_part"] for rank, report in reports.items()}
+            twice = refuse_others(folder, on_part, self._within(folder))
             for rank, report in reports.items():
                 kept = None if report["token"] == whole.token else list(whole.kept[rank])
-                shares[rank][folder] = {"token": whole.token, "kept": kept, "twice": folder in self._twice}
+                shares[rank][folder] = {"token": whole.token, "kept": kept, "twice": twice}
         for place, folders in ({"": [*wholes]} if self._together else {name: [name] for name in wholes}).items():
             facts = [(wholes[folder].token, lengths[folder]) for folder in folders]
             if place not in self._written or self._written[place][0] != facts:
@@ -374,7 +371,8 @@ class ShardPlanner:
                 raise SaveError(name=folder, cause="its plan is not known here any more; save again", rank=rank)
         shares = divided(folder, plans, within=self._within(folder))
         final, metadata = DefaultSavePlanner().create_global_plan(list(shares.values()))
-        kept = {rank: _kept(plans[rank], final[number]) for number, rank in enumerate(shares)}
+        chosen = {rank: {item.index for item in final[number].items} for number, rank in enumerate(shares)}
+        kept = {rank: [n for n, item in enumerate(plans[rank].items) if item.index in chosen[rank]] for rank in shares}
         return _Global(token=uuid.uuid4().hex, plans=plans, apart=apart, kept=kept, metadata=metadata)
 
 
@@ -402,11 +400,6 @@ def _part_at(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
         if index.offset is not None and tuple(index.offset) == piece.offsets:
             return dtensor.cut(local, piece.begin, piece.sizes)
     raise StateError(key=index.fqn, message="its parts are not those that were planned")
-
-
-def _kept(plan: SavePlan, final: SavePlan) -> list[int]:
-    chosen = {item.index for item in final.items}
-    return [number for number, item in enumerate(plan.items) if item.index in chosen]
 
 
 def _metadata_of(place: str, parts: Mapping[str, tuple[_Global, Mapping[int, Any]]]) -> bytes:

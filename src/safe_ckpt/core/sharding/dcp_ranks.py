@@ -7,10 +7,11 @@ two others would be lost.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -75,14 +76,16 @@ def refuse_others(folder: str, told: Mapping[int, Sequence[Sequence[Any]]], with
             first, on, known = seen.setdefault((name, place), (rank, mesh, digest))
             twice |= on != mesh
             if on != mesh and known != digest:
-                what = f"state[{folder!r}]: {name.removeprefix(within)}" if folder else name
                 where = "values on the mesh that begins with rank"
-                told_of = {
-                    str(first): f"{where} {on}",
-                    str(rank): f"other {where} {mesh}: give these a name of their own",
-                }
-                raise DesyncError(what=what, values=told_of)
+                texts = {first: f"{where} {on}", rank: f"other {where} {mesh}: give these a name of their own"}
+                _refuse(folder, within, name, texts)
     return twice
+
+
+def _refuse(folder: str, within: str, name: str, texts: Mapping[int, str]) -> NoReturn:
+    name = name.removeprefix(within)
+    what = f"state[{folder!r}]: {name}" if folder else name
+    raise DesyncError(what=what, values={str(rank): text for rank, text in texts.items()})
 
 
 def name_of_empty(path: Sequence[Any]) -> str:
@@ -94,8 +97,7 @@ class _Said:
     """What the ranks so far have said."""
 
     def __init__(self, folder: str, plans: Mapping[int, SavePlan], within: str) -> None:
-        self._folder = folder
-        self._within = within
+        self._refuse = functools.partial(_refuse, folder, within)
         self._first: dict[str, tuple[int, WriteItem]] = {}
         self._paths: set[tuple[Any, ...]] = set()
         self._above: set[tuple[Any, ...]] = set()  # beginnings of those
@@ -129,11 +131,6 @@ class _Said:
     def _is_free(self, path: tuple[Any, ...]) -> bool:
         """Whether no rank has said that this is, or is in, something else."""
         return path not in self._above and self._paths.isdisjoint(itertools.accumulate((key,) for key in path[:-1]))
-
-    def _refuse(self, name: str, texts: Mapping[int, str]) -> None:
-        name = name.removeprefix(self._within)
-        what = f"state[{self._folder!r}]: {name}" if self._folder else name
-        raise DesyncError(what=what, values={str(rank): text for rank, text in texts.items()})
 
 
 def _would_be_lost(item: WriteItem, first: WriteItem) -> bool:

@@ -10,7 +10,6 @@ everything else: it unpickles each entry to memory of its own first.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import ctypes
 import dataclasses
@@ -66,10 +65,8 @@ class _Unpickler(pickle.Unpickler):  # unpickles: DCP's records alone
 
     def find_class(self, module: str, name: str) -> Any:
         module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
-        known = name in _RECORDS.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        )
-        if known:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _RECORDS.get(module, ()):
             return super().find_class(module, name)
         if module in _HOMES_OF_RECORDS and _is_record(found := super().find_class(module, name), module):
             return found
@@ -151,22 +148,7 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def refuse_code(folder: Path, within: str = "", metadata: Metadata | None = None) -> None:
-    """Read what is no tensor, before anything is restored. Raises as ``read_metadata`` does.
-
-    Args:
-        folder: with ``.metadata``.
-        within: see ``fit_module``.
-        metadata: see ``fit_module``.
-    """
-    with (
-        torch_reading.refusing(folder, DCP_METADATA),
-        contextlib.suppress(RestoreError),
-    ):  # that comes once it is restored
-        _Stored(folder, within, metadata)
-
-
-class _Stored:
+class Stored:
     """A sharded item of a checkpoint, verified.
 
     Attributes:
@@ -204,9 +186,7 @@ class _Stored:
         Raises:
             OSError: the files could not be read.
         """
-        tensors = {
-            name: self.room(name) if room is None else room for name, room in rooms.items() if name in self.tensors
-        }
+        tensors = {n: self.room(n) if room is None else room for n, room in rooms.items() if n in self.tensors}
         return self.nested({**{n: self.objects[n] for n in rooms if n in self.objects}, **self._read(tensors)})
 
     def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,27 +248,19 @@ _NOTHING = object()
 
 
 def fit_value(
-    folder: Path,
-    own: Any,
-    check: Callable[[dict[str, Any]], None],
-    take: Callable[[dict[str, Any]], Any],
-    within: str = "",
-    metadata: Metadata | None = None,
+    stored: Stored, own: Any, check: Callable[[dict[str, Any]], None], take: Callable[[dict[str, Any]], Any]
 ) -> Fitted:
     """Compare a sharded item with a nested state. What is no DTensor comes back as it was saved, whatever the state has there.
 
     Args:
-        folder: of the item, verified.
+        stored: the item.
         own: the nested state; what of its tensors has the shape and type of the saved one is read into, in place.
         check: gets the saved state with tensors that have no data. It may raise.
         take: gets the saved state, to apply it.
-        within: the key of the saved state that has the item's; "" where that is the whole.
-        metadata: what ``.metadata`` says, where it was read before.
 
     Raises:
         RestoreError: a DTensor has another shape or type, or the checkpoint has nothing for it.
     """
-    stored = _Stored(folder, within, metadata)
     rooms: dict[str, Any] = {}
     besides = []
     for name, path in stored.paths.items():
@@ -299,10 +271,8 @@ def fit_value(
         if dtensor.is_dtensor(like) and not fits:
             stored.refuse_other(name, like)
         rooms[name] = like if fits and dtensor.is_read_into(like) else None
-    paths = set(stored.paths.values())
-    if lost := [
-        ".".join(map(str, path)) for path, leaf in dtensor.placed(own) if dtensor.is_dtensor(leaf) and path not in paths
-    ]:
+    spread, paths = [path for path, leaf in dtensor.placed(own) if dtensor.is_dtensor(leaf)], set(stored.paths.values())
+    if lost := [".".join(map(str, path)) for path in spread if path not in paths]:
         stored.refuse(f"the checkpoint has nothing for {lost}")
     shapes = {n: torch.empty(tuple(t.size), dtype=t.properties.dtype, device="meta") for n, t in stored.tensors.items()}
     others = frozenset(besides)
@@ -384,19 +354,17 @@ def optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     return {"state": state, "param_groups": groups, _NAMES: {key: stepped}}
 
 
-def fit_module(folder: Path, module: torch.nn.Module, within: str = "", metadata: Metadata | None = None) -> Fitted:
+def fit_module(stored: Stored, module: torch.nn.Module) -> Fitted:
     """Compare a sharded item with a module, sharded or not.
 
     Args:
-        folder: of the item, verified.
+        stored: the item.
         module: that gets it.
-        within: the key of the saved state that has the module's; "" where that is the whole.
-        metadata: what ``.metadata`` says, where it was read before.
 
     Raises:
         RestoreError: the checkpoint has nothing for a name, or a tensor of another shape or type.
     """
-    stored, own = _Stored(folder, within, metadata), module.state_dict()
+    own = module.state_dict()
     saved = {path[0] for path in stored.paths.values()}
     names = matched(own, saved, module)
     today = {then: now for now, then in names.items()}
@@ -421,29 +389,21 @@ def fit_module(folder: Path, module: torch.nn.Module, within: str = "", metadata
     return Fitted(apply=apply, besides=besides, refusal="the module has no place for")
 
 
-def fit_optimizer(
-    folder: Path,
-    module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    within: str = "",
-    metadata: Metadata | None = None,
-) -> Fitted:
+def fit_optimizer(stored: Stored, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Fitted:
     """Compare a sharded item with an optimizer, of sharded parameters or not. It gets state for what had some.
 
     Parameters may be in other groups than they were, as with one group for each mesh, where all that come to one group had
     the same settings.
 
     Args:
-        folder: of the item, verified.
+        stored: the item.
         module: whose parameters it steps.
         optimizer: that gets it.
-        within: the key of the saved state that has the optimizer's; "" where that is the whole.
-        metadata: what ``.metadata`` says, where it was read before.
 
     Raises:
         RestoreError: the checkpoint is of other parameters, or of groups with other settings.
     """
-    stored, names = _Stored(folder, within, metadata), _names(module)
+    names = _names(module)
     owned = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     order = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     objects = stored.nested(stored.objects)

@@ -175,9 +175,8 @@ def _indices(tensor: Any, dim: int) -> list[int]:
     found = list(range(tensor.shape[dim]))
     for at in [*(at for at in dividing if at not in last), *reversed(last)]:
         factor = 1 if at in last else getattr(tensor.placements[at], "split_factor", 1)
-        found = [
-            n for group in _chunks(found, factor) for n in _chunks(group, tensor.device_mesh.size(at))[coordinate[at]]
-        ]
+        count = tensor.device_mesh.size(at)
+        found = [n for group in _chunks(found, factor) for n in _chunks(group, count)[coordinate[at]]]
     return found
 
 
@@ -258,9 +257,7 @@ def refuse_lost(target: torch.Tensor, loaded: torch.Tensor) -> None:
         return
     first = cut(loaded, (0,) * loaded.dim(), room.shape).expand_as(loaded)
     if not torch.equal(first.contiguous().view(torch.uint8), loaded.contiguous().view(torch.uint8)):
-        raise ValueError(
-            "it is an expanded tensor, and the values in the checkpoint differ where its memory is the same"
-        )
+        raise ValueError("it is an expanded tensor, and the checkpoint has other values where its memory is the same")
 
 
 def copied(target: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
@@ -347,20 +344,26 @@ def refuse_local_parts(states: Mapping[str, Any]) -> None:
     Raises:
         StateError: naming the tensor.
     """
-    found = list(placed(states))
+    found = list(placed(states)) if dtensor_class() else []
     parameters = {str(path[-1]): leaf for path, leaf in found if is_dtensor(leaf)}
     for path, leaf in found if parameters else ():
         for _, _, name in stepped(path):
             _refuse_local_part(".".join(map(str, path)), leaf, parameters.get(name))
 
 
-def placed(state: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Everything in nested mappings and lists that is none of these, and where it lies. Each of them is walked once."""
+def placed(state: Any, *, tuples: bool = False) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Everything in nested mappings and lists that is none of these, or empty, and where it lies. Each is walked once.
+
+    Args:
+        state: whatever it is.
+        tuples: walk these, too.
+    """
+    kinds = (Mapping, list, tuple) if tuples else (Mapping, list)
     seen: set[int] = set()
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), state)]
     while waiting:
         path, inner = waiting.pop()
-        if type(inner) in _LEAVES or not isinstance(inner, Mapping | list):
+        if type(inner) in _LEAVES or not isinstance(inner, kinds) or not inner:
             yield path, inner
         elif id(inner) not in seen:
             seen.add(id(inner))
@@ -448,12 +451,17 @@ class Fitted:
     besides: Sequence[str] = ()
     refusal: str = ""
 
+    @property
+    def said(self) -> dict[str, Any]:
+        """For ``without_place``."""
+        return {"besides": list(self.besides), "refusal": self.refusal}
+
 
 def without_place(said: Sequence[Mapping[str, Any]], *, path: str, key: str) -> list[str]:
     """Which names of an item no rank has a place for, in the order of the first rank.
 
     Args:
-        said: ``besides`` of every rank's ``Fitted``; of the first rank's its ``refusal``, too.
+        said: of every rank's ``Fitted``.
         path: of the checkpoint, for the error.
         key: the item, for the error.
 

@@ -213,11 +213,9 @@ class _Gather:
             return False
         barrier.enter(f"gather of {self._names[index]}")
         groups = process_groups.process_groups(dtensor.meshes_of([tensor]))
-        whole = gather_transport.watched(
-            lambda: dtensor.reduced(tensor), groups, look=barrier.look, timeout_s=timeout_s
-        )
+        full = gather_transport.watched(lambda: dtensor.reduced(tensor), groups, look=barrier.look, timeout_s=timeout_s)
         barrier.passed()
-        self._local = index, whole
+        self._local = index, full
         return True
 
     def _local_of(self, index: int) -> torch.Tensor:
@@ -308,26 +306,20 @@ def gather_nested(state: Mapping[str, Any], timeout_s: float, group: ProcessGrou
         SafeCheckpointError: as for ``iter_full_tensors``.
     """
     parts: dict[str, torch.Tensor] = {}
-    for path, tensor in _parts(state):
-        name = "/".join(map(str, path))
-        parts[name if name not in parts else f"{name}, number {len(parts)}"] = tensor  # the keys 1 and "1"
-    whole = [tensor for _, tensor in iterate(parts, timeout_s, group, None)]
-    return _filled(state, iter(whole)) if process_groups.group_of(group).rank == 0 else None
+    for path, leaf in dtensor.placed(state, tuples=True):
+        if dtensor.is_dtensor(leaf):
+            name = "/".join(map(str, path))
+            parts[name if name not in parts else f"{name}, number {len(parts)}"] = leaf  # the keys 1 and "1"
+    gathered = [tensor for _, tensor in iterate(parts, timeout_s, group, None)]
+    whole = dict(zip(map(id, parts.values()), gathered, strict=True))
+    return _filled(state, whole) if process_groups.group_of(group).rank == 0 else None
 
 
-def _parts(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    if dtensor.is_dtensor(value):
-        yield path, value
-    elif isinstance(value, Mapping | list | tuple):
-        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _parts(inner, (*path, key))
-
-
-def _filled(value: Any, whole: Iterator[Any]) -> Any:
-    """The same with whole tensors, in the order of ``_parts``. What has no part in it stays as it is."""
-    if dtensor.is_dtensor(value):
-        return next(whole)
-    if not isinstance(value, Mapping | list | tuple) or next(_parts(value), None) is None:
+def _filled(value: Any, whole: Mapping[int, Any]) -> Any:
+    """The same with whole tensors in the places of the parts, by their ``id``. What has no part in it stays as it is."""
+    if id(value) in whole:
+        return whole[id(value)]
+    if not isinstance(value, Mapping | list | tuple) or whole.keys().isdisjoint(map(id, dtensor.leaves(value))):
         return value
     if isinstance(value, Mapping):
         return {key: _filled(inner, whole) for key, inner in value.items()}

@@ -50,10 +50,7 @@ class GatherPlan:
 
     def share(self, rank: int) -> list[list[tuple[int, tuple[int, ...], tuple[int, ...]]]]:
         """What ``rank`` sends, round by round: tensor, beginning, sizes."""
-        return [
-            [(chunk.tensor, chunk.begin, chunk.sizes) for chunk in chunks if chunk.rank == rank]
-            for chunks in self.rounds
-        ]
+        return [[(one.tensor, one.begin, one.sizes) for one in chunks if one.rank == rank] for chunks in self.rounds]
 
 
 def plan(

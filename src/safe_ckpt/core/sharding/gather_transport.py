@@ -116,9 +116,7 @@ def refuse_if_given_up(group: ProcessGroup | None) -> None:
     """
     asked = process_groups.itself(group)
     if asked is not None and any(known() is asked for known in _given_up):
-        reason = (
-            "an earlier gather was given up within a collective, and the process group with it: start the job again"
-        )
+        reason = "an earlier gather was given up in a collective, and its process group with it: start the job again"
         raise PeerLostError(phase="gather", ranks=(), reason=reason)
 
 

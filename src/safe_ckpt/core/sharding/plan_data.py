@@ -175,9 +175,8 @@ def _class_of(kind: Any) -> str:
     for parent in kind.__mro__:
         if parent.__name__ in _FIELDS:
             return str(parent.__name__)
-    raise StateError(
-        key=kind.__name__, message="a plan of shards has no place for it: this release of torch is not known"
-    )
+    message = "a plan of shards has no place for it: this release of torch is not known"
+    raise StateError(key=kind.__name__, message=message)
 
 
 def _report(field: str, why: TypeError) -> None:
@@ -286,14 +285,12 @@ class _Reader:
             return self.named(_NAMED[kind][1], inner, what)
         if kind != "dict":
             self.refuse(what, f"{value!r:.80} is no value")
-        return {
-            self.text(key, what): self.value(one, what, depth + 1) for key, one in self.typed(inner, dict, what).items()
-        }
+        pairs = self.typed(inner, dict, what).items()
+        return {self.text(key, what): self.value(one, what, depth + 1) for key, one in pairs}
 
     def items(self, value: Any, _: str) -> list[WriteItem]:
-        return [
-            self.item(self.row("WriteItem", one, "an entry")) for one in self.listed(value, _MOST_ITEMS, "the entries")
-        ]
+        rows = self.listed(value, _MOST_ITEMS, "the entries")
+        return [self.item(self.row("WriteItem", row, "an entry")) for row in rows]
 
     def row(self, kind: str, value: Any, what: str) -> Any:
         """One of torch's classes, of what ``_row`` returned and of the fields that this release has."""

@@ -123,9 +123,8 @@ class CopyPlan:
                 continue
             else:
                 address = source.tensor.data_ptr()
-            pieces.extend(
-                (address + at, offset + at, min(PIECE_BYTES, size - at)) for at in range(0, size, PIECE_BYTES)
-            )
+            for at in range(0, size, PIECE_BYTES):
+                pieces.append((address + at, offset + at, min(PIECE_BYTES, size - at)))
         return pieces
 
 
@@ -205,11 +204,8 @@ class KnownCopies:
         numbers: tuple[list[int], list[int]] = [], []
         for number, is_later in enumerate(deferred):
             numbers[is_later].append(number)
-        now, later = plans
-        self._templates[key] = (
-            _Template.of(now, numbers[0], deferred=False),
-            _Template.of(later, numbers[1], deferred=True),
-        )
+        now, later = (_Template.of(plans[turn], numbers[turn], deferred=turn > 0) for turn in (0, 1))
+        self._templates[key] = now, later
 
     def forget_others(self) -> None:
         """Keep what the snapshot that was laid out just now has used."""

@@ -109,9 +109,8 @@ class Remembered:
         if len(now.tensors) != len(self.asked[0]) or now.facts != self.facts:
             return False
         try:
-            same = all(
-                all(map(eq, map(ask, now.tensors), known)) for ask, known in zip(_ASKED, self.asked, strict=True)
-            )
+            answers = zip(_ASKED, self.asked, strict=True)
+            same = all(all(map(eq, map(ask, now.tensors), known)) for ask, known in answers)
             same = same and _room(now.tensors) == self.room
             return same and (all(self.asked[3]) or _strides(now.tensors) == self.strides)
         except (RuntimeError, TypeError):  # such as of a tensor that is sparse now
@@ -137,14 +136,8 @@ def of(find: Callable[[_V], Fingerprint], value: _V) -> Fingerprint | None:
     """What one of the following functions finds; None where there is no fingerprint."""
     try:
         return find(value)
-    except (
-        _Unknown,
-        RuntimeError,
-        TypeError,
-        AttributeError,
-        ValueError,
-        pickle.PicklingError,
-    ):  # such as of a tensor that has no address
+    # RuntimeError and TypeError: such as of a tensor that has no address.
+    except (_Unknown, RuntimeError, TypeError, AttributeError, ValueError, pickle.PicklingError):
         return None
 
 

@@ -14,20 +14,24 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, M
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from typing_extensions import Self
 
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME
 from safe_ckpt.core.formats.names import as_named, plain_name, plain_names
 from safe_ckpt.core.formats.refusals import refuse_meta, unchanging
+from safe_ckpt.core.formats.torch_reading import refusing
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state
 from safe_ckpt.core.state import fingerprint, loading
 from safe_ckpt.core.state.fingerprint import Fingerprint
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import RestoreError, StateError
+
+if TYPE_CHECKING:
+    from safe_ckpt.core.sharding.dcp_read import Stored
 
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}\Z")
 _SMALL_PARTS = 4 << 20
@@ -174,17 +178,15 @@ class SavedItem:
             RestoreError: it does not fit.
         """
         if not isinstance(self.value, dict):
-            message = (
-                f"it was saved in parts; give an object or a dict of tensors to read it into, not {self.value!r:.50}"
-            )
-            raise RestoreError(message=message)
+            message = "it was saved in parts; give an object or a dict of tensors to read it into"
+            raise RestoreError(message=f"{message}, not {self.value!r:.50}")
         return self._fit_parts(shards, self.value)
 
     def _fit_parts(self, shards: Shards, own: dict[str, Any]) -> Fitted:
         from safe_ckpt.core.sharding import dcp_read  # DCP takes a while to import
 
         take = self._giving(lambda saved: restore_into(own, saved))
-        return dcp_read.fit_value(shards.folder, own, lambda saved: check_into(own, saved), take, *shards.said())
+        return dcp_read.fit_value(shards.stored, own, lambda saved: check_into(own, saved), take)
 
     def _giving(self, action: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A function that does the action and returns the object."""
@@ -235,7 +237,7 @@ class _Stateful(SavedItem):
         own = self.value.state_dict()
         loading.refuse_target(self.key, own)
         take = self._giving(lambda saved: self.value.load_state_dict(dcp_read.with_types_of(own, saved)))
-        return dcp_read.fit_value(shards.folder, own, lambda _: None, take, *shards.said())
+        return dcp_read.fit_value(shards.stored, own, lambda _: None, take)
 
 
 class _Module(_Stateful):
@@ -277,7 +279,7 @@ class _Module(_Stateful):
     def fit_shards(self, shards: Shards) -> Fitted:
         from safe_ckpt.core.sharding import dcp_read
 
-        return dcp_read.fit_module(shards.folder, self.module, *shards.said())
+        return dcp_read.fit_module(shards.stored, self.module)
 
 
 class _Optimizer(_Stateful):
@@ -327,7 +329,7 @@ class _Optimizer(_Stateful):
         from safe_ckpt.core.sharding import dcp_read
 
         owner = dcp_read.owner_of(self.optimizer, self.modules)
-        return dcp_read.fit_optimizer(shards.folder, owner, self.optimizer, *shards.said())
+        return dcp_read.fit_optimizer(shards.stored, owner, self.optimizer)
 
 
 _KINDS: Sequence[tuple[type, type[SavedItem]]] = (
@@ -463,12 +465,10 @@ def check_into(target: Any, loaded: Any, seen: set[tuple[int, int]] | None = Non
     """
     seen = set() if seen is None else seen
     if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        if loading.described(target) != loading.described(loaded):
-            # Replacing it in the dict would leave the parameter that it belongs to as it is.
-            raise ValueError(
-                f"it is {loading.described(target)}, the checkpoint has {loading.described(loaded)}; "
-                "give a tensor of that shape and type, or None to get it as it was saved"
-            )
+        own, then = loading.described(target), loading.described(loaded)
+        if own != then:  # replacing it in the dict would leave the parameter that it belongs to as it is
+            advice = "give a tensor of that shape and type, or None to get it as it was saved"
+            raise ValueError(f"it is {own}, the checkpoint has {then}; {advice}")
         dtensor.refuse_lost(target, loaded)
         if dtensor.is_partial(target):
             raise ValueError("it is a DTensor whose parts are still to be reduced: redistribute it first")
@@ -480,9 +480,7 @@ def check_into(target: Any, loaded: Any, seen: set[tuple[int, int]] | None = Non
         _check_each(enumerate(target), dict(enumerate(loaded)), seen)
     elif _has_tensors(target):
         kind = "a tensor" if isinstance(target, torch.Tensor) else f"{type(target).__name__} with tensors"
-        raise ValueError(
-            f"it is {kind}, the checkpoint has {type(loaded).__name__}; give None to get it as it was saved"
-        )
+        raise ValueError(f"it is {kind}, the checkpoint has {type(loaded).__name__}; None gets it as it was saved")
 
 
 def _check_each(owned: Iterable[tuple[Any, Any]], loaded: Mapping[Any, Any], seen: set[tuple[int, int]]) -> None:
@@ -590,11 +588,7 @@ class Restoring:
                 else:
                     fit = item.fit_shards(loaded) if isinstance(loaded, Shards) else item.fit(loaded)
                 self._fitted.append((item, fit))
-        return {
-            item.name: {"besides": list(fitted.besides), "refusal": fitted.refusal}
-            for item, fitted in self._fitted
-            if fitted.besides
-        }
+        return {item.name: fitted.said for item, fitted in self._fitted if fitted.besides}
 
     def agree(self, answers: Mapping[int, Mapping[str, Any]]) -> dict[str, list[str]]:
         """On rank 0: what no rank has a place for, by item.
@@ -628,9 +622,8 @@ class Restoring:
         try:
             yield
         except Exception as error:
-            message = (
-                error.message if isinstance(error, RestoreError | StateError) else f"{type(error).__name__}: {error}"
-            )
+            ours = error if isinstance(error, RestoreError | StateError) else None
+            message = ours.message if ours is not None else f"{type(error).__name__}: {error}"
             key = getattr(error, "key", "")
             key = key if key.startswith(item.key) else item.key  # of a tensor in it
             if done:
@@ -662,15 +655,17 @@ class Shards:
     within: str
     metadata: Callable[[Path], Any]
 
-    def said(self) -> tuple[str, Any]:
-        """Of ``.metadata``: whose names are the item's, and what it says."""
-        return self.within, self.metadata(self.folder)
+    @functools.cached_property
+    def stored(self) -> Stored:
+        """What it has. What is no tensor was read."""
+        from safe_ckpt.core.sharding.dcp_read import Stored
+
+        return Stored(self.folder, self.within, self.metadata(self.folder))
 
     def refuse_code(self) -> Self:
         """Before anything is restored: raise ``HostileCheckpointError`` where it would run code. Returns itself."""
-        from safe_ckpt.core.sharding import dcp_read
-
-        dcp_read.refuse_code(self.folder, *self.said())
+        with refusing(self.folder, DCP_METADATA), contextlib.suppress(RestoreError):  # that comes once it is restored
+            _ = self.stored
         return self
 
 

@@ -17,26 +17,22 @@ from safe_ckpt.core.state.overlap import KNOWN
 _NO_OP = ".*copying from a non-meta parameter in the checkpoint to a meta parameter"
 
 
-def refuse_target(key: str, value: Any, seen: set[int] | None = None) -> None:
+def refuse_target(key: str, value: Any) -> None:
     """Refuse what nothing can be written to. To be asked before a byte is.
 
     Args:
         key: what an error calls it.
         value: tensors, in whatever they are.
-        seen: what was looked at before.
 
     Raises:
         StateError: a tensor has no memory, or what lies there is somebody else's; names it.
     """
-    seen = set() if seen is None else seen
-    if isinstance(value, torch.Tensor):
-        for part in dtensor.parts_of(value) if dtensor.is_sharded(value) else [value]:
-            refuse_meta(key, part)
-            refuse_short(key, part)
-    elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
-        seen.add(id(value))
-        for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            refuse_target(f"{key}[{name!r}]", inner, seen)
+    for path, leaf in dtensor.placed(value, tuples=True):
+        if isinstance(leaf, torch.Tensor):
+            where = "".join([key, *(f"[{name!r}]" for name in path)])
+            for part in dtensor.parts_of(leaf) if dtensor.is_sharded(leaf) else [leaf]:
+                refuse_meta(where, part)
+                refuse_short(where, part)
 
 
 def refuse_module(key: str, module: torch.nn.Module) -> None:
@@ -47,9 +43,8 @@ def refuse_module(key: str, module: torch.nn.Module) -> None:
     """
     dtensor.refuse_partitioned(module)
     state = module.state_dict()  # FSDP2 puts back what a forward pass has left
-    if not dtensor.any_sharded(dtensor.leaves(state)) and not loads_as_torch_does(
-        module
-    ):  # it may put others in their place
+    # One that loads in another way may put others in their place.
+    if not (dtensor.any_sharded(dtensor.leaves(state)) or loads_as_torch_does(module)):
         state = {name: one for name, one in state.items() if not getattr(one, "is_meta", False)}
     refuse_target(key, state)
 
@@ -79,16 +74,14 @@ def check_module(own: Mapping[str, Any], loaded: Any) -> None:
     if any(then[part] != now[part] for part in then.keys() & now.keys()):
         return  # of other versions of its classes: they know what has changed
     check_same_names(own, loaded)
-    for name, tensor in own.items():
+    for name, mine in own.items():
         saved = loaded[name]
-        if isinstance(tensor, torch.Tensor) and not is_extra_state(name):
+        if isinstance(mine, torch.Tensor) and not is_extra_state(name):
             if not isinstance(saved, torch.Tensor):
                 raise TypeError(f"{name} is a tensor, the checkpoint has {type(saved).__name__}")
-            if saved.shape != tensor.shape and (tensor.dim(), saved.dim()) != (0, 1):
-                raise ValueError(
-                    f"size mismatch for {name}: {described(tensor)}, the checkpoint has {described(saved)}"
-                )
-            dtensor.refuse_lost(tensor, saved)
+            if saved.shape != mine.shape and (mine.dim(), saved.dim()) != (0, 1):
+                raise ValueError(f"size mismatch for {name}: {described(mine)}, the checkpoint has {described(saved)}")
+            dtensor.refuse_lost(mine, saved)
 
 
 _LOADING = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict")
@@ -112,21 +105,18 @@ def check_optimizer(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
     """What ``Optimizer.load_state_dict`` would refuse, and state of other shapes, which only a step would."""
     if not _is_torchs(optimizer.load_state_dict) or optimizer._optimizer_load_state_dict_pre_hooks:
         return
-    saved, own = (
-        [len(group["params"]) for group in groups] for groups in (loaded["param_groups"], optimizer.param_groups)
-    )
+    saved = [len(group["params"]) for group in loaded["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
     if saved != own:
         raise ValueError(f"it steps groups of {own} parameters, the checkpoint has groups of {saved}")
     if type(optimizer) not in KNOWN or isinstance(optimizer, torch.optim.Adafactor):
         return
     numbers = [number for group in loaded["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
+    for number, mine in zip(numbers, parameters, strict=True):
         for key, value in loaded["state"].get(number, {}).items():
-            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
-                raise ValueError(
-                    f"{key} of parameter {number} is {described(value)} there, it is {described(parameter)}"
-                )
+            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != mine.shape:
+                raise ValueError(f"{key} of parameter {number} is {described(value)} there, it is {described(mine)}")
 
 
 def described(tensor: torch.Tensor) -> str:

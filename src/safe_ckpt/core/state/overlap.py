@@ -90,23 +90,9 @@ def _sampled(tensor: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
 
 
 _OPTIMIZERS = [
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "ASGD",
-    "Muon",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-]
-KNOWN: frozenset[type] = frozenset(
-    kind for name in _OPTIMIZERS if (kind := getattr(torch.optim, name, None)) is not None
-)
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+]  # fmt: skip
+KNOWN: frozenset[type] = frozenset(getattr(torch.optim, name) for name in _OPTIMIZERS if hasattr(torch.optim, name))
 """They change parameters and state only within ``step``, after evaluating the closure. Not their subclasses; not LBFGS,
 which evaluates its closure several times."""
 

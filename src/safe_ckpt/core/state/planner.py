@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -212,14 +212,10 @@ class Planner:
     def _refuse_local_parts(self, items: Sequence[SavedItem], modules: Mapping[str, torch.nn.Module]) -> None:
         """An optimizer's state dict whose tensors are all plain is no sharded item: rank 0's would be taken for all."""
         data = {item.name: item.value for item in items if type(item) is SavedItem and not item.per_rank}
-        fresh, sharded = False, False
-        for name, value in data.items():
-            with unchanging(name):
-                fresh |= name not in self._known and any(isinstance(one, torch.Tensor) for one in dtensor.leaves(value))
-                sharded |= dtensor.any_sharded(dtensor.leaves(value))
-        if fresh:  # a module that is as it was is not walked
-            parameters = {name: dict(one.named_parameters()) for name, one in modules.items()}
-            if sharded or dtensor.any_sharded(dtensor.leaves(parameters)):
+        with unchanging("state"):
+            fresh = [value for name, value in data.items() if name not in self._known]
+            if any(isinstance(leaf, torch.Tensor) for leaf in dtensor.leaves(fresh)):  # else no module is walked
+                parameters = {name: dict(one.named_parameters()) for name, one in modules.items()}
                 dtensor.refuse_local_parts({**data, "": parameters})
 
     def _overlap_plan(self, items: Sequence[SavedItem], views: Mapping[str, Fingerprint]) -> OverlapPlan | None:
@@ -243,12 +239,10 @@ class Planner:
         return made or None
 
     def _one(self, item: SavedItem, now: Fingerprint | None) -> Sequence[FilePlan] | ShardedItem:
-        known = self._still_known(item, now)
+        known, below = self._still_known(item, now), functools.partial(self._frozen_below, item)
         if now is not None and now.sharded and not item.per_rank:
             found = self._sharded(item, lambda: item.below(item.state()), now, known)
-            return dataclasses.replace(
-                found, at=lambda path: item.at(path[1:]), frozen=functools.partial(self._frozen_below, item)
-            )
+            return dataclasses.replace(found, at=lambda path: item.at(path[1:]), frozen=below)
         if now is not None and known is not None:
             again = _again(known, now)
             if again is not None:
@@ -260,7 +254,7 @@ class Planner:
             # An optimizer of sharded parameters has no sharded state before its first step.
             if dtensor.any_sharded(dtensor.leaves(resolved)) or (item.optimizer is not None and item.sharded):
                 self._known.pop(item.name, None)
-                return ShardedItem.of(item.below(resolved), functools.partial(self._frozen_below, item))
+                return ShardedItem.of(item.below(resolved), below)
             if not self._alone:
                 self._held[item.name] = held(item, resolved)
         planned: Sequence[FilePlan] = ()
@@ -340,9 +334,7 @@ class Planner:
     def _frozen_within(self, state: Mapping[str, Any], model: torch.nn.Module | None) -> frozenset[str]:
         names = frozen_names(model) if self._apart and model is not None else ()
         inner = [key for key, value in state.items() if isinstance(value, Mapping)] if names else ()
-        return frozenset(
-            [*(name for name in names if name in state), *(f"{k}.{name}" for k in inner for name in names)]
-        )
+        return frozenset(names).intersection(state).union(f"{key}.{name}" for key in inner for name in names)
 
     def _keep(self, item: SavedItem, images: Sequence[FilePlan], now: Fingerprint | None) -> Sequence[FilePlan]:
         self._known.pop(item.name, None)
@@ -393,8 +385,11 @@ def held(item: SavedItem, resolved: Any) -> list[str]:
         item: of the state.
         resolved: what would be saved of it.
     """
-    own = _names_of_ranks(resolved)
-    facts = list(_facts(resolved)) if any(isinstance(leaf, torch.Tensor) for leaf in dtensor.leaves(resolved)) else []
+    found = list(dtensor.placed(resolved, tuples=True))
+    own = list(filter(_OF_RANK.search, sorted({str(key) for path, _ in found for key in path})))
+    if len(own) > _MOST_NAMES:  # as of all ranks
+        own = []
+    facts = [_fact(path, leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
     if item.optimizer is not None:
         facts.append(f"groups of {[len(group['params']) for group in item.optimizer.param_groups]} parameters")
     if not facts:
@@ -402,20 +397,6 @@ def held(item: SavedItem, resolved: Any) -> list[str]:
     facts.sort()
     digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
     return [item.kind, f"{len(facts)} names, such as {facts[0]:.80} (digest {digest})", *own]
-
-
-def _names_of_ranks(state: Any) -> list[str]:
-    """The names in a state that have the number of a rank in them; none where there are many, as of all ranks."""
-    names: set[str] = set()
-    seen: set[int] = set()
-    waiting = [state]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, Mapping) and id(value) not in seen:
-            seen.add(id(value))
-            waiting += value.values()
-            names.update(filter(_OF_RANK.search, map(str, value)))
-    return sorted(names) if len(names) <= _MOST_NAMES else []
 
 
 def refuse_differences(by_rank: Mapping[int, Mapping[str, list[str]]]) -> None:
@@ -435,23 +416,11 @@ def refuse_differences(by_rank: Mapping[int, Mapping[str, list[str]]]) -> None:
                 raise DesyncError(what=f"state[{name!r}]", values=values)
 
 
-def _facts(state: Any) -> Iterator[str]:
-    """Name, type and shape of every tensor. What lies in several places is walked once."""
-    waiting: list[tuple[tuple[Any, ...], Any]] = [((), state)]
-    seen: set[int] = set()
-    while waiting:
-        path, value = waiting.pop()
-        if isinstance(value, torch.Tensor):
-            of_any_size = bool(path) and is_extra_state(str(path[-1]))
-            yield repr(path) if of_any_size else f"{path!r} {value.dtype} {_shape_of(value)}"
-        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
-            seen.add(id(value))
-            inner = value.items() if isinstance(value, Mapping) else enumerate(value)
-            waiting += [((*path, key), part) for key, part in inner]
-
-
-def _shape_of(tensor: torch.Tensor) -> object:
+def _fact(path: Sequence[Any], tensor: torch.Tensor) -> str:
+    """Name, type and shape of a tensor."""
+    if path and is_extra_state(str(path[-1])):  # of any size
+        return repr(path)
     try:
-        return tuple(tensor.shape)
+        return f"{path!r} {tensor.dtype} {tuple(tensor.shape)}"
     except RuntimeError:  # such as of a nested tensor
-        return tensor.layout
+        return f"{path!r} {tensor.dtype} {tensor.layout}"

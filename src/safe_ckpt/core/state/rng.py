@@ -15,7 +15,7 @@ import json
 import random
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,19 +48,18 @@ def set_to(taken: Mapping[str, Any]) -> None:
         else:
             import numpy
 
-            kind, keys, *rest = state
-            _set_numpy(numpy, kind, keys, rest)
+            _set_numpy(numpy, *state)
 
 
-def _set_numpy(numpy: Any, kind: str, keys: bytes, rest: Sequence[Any]) -> None:
+def _set_numpy(numpy: Any, kind: str, keys: bytes, *rest: Any) -> None:
     """Set numpy's global generator, which is made to be of that kind."""
     if numpy.random.get_state(legacy=False)["bit_generator"] != kind:
         made = getattr(numpy.random, kind, None)
         if not isinstance(made, type) or not issubclass(made, numpy.random.BitGenerator):
             raise ValueError(f"numpy has no generator {kind:.80}")
         numpy.random.set_bit_generator(made())
-    words = numpy.frombuffer(keys, dtype=numpy.uint32) if kind == _USUAL else None
-    numpy.random.set_state(json.loads(keys) if words is None else (kind, words, *rest))
+    usual = kind == _USUAL
+    numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest) if usual else json.loads(keys))
 
 
 def _of_numpy(kept: Mapping[str, Any]) -> tuple[str, bytes, int, int, float]:
@@ -143,9 +142,8 @@ class RngState:
 
     def start_anew(self, state_dict: Mapping[str, Any], rank: int) -> None:
         """Seed them from what rank 0 has saved and from this rank, which saved none: the same at each such resume."""
-        digest = hashlib.blake2b(
-            _bytes(state_dict["torch"].contiguous()), digest_size=8, salt=str(rank).encode()
-        ).digest()
+        saved = _bytes(state_dict["torch"].contiguous())
+        digest = hashlib.blake2b(saved, digest_size=8, salt=str(rank).encode()).digest()
         seed = int.from_bytes(digest, "little")
         random.seed(seed)
         torch.manual_seed(seed)
