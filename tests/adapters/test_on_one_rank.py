@@ -114,6 +114,26 @@ def test_a_rank_that_is_slow_is_waited_for(tmp_path):
     assert values(spawn_ranks(slow, 2, str(tmp_path), timeout_s=120)) == [["save: waiting for ranks [1]"], []]
 
 
+def late(rank, folder):
+    log = listening()
+    said = Path(folder, "said")
+    log.addFilter(lambda record: said.touch() or True)
+    while rank == 1 and not said.exists():
+        time.sleep(0.01)
+    Checkpointer(folder, CheckpointConfig(timeouts=Timeouts(peer_stall_s=STALL_S))).close()
+    return [line for _, line in log.lines if "waiting for" in line]
+
+
+def test_a_rank_that_comes_late_is_named_and_no_line_of_ours(tmp_path):
+    """Where it is the first call of all: no line of the script keeps it away, and rank 0 alone is in ours that wait for it."""
+    found = values(spawn_ranks(late, 2, str(tmp_path), timeout_s=120))
+    assert [len(lines) for lines in found] == [1, 0]
+    assert found[0][0].startswith(
+        "first meeting of the ranks: waiting for ranks [1]. All processes must make this call"
+    )
+    assert "move the call" not in found[0][0]
+
+
 def guarded(rank, folder):
     log = listening()
     accelerator = make(folder)
