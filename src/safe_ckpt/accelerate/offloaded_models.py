@@ -130,6 +130,7 @@ def _look_up(values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     kind = getattr(torch, facts["dtype"], None) if facts.get("safetensors_file") is None else None
     shape = tuple(facts["shape"])
     if not isinstance(kind, torch.dtype) or not math.prod(shape):
-        return values[name].detach()
+        read: torch.Tensor = values[name]
+        return read.detach()
     file = np.memmap(f"{values.save_folder}/{name}.dat", dtype=np.uint8, mode="c")  # private: never written to the file
     return torch.from_numpy(file).view(kind).view(shape)
