@@ -473,6 +473,7 @@ class Placed(DataPosition):
         self.base.load_state_dict(state["position"])
         self.base.__dict__["loop"] = Loop(left=True)
         self.loader.iteration, self.over = state["iteration"], state.get("over")
+        self._patch.give_back(self.loader, "begin")  # of a place that was loaded before
         if self.over is not None:
             self._patch.once(self.loader, "begin", functools.partial(self._leave_out, state["iteration"]))
 
