@@ -13,6 +13,7 @@ from accelerate_runs import CONFIG, make
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.accelerate import register
+from safe_ckpt.core.coordination.reminder import Reminder
 from safe_ckpt.errors import RendezvousTimeout
 
 STALL_S, BARRIER_S = 1.6, 2.0
@@ -132,6 +133,18 @@ def test_a_rank_that_comes_late_is_named_and_no_line_of_ours(tmp_path):
         "first meeting of the ranks: waiting for ranks [1]. All processes must make this call"
     )
     assert "move the call" not in found[0][0]
+
+
+def test_only_a_block_around_the_call_is_named(caplog):
+    """What lets one rank alone pass beside the call, or before it, keeps nobody away."""
+    rank = 0
+    if rank == 0:
+        Reminder("missing: %s", 0.0, 5.0)(lambda: [1])
+    Reminder("missing: %s", 0.0, 5.0)(lambda: [1])
+    around, beside = caplog.messages
+    assert "test_on_one_rank.py" in around
+    assert "if rank == 0: move the call out of this block" in around
+    assert beside == "missing: [1]. Waiting for 5 s more"
 
 
 def guarded(rank, folder):
