@@ -44,7 +44,6 @@ from safe_ckpt.core.state.items import Restoring, expected_bytes, items_of, modu
 from safe_ckpt.core.state.planner import Plan, Planner
 from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.storage.objects.place import Place, place_of
-from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.extensions.assemble import assemble
 
@@ -323,7 +322,7 @@ class Checkpointer:
                 accepts=wanted,
                 named=step is not None,
                 by_name=_BY_NAME,
-                others=self._others,
+                others=lambda: of_frameworks(self._workspace),
             )
             return self._restore(chosen, state, step)
         finally:
@@ -332,9 +331,7 @@ class Checkpointer:
     def _restore(self, chosen: Chosen | None, state: Mapping[str, Any], step: int | None) -> CheckpointInfo | None:
         if chosen is None and step is not None:
             path = self.directory / catalog.step_name(step)
-            raise not_found(
-                path, self._engine.agree("named", must_match={"path": path}, decide=lambda _: self._names())
-            )
+            raise not_found(path, self._engine.agree("named", must_match={"path": path}, decide=self._names))
         if chosen is None:
             self.prepare(state)
             return None
@@ -352,11 +349,8 @@ class Checkpointer:
         self.prepare(state)
         return chosen.info
 
-    def _names(self) -> list[str]:
+    def _names(self, _: object) -> list[str]:
         return [one.told.name for one in catalog.newest_first(self._workspace.look())]
-
-    def _others(self) -> list[str]:
-        return of_frameworks(in_files(self.directory)) if self._workspace.is_mounted else []
 
     def export(
         self,

@@ -201,6 +201,29 @@ def test_a_place_that_was_loaded_and_saved_again_is_the_same(tmp_path, kind):
     assert run(tmp_path / "stopped", kind, straight)[0] == whole[2:]
 
 
+@pytest.mark.parametrize("kind", ["resumable", "torchdata"])
+@pytest.mark.parametrize("number", [0, 2])
+def test_the_place_that_was_loaded_last_counts(tmp_path, kind, number):
+    """One behind the last batch of an epoch, loaded before it, leaves no batch out: of that epoch or the next."""
+
+    def straight(one):
+        for _ in range(2):
+            for (batch,) in one.train:
+                one.step(batch)
+                if one.steps.count in (2, 6, 8):
+                    one.save()
+
+    def chosen(one):
+        for name in (1, number):
+            one.accelerator.load_state(str(tmp_path / f"checkpoints/checkpoint_{name}"))
+        for (batch,) in one.train:
+            one.step(batch)
+
+    whole = run(tmp_path, kind, straight)[0]
+    first = (2, 6, 8)[number]
+    assert run(tmp_path, kind, chosen)[0] == whole[first : first + 4]
+
+
 def test_the_warning_within_an_epoch_names_its_loader(tmp_path, caplog):
     """By its number among those that were prepared. It does not come behind the last batch of an epoch."""
     with (

@@ -91,6 +91,23 @@ def test_save_model_writes_every_tensor_once(tmp_path, handle, offload, used):
         assert model(torch.tensor([1, 2])).equal(before)
 
 
+def test_a_home_directory_is_meant_by_its_sign(tmp_path, monkeypatch):
+    """``~`` is what a shell takes it for: of a project, of a checkpoint and of weights."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with fresh(), register(accelerator := make("~/run"), CONFIG) as handle:
+        accelerator.prepare(torch.nn.Linear(2, 2))
+        accelerator.save_state(async_save=False)
+        handle.save_model(torch.nn.Linear(2, 2), "~/weights")
+    with fresh(), register(accelerator := make(), CONFIG):
+        accelerator.prepare(torch.nn.Linear(2, 2))
+        accelerator.load_state("~/run/checkpoints/checkpoint_0")
+        accelerator.save_state("~/best", async_save=False)
+    home = tmp_path / "home"
+    assert [one.name for one in tmp_path.iterdir()] == ["home"]
+    assert {"run", "weights", "best"} <= {one.name for one in home.iterdir()}
+
+
 def test_stock_accelerate_loads_the_weights_of_save_model(tmp_path, handle):
     """Accelerate's own loader reads one file and shards alike, into a model of which only the shapes exist."""
     expected = Model().state_dict()

@@ -511,7 +511,7 @@ def test_the_state_of_a_stateful_loader_has_the_known_fields():
     assert state["_sampler_iter_yielded"] == 1, "accelerate/contents.py: _place"
     loader.load_state_dict(state)
     assert loader.next_iter_state is state, "accelerate/dataloaders.py: resume"
-    assert hasattr(iter(loader), "_sampler_iter"), "accelerate/dataloaders.py: _draw_order"
+    assert hasattr(iter(loader), "_sampler_iter"), "accelerate/dataloaders.py: _begun_iterator"
     worked = importlib.import_module("torchdata.stateful_dataloader.stateful_dataloader")
     kind = worked._StatefulMultiProcessingDataLoaderIter
     assert kind._STEPS_SINCE_SNAPSHOT == "_steps_since_snapshot", "accelerate/contents.py: _place"

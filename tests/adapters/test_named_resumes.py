@@ -5,8 +5,9 @@ import json
 from transformers_runs import trainer
 
 import safe_ckpt.events
-from accelerate_runs import CONFIG, fresh, make
+from accelerate_runs import CONFIG, Counter, fresh, make
 from safe_ckpt.accelerate import register
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 
 
 def resumed(folder):
@@ -28,6 +29,33 @@ def test_load_state_of_a_path_is_in_the_record_of_the_run_that_goes_on(tmp_path)
                     assert isinstance(heard[-1], safe_ckpt.events.Resumed)
                 accelerator.save_state(str(tmp_path / "first"))
         assert resumed(tmp_path / ".safe_ckpt") == [(str(tmp_path / "first"), number) for number in range(start)]
+
+
+class Last(Counter):
+    """It is restored last. Meanwhile somebody replaces the checkpoint, and writes to its manifest at this moment."""
+
+    folder = None
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        if self.folder is not None:
+            (self.folder / MANIFEST_NAME).write_bytes(b"{")
+
+
+def test_a_resume_that_was_made_is_one_although_its_step_cannot_be_told(tmp_path):
+    """Reading its manifest again may fail on one rank alone, and the others go on."""
+    heard, last = [], Last(7)
+    for folder in (None, tmp_path / "run"):
+        with fresh():
+            accelerator = make(folder)
+            accelerator.register_for_checkpointing(last)
+            with register(accelerator, CONFIG, hooks=[heard.append]):
+                if folder is None:
+                    accelerator.save_state(str(tmp_path / "step-3"), async_save=False)
+                else:
+                    last.folder, last.count = tmp_path / "step-3", 0
+                    accelerator.load_state(str(tmp_path / "step-3"))
+    assert (last.count, heard[-1].step) == (7, -1)
 
 
 def test_a_trainers_resume_from_a_path_is_in_the_record(tmp_path):

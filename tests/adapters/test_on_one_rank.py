@@ -13,6 +13,7 @@ from accelerate_runs import CONFIG, make
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.accelerate import register
+from safe_ckpt.core.coordination.reminder import Reminder
 from safe_ckpt.errors import RendezvousTimeout
 
 STALL_S, BARRIER_S = 1.6, 2.0
@@ -112,6 +113,38 @@ def slow(rank, folder):
 def test_a_rank_that_is_slow_is_waited_for(tmp_path):
     """It is said once that it is somewhere else, and when it comes the save is made."""
     assert values(spawn_ranks(slow, 2, str(tmp_path), timeout_s=120)) == [["save: waiting for ranks [1]"], []]
+
+
+def late(rank, folder):
+    log = listening()
+    said = Path(folder, "said")
+    log.addFilter(lambda record: said.touch() or True)
+    while rank == 1 and not said.exists():
+        time.sleep(0.01)
+    Checkpointer(folder, CheckpointConfig(timeouts=Timeouts(peer_stall_s=STALL_S))).close()
+    return [line for _, line in log.lines if "waiting for" in line]
+
+
+def test_a_rank_that_comes_late_is_named_and_no_line_of_ours(tmp_path):
+    """Where it is the first call of all: no line of the script keeps it away, and rank 0 alone is in ours that wait for it."""
+    found = values(spawn_ranks(late, 2, str(tmp_path), timeout_s=120))
+    assert [len(lines) for lines in found] == [1, 0]
+    assert found[0][0].startswith(
+        "first meeting of the ranks: waiting for ranks [1]. All processes must make this call"
+    )
+    assert "move the call" not in found[0][0]
+
+
+def test_only_a_block_around_the_call_is_named(caplog):
+    """What lets one rank alone pass beside the call, or before it, keeps nobody away."""
+    rank = 0
+    if rank == 0:
+        Reminder("missing: %s", 0.0, 5.0)(lambda: [1])
+    Reminder("missing: %s", 0.0, 5.0)(lambda: [1])
+    around, beside = caplog.messages
+    assert "test_on_one_rank.py" in around
+    assert "if rank == 0: move the call out of this block" in around
+    assert beside == "missing: [1]. Waiting for 5 s more"
 
 
 def guarded(rank, folder):

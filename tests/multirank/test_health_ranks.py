@@ -16,6 +16,8 @@ def made():
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
     net.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+    net[1].state = torch.nn.ModuleList([torch.nn.Module()])  # a module of this name is no optimizer's state
+    net[1].state[0].register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
     fully_shard(net)
     return net, torch.optim.AdamW(net.parameters())
 

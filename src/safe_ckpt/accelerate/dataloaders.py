@@ -10,6 +10,7 @@ states and fetches its first batch with the second. Then the generators get the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import weakref
@@ -76,7 +77,7 @@ class Loaders:
         if placed is None:
             return False
         pending = placed.pending()
-        if placed.is_over() and batches == 0:  # of the next epoch
+        if placed.over is not None and batches == 0:  # of the next epoch
             placed.begin_anew()
             return True
         if pending is not None and pending != batches:
@@ -185,6 +186,8 @@ def _told(loader: Any) -> str:
 class _Watched(DataPosition):
     """The record of one loader. All Accelerators that prepared it share this; the last one to forget it restores the loader."""
 
+    over = None  # a place behind the last batch of an epoch is one between two
+
     def __init__(self, loader: Any) -> None:
         self.ahead: Mapping[str, Any] | None = None
         self._users = 0
@@ -264,37 +267,55 @@ class _Watched(DataPosition):
             return int(state["_num_yielded"])
         return int(state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"])
 
-    def is_over(self) -> bool:
-        """A place behind the last batch of an epoch is one between two."""
-        return False
-
     def begin_anew(self) -> None:
         """Have the next loop begin an epoch, not at the place that was loaded."""
         self._pending = self.base.next_iter_state = None
 
     def _begin(self) -> Iterator[Any]:
         resumed = self._pending is not None
-        batches = self._batches()
+        batches = self._fetched(*self._begun_iterator())
         self._loop = Loop(batches, resumed=resumed)
         return batches
 
-    def _batches(self) -> Iterator[Any]:
+    def _begun_iterator(self) -> tuple[Iterator[Any], Mapping[str, Any] | None, Mapping[str, Any] | None]:
+        """An iterator, and the states of the generators before and after its first fetch; None to leave them."""
         pending, self._pending = self._pending, None
         if pending is None:
             self._begun = self._now()
             with self._drawing_nothing(self._begun["warm"]):
-                return _fetched(self._iterate(), self)
+                return self._iterate(), None, None
         state, now = pending
         begun = state.get("begun")
         if begun is None:  # not recorded then, or saved by a stock Accelerator
-            return _fetched(self._iterate(), self, then=now)
+            return self._iterate(), None, now
         self._begun = begun
         torch.set_rng_state(begun["torch"])
         self._set_generator(begun["generator"])
         with self._drawing_nothing(begun["ready"] or begun.get("warm")):
-            iterator = self._iterate()
-            _draw_order(iterator)
-            return _fetched(iterator, self, first=state.get("ahead"), then=now)
+            iterator: Any = self._iterate()
+            skipping = getattr(iterator, "_sampler_iter", None)
+            if isinstance(skipping, itertools.islice):
+                # Draw the order now: torchdata skips the batches that were given only at the next fetch.
+                iterator._sampler_iter = itertools.chain(list(itertools.islice(skipping, 1)), skipping)
+            return iterator, state.get("ahead"), now
+
+    def _fetched(
+        self, iterator: Iterator[Any], first: Mapping[str, Any] | None, then: Mapping[str, Any] | None
+    ) -> Iterator[Any]:
+        """The batches; before each is fetched, the state of the generators is noted."""
+        while True:
+            if first is not None:
+                contents.restore_random_states(first)
+            self.ahead = contents.random_states(0, devices=False)
+            try:
+                batch = [next(iterator)]
+            except StopIteration:
+                return
+            finally:
+                if then is not None:
+                    contents.restore_random_states(then)
+            first = then = None
+            yield batch.pop()  # bound to no name here: the loop lets go of it
 
     @contextlib.contextmanager
     def _drawing_nothing(self, there: bool) -> Iterator[None]:
@@ -328,48 +349,6 @@ class _Watched(DataPosition):
             sampler = sampler.batch_sampler
         generator = getattr(getattr(sampler, "sampler", sampler), "generator", None)
         return generator if isinstance(generator, torch.Generator) else None
-
-
-def _draw_order(iterator: Any) -> None:
-    """Have the sampler draw the order now: torchdata skips the batches that were given only at the next fetch."""
-    skipping = getattr(iterator, "_sampler_iter", None)
-    if isinstance(skipping, itertools.islice):
-        iterator._sampler_iter = itertools.chain(list(itertools.islice(skipping, 1)), skipping)
-
-
-def _fetched(
-    iterator: Iterator[Any],
-    watched: _Watched,
-    first: Mapping[str, Any] | None = None,
-    then: Mapping[str, Any] | None = None,
-) -> Iterator[Any]:
-    """The batches of ``iterator``; before each is fetched, the state of the generators is noted.
-
-    Args:
-        iterator: gives the batches.
-        watched: gets the state.
-        first: what the generators are set to before the first batch is fetched; None to leave them.
-        then: what they are set to after it.
-    """
-    while True:
-        try:
-            yield _fetch(iterator, watched, first, then)  # never bound to a name here: the loop lets go of it
-        except StopIteration:
-            return
-        first = then = None
-
-
-def _fetch(
-    iterator: Iterator[Any], watched: _Watched, first: Mapping[str, Any] | None, then: Mapping[str, Any] | None
-) -> Any:
-    if first is not None:
-        contents.restore_random_states(first)
-    watched.ahead = contents.random_states(0, devices=False)
-    try:
-        return next(iterator)
-    finally:
-        if then is not None:
-            contents.restore_random_states(then)
 
 
 class ForAccelerate(Resumable):
@@ -442,14 +421,18 @@ class Placed(DataPosition):
         loader: a prepared one.
         between: whether a place behind the last batch of an epoch is one between two epochs. Else it belongs to that epoch, and
             the next loop, which is the rest of that epoch, gives nothing: as with a loader that nobody prepared.
+
+    Attributes:
+        loader: as given.
+        base: the inner one, which counts.
+        over: how many batches the epoch had that is over, until the next loop; None where none is.
     """
 
     def __init__(self, loader: Any, *, between: bool = False) -> None:
-        self._loader = loader
+        self.loader = loader
         self._between = between
         self.base: Any = loader.base_dataloader
-        self._over: int | None = None  # how many batches the epoch had that is over, until the next loop
-        self._saved_iteration = 0
+        self.over: int | None = None
         self._patch = Patch()
 
     def state(self, held: int = 0) -> dict[str, Any]:
@@ -459,24 +442,21 @@ class Placed(DataPosition):
             held: how many of the last batches training was given and has not used; they are given again after a resume.
         """
         here = self.base.pending() is None
-        left = here and self.base.loop.is_left()
+        left, iteration, over = here and self.base.loop.is_left(), self.loader.iteration, self.over
         if left:
-            self._loader.end()  # else Accelerate takes it for the one that is trained on
-        within, last = here and is_within(self._loader), bool(getattr(self._loader, "end_of_dataloader", False))
-        over = self._steps() if within and last and not self._between else self._over
+            self.loader.end()  # else Accelerate takes it for the one that is trained on
+        within, last = here and is_within(self.loader), bool(getattr(self.loader, "end_of_dataloader", False))
         if over is not None:
-            place = self.base.position(self._taken() if self._over is None else 0)
-            return {
-                "position": place.to_json(),
-                "iteration": self._loader.iteration,
-                "over": over,
-                **seed(self._loader),
-            }
-        unseen = self._taken() + (held - last) * _ahead(self._loader) if (within or held) and held >= last else 0
-        place = self.base.left() if left else self.base.position(unseen)
-        # The number of the epoch increases only when the loop is left, and the resume begins the next one.
-        iteration = self._loader.iteration + (within and last) - (last and held > 0)
-        return {"position": place.to_json(), "iteration": iteration, **seed(self._loader)}
+            place = self.base.position()
+        elif within and last and not self._between:
+            over, place = self._steps(), self.base.position(self._taken())
+        else:
+            unseen = self._taken() + (held - last) * _ahead(self.loader) if (within or held) and held >= last else 0
+            place = self.base.left() if left else self.base.position(unseen)
+            # The number of the epoch increases only when the loop is left, and the resume begins the next one.
+            iteration += (within and last) - (last and held > 0)
+        told = {} if over is None else {"over": over}
+        return {"position": place.to_json(), "iteration": iteration, **told, **seed(self.loader)}
 
     def resume(self, state: dict[str, Any]) -> None:
         """Go to a place that ``state`` told; nowhere where nothing was saved.
@@ -487,48 +467,38 @@ class Placed(DataPosition):
         if not state:
             return
         if "position" not in state:
-            message = (
-                "the checkpoint has the place of a loader of another kind: prepare the loader as it was prepared then"
-            )
+            message = "the checkpoint has the place of a loader of another kind: prepare it as it was prepared then"
             raise RestoreError(key=name_of(self.base), message=message)
-        seed_as(self._loader, state)
+        seed_as(self.loader, state)
         self.base.load_state_dict(state["position"])
         self.base.__dict__["loop"] = Loop(left=True)
-        self._loader.iteration, self._over = state["iteration"], state.get("over")
-        if self._over is not None:
-            self._saved_iteration = state["iteration"]
-            self._patch.once(self._loader, "begin", self._leave_out)
+        self.loader.iteration, self.over = state["iteration"], state.get("over")
+        self._patch.give_back(self.loader, "begin")  # of a place that was loaded before
+        if self.over is not None:
+            self._patch.once(self.loader, "begin", functools.partial(self._leave_out, state["iteration"]))
 
     def pending(self) -> int | None:
         """How many batches of the epoch were given before the place that is gone to next; None where none is."""
-        if self._over is not None:
-            return self._over
         place = self.base.pending()
-        return place.batches if place is not None else None
-
-    def is_over(self) -> bool:
-        """Whether that is behind the last batch of the epoch."""
-        return self._over is not None
+        return place.batches if self.over is None and place is not None else self.over
 
     def begin_anew(self) -> None:
         """Have the next loop begin at the beginning: of the next epoch where this one is over."""
-        if self._over is not None:
-            self._loader.iteration, self._over = self._loader.iteration + 1, None
-            self._patch.give_back(self._loader, "begin")
+        if self.over is not None:
+            self.loader.iteration, self.over = self.loader.iteration + 1, None
+            self._patch.give_back(self.loader, "begin")
         self.base.begin_anew()
 
     def forget(self) -> None:
         """It counts on: that takes nothing away."""
 
-    def _leave_out(self, begin: Callable[[], None]) -> None:
+    def _leave_out(self, saved_iteration: int, begin: Callable[[], None]) -> None:
         """At the start of the loop over the rest of an epoch that is over: its last batch is taken again, and not given."""
-        loader, skipped = self._loader, self._loader.skip_batches
-        if loader.iteration != self._saved_iteration:  # set_epoch was called: the loop is over another epoch
-            self._over = None
+        loader, skipped, self.over = self.loader, self.loader.skip_batches, None
+        if loader.iteration != saved_iteration:  # set_epoch was called: the loop is over another epoch
             self.base.begin_anew()
             begin()
             return
-        self._over = None
         drawn = get_rng_state()
         begin()
         logger.warning(
@@ -549,17 +519,17 @@ class Placed(DataPosition):
         """How many steps the epoch had that is over. Where batches are dispatched, only the main process reads them."""
         end = self.base.ended()
         try:
-            return len(self._loader)
+            return len(self.loader)
         except TypeError:
-            return -(-end.batches // _ahead(self._loader)) if end is not None else 0
+            return -(-end.batches // _ahead(self.loader)) if end is not None else 0
 
     def _taken(self) -> int:
         """How many batches were taken that training was not given; behind the last one, how many the last turn took."""
-        ahead, end = _ahead(self._loader), self.base.ended()
+        ahead, end = _ahead(self.loader), self.base.ended()
         if end is None:  # an exception may have come between the batches of one turn
             return ahead + int(self.base.position().batches) % ahead
         rest = int(end.batches) % ahead  # the last turn may not have one for each rank; with drop_last it was none
-        return rest + ahead if not rest or bool(self._loader._drop_last) else rest
+        return rest + ahead if not rest or bool(self.loader._drop_last) else rest
 
 
 def _ahead(loader: Any) -> int:

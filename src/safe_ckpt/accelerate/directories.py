@@ -110,7 +110,7 @@ class AcceleratorSaver(Saver):
     def _project(self) -> Path:
         """Where ``project_dir`` lies. A relative one means the place that it named when it was first seen here."""
         given = os.fspath(self.accelerator.project_dir or "")
-        return self._given.setdefault(given, Path(os.path.abspath(given)))
+        return self._given.setdefault(given, absolute(given))
 
     def hold_automatic(self) -> OpenHome | None:
         """Take the folder of automatic naming, if there is one.
@@ -158,9 +158,8 @@ class AcceleratorSaver(Saver):
         if home in self.homes.values():
             return listed
         own = {info.path: info for info in home.catalog.committed}
-        return [
-            one for one in listed if one.path in own and (one.manifest is None or is_of(own[one.path], one.manifest))
-        ]
+        mine = [one for one in listed if one.path in own]
+        return [one for one in mine if one.manifest is None or is_of(own[one.path], one.manifest)]
 
     def for_weights(self, path: Path, must_match: Mapping[str, str], check: Callable[[], object]) -> bool:
         """Whether a directory for weights alone can be replaced as a whole: there are no directories in it, and it is no link.
@@ -179,10 +178,8 @@ class AcceleratorSaver(Saver):
             refuse(path if whole else path.resolve(), WEIGHTS, _is_stock, whole=whole)
             return whole
 
-        values = {"save_directory": path, **must_match}
-        whole = self.engine.agree(
-            "save_model", must_match=values, local=check, decide=decide, phase="planning the weights"
-        )
+        values, phase = {"save_directory": path, **must_match}, "planning the weights"
+        whole = self.engine.agree("save_model", must_match=values, local=check, decide=decide, phase=phase)
         self._take_over(path)
         return bool(whole)
 

@@ -94,7 +94,8 @@ class Handle(AttachedHandle):
             self.saver.loaders.watch(loader)
         self._stock: dict[str, Callable[..., Any]] = {name: getattr(accelerator, name) for name in _REPLACED}
         methods = {name: getattr(self, name) for name in _REPLACED}
-        self.attach({**methods, "__getstate__": self._state_of_a_copy})
+        # A copy, also one in a worker, is as if it were not registered.
+        self.attach({**methods, "__getstate__": lambda: self.undo.state_without(accelerator)})
         self.prepare()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,9 +147,8 @@ class Handle(AttachedHandle):
         with self.call("save_state"):
             self.saver.tracking.report()
             if save_model_func_kwargs and not strategies.engines_of(self._accelerator):
-                logger.warning(
-                    "save_state ignores %s: only DeepSpeed has them", ", ".join(map(_near, save_model_func_kwargs))
-                )
+                ignored = ", ".join(map(_near, save_model_func_kwargs))
+                logger.warning("save_state ignores %s: only DeepSpeed has them", ignored)
             options = save.Options(
                 safe_serialization=safe_serialization,
                 metrics=metrics or {},
@@ -316,10 +316,6 @@ class Handle(AttachedHandle):
     def _refuse_copy(self, call: str) -> None:
         if self.ended == "copy":
             self.refuse_ended(call)
-
-    def _state_of_a_copy(self) -> Any:
-        """Stands in for the Accelerator's ``__getstate__``: a copy, also one in a worker, is as if it were not registered."""
-        return self.undo.state_without(self._accelerator)
 
 
 def _near(name: str) -> str:

@@ -123,18 +123,14 @@ def _offloaded(homes: Mapping[str, _Home], name: str, tensor: torch.Tensor) -> V
 
 
 def _look_up(values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    mapped = _mapped(values, name)
-    return values[name].detach() if mapped is None else mapped
-
-
-def _mapped(values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | None:
-    """A tensor over the file that it was offloaded to, where there is one: Accelerate's own reading takes its size twice."""
+    """Over the file that it was offloaded to, where there is one: Accelerate's own reading takes its size twice."""
     if not isinstance(values, OffloadedWeightsLoader) or name in values.state_dict or values.save_folder is None:
-        return None
+        return values[name].detach()
     facts = values.index[name]
     kind = getattr(torch, facts["dtype"], None) if facts.get("safetensors_file") is None else None
     shape = tuple(facts["shape"])
     if not isinstance(kind, torch.dtype) or not math.prod(shape):
-        return None
+        read: torch.Tensor = values[name]
+        return read.detach()
     file = np.memmap(f"{values.save_folder}/{name}.dat", dtype=np.uint8, mode="c")  # private: never written to the file
     return torch.from_numpy(file).view(kind).view(shape)

@@ -42,8 +42,7 @@ def save(
     Raises:
         SafeCheckpointError: see ``Handle.save_state``.
     """
-    hooks = saver.accelerator._save_model_state_pre_hook
-    target = saver.target(output_dir, hooks=bool(hooks))
+    target = saver.target(output_dir, hooks=bool(saver.accelerator._save_model_state_pre_hook))
     _warn_within_a_window(saver, target.path)
     with contextlib.ExitStack() as stack:
         folder = None

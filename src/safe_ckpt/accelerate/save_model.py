@@ -29,6 +29,7 @@ from safe_ckpt.adapters.extras import (
     Exporter,
     FileHome,
     LazyTensor,
+    absolute,
     dtensor,
     durable,
     export,
@@ -71,7 +72,7 @@ def save(saver: AcceleratorSaver, model: torch.nn.Module, directory: str | os.Pa
     """
     engine, accelerator, named = saver.engine, saver.accelerator, saver.names
     refuse_url(directory, "save_model: directory")
-    path = Path(os.path.abspath(directory))
+    path = absolute(directory)
     values = {name: str(value) for name, value in dataclasses.asdict(options).items()}
     whole = saver.for_weights(path, values, options.most_bytes)
     if whole and options.safe_serialization and strategies.is_sharding(accelerator) and dtensor.has_parts(model):

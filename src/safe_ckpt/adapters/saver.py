@@ -33,7 +33,7 @@ from safe_ckpt.core.saving.homes import HeldDirectories, open_folder
 from safe_ckpt.core.saving.save import Content, Destination, Facts, OnCommit, SaveRequest
 from safe_ckpt.core.state.items import expected_bytes
 from safe_ckpt.core.storage import presence
-from safe_ckpt.errors import CorruptCheckpointError
+from safe_ckpt.errors import CorruptCheckpointError, SafeCheckpointError
 from safe_ckpt.extensions.assemble import assemble
 from safe_ckpt.extensions.mirror.fetching import is_copy_of
 
@@ -244,8 +244,11 @@ class Saver:
             begun: when, on the monotonic clock.
             rejected: how many were passed over.
         """
-        manifest, rank = manifest_of(path), self.engine.rank
-        step, seconds = manifest.step if manifest is not None else -1, time.monotonic() - begun
+        step, rank, seconds = -1, self.engine.rank, time.monotonic() - begun
+        # It is restored: that it cannot be read again now is no error, least of all of this rank alone.
+        with contextlib.suppress(OSError, SafeCheckpointError):
+            if (manifest := manifest_of(path)) is not None:
+                step = manifest.step
         self.engine.tell(events.Resumed(rank=rank, path=str(path), step=step, seconds=seconds, rejected=rejected))
 
     def verify_share(self, path: Path) -> None:

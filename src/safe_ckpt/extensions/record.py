@@ -43,10 +43,9 @@ def _outcome(job: SaveJob, outcome: Outcome, rank: int) -> Iterator[events.Event
     if copied or (job.streamed and outcome.write_s):
         stall_s = job.stall_s or now - job.started
         at = since_epoch(job.started + stall_s)
-        mode: Literal["eager", "overlapped"] = "eager" if job.overlap is None else "overlapped"
-        yield events.Snapshotted(
-            **facts, at=at, size_bytes=size, stall_s=stall_s, mode="streamed" if job.streamed else mode
-        )
+        copied_how: Literal["eager", "overlapped"] = "eager" if job.overlap is None else "overlapped"
+        mode: Literal["streamed", "eager", "overlapped"] = "streamed" if job.streamed else copied_how
+        yield events.Snapshotted(**facts, at=at, size_bytes=size, stall_s=stall_s, mode=mode)
     if outcome.written_bytes:
         at = since_epoch(outcome.written_at)
         yield events.Written(**facts, at=at, size_bytes=outcome.written_bytes, seconds=outcome.write_s)

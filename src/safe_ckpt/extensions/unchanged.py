@@ -286,9 +286,7 @@ class UnchangedExtension(Extension):
         before = directory.known.get(wanted.path) if directory is not None else None
         if directory is None or before is None or before.size_bytes != wanted.length or not self._settings.share:
             return None
-        if not directory.tries.allowed:
-            return None
-        if before.size_bytes > MOST_BYTES and not can_be_held(root):
+        if not directory.tries.allowed or (before.size_bytes > MOST_BYTES and not can_be_held(root)):
             return None
         probably = wanted.frozen if before.repeated is None else before.repeated
         fits = probably and not self._is_old(before) and self._is_known_well(before, wanted.unexamined)
@@ -318,11 +316,7 @@ class UnchangedExtension(Extension):
 
 def _is_in_order(plan: FilePlan) -> bool:
     """Whether its bytes lie in host memory as they would in the file."""
-    return all(map(_is_plain, (tensor for _, tensor in plan.tensors)))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and lies_as_written(tensor)
+    return all(tensor.is_cpu and lies_as_written(tensor) for _, tensor in plan.tensors)
 
 
 def digest_of(plan: FilePlan) -> str:

@@ -33,18 +33,16 @@ class DataPlace:
 
     Args:
         folder: the checkpoint that training goes on from; None where it begins.
-        rank: of this process.
-        skips: whether batches are left out at all: ``ignore_data_skip`` is off.
-        accumulated: how many batches a step has.
-        within: whether saves within a step are to be expected, so that the generators are noted at each.
+        arguments: of the Trainer.
     """
 
-    def __init__(self, folder: str | None, rank: int, *, skips: bool, accumulated: int, within: bool) -> None:
-        self._rank, self._accumulated, self._within = rank, accumulated, within
+    def __init__(self, folder: str | None, arguments: Any) -> None:
+        self._rank, self._accumulated = arguments.process_index, arguments.gradient_accumulation_steps
+        # Then saves within a step are to be expected, so the generators are noted at each.
+        self._within = getattr(arguments, "enable_jit_checkpoint", False)
         self._step: _Step | None = None
-        self._folder = folder if skips else None
+        self._folder = None if arguments.ignore_data_skip else folder
         self._placed: placed_loaders.Placed | None = None
-        self._loader: Any = None
         self._is_there = False
 
     def watch(self, loader: Any) -> None:
@@ -60,11 +58,10 @@ class DataPlace:
                 )
                 logger.warning(message, type(inner if inner is not None else loader).__name__)
             return  # it knows its place itself, or cannot be counted
-        self._loader, self._placed = loader, placed_loaders.Placed(loader, between=True)
-        state = self._state()
+        self._placed, state = placed_loaders.Placed(loader, between=True), self._state()
         # Where none was trained on, the Trainer leaves out none.
         if state is not None and not (state["position"].get("begun") and state["position"].get("batches")):
-            self._go_to(state)
+            self._goes_to(state, self._placed)
 
     def step(self, number: int, batches: int, model: Any) -> None:
         """The batches of a step were taken: until it is done, none of them was trained on."""
@@ -105,16 +102,18 @@ class DataPlace:
             stock: what to do otherwise.
             rng: sets the generators of this process to where they were at the save.
         """
-        state = self._state() if loader is self._loader and self._loader is not None else None
-        if state is None or not self._go_to(state):
+        placed = self._placed
+        state = self._state() if placed is not None and placed.loader is loader else None
+        if placed is None or state is None or not self._goes_to(state, placed):
             return stock(loader, batches)
         if not has_length(loader):
-            _count_on(loader)
-        elif self._placed is not None and self._placed.pending() != batches:
-            logger.warning(
-                "the loader's place is not behind batch %d of its epoch: leaving out that many instead", batches
-            )
-            self._placed.begin_anew()
+            # The Trainer does not know how many passes were made over a stream, and begins at 0: the loader's own count holds.
+            count_on = loader.set_epoch
+            loader.set_epoch = lambda _: count_on(loader.iteration)
+        elif placed.pending() != batches:
+            message = "the loader's place is not behind batch %d of its epoch: leaving out that many instead"
+            logger.warning(message, batches)
+            placed.begin_anew()
             return stock(loader, batches)
         rng()
         self._is_there = True
@@ -134,10 +133,9 @@ class DataPlace:
             logger.warning("cannot read the place in the data from %s: %s", self._folder, error)
             return None
 
-    def _go_to(self, state: dict[str, Any]) -> bool:
+    def _goes_to(self, state: dict[str, Any], placed: placed_loaders.Placed) -> bool:
         try:
-            if self._placed is not None:
-                self._placed.resume(state)
+            placed.resume(state)
         except RestoreError as error:  # other data, or another number of processes: the Trainer does what it can
             logger.warning("%s. The Trainer leaves out as many batches as were trained on", error)
             return False
@@ -163,13 +161,3 @@ class _Step:
 
 def _versions(model: Any) -> list[int]:
     return [one._version for one in model.buffers() if not one.is_inference()]
-
-
-def _count_on(loader: Any) -> None:
-    """Go by the loader's own count of passes. The Trainer does not know how many were made over a stream, and begins at 0."""
-    stock = loader.set_epoch
-
-    def set_epoch(_: int) -> None:
-        stock(loader.iteration)
-
-    loader.set_epoch = set_epoch

@@ -15,7 +15,7 @@ from transformers import trainer as upstream
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from safe_ckpt.adapters import Patch
-from safe_ckpt.adapters.extras import config_and_more, policy_of, refused_retention, resume
+from safe_ckpt.adapters.extras import absolute, config_and_more, policy_of, refused_retention, resume
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
@@ -116,23 +116,16 @@ class SafeCheckpointMixin(_Base):
             try:
                 path: str | None = None
                 if resume_from_checkpoint is True:
-                    path = str(saver.resume_from(Path(os.path.abspath(self.args.output_dir or "."))))
+                    path = str(saver.resume_from(absolute(self.args.output_dir or ".")))
                 elif resume_from_checkpoint:
-                    path = os.path.abspath(resume_from_checkpoint)
-                    begun = time.monotonic()
+                    path, begun = str(absolute(resume_from_checkpoint)), time.monotonic()
                     if saver.verify_if_there(Path(path)):
                         saver.resumed(Path(path), begun)
                 if path is not None:
                     saver.warn_if_weights_only(Path(path))
                     go_on(saver.engine, lambda: [self.model])
                     resume.apply(saver.engine, functools.partial(reference.load, self, Path(path)))
-                place = self._data_place = DataPlace(
-                    path,
-                    self.args.process_index,
-                    skips=not self.args.ignore_data_skip,
-                    accumulated=self.args.gradient_accumulation_steps,
-                    within=getattr(self.args, "enable_jit_checkpoint", False),
-                )
+                place = self._data_place = DataPlace(path, self.args)
                 with Patch(upstream, {"skip_first_batches": self._skipping(place, path)}):
                     return super().train(path, *args, **kwargs)
             finally:

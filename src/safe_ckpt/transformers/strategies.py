@@ -107,9 +107,8 @@ class Sharing:
                 gathers = {"get_state_dict": noted.after_meeting(trainer.accelerator.get_state_dict)}
                 patch.put(trainer.accelerator, gathers)
             if at_load.is_sharded(trainer):
-                at_load.gather_with(
-                    patch, trainer, noted.after_meeting(functools.partial(at_load.gathered, self._core))
-                )
+                gather = functools.partial(at_load.gathered, self._core)
+                at_load.gather_with(patch, trainer, noted.after_meeting(gather))
             if trainer.is_fsdp_enabled:
                 names = ("save_fsdp_model", "save_fsdp_optimizer")
                 patch.put(upstream, {name: noted.after_meeting(getattr(upstream, name)) for name in names})

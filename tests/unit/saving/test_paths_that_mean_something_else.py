@@ -100,6 +100,12 @@ def test_a_checkpoint_that_was_named_and_is_not_there_is_no_fresh_run(run, ask):
     assert isinstance(caught.value, FileNotFoundError)
 
 
+def test_a_name_in_a_run_that_has_saved_nothing_yet_is_none_of_a_run(tmp_path):
+    """A job holds the directory, so its checkpoint is named, and that is not there."""
+    with Checkpointer(tmp_path), pytest.raises(CheckpointNotFoundError, match="beside it there are none"):
+        safe_ckpt.newest(tmp_path / "step-00000001")
+
+
 @pytest.mark.parametrize(
     "ask",
     [lambda run: safe_ckpt.load(run, state()), lambda run: dcp.load(state(), checkpoint_id=run / "latest")],

@@ -60,7 +60,7 @@ def open_coordinator(
     """
     facts = process_groups.group_of(group)
     with _open_lock:
-        for coordinator in [coordinator for coordinator in _open if coordinator.orphaned]:
+        for coordinator in [one for one in _open if one.users == 0 and one.bereft]:
             coordinator.close()
         serving = [coordinator for coordinator in _open if coordinator.serves(facts)]
     have = serving[-1] if serving else None
@@ -83,9 +83,8 @@ def open_coordinator(
     # After the engines (priority 100), which finish what is in flight, and also where atexit does not run: atexit's own hooks
     # would come first, and rank 0's store would be gone under a running save. Here and not at import: a process that
     # multiprocessing forks forgets what was arranged before.
-    coordinator.at_exit = multiprocessing.util.Finalize(
-        None, _close_at_exit, (weakref.ref(coordinator),), exitpriority=50
-    )
+    weak = weakref.ref(coordinator)
+    coordinator.at_exit = multiprocessing.util.Finalize(None, _close_at_exit, (weak,), exitpriority=50)
     return coordinator
 
 
@@ -145,7 +144,6 @@ class Coordinator:
         self._store: KeyValues | None = met.store if met is not None else None
         self._connect = met.connect if met is not None else no_store
         self._answer_s = timeouts.peer_stall_s
-        self._calls = self.store_client("calls", self._store)
         self._heartbeat = Heartbeat(
             StoreClient(self._connect, name="heartbeat", answer_s=self._answer_s, hosts=self._hosts),
             rank=group.rank,
@@ -154,6 +152,7 @@ class Coordinator:
             interval_s=_beat_interval_s(timeouts),
             progress=self._own_progress,
         )
+        self._calls = self.store_client("calls", self._store)
 
     def agree(
         self,
@@ -274,15 +273,12 @@ class Coordinator:
 
     def store_client(self, name: str, store: KeyValues | None = None) -> StoreClient:
         """One more connection, for a thread of its own. The caller closes it. ``store`` is a connection that is open."""
-        alive, hosts = self._rank_0_is_alive, self._hosts
+        alive, hosts = self._heartbeat.host_is_alive, self._hosts
         return StoreClient(self._connect, name=name, answer_s=self._answer_s, store=store, hosts=hosts, alive=alive)
 
     def check(self, needed: Sequence[int]) -> None:
         """Raise ``PeerLostError`` if one of the ``needed`` ranks is known to be dead or stopped."""
         self._heartbeat.check(needed)
-
-    def _rank_0_is_alive(self) -> bool:
-        return self._heartbeat.host_is_alive()
 
     def observe(self, timeouts: Timeouts) -> None:
         """Use these timeouts from now on. Every rank calls this, or none."""
@@ -302,11 +298,6 @@ class Coordinator:
     def stall_s(self) -> float:
         """How long a rank may show no sign of life."""
         return self._answer_s if self.size > 1 else 0.0
-
-    @property
-    def orphaned(self) -> bool:
-        """Whether the process group that this belonged to is gone and this has no users."""
-        return self.users == 0 and self.bereft
 
     @property
     def bereft(self) -> bool:
@@ -394,9 +385,8 @@ class Coordinator:
             # Rank 0 waits timeout_s for the slowest rank and may take as long to decide. It names the missing ranks.
             return entry.said("/verdict", patience=2)
         except KeyTimeout:
-            raise RendezvousTimeout(
-                phase=f"{entry.phase}: verdict", seconds=2 * entry.timeout_s, missing=(0,)
-            ) from None
+            phase = f"{entry.phase}: verdict"
+            raise RendezvousTimeout(phase=phase, seconds=2 * entry.timeout_s, missing=(0,)) from None
 
 
 def _agree_alone(kind: str, local: Callable[[], object] | None, decide: Decide | None) -> Any:

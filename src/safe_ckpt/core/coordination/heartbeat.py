@@ -203,10 +203,6 @@ class Heartbeat:
             logger.debug("rank %d is lost: %s", rank, reason)  # at the end of a run this is nothing special
         self._lost[rank] = reason
 
-    def _find(self, rank: int) -> None:
-        if self._lost.pop(rank, None) is not None:
-            logger.info("rank %d is back", rank)
-
     def _look(self) -> None:
         watched = {rank: f"beat/{rank}" for rank in self._peers if rank not in self._ended}
         values = self._call(lambda store: read_present(store, list(watched.values())))
@@ -220,7 +216,8 @@ class Heartbeat:
                 self._lose(rank, f"process {self._peers[rank].pid} has ended")
             elif value != before or rank not in self._seen:
                 self._seen[rank] = (value, now)
-                self._find(rank)
+                if self._lost.pop(rank, None) is not None:
+                    logger.info("rank %d is back", rank)
             elif now - since >= self._limit_s and state not in ("R", "S", "D"):
                 self._lose(rank, f"no sign of life for {now - since:.1f} s")
 

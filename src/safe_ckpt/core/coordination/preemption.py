@@ -107,17 +107,16 @@ class Preemption:
         self._previous.clear()
         if self._coordinator.rank == 0 and self._coordinator.size > 1:
             # A thread that waits for the next decision need not wait for the end of the store.
-            self._store_client.begin(
-                lambda store: store.set(self._key(self._number + 2), json.dumps(_NO)), phase=_PHASE
-            )
+            key = self._key(self._number + 2)
+            self._store_client.begin(lambda store: store.set(key, json.dumps(_NO)), phase=_PHASE)
         self._store_client.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # This takes no lock, because another signal may interrupt it.
-        previous = self._previous.get(number)
+        previous, name, now = self._previous.get(number), signal.Signals(number).name, time.monotonic()
         if self._got is None:
-            self._got = (signal.Signals(number).name, time.monotonic())
-        elif self.stop is None and self._is_overdue(number):
+            self._got = (name, now)
+        elif self.stop is None and self._got[0] == name and now - self._got[1] > self._grace_s:
             # The program does not ask, and it must remain possible to terminate it.
             signal.signal(number, previous if previous is not None else signal.SIG_DFL)
             signal.raise_signal(number)
@@ -125,10 +124,6 @@ class Preemption:
         handler = self._unwrap(previous)
         if callable(handler):
             handler(number, frame)
-
-    def _is_overdue(self, number: int) -> bool:
-        name, at = self._got or ("", 0.0)
-        return signal.Signals(number).name == name and time.monotonic() - at > self._grace_s
 
     def _take_decision(self) -> bool:
         decision = self._due_decision() if self._number else _NO

@@ -64,9 +64,7 @@ def group_of(group: ProcessGroup | None) -> Group:
     if pg is None:
         return Group(rank=0, size=1, meeting_store=None, name="single")
     if not isinstance(pg, dist.ProcessGroup):  # such as what new_group() gives to ranks outside
-        message = (
-            f"expected a process group that this rank is in, or None, got {pg!r}: only its own ranks make this call"
-        )
+        message = f"expected a process group that this rank is in, or None, got {pg!r}: only its ranks make this call"
         raise ConfigError(key="group", message=message)
     store = dist.distributed_c10d._get_default_store()
     name = str(getattr(pg, "group_name", "world"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import ipaddress
 import json
 import logging
@@ -21,7 +22,7 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -38,6 +39,10 @@ from safe_ckpt.machine import machine_id
 
 logger = logging.getLogger(__name__)
 _PHASE = "first meeting of the ranks"
+_WAITING = (
+    f"{_PHASE}: waiting for ranks %s. All processes must make this call (Checkpointer, register, install, fit, train), not "
+    "one of them alone"
+)
 _READ_S = 2.0
 # Behind a knock that was answered. The server may look up names, and a lookup that fails takes 5 s or 10.
 _CONNECT_S = 20.0
@@ -116,20 +121,6 @@ def rendezvous(
     return int(welcome["again"]) if "again" in welcome else _join(group, timeouts, welcome)
 
 
-class _Reminder(Reminder):
-    """Says once, after a while, which ranks have not come: that may be a mistake in the script."""
-
-    def __call__(self, missing: Iterable[int]) -> None:
-        if self.is_due() and (ranks := list(missing)):
-            logger.warning(
-                "%s: waiting for ranks %s. All processes must make this call (Checkpointer, register, install, fit, train), "
-                "not one of them alone%s",
-                _PHASE,
-                ranks,
-                self.said(),
-            )
-
-
 class _Host:
     """Rank 0's part: learn who comes, decide whether the old session serves, else host a store and wait for all."""
 
@@ -150,23 +141,22 @@ class _Host:
 
     def run(self) -> Rendezvous | int:
         """See ``rendezvous``."""
-        if self._have and self._all_have_it():
-            self._answer(json.dumps({"again": self._call}))
-            return self._call
+        if self._have:
+            self._poll(lambda: len(self._came) == self._size - 1 or not self._have_it())
+            if self._have_it():
+                self._answer(json.dumps({"again": self._call}))
+                return self._call
         return self._host()
 
-    def _all_have_it(self) -> bool:
-        self._poll(lambda: len(self._came) == self._size - 1 or any(not self._has_it(rank) for rank in self._came))
-        return all(self._has_it(rank) for rank in self._came)
-
-    def _has_it(self, rank: int) -> bool:
-        return bool(self._came[rank]["have"] == self._have)
+    def _have_it(self) -> bool:
+        """Whether all that came so far have the old session."""
+        return all(word["have"] == self._have for word in self._came.values())
 
     def _poll(self, done: Callable[[], bool], *, welcome: str = "", off: Callable[[float], None] | None = None) -> None:
         pause_s = 0.001
-        remind = _Reminder(self._timeouts.peer_stall_s / 2)
+        remind = Reminder(_WAITING, self._timeouts.peer_stall_s / 2, self._timeouts.barrier_s)
         while not done():
-            remind(rank for rank in range(1, self._size) if rank not in self._came)
+            remind(lambda: {*range(1, self._size)} - self._came.keys())
             if time.monotonic() >= self._deadline:
                 (off or self._call_off)(self._timeouts.barrier_s)
             self._store_client.call(self._receive, phase=_PHASE)
@@ -242,12 +232,7 @@ class _Host:
         listening = listen(self._where.interface, self._where.port)
         address, port = listening.getsockname()[:2]
         local = ["127.0.0.1"] if address in process_groups.EVERYWHERE else [address]
-        welcome = {
-            "addresses": addresses(address),
-            "local": local,
-            "port": port,
-            "host": machine_id(),
-        }
+        welcome = {"addresses": addresses(address), "local": local, "port": port, "host": machine_id()}
         return listening, {**welcome, "pid": os.getpid(), "token": uuid.uuid4().hex, "secret": secrets.token_hex(32)}
 
 
@@ -271,8 +256,9 @@ def _ask(group: process_groups.Group, timeouts: Timeouts, store_client: StoreCli
         # Rank 0 has the same deadline and then names the missing ranks.
         patience_s = timeouts.barrier_s + min(_READ_S, timeouts.barrier_s)
         key = f"{root}/welcome/{nonce}"
-        remind = _Reminder(timeouts.peer_stall_s / 2)
-        welcome: Mapping[str, Any] = store_client.get(key, phase=_PHASE, wait_s=patience_s, check=lambda: remind((0,)))
+        remind = Reminder(_WAITING, timeouts.peer_stall_s / 2, timeouts.barrier_s)
+        check = functools.partial(remind, lambda: (0,))
+        welcome: Mapping[str, Any] = store_client.get(key, phase=_PHASE, wait_s=patience_s, check=check)
         store_client.delete([key], phase=_PHASE)
     except KeyTimeout:
         # A rank 0 that comes later must not count on this attempt.
@@ -396,9 +382,8 @@ def address_of(interface: str) -> str:
     own = [address for name, address in _interfaces() if name == interface]
     if not own:
         names = ", ".join(sorted({name for name, _ in _interfaces()}))
-        raise ConfigError(
-            key="network.interface", message=f"there is no {interface!r} with an address here, but {names}"
-        )
+        message = f"there is no {interface!r} with an address here, but {names}"
+        raise ConfigError(key="network.interface", message=message)
     return own[0]
 
 

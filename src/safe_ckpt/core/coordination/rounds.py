@@ -7,6 +7,7 @@ wait costs one request however many ranks there are. No collectives.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -117,10 +118,11 @@ class Round:
             turn: of that wait.
         """
         key = self.name + (suffix or self._all(turn))
-        value = self._store_client.call(
-            lambda store: store.get(key) if store.check([key]) else b"null", phase=self.phase
-        )
-        return json.loads(value)
+
+        def look(store: KeyValues) -> bytes:
+            return store.get(key) if store.check([key]) else b"null"
+
+        return json.loads(self._store_client.call(look, phase=self.phase))
 
     def posted(self) -> int:
         """How many senders have posted."""
@@ -318,25 +320,18 @@ class TwoPhaseCommit(Round):
         if "error" in verdict and self._writers:
             self.wake({})  # what still waits for reports, on a connection that was left, ends
 
-    def verdict(self, timeout_s: float) -> Any:
+    def verdict(self, timeout_s: float, *, given_up: bool = False) -> Any:
         """The other ranks: wait for the outcome, and acknowledge that it was read.
 
-        Raises:
-            KeyTimeout: rank 0 did not conclude in time.
-            PeerLostError: rank 0 died or stopped.
-        """
-        return self._outcome(timeout_s, self._checked([0]))
-
-    def last_word(self, timeout_s: float) -> Any:
-        """The other ranks: the outcome, if it comes in this time, although this rank gives up.
+        Args:
+            timeout_s: how long.
+            given_up: it is wanted although this rank gives the save up.
 
         Raises:
             KeyTimeout: rank 0 did not conclude in time.
             PeerLostError: rank 0 died or stopped.
         """
-        return self._outcome(timeout_s, lambda: self._check_peers([0]))
-
-    def _outcome(self, timeout_s: float, check: Check) -> Any:
+        check = functools.partial(self._check_peers, [0]) if given_up else self._checked([0])
         verdict = self.get("/verdict", wait_s=timeout_s, check=check, phase="commit")
         self.acknowledge()
         return verdict
@@ -369,9 +364,8 @@ class TwoPhaseCommit(Round):
 
     def _refuse(self, gone: tuple[int, ...]) -> None:
         if gone:
-            raise PeerLostError(
-                phase="write", ranks=gone, reason="it gave this save up while it could not reach rank 0"
-            )
+            reason = "it gave this save up while it could not reach rank 0"
+            raise PeerLostError(phase="write", ranks=gone, reason=reason)
 
     def _checked(self, needed: Sequence[int]) -> Check:
         def check() -> None:
@@ -475,7 +469,8 @@ class LogEntry(Round):
         self._check_others = check
         self._call = call or kind
         self._elsewhere = elsewhere
-        self._reminder = Reminder(say_s)
+        text = f"{self._call}: waiting for ranks %s, which are alive and somewhere else. All processes must call {self._call}"
+        self._remind = Reminder(f"{text}, not one of them alone", say_s, timeout_s)
         self.timeout_s = timeout_s
 
     def said(self, suffix: str = "", *, patience: int = 1) -> Any:
@@ -513,17 +508,7 @@ class LogEntry(Round):
     def _check(self) -> None:
         """Called while waiting. Long before the time is over it says who is elsewhere: that may be a mistake in the script."""
         self._check_others()
-        missing = self._elsewhere() if self._reminder.is_due() else ()
-        if missing:
-            logger.warning(
-                "%s: waiting for ranks %s, which are alive and somewhere else. All processes must call %s, not one of them "
-                "alone%s. Waiting for %.0f s more",
-                self._call,
-                sorted(missing),
-                self._call,
-                self._reminder.said(),
-                self.timeout_s - self._reminder.waited_s,
-            )
+        self._remind(self._elsewhere)
 
     def conclude(self, result: Any) -> Any:
         """Rank 0: publish what was decided; of ``Scatter`` to every rank its own. Returns what is rank 0's."""

@@ -24,7 +24,6 @@ WEIGHTS = "weights"
 """The kind of a directory that holds a model's weights alone: nothing to resume from, and nothing that retention deletes."""
 StepOf = Callable[[str], "int | None"]
 _ATTEMPTS = 10
-_LONGEST_NAME = 4096
 _STOCK_FILES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".distcp")
 
 
@@ -129,21 +128,16 @@ def list_files(
                     ours.append(path)
         whole += ours
         besides = {HIDDEN, *(path.name for path in ours)}
-        below[:] = sorted(
-            name for name in below if name not in besides and not presence.is_seen(Path(folder, name, HIDDEN))
-        )
+        others = [name for name in below if name not in besides]
+        below[:] = sorted(name for name in others if not presence.is_seen(Path(folder, name, HIDDEN)))
         files += [Path(folder, name) for name in sorted(names) if name.endswith(suffix)]
     candidates = []
     for path, look in [*((path, look_at) for path in files), *((path, _look_at_directory) for path in whole)]:
         with guarded(path, on_error):
-            if not path.is_symlink() and (look is _look_at_directory or not _is_other(path)):
+            # A pipe or a socket is none.
+            if not path.is_symlink() and (look is not look_at or not presence.is_there(path) or presence.is_file(path)):
                 candidates.append(look(path))
     return [candidate for candidate in candidates if not _is_weights(candidate)]
-
-
-def _is_other(path: Path) -> bool:
-    """Whether it is there, and no file: a pipe, a socket."""
-    return presence.is_there(path) and not presence.is_file(path)
 
 
 def _look_at_directory(directory: Path) -> Candidate:

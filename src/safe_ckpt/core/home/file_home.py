@@ -180,14 +180,10 @@ class FileHome(HeldHome[Path]):
         try:
             replaced = entries_in(aside)
             unreplaced = [left for left in replaced if not os.path.lexists(self._home_of(left.name))]
-        except OSError as error:
-            logger.warning("%s cannot be looked at and stays: %s", aside, error)
-            return
-        if unreplaced:
-            logger.error("%s was moved aside and not replaced: the next start brings it back", aside)
-            return
-        self._delete(self.pending / op_id)
-        try:
+            if unreplaced:
+                logger.error("%s was moved aside and not replaced: the next start brings it back", aside)
+                return
+            self._delete(self.pending / op_id)
             if replaced:
                 # What was set aside is told from what is being deleted by the folder of its save, see ``_repair``: that must be
                 # gone for good before the first file of the old one is. The disk keeps no order by itself.
@@ -451,10 +447,8 @@ class FilePublication:
         if isinstance(error, Exception) and not isinstance(error, unknown):
             try:
                 self._home.confirm()
-            except DirectoryInUseError as taken:
-                return taken
-            except OSError:
-                pass
+            except OSError as found:  # one that cannot be looked at says nothing
+                return found if isinstance(found, DirectoryInUseError) else None
         return None
 
     def _publish(self) -> None:
@@ -467,9 +461,7 @@ class FilePublication:
 
     def _link(self, *, marked: bool) -> None:
         """A name such as ``last`` stays with what it names, rather than to go to a marked checkpoint."""
-        if marked:
-            return
-        for number, link in enumerate(self._new.links):
+        for number, link in enumerate(() if marked else self._new.links):
             staged = self._pending.parent / f"link{number}-{link.path.name}"
             aside = self._aside(link.path)
             self._home.confirm()

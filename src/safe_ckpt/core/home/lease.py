@@ -37,9 +37,8 @@ _HEARTBEATS = 10**9
 _LONGEST_S = 3600.0  # as the settings have it: of a record that says more, somebody has written nonsense
 _PER_LEASE = 6  # signs of life
 _LOOKS_PER_LEASE = 12
-_SPARED = (
-    3  # signs of life, of a holder that an outage kept from showing them: one that hangs, a pause, and one that comes
-)
+_SPARED = 3
+"""Signs of life, of a holder that an outage kept from showing them: one that hangs, a pause, and one that comes."""
 _ATTEMPTS = 100
 _AGAIN_AND_AGAIN = "other jobs take it again and again, or the storage is inconsistent: start again"
 _PAUSE_S = 0.05
@@ -129,9 +128,8 @@ def fate_of_process(lease: Lease) -> Fate:
         began = process_start(lease.pid)
     except (FileNotFoundError, ProcessLookupError):
         began = None
-        if _is_hidden(
-            lease.pid
-        ):  # processes of other users may be (hidepid): only the existence of the pid is known then
+        # Processes of other users may be (hidepid): only the existence of the pid is known then.
+        if _is_hidden(lease.pid):
             return "unknown"
     except OSError:  # no descriptors left, say: no sign of a death
         return "unknown"
@@ -294,9 +292,8 @@ class LeaseLock(ABC):
                     return taken
                 lost += 1
             except TimeoutError:  # the holder's sign of life may fail as well, so it has all its time again
-                if self._outage_s is None or time.monotonic() > began + self._outage_s + (
-                    seen.lease_s if seen else 0.0
-                ):
+                lease_s = seen.lease_s if seen is not None else 0.0
+                if self._outage_s is None or time.monotonic() > began + self._outage_s + lease_s:
                     raise
             time.sleep(_PAUSE_S)
         raise self.in_use(_AGAIN_AND_AGAIN, seen.lease if seen else None)
@@ -309,14 +306,12 @@ class LeaseLock(ABC):
             if seen.lease is not None and seen.lease.token == lease.token:  # by a request whose answer was lost
                 return seen
             if silence.is_broken_by(seen):
-                raise self.in_use(
-                    "it is alive, it gave a sign of life: stop it, or choose another directory", seen.lease
-                )
+                message = "it is alive, it gave a sign of life: stop it, or choose another directory"
+                raise self.in_use(message, seen.lease)
             if self._is_dead(seen.lease):
                 break
-            silence.heard(
-                seen, self._waited_s, outage=overslept or seen.was_out
-            )  # here: a wait is noted for who comes next
+            # Here: a wait is noted for who comes next.
+            silence.heard(seen, self._waited_s, outage=overslept or seen.was_out)
             last = math.inf if self._outage_s is None else began + seen.lease_s + self._outage_s
             if self._is_free(seen, silence, last if deadline is None else deadline):
                 break
@@ -362,9 +357,8 @@ class LeaseLock(ABC):
             return True  # a record that was given back
         host, left_s = "unknown" if lease is None else lease.host, silence.needed_s - silence.seconds
         if left_s <= 0:
-            logger.info(
-                "%s is taken over from host %s: no sign of life for %.0f s", self._subject, host, silence.seconds
-            )
+            message = "%s is taken over from host %s: no sign of life for %.0f s"
+            logger.info(message, self._subject, host, silence.seconds)
             return True
         if time.monotonic() >= deadline:
             what = "it" if lease is not None else "its lock names no holder yet, and"

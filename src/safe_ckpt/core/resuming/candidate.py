@@ -6,6 +6,7 @@ its ranks need.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import uuid
@@ -51,6 +52,7 @@ Wanted = Callable[[Manifest, Host], Sequence[FileEntry]]
 """Which files are to be fetched to a folder of the host; the others are read from the store. Equal on all ranks of a host."""
 LoadFetched = Callable[[ObjectPath, Manifest, Path, Host], Any]
 """Reads a checkpoint on this rank, verifying what it reads: its folder in the store, its manifest, the folder of the host."""
+Step = Callable[[Manifest], "dict[str, Any] | None"]
 
 
 class Ranks(Protocol):
@@ -175,9 +177,7 @@ class FileReader:
         rank = self._ranks.rank
         if self._held:
             return DirectoryNotSharedError(path=str(file), rank=rank, ranks=(rank,))
-        message = (
-            "is not what rank 0 saw: it was deleted or replaced meanwhile, or the ranks do not share the directory"
-        )
+        message = "is not what rank 0 saw: it was deleted or replaced since, or the ranks do not share the directory"
         return IncompleteCheckpointError(path=str(path), file="" if file == path else file.name, message=message)
 
 
@@ -311,21 +311,24 @@ class ObjectReader:
 
     def _try_one(self, path: ObjectPath) -> tuple[Any, dict[str, Any] | None]:
         attempt = _Attempt(self._ranks.rank, path, self._cache)
-        found = self._step("candidate in the store", path, attempt.look, _grouped)
+        found = self._step("candidate in the store", attempt, attempt.look, _grouped)
         if "verdict" in found:
             return None, found["verdict"]
         attempt.host = host_of(self._ranks.rank, found["hosts"])
-        verdict = self._step("fetch", path, lambda: attempt.fetch(self._wanted, found["token"]), judge)
+        fetch = functools.partial(attempt.fetch, self._wanted, found["token"])
+        verdict = self._step("fetch", attempt, fetch, judge)
         if verdict is None:
-            verdict = self._step("resume candidate", path, lambda: attempt.read(self._load), judge)
+            verdict = self._step("resume candidate", attempt, functools.partial(attempt.read, self._load), judge)
         return attempt.loaded, verdict
 
-    def _step(
-        self, kind: str, path: ObjectPath, local: Callable[[], Any], decide: Callable[[Mapping[int, Any]], Any]
-    ) -> Any:
-        limit_s = self._ranks.config.timeouts.lengthy_s
+    def _step(self, kind: str, attempt: _Attempt, action: Step, decide: Callable[[Mapping[int, Any]], Any]) -> Any:
         return self._ranks.coordinator.agree(
-            kind, timeout_s=limit_s, must_match={"path": path}, local=local, decide=decide, phase=f"reading {path}"
+            kind,
+            timeout_s=self._ranks.config.timeouts.lengthy_s,
+            must_match={"path": attempt.path},
+            local=functools.partial(attempt.tried, action),
+            decide=decide,
+            phase=f"reading {attempt.path}",
         )
 
 
@@ -334,46 +337,33 @@ class _Attempt:
 
     def __init__(self, rank: int, path: ObjectPath, cache: HostCache) -> None:
         self._rank = rank
-        self._path = path
+        self.path = path
         self._cache = cache
         self._manifest: Manifest | None = None
         self._folder = Path()
         self.host = Host(ranks=(rank,), place=0)
         self.loaded: Any = None
 
-    def look(self) -> dict[str, Any]:
-        """Read the manifest, and tell which host this is."""
+    def look(self, manifest: Manifest) -> dict[str, Any]:
+        """Tell which host this is, and which save."""
+        needed = sum(entry.size_bytes for entry in manifest.files)
+        return {"op_id": manifest.op_id, "host": self._cache.host_id(needed)}
 
-        def look(manifest: Manifest) -> dict[str, Any]:
-            needed = sum(entry.size_bytes for entry in manifest.files)
-            return {"op_id": manifest.op_id, "host": self._cache.host_id(needed)}
-
-        return self._tried(look)
-
-    def fetch(self, wanted: Wanted, token: str) -> dict[str, Any]:
+    def fetch(self, wanted: Wanted, token: str, manifest: Manifest) -> None:
         """Fetch this rank's share of what its host needs."""
+        if entries := wanted(manifest, self.host):
+            self._folder = self._cache.fetch(self.path, entries, token, self.host)
 
-        def fetch(manifest: Manifest) -> dict[str, Any]:
-            if entries := wanted(manifest, self.host):
-                self._folder = self._cache.fetch(self._path, entries, token, self.host)
-            return {}
-
-        return self._tried(fetch)
-
-    def read(self, load: LoadFetched) -> dict[str, Any]:
+    def read(self, load: LoadFetched, manifest: Manifest) -> None:
         """Read and verify what this rank needs."""
+        self.loaded = load(self.path, manifest, self._folder, self.host)
 
-        def read(manifest: Manifest) -> dict[str, Any]:
-            self.loaded = load(self._path, manifest, self._folder, self.host)
-            return {}
-
-        return self._tried(read)
-
-    def _tried(self, step: Callable[[Manifest], dict[str, Any]]) -> dict[str, Any]:
+    def tried(self, step: Step) -> dict[str, Any]:
+        """Read the manifest, and do a step with it. Returns what that returned, or what is wrong with the candidate."""
         try:
-            with naming(rank=self._rank, phase=f"reading {self._path}", path=str(self._path)):
-                self._manifest = self._manifest or read_manifest(self._path)
-                return step(self._manifest)
+            with naming(rank=self._rank, phase=f"reading {self.path}", path=str(self.path)):
+                self._manifest = self._manifest or read_manifest(self.path)
+                return step(self._manifest) or {}
         except CorruptCheckpointError as error:
             return {kind_of(error): str(error)}
 

@@ -80,7 +80,7 @@ class StoredItems:
             RestoreError: the checkpoint has no such item, or none for this rank.
         """
         entries = {entry.path: entry for entry in manifest.files}
-        needed = self._needed(manifest, manifest.name)
+        needed = files_for(manifest, self._state, rank=self._rank, path=manifest.name)
         chosen = self._sharded(manifest, needed)
         if len(host.ranks) > 1:
             items = {name: manifest.items[name] for name in needed}
@@ -116,7 +116,7 @@ class StoredItems:
             host: the ranks that share ``folder``.
             local: files that are there.
         """
-        needed = self._needed(manifest, source)
+        needed = files_for(manifest, self._state, rank=self._rank, path=source)
         sharded = self._sharded(manifest, needed)
         if sharded and self._whole:
             verify(folder, manifest, only=set(sharded[host.place :: len(host.ranks)]), cached=True)
@@ -140,9 +140,6 @@ class StoredItems:
     def _sharded(self, manifest: Manifest, needed: Mapping[str, str]) -> list[str]:
         folders = [file for name, file in needed.items() if manifest.items[name]["form"] == SHARDED]
         return files_in(folders, manifest, besides=DCP_METADATA)
-
-    def _needed(self, manifest: Manifest, place: Place | str) -> Mapping[str, str]:
-        return files_for(manifest, self._state, rank=self._rank, path=place)
 
 
 def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: Place | str) -> dict[str, str]:

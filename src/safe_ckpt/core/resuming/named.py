@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from safe_ckpt.core.home.candidates import list_directories
-from safe_ckpt.core.home.home import HIDDEN, candidate_at, is_run, is_there
+from safe_ckpt.core.home.home import HIDDEN, Home, candidate_at, is_run, is_there
 from safe_ckpt.core.resuming.items import saved_by
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import in_files
@@ -45,9 +45,12 @@ def names_in(folder: Path) -> list[str]:
     return [one.path.name for one in sorted(found, key=lambda one: (one.number, one.path.name), reverse=True)]
 
 
-def of_frameworks(folder: Path) -> list[str]:
+def of_frameworks(home: Home) -> list[str]:
     """What frameworks saved there through this package: files, or what lies in a folder of its own. At most three names."""
     names: list[str] = []
+    if not home.is_mounted:
+        return names
+    folder = in_files(home.path)
     with contextlib.suppress(OSError, SafeCheckpointError):
         own = (folder / _NUMBERED / HIDDEN).exists()  # a run of its own, which is another one
         for path in sorted([*folder.glob("*.ckpt"), *(() if own else folder.glob(f"{_NUMBERED}/*"))]):

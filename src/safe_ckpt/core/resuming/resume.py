@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt import events
-from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
+from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.home.home import Candidate, Home, is_there
 from safe_ckpt.core.home.standing import Standing, passed_over, standing_of
 from safe_ckpt.core.home.visibility import listed
@@ -88,9 +88,8 @@ def choose(
             candidates = listed(list_candidates, engine.config.timeouts)
             standing = standing_of(candidates, named=named)
             known.update({workspace.name_of(c.path): c for c in standing.order})
-            found = _survey(workspace, candidates, standing)
-            found["others"] = others() if not candidates and others is not None else []
-            return found
+            alone = list(others()) if not candidates and others is not None else []
+            return {"others": alone, **_survey(workspace, candidates, standing)}
 
         plan = engine.agree("resume", must_match={"directory": workspace.path, **(view or {})}, decide=survey)
         rejected: dict[str, str] = dict(plan["rejected"])
@@ -107,12 +106,8 @@ def choose(
                 taken = known.get(name) if name not in rejected else None  # else it was fetched
                 settle = functools.partial(_settle, engine, workspace, damaged, info, taken)
                 remembered = engine.agree("resume from", must_match={"name": name}, decide=settle)
-                seconds = time.monotonic() - begun
-                engine.emit(
-                    events.Resumed(
-                        rank=engine.rank, path=str(path), step=info.step, seconds=seconds, rejected=len(rejected)
-                    )
-                )
+                rank, passed, seconds = engine.rank, len(rejected), time.monotonic() - begun
+                engine.emit(events.Resumed(rank=rank, path=str(path), step=info.step, seconds=seconds, rejected=passed))
                 _warn_of_newer(list(known.values()), taken, by_name)
                 verified = reader.verified()
                 engine.extensions.ask(
@@ -144,16 +139,6 @@ def _none_usable(path: Place, rejected: Mapping[str, str], plan: Mapping[str, An
     return NoValidCheckpointError(path=str(path), message=message, rejected=seen)
 
 
-def _known_of(engine: Engine, info: CheckpointInfo, listed: Manifest | None) -> dict[str, Any]:
-    """What all ranks must know of the chosen one. On rank 0: that of all candidates would be much to tell every rank."""
-    try:
-        if listed is None and info.verified:  # it was fetched
-            listed = read_manifest(info.path)
-    except (OSError, SafeCheckpointError) as error:
-        logger.warning("%s: its manifest cannot be read again, so masks are learnt anew: %s", info.path, error)
-    return engine.extensions.ask("a resume", lambda one: one.remembers(listed))
-
-
 def _settle(
     engine: Engine,
     workspace: Home,
@@ -162,9 +147,18 @@ def _settle(
     taken: Candidate | None,
     _: object,
 ) -> dict[str, Any]:
-    """Rank 0, once a checkpoint was chosen: the damaged ones are moved. Returns what all ranks must know of the chosen one."""
+    """Rank 0, once a checkpoint was chosen: the damaged ones are moved. Returns what all ranks must know of the chosen one.
+
+    Of it alone: that of all candidates would be much to tell every rank.
+    """
     _quarantine(engine, workspace, damaged)
-    return _known_of(engine, info, taken.manifest if taken is not None else None)
+    manifest = taken.manifest if taken is not None else None
+    try:
+        if manifest is None and info.verified:  # it was fetched
+            manifest = read_manifest(info.path)
+    except (OSError, SafeCheckpointError) as error:
+        logger.warning("%s: its manifest cannot be read again, so masks are learnt anew: %s", info.path, error)
+    return engine.extensions.ask("a resume", lambda one: one.remembers(manifest))
 
 
 def _warn_of_newer(order: Sequence[Candidate], taken: Candidate | None, by_name: str) -> None:

@@ -28,7 +28,6 @@ from safe_ckpt.core.resuming.items import StoredItems, warn_of_other_ranks
 from safe_ckpt.core.resuming.named import not_found, of_frameworks, refuse_missing
 from safe_ckpt.core.state.items import Restoring
 from safe_ckpt.core.storage.objects.place import Place
-from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.errors import NoValidCheckpointError, RestoreError, SafeCheckpointError, naming
 
 logger = logging.getLogger(__name__)
@@ -110,12 +109,11 @@ class Visit:
         rejected: dict[str, str] = {}
         until, goes_on = time.monotonic() + min(_SURVEYS_S, self.ranks.config.timeouts.barrier_s), True
         before: object = None
-        others: Sequence[str] = ()
-        there: Sequence[str] = ()
+        seen: Mapping[str, Any] = {}
         while goes_on:
             must_match = {"directory": self.place, "step": self.step}
             seen = self.ranks.agree("look", must_match=must_match, decide=lambda _: self._survey(until))
-            rejected, others, there, goes_on = dict(seen["rejected"]), seen["others"], seen["there"], False
+            rejected, goes_on = dict(seen["rejected"]), False
             now = [(facts["path"], facts["op_id"]) for facts in seen["order"]]
             changes, before = now != before, now
             for facts in seen["order"]:
@@ -127,14 +125,14 @@ class Visit:
                 rejected[info.name] = verdict["why"]
                 goes_on |= verdict["kind"] == "missing" and changes and not seen["last"]
         if self.step is not None and not rejected:
-            raise not_found(self.place / step_name(self.step), list(there))
-        raise self._nothing(rejected, others)
+            raise not_found(self.place / step_name(self.step), list(seen["there"]))
+        raise self._nothing(rejected, seen["others"])
 
     def _survey(self, until: float) -> dict[str, Any]:
         """On rank 0: what a resume takes, in its order, why it takes nothing else, and whether time is up then."""
         with naming(rank=0, phase="looking for checkpoints", path=str(self.place)):
             found, alone = (self.look or self._look)()
-        others = of_frameworks(in_files(self.place)) if self._home.is_mounted and not (found or self.look) else []
+        others = [] if found or self.look else of_frameworks(self._home)
         there = [c.told.name for c in newest_first(found)]
         found = [c for c in found if self.step is None or is_of_step(c, self.step)]
         standing = standing_of(found, named=alone or self.step is not None)
@@ -175,7 +173,7 @@ class Visit:
             message = "there are checkpoints, but none can be used. One that is healthy apart from this is taken if it is named"
         elif others:
             message = (
-                f"there is none of Checkpointer; a framework saved {', '.join(others)}: load them with that, by path"
+                f"there is none of Checkpointer; a framework saved {', '.join(others)}: load them with it, by path"
             )
         else:
             message = _NONE

@@ -147,11 +147,11 @@ class CommitProtocol:
 
     def _last_word(self, error: SaveError) -> Any:
         try:
-            return self._two_phase.last_word(_LAST_WORD_S)  # rank 0 may give up, too, at the same moment
+            # Rank 0 may give up, too, at the same moment.
+            return self._two_phase.verdict(_LAST_WORD_S, given_up=True)
         except (KeyTimeout, PeerLostError):
-            raise CommitOutcomeUnknown(
-                name=self._job.name, cause=error.cause, rank=self._rank, phase="commit"
-            ) from error
+            name, cause = self._job.name, error.cause
+            raise CommitOutcomeUnknown(name=name, cause=cause, rank=self._rank, phase="commit") from error
 
     def _check_still_wanted(self) -> None:
         self._give_up()

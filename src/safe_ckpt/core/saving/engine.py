@@ -181,13 +181,12 @@ class Engine:
         # Its own deadline once its turn comes, plus what follows the verdict: deleting old checkpoints.
         turns = 1 + self.in_flight
         limit_s = turns * (self.config.timeouts.lengthy_s + self.config.timeouts.barrier_s)
-        handle = SaveHandle(request.name, limit_s, manifest.op_id, request.destination.workspace)
+        workspace, new = request.destination.workspace, request.new(manifest, decision["needed_bytes"])
+        handle = SaveHandle(request.name, limit_s, manifest.op_id, workspace)
         job = SaveJob(
             request=request,
             manifest=manifest,
-            publication=request.destination.workspace.begin(
-                request.new(manifest, decision["needed_bytes"]), self.config.timeouts
-            ),
+            publication=workspace.begin(new, self.config.timeouts),
             writers=tuple(decision["writers"]),
             handle=handle,
             started=started,
@@ -244,20 +243,16 @@ class Engine:
         self.coordinator.refuse_fork("stop_requested")
         if self._preemption is None:
             return False
-        was = self._preemption.stop
-        wanted = self._preemption.requested()
-        stop = self._preemption.stop
+        was, wanted, stop = self._preemption.stop, self._preemption.requested(), self._preemption.stop
         if stop is not None and was is None:
-            self._save_queue.stop_by = stop.until
-            until = stop.until
+            self._save_queue.stop_by = until = stop.until
             self.extensions.ask("a signal", lambda one: one.stopping(until))
-            left_s = stop.until - time.monotonic()
             self.emit(
                 events.StopRequested(
                     rank=self.rank,
                     signal=stop.signal,
                     by_rank=stop.rank,
-                    left_s=left_s,
+                    left_s=until - time.monotonic(),
                     forecast_s=self._save_queue.last_save_s * (1 + self.in_flight),
                 )
             )

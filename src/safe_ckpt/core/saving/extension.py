@@ -222,10 +222,11 @@ class Extensions:
             except Exception as error:
                 first = (one.name, moment) not in self._told
                 self._told.add((one.name, moment))
-                level = logging.ERROR if first else logging.DEBUG
-                logger.log(
-                    level, "%s: %s failed, and this goes on without it: %r", moment, one.name, error, exc_info=first
+                level, message = (
+                    logging.ERROR if first else logging.DEBUG,
+                    "%s: %s failed, and this goes on without it: %r",
                 )
+                logger.log(level, message, moment, one.name, error, exc_info=first)
         return answers
 
     def decided(self, request: SaveRequest) -> dict[str, Any]:

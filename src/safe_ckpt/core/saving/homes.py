@@ -114,9 +114,9 @@ class Workspaces:
         return home
 
     def tell(self, event: events.Event) -> None:
-        """Tell hooks, and the record of a directory that is held now, or else of the one that is held next."""
+        """Tell hooks, and the record of a directory that is held now, or else, if it is the last, of the one held next."""
         if not self._recorders:
-            self._unrecorded.append(event)
+            self._unrecorded = [event]
         self._emit(event)
 
     def _record(self, workspace: Home, folder: Path) -> None:
@@ -279,7 +279,9 @@ class HeldDirectories:
             self._ordered.use(path.parent, lambda: self._look_beside(path))
 
     def _look_beside(self, path: Path) -> None:
-        self._sequence = max(self._sequence, _newest_in(path.parent))
+        with contextlib.suppress(OSError):  # the user may be allowed to write here and not to list
+            beside = catalog.list_directories(path.parent, on_error=lambda *_: None)
+            self._sequence = max(self._sequence, catalog.newest_sequence(beside))
 
 
 def open_folder(coordinator: Coordinator, workspace: FileHome, key: str, timeout_s: float) -> Path:
@@ -334,13 +336,6 @@ def _sweep(own: FileHome, lease_s: float) -> None:
     own.discard([swept])
 
 
-def _newest_in(folder: Path) -> int:
-    try:
-        return catalog.newest_sequence(catalog.list_directories(folder, on_error=lambda *_: None))
-    except OSError:  # the user may be allowed to write here and not to list
-        return 0
-
-
 def refuse(
     path: Path,
     adapter: str,
@@ -363,25 +358,27 @@ def refuse(
     """
     if not os.path.lexists(path):
         return
-    remedy = "so it is not replaced: give another name, or move it away"
+    what = ""
     if path.is_symlink() or not path.is_dir():
-        raise DirectoryError(path=str(path), message=f"it is not a directory, {remedy}", rank=0)
-    if whole and is_mounted(path):
+        what = "it is not a directory"
+    elif whole and is_mounted(path):
         message = "a file system is mounted there, and no rename replaces that: name a folder below it"
         raise DirectoryError(path=str(path), message=message, rank=0, code=errno.EBUSY)
-    if whole and any(HIDDEN in below for _, below, _ in os.walk(path)):
-        raise DirectoryError(path=str(path), message=f"checkpoints are kept in it, {remedy}", rank=0)
-    if (path / MANIFEST_NAME).exists():
+    elif whole and any(HIDDEN in below for _, below, _ in os.walk(path)):
+        what = "checkpoints are kept in it"
+    elif (path / MANIFEST_NAME).exists():
         try:
-            kind = read_manifest(path).notes.get("adapter")
+            is_other = read_manifest(path).notes.get("adapter") != adapter
+            what = f"it is no {adapter} directory of safe_ckpt" if is_other else ""
         except SafeCheckpointError as error:
-            raise DirectoryError(path=str(path), message=f"{error}; {remedy}", rank=0) from None
-        if kind != adapter:
-            raise DirectoryError(path=str(path), message=f"it is no {adapter} directory of safe_ckpt, {remedy}", rank=0)
+            what = str(error)
     elif empty and any(path.iterdir()):
-        raise DirectoryError(path=str(path), message=f"it exists and safe_ckpt did not write it, {remedy}", rank=0)
-    elif what := other(path):
-        raise DirectoryError(path=str(path), message=f"{what}, {remedy}", rank=0)
+        what = "it exists and safe_ckpt did not write it"
+    else:
+        what = other(path)
+    if what:
+        message = f"{what}, so it is not replaced: give another name, or move it away"
+        raise DirectoryError(path=str(path), message=message, rank=0)
 
 
 def _sequence_of(path: Path) -> int:

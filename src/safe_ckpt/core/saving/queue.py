@@ -199,9 +199,8 @@ class SaveQueue:
 
     def _free(self, job: SaveJob) -> None:
         if job.copy is not None:
-            job.copy.fail(
-                SaveError(name=job.name, cause="the save was over before the copy was", rank=self._coordinator.rank)
-            )
+            cause = "the save was over before the copy was"
+            job.copy.fail(SaveError(name=job.name, cause=cause, rank=self._coordinator.rank))
             if not job.copy.wait(self._config.timeouts.shutdown_s):
                 logger.error("the memory of %s stays taken: a copy into it does not end", job.name)
                 return
@@ -211,10 +210,8 @@ class SaveQueue:
     def _conclude(self, job: SaveJob, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> None:
         self._failures = 0 if failure is None else self._failures + 1
         stops = isinstance(failure, UnhealthyStateError)
-        tolerated = (
-            not stops and self._config.on_failure == "warn" and self._failures < self._config.max_consecutive_failures
-        )
-        if failure is not None and tolerated:
+        warns = self._config.on_failure == "warn" and self._failures < self._config.max_consecutive_failures
+        if failure is not None and warns and not stops:
             logger.warning("%s (failure %d in a row; training goes on)", failure, self._failures)
             job.handle.mark_reported()
         elif failure is not None and not stops:  # the caller learns of it at the next call, which may be long from now

@@ -11,8 +11,9 @@ import logging
 import os
 import shutil
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
@@ -94,10 +95,8 @@ def set_up_directory(
             with naming(rank=0, phase="setting up the directory", path=target):
                 return acts[mode](target, timeout_s)
 
-        must_match = {"path": str(target), "mode": mode}
-        token = coordinator.agree(
-            "set_up_directory", must_match=must_match, timeout_s=timeout_s, local=asked, decide=act
-        )
+        view = {"path": target, "mode": mode}
+        token = coordinator.agree("set_up_directory", must_match=view, timeout_s=timeout_s, local=asked, decide=act)
         await_shared(coordinator, target, token, timeout_s)
     finally:
         coordinator.release(keep=True)
@@ -123,8 +122,8 @@ def await_shared(coordinator: Coordinator, path: Path, token: str, timeout_s: fl
         # Less than the others wait for this rank: they must learn that it sees no file, not that it is late.
         return coordinator.rank == 0 or await_visible(path / token, min(timeout_s / 2, _VISIBLE_S))
 
-    def judge(answers: object) -> None:
-        blind = tuple(rank for rank, sees in dict(answers).items() if not sees)  # type: ignore[call-overload]
+    def judge(answers: Mapping[int, Any]) -> None:
+        blind = tuple(rank for rank, sees in answers.items() if not sees)
         if token.startswith(HIDDEN):
             (path / token).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # not empty: a job's
@@ -132,9 +131,7 @@ def await_shared(coordinator: Coordinator, path: Path, token: str, timeout_s: fl
         if blind:
             raise DirectoryNotSharedError(path=str(path), ranks=blind)
 
-    coordinator.agree(
-        "directory seen", must_match={"path": os.fspath(path)}, timeout_s=timeout_s, local=sees, decide=judge
-    )
+    coordinator.agree("directory seen", must_match={"path": path}, timeout_s=timeout_s, local=sees, decide=judge)
 
 
 def _check_resumable(path: Path, _: float) -> str:

@@ -149,15 +149,12 @@ def _copy_batch(copies: Sequence[FileCopy], options: WriteOptions, progress: Pro
             under_way = [pool.submit(one, copy) for copy in copies]
         errors = [error for error in (future.exception() for future in under_way) if error is not None]
         if errors:
-            raise next((error for error in errors if not _is_echo(error)), errors[0])
+            # The others were told to stop, and say ECANCELED.
+            raise next((one for one in errors if getattr(one, "errno", None) != errno.ECANCELED), errors[0])
         batch.sync()
         return [future.result() for future in under_way]
     finally:
         batch.close()
-
-
-def _is_echo(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno == errno.ECANCELED
 
 
 class _Batch:

@@ -73,10 +73,9 @@ def sync_directory(path: str) -> bool:
         except OSError as error:
             if error.errno not in _NO_SYNC:
                 raise
-            device = os.fstat(fd).st_dev
-            if device not in _unsynced:
-                _unsynced.add(device)
+            if (device := os.fstat(fd).st_dev) not in _unsynced:
                 logger.warning("%s: %s", path, NO_SYNC)
+            _unsynced.add(device)
             return False
     return True
 
@@ -459,9 +458,8 @@ def require_space(path: Path, needed_bytes: int, why: str) -> None:
     """
     free = free_bytes(path)
     if free is not None and needed_bytes > free:
-        raise NotEnoughSpaceError(
-            path=str(path), message=why, needed_bytes=needed_bytes, free_bytes=free, phase="prepare"
-        )
+        facts: dict[str, Any] = {"needed_bytes": needed_bytes, "free_bytes": free}
+        raise NotEnoughSpaceError(path=str(path), message=why, phase="prepare", **facts)
 
 
 def freed_bytes(paths: Iterable[Path]) -> int:

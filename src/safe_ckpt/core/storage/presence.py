@@ -54,14 +54,12 @@ def is_seen(path: Path) -> bool:
 
 def is_file(path: Path) -> bool:
     """Whether ``path`` is a regular file, links followed; raises as ``is_there`` does."""
-    mode = _mode(path)
-    return mode is not None and stat.S_ISREG(mode)
+    return stat.S_ISREG(_mode(path) or 0)
 
 
 def is_directory(path: Path) -> bool:
     """Whether ``path`` is a directory, links followed; raises as ``is_there`` does."""
-    mode = _mode(path)
-    return mode is not None and stat.S_ISDIR(mode)
+    return stat.S_ISDIR(_mode(path) or 0)
 
 
 def is_mounted(path: Path) -> bool:

@@ -40,7 +40,11 @@ class Examination:
     def __init__(self, task: WriteTask, image: memoryview | KnownBytes, about: Mapping[str, Any]) -> None:
         self._expected = Expectation(**about["expected"])
         self._is_checkpoint = bool(task.manifest) and "name" in (task.manifest or {})
-        found = _regions(task, image, about["regions"])
+        found: Sequence[Region] | None = None
+        if about["regions"] is not None:
+            found = [Region(*row) for row in about["regions"]]
+        elif task.records is not None or task.path.endswith(".safetensors"):
+            found = regions.of_file(image, task.records)
         self._looked_at = self._expected.regions(found or ())
         self._scan: Scan | None = None
         self._found: dict[str, Any] | None = None
@@ -66,17 +70,5 @@ class Examination:
 
     def section(self) -> dict[str, Any]:
         """What a checkpoint that is this file says of its own health."""
-        found = self.found()
-        return (
-            of_checkpoint({ITSELF: found}, self._expected.action) if self._is_checkpoint and found is not None else {}
-        )
-
-
-def _regions(
-    task: WriteTask, image: memoryview | KnownBytes, rows: Sequence[Sequence[Any]] | None
-) -> Sequence[Region] | None:
-    if rows is not None:
-        return [Region(*row) for row in rows]
-    if task.records is None and not task.path.endswith(".safetensors"):
-        return None
-    return regions.of_file(image, task.records)
+        found = self.found() if self._is_checkpoint else None
+        return of_checkpoint({ITSELF: found}, self._expected.action) if found is not None else {}

@@ -75,13 +75,13 @@ def _of_safetensors(image: memoryview | KnownBytes) -> list[Region]:
         return []
     header = json.loads(bytes(image[8 : 8 + size]))
     header.pop("__metadata__", None)
-    regions, flat = [], {name.partition("param_groups.")[0] + "state." for name in header if "param_groups." in name}
+    groups = {name.partition("param_groups.")[0] for name in header if "param_groups." in name}
+    regions, states = [], tuple(f"{start}state." for start in groups)
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
         dtype = _numbers_of(DTYPES.get(entry["dtype"], ""))
         if dtype and end > begin:
-            of_optimizer = any(name.startswith(start) for start in flat)
-            regions.append(Region(name, dtype, 8 + size + begin, end - begin, of_optimizer))
+            regions.append(Region(name, dtype, 8 + size + begin, end - begin, name.startswith(states)))
     return regions
 
 

@@ -220,9 +220,7 @@ class Scan:
             # The first of them is Inf; ``e4m3fn`` has none.
             nan = odd if kind.odd == kind.magnitude else odd & (magnitudes != kind.unsigned(kind.odd))
         self._note_sick(region, odd, nan, at)
-        self._note_finite(region, _as_floats(bits[~odd], region.dtype, kind))
-
-    def _note_finite(self, region: Region, numbers: Any) -> None:
+        numbers = _as_floats(bits[~odd], region.dtype, kind)
         if len(numbers):
             self._note(region, float(numbers.max()), float(numbers.min()), _squares(numbers))
 

@@ -97,9 +97,8 @@ class Expectation:
             elif self.first or (others and self._is_new(name)):
                 fine = name not in kept and not name_among(name, trained)
             else:
-                fine = before == pattern or (
-                    bool(name_among(name, fixed, whole=name in kept)) and (inf <= count or others)
-                )
+                is_fixed = bool(name_among(name, fixed, whole=name in kept))
+                fine = before == pattern or (is_fixed and (inf <= count or others))
             if fine:
                 learnt[name] = pattern, inf
             else:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
@@ -102,10 +103,8 @@ class Mirror:
         """
         if in_files(workspace.path) not in info.file_path.parents:
             return  # a file elsewhere, of which a resume knows nothing
-        if info.marked:
-            return  # it would count there, and a healthy one would be deleted for it
-        if info.op_id in self._there:
-            return
+        if info.marked or info.op_id in self._there:
+            return  # a marked one would count there, and a healthy one would be deleted for it
         waiting = Waiting(root=self.root_of(workspace), workspace=workspace, info=info, saved=saved)
         with self._turn:
             passed = [one for one in self._queue if self._gives_way(one, waiting)]
@@ -173,12 +172,8 @@ class Mirror:
         there, timeouts, begun = in_store(candidate.path), self._config.timeouts, time.monotonic()
         near = ObjectPath(there.bucket.within(timeouts.lengthy_s), there.key)
         info = fetch_into(workspace, near, candidate.manifest, timeouts=timeouts)
-        seconds = time.monotonic() - begun
-        self._emit(
-            events.Fetched(
-                rank=0, path=str(info.path), url=str(candidate.path), size_bytes=info.size_bytes, seconds=seconds
-            )
-        )
+        facts: dict[str, Any] = {"size_bytes": info.size_bytes, "seconds": time.monotonic() - begun}
+        self._emit(events.Fetched(rank=0, path=str(info.path), url=str(candidate.path), **facts))
         root = self.root_of(workspace)
         with self._turn:  # it need not be uploaded again
             self._verified[root] = there, candidate.manifest

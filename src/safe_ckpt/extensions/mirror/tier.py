@@ -93,9 +93,7 @@ class Tier:
         self._newest = verified
         self._there = {manifest.op_id for manifest in manifests.values()}
         self._names: dict[Place, str] = {path: manifest.name for path, manifest in manifests.items()}
-        self._weights: set[Place] = {
-            path for path, manifest in manifests.items() if holds_weights_alone(manifest.notes)
-        }
+        self._weights: set[Place] = {path for path, one in manifests.items() if holds_weights_alone(one.notes)}
         self._newest_before = newest_sequence(candidates)
         self._root.start_after(self._newest_before)
 
@@ -146,13 +144,10 @@ class Tier:
 
     def follow(self, deleted: Collection[str]) -> None:
         """Delete what was deleted locally, by its name here, but never the newest that is there."""
-        newest = max(self._catalog.committed, key=lambda info: info.sequence, default=None)
-        due = [
-            info.path
-            for info in self._catalog.committed
-            if self._names.get(info.path) in deleted and info is not newest
-        ]
-        if due:
+        committed = self._catalog.committed
+        newest = max(committed, key=lambda info: info.sequence, default=None)
+        gone = [info for info in committed if self._names.get(info.path) in deleted]
+        if due := [info.path for info in gone if info is not newest]:
             self._catalog.forget(due)
             self._discard(due)
 
@@ -260,10 +255,8 @@ def _sent(
     copies = [copy for name, copy in files.items() if single or name not in earlier]
     written = send(WriteJob(name=folder.name, rank=0, folder=str(folder), copies=copies, adoptions=adoptions))
     entries = [
-        FileEntry(
-            path=result.path.removeprefix(f"{folder}/"), size_bytes=result.size_bytes, xxh3_128=result.xxh3_128, rank=0
-        )
-        for result in written
+        FileEntry(path=one.path.removeprefix(f"{folder}/"), size_bytes=one.size_bytes, xxh3_128=one.xxh3_128, rank=0)
+        for one in written
     ]
     if single:
         verify_archive(path, cached=True)  # it carries its own digest

@@ -282,9 +282,8 @@ class Bucket:
         deadline = time.monotonic() + (self.options.give_up_after_s if self.scheme == "az" else 0.0)
         while (found := self.size_of(key)) != size_bytes:
             if time.monotonic() > deadline:
-                raise OSError(
-                    errno.EINVAL, f"its copy has {found} bytes instead of {size_bytes}", f"{self.url}/{source}"
-                )
+                message = f"its copy has {found} bytes instead of {size_bytes}"
+                raise OSError(errno.EINVAL, message, f"{self.url}/{source}")
             self._pause(_FIRST_PAUSE_S)
 
     def delete(self, keys: Sequence[str]) -> None:
