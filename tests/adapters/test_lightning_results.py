@@ -160,6 +160,22 @@ def test_what_was_logged_goes_on_wherever_a_run_is_resumed(tmp_path, case):
         assert shown(made) == shown(whole), path
 
 
+def test_a_metric_of_training_and_validation_goes_on_in_the_epoch_around_a_validation(tmp_path):
+    """One torchmetrics object for both, which a validation resets: what training gave it after that is not lost."""
+    pl, settings = package(PACKAGES[1]), {"settings": {"max_epochs": 2, "val_check_interval": BATCHES - 1}}
+
+    def sharing():
+        module = module_of(pl)
+        module.of_validation = module.score
+        return module
+
+    saves = saves_at(pl, tmp_path, "on_train_batch_end")
+    straight, _, _ = run(tmp_path / "x", PACKAGES[1], callbacks=[saves], seed=1, module=sharing(), **settings)
+    for path, _, epochs, _ in saves.saved[BATCHES - 1 :: BATCHES]:
+        module, _, _ = run(tmp_path / path.stem, PACKAGES[1], path=path, module=sharing(), **settings)
+        assert module.ends == straight.ends[epochs:], path
+
+
 @pytest.mark.parametrize("place", range(2 * BATCHES - 2, 2 * BATCHES + 1))
 def test_the_best_score_and_the_end_are_those_of_an_uninterrupted_run(tmp_path, place):
     """``monitor=`` and EarlyStopping on a training metric, with default arguments, also after the last batch of an epoch."""

@@ -208,7 +208,15 @@ class Remaining:
         given = self._given
         # A sampler of somebody's own may draw in its ``__iter__``, which torch calls before it draws itself.
         at_once = type(given) is not BatchSampler and not order.is_known(given)
-        return self._from_the_place(loader) if at_once else _lazily(self, weakref.ref(loader))
+        return self._from_the_place(loader) if at_once else self._lazily()
+
+    def _lazily(self) -> Iterator[Any]:
+        """A generator, as torch's own samplers are: they draw when the first index is asked for."""
+        loader = self._loader()
+        if loader is not None:
+            indices = self._from_the_place(loader)
+            del loader  # a generator that waits must not keep it
+            yield from indices
 
     def _from_the_place(self, loader: Any) -> Iterator[Any]:
         given, place = self._given, loader._place
@@ -219,11 +227,13 @@ class Remaining:
         start = place.first_sample if place.each else place.first_batch
         seed = place.seed
         if order.draws_seed(sampler) and seed is None:
-            seed = order.draw_seed()
+            seed = int(
+                torch.empty((), dtype=torch.int64).random_().item()
+            )  # as torch.utils.data.RandomSampler draws it
             loader._place = dataclasses.replace(loader._place, seed=seed)
         own = draws_itself(sampler)
         indices = self._drawn(loader, sampler, start) if own else order.indices(sampler, start, seed=seed)
-        return order.batches(given, indices) if plain else indices
+        return iter(BatchSampler(indices, given.batch_size, given.drop_last)) if plain else indices
 
     def _drawn(self, loader: Any, sampler: Any, start: int) -> Iterator[Any]:
         """From the generators of this process, as they were when the epoch began."""
@@ -233,7 +243,7 @@ class Remaining:
             before = _state(name)
             indices = order.indices(sampler, start)
             if before == _state(name):  # it draws when the first index is asked for
-                return _noting(indices, weakref.ref(loader), name)
+                return self._noting(indices, name)
             loader._drawn = {**loader._drawn, name: before}
             return indices
         with rng.borrowed():
@@ -241,24 +251,13 @@ class Remaining:
             indices = order.indices(sampler, start)
             return _borrowing(indices, rng.snapshot())
 
-
-def _lazily(remaining: Remaining, loader: Any) -> Iterator[Any]:
-    """A generator, as torch's own samplers are: they draw when the first index is asked for."""
-    held = loader()
-    if held is None:
-        return
-    indices = remaining._from_the_place(held)
-    del held  # a generator that waits must not keep it
-    yield from indices
-
-
-def _noting(indices: Iterator[Any], loader: Any, name: str) -> Iterator[Any]:
-    """The same, once it was noted what the generators were before the first one."""
-    held = loader()
-    if held is not None:
-        held._drawn = {**held._drawn, name: _state(name)}
-    del held
-    yield from indices
+    def _noting(self, indices: Iterator[Any], name: str) -> Iterator[Any]:
+        """The same, once it was noted what the generators were before the first one."""
+        loader = self._loader()
+        if loader is not None:
+            loader._drawn = {**loader._drawn, name: _state(name)}
+        del loader
+        yield from indices
 
 
 def _borrowing(indices: Iterator[Any], then: Mapping[str, Any]) -> Iterator[Any]:

@@ -143,9 +143,8 @@ class TrainerSaver(FileSaver):
         self.wait()
         try:
             with self._within("save_checkpoint"), averages.in_their_places(self.swapped, self.trainer.lightning_module):
-                handle = self.engine.save(
-                    self._request(pending, weights_only=weights_only, overlap=self.training and not wait)
-                )
+                request = self._request(pending, weights_only=weights_only, overlap=self.training and not wait)
+                handle = self.engine.save(request)
         except BaseException:
             if owner is not None and state is not None:
                 state.restore(owner)
