@@ -334,7 +334,8 @@ class _Names:
 
     def problems(self) -> list[str]:
         """What is wrong with what it does, and with the names."""
-        own = {_text_of(one) for one in torch.serialization.get_safe_globals()}
+        safe = torch.serialization.get_safe_globals()
+        own = {str(one[1]) if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in safe}
         found = list(self._odd)
         for module, name in self._found:
             text = f"{module}.{name}"
@@ -342,10 +343,6 @@ class _Names:
                 verb = "calls" if (module, name) in self.called else "names"
                 found.append(f"{verb} {text[:200]}, which is no data")
         return found
-
-
-def _text_of(one: Any) -> str:
-    return str(one[1]) if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}"
 
 
 def _is_data(module: str, name: str, *, called: bool) -> bool:

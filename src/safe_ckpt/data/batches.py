@@ -42,12 +42,13 @@ class Counter:
         taken: how many batches torch has left behind it, if its iterator is one of ours.
         failed: how often none could be made since the last one.
         lost: whether one may be among them that could have been made.
+        again: what the generators of this process were before those were made that were made again, and are still to be given.
         workers: what they are at.
         turn: which of them makes the next batch.
         undo: what it was before the last batches: see ``Position``.
     """
 
-    __slots__ = ("_aside", "_error", "before", "count", "failed", "lost", "taken", "turn", "undo", "workers")
+    __slots__ = ("_aside", "_error", "again", "before", "count", "failed", "lost", "taken", "turn", "undo", "workers")
 
     def __init__(self, looked_back: int = _LOOKED_BACK) -> None:
         self.before = self.count = self.turn = self.taken = self.failed = 0
@@ -55,6 +56,7 @@ class Counter:
         self._aside: list[Delivered] = []
         self.workers: dict[str, Mapping[str, Any]] = {}
         self.undo: deque[Undo] = deque(maxlen=looked_back)
+        self.again: deque[Mapping[str, Any]] = deque()
 
     def fail(self, error: BaseException) -> None:
         """No batch came, but this error."""
@@ -143,8 +145,10 @@ class Batches:
         return self._given(inner)
 
     def _given(self, inner: Iterator[Any]) -> Any:
-        drawn = rng.snapshot() if self._noted else None
         counter = self._counter
+        drawn = rng.snapshot() if self._noted else None
+        if drawn is not None and counter.again:
+            drawn = counter.again.popleft()
         try:
             batch = next(inner)
         except StopIteration:
@@ -169,14 +173,15 @@ class Batches:
         return iter, ((),)
 
 
-def again_from(batches: Iterator[Any], pending: Position) -> Iterator[Any]:
-    """The same batches; those that were taken and not used are made at once, as they were made then."""
+def again_from(batches: Iterator[Any], pending: Position, counter: Counter) -> Iterator[Any]:
+    """The same batches; those that were taken and not used are made at once, as they were made then. ``counter`` notes how."""
     if not pending.again:
         return batches
     made = []
     for number in range(pending.again):
         if number < len(pending.before):
             rng.put_snapshot_back(pending.before[number])
+        counter.again.append(rng.snapshot())
         made.append(next(batches))
     return itertools.chain(made, batches)
 

@@ -130,13 +130,12 @@ class Resumable:
         # Under a framework no loop goes on after an error.
         if given.failed and not self.looks_ahead and given.is_over():
             given.passed()
+        drawn = {name: one if isinstance(one, str) else rng.to_text(one) for name, one in self._drawn.items()}
         return dataclasses.replace(
             place,
             batches=place.batches + given.count,
             now=now,
-            generators={
-                name: state if isinstance(state, str) else rng.to_text(state) for name, state in self._drawn.items()
-            },
+            generators=drawn,
             turn=given.turn,
             workers={worker: plain(state) for worker, state in given.workers.items()},
             undo=tuple(given.undo),
@@ -241,7 +240,7 @@ class Resumable:
             given.before, given.workers, given.turn = pending.batches, dict(pending.workers), pending.turn
         elif order.is_warm(self) and not self._place.begun:
             given.workers = dict(self._place.workers)
-        batches = self._resumed(pending) if pending is not None and pending.begun else self._started()
+        batches = self._resumed(pending, given) if pending is not None and pending.begun else self._started()
         self._restored, given.taken = None, pending.again if pending is not None else 0
         if self._undo is not None and not order.is_map(self):
             self._take_back_draws()
@@ -289,7 +288,7 @@ class Resumable:
             self._drawn = {**self._drawn, _READ: rng.all_to_text()}
         return super().__iter__()  # type: ignore[misc, no-any-return]
 
-    def _resumed(self, pending: Position) -> Iterator[Any]:
+    def _resumed(self, pending: Position, given: Counter) -> Iterator[Any]:
         order.put_back(self, pending.generators)
         if self._undo is not None:
             own = {name: one.get_state() for name, one in order.own_generators(self).items()}
@@ -309,11 +308,11 @@ class Resumable:
             facts=order.facts_of(self),
         )
         if again:
-            return self._read_up_to(pending)
+            return self._read_up_to(pending, given)
         with rng.borrowed():  # what torch draws to start an epoch was drawn before the save
-            return again_from(super().__iter__(), pending)  # type: ignore[misc]
+            return again_from(super().__iter__(), pending, given)  # type: ignore[misc]
 
-    def _read_up_to(self, pending: Position) -> Iterator[Any]:
+    def _read_up_to(self, pending: Position, given: Counter) -> Iterator[Any]:
         began_s = time.monotonic()
         with rng.borrowed():
             rng.put_all_back(pending.generators[_READ])
@@ -321,7 +320,7 @@ class Resumable:
             for _ in shown(pending.batches, f"{order.name_of(self)}: reading up to its place"):
                 with contextlib.suppress(Exception):  # as training went on after it
                     next(batches, None)
-            batches = again_from(batches, pending)
+            batches = again_from(batches, pending, given)
         took_s = time.monotonic() - began_s
         message = "%s: read %d batches again in %.1f s to find its place"
         logger.info(message, order.name_of(self), pending.batches, took_s)

@@ -250,9 +250,7 @@ class TrainerSaver(FileSaver):
         """Which of ``paths`` exist, as rank 0 sees it. Every rank calls this."""
         with self._within():
             existing: list[str] = self.engine.agree(
-                "look",
-                must_match={"paths": list(paths)},
-                decide=lambda _: [path for path in paths if os.path.exists(path)],
+                "look", must_match={"paths": list(paths)}, decide=lambda _: list(filter(os.path.exists, paths))
             )
         return existing
 

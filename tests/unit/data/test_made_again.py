@@ -50,6 +50,21 @@ def test_each_batch_is_made_again_with_the_generators_that_it_had(unseen, trains
     assert [next(batches) for _ in range(unseen)] == given[4 - unseen :]
 
 
+@pytest.mark.parametrize("unseen", [1, 2])
+def test_a_batch_that_was_made_again_and_not_used_is_made_again_once_more(unseen):
+    """Resumed, and stopped before that batch was trained on: the next resume gives the same one."""
+    torch.manual_seed(3)
+    loader = make()
+    batches = iter(loader)
+    given = [next(batches) for _ in range(4)]
+    for back in (unseen, 1):
+        place = json.loads(json.dumps(loader.position(back).to_json()))
+        torch.manual_seed(99 + back)
+        loader = make()
+        loader.load_state_dict(place)
+        assert next(iter(loader)) == given[4 - unseen]
+
+
 def test_a_place_that_is_pending_keeps_what_is_to_be_made_again():
     """Loaded and saved again before its first batch: nothing of it is lost."""
     torch.manual_seed(3)
