@@ -146,7 +146,7 @@ class Batches:
 
     def _given(self, inner: Iterator[Any]) -> Any:
         counter = self._counter
-        drawn = rng.snapshot() if self._noted else None
+        drawn: Mapping[str, Any] | None = rng.snapshot() if self._noted else None
         if drawn is not None and counter.again:
             drawn = counter.again.popleft()
         try:
