@@ -186,6 +186,15 @@ def test_the_samples_are_those_of_an_uninterrupted_run(tmp_path, case):
         assert found == weights
 
 
+def test_the_place_of_a_loader_that_is_at_its_end_before_another_is_plain_data(tmp_path):
+    """It is saved as text and numbers, without what a batch would be given again by: that would be most of it."""
+    run(tmp_path, "all of all", seed=1, stop=5)
+    saved = torch.load(tmp_path / "epoch=0-step=5.ckpt", weights_only=True)["safe_ckpt"]["ranks"][0]["loaders"]
+    long, short = (one["safe_ckpt.position"]["places"] for one in saved)
+    assert (long[0]["batches"], short[0]["batches"]) == (5, 3)
+    assert "undo" not in json.dumps([long, short])
+
+
 @pytest.mark.parametrize("name", PACKAGES)
 @pytest.mark.parametrize("case", ["shuffle", "workers", "stream, workers"])
 def test_lightnings_own_checkpoints_hold_the_place_too(tmp_path, case, name):

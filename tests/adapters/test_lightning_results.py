@@ -1,6 +1,7 @@
 """What was logged in an epoch goes on when that epoch is resumed, and so does what follows it: schedulers, scores, stopping."""
 
 import logging
+import re
 import warnings
 
 import pytest
@@ -160,6 +161,22 @@ def test_what_was_logged_goes_on_wherever_a_run_is_resumed(tmp_path, case):
         assert shown(made) == shown(whole), path
 
 
+def test_a_metric_of_training_and_validation_goes_on_in_the_epoch_around_a_validation(tmp_path):
+    """One torchmetrics object for both, which a validation resets: what training gave it after that is not lost."""
+    pl, settings = package(PACKAGES[1]), {"settings": {"max_epochs": 2, "val_check_interval": BATCHES - 1}}
+
+    def sharing():
+        module = module_of(pl)
+        module.of_validation = module.score
+        return module
+
+    saves = saves_at(pl, tmp_path, "on_train_batch_end")
+    straight, _, _ = run(tmp_path / "x", PACKAGES[1], callbacks=[saves], seed=1, module=sharing(), **settings)
+    for path, _, epochs, _ in saves.saved[BATCHES - 1 :: BATCHES]:
+        module, _, _ = run(tmp_path / path.stem, PACKAGES[1], path=path, module=sharing(), **settings)
+        assert module.ends == straight.ends[epochs:], path
+
+
 @pytest.mark.parametrize("place", range(2 * BATCHES - 2, 2 * BATCHES + 1))
 def test_the_best_score_and_the_end_are_those_of_an_uninterrupted_run(tmp_path, place):
     """``monitor=`` and EarlyStopping on a training metric, with default arguments, also after the last batch of an epoch."""
@@ -253,13 +270,13 @@ def test_a_metric_that_is_logged_otherwise_after_the_resume_is_no_error(tmp_path
 
 
 def test_what_is_too_large_to_go_with_every_save_is_left_out_with_a_warning(tmp_path, caplog):
-    """A metric that collects what it gets: no save fails for it, and the resume names it."""
+    """Metrics that collect what they get: no save fails for them, and the resume names those that were too large together."""
     pl = package(PACKAGES[0])
 
     def collecting():
         module = module_of(pl)
-        module.all = CatMetric()
-        module.on_train_batch_start = lambda *_: module.all.update(torch.zeros(3 << 18))
+        module.all, module.more = CatMetric(), CatMetric()
+        module.on_train_batch_start = lambda *_: [one.update(torch.zeros(3 << 18)) for one in (module.all, module.more)]
         return module
 
     saves = saves_at(pl, tmp_path, "on_train_batch_end")
@@ -267,7 +284,8 @@ def test_what_is_too_large_to_go_with_every_save_is_left_out_with_a_warning(tmp_
     with caplog.at_level(logging.WARNING, "safe_ckpt"):
         for path, _, _, _ in saves.saved[:2]:
             run(tmp_path / path.stem, PACKAGES[0], path=path, module=collecting(), settings={"max_epochs": 1})
-    assert caplog.text.count("all, no plain data or too large, was not saved") == 1
+    # Each fits alone at first, and both together do not; later neither does.
+    assert re.findall(r"epoch: (.*), no plain data or too large, was not saved", caplog.text) == ["more", "all, more"]
     assert saves.saved[1][0].stat().st_size < 1 << 20
 
 
@@ -290,3 +308,12 @@ def test_what_a_module_does_after_a_batch_belongs_to_the_save_at_that_batch(tmp_
     for step in (1, BATCHES, BATCHES + 2):
         assert go(tmp_path / str(step), path=tmp_path / f"step={step}.ckpt")[::2] == expected[::2]
     assert expected[1] == ["last.ckpt", *(f"step={step}.ckpt" for step in range(1, 2 * BATCHES + 1))]
+
+
+def test_a_save_before_the_modules_hook_at_an_epochs_end_hands_no_metric_on_to_the_next_epoch(tmp_path):
+    """A callback saves, and the module resets its metrics only then: a resume begins the next epoch, without that hook."""
+    pl = package(PACKAGES[0])
+    saves = saves_at(pl, tmp_path, "on_train_epoch_end")
+    straight, _, _ = run(tmp_path / "x", PACKAGES[0], callbacks=[saves], seed=1)
+    module, _, _ = run(tmp_path / "y", PACKAGES[0], path=saves.saved[0][0])
+    assert [end["own"] for end in module.ends] == [end["own"] for end in straight.ends[1:]]

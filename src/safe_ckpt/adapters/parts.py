@@ -135,8 +135,4 @@ def _load(engine: Engine, path: Path, what: str, fit: Callable[[], Fitted]) -> N
         return dtensor.without_place([answers[rank] for rank in sorted(answers)], path=str(path), key=what)
 
     nowhere = engine.agree(f"{what} fits", must_match={"path": path}, local=compare, decide=decide, phase="restore")
-
-    def apply() -> None:
-        fitted[0].apply(nowhere)
-
-    resume.apply(engine, apply)
+    resume.apply(engine, lambda: fitted[0].apply(nowhere))

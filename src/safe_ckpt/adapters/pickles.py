@@ -187,9 +187,8 @@ def _refuse(path: Path, file: Path, name: str) -> None:
             if not names.read(one):
                 break
     problems = names.problems()
-    problem = (
-        f"its pickle {problems[0]}; torch.serialization.add_safe_globals admits what is yours" if problems else None
-    )
+    advice = "torch.serialization.add_safe_globals admits what is yours"
+    problem = f"its pickle {problems[0]}; {advice}" if problems else None
     if file.name == ".metadata" and problem is None:
         from safe_ckpt.core.sharding.dcp_read import read_metadata
 
@@ -237,9 +236,8 @@ class _Named(type):
     def __call__(cls, *args: Any, **_: Any) -> Any:
         text = f"{cls.module}.{cls.name}"
         if text == "builtins.getattr" and len(args) == 2 and isinstance(args[0], _Named):
-            return cls.names.find(
-                args[0].module, f"{args[0].name}.{args[1]}"
-            )  # a class within a class; a value of an enum
+            # A class within a class; a value of an enum.
+            return cls.names.find(args[0].module, f"{args[0].name}.{args[1]}")
         cls.names.called.add((cls.module, cls.name))
         if cls.name == "_rebuild_from_type_v2" and args and isinstance(args[0], _Named):
             cls.names.called.add((args[0].module, args[0].name))
@@ -336,7 +334,8 @@ class _Names:
 
     def problems(self) -> list[str]:
         """What is wrong with what it does, and with the names."""
-        own = {_text_of(one) for one in torch.serialization.get_safe_globals()}
+        safe = torch.serialization.get_safe_globals()
+        own = {str(one[1]) if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in safe}
         found = list(self._odd)
         for module, name in self._found:
             text = f"{module}.{name}"
@@ -344,10 +343,6 @@ class _Names:
                 verb = "calls" if (module, name) in self.called else "names"
                 found.append(f"{verb} {text[:200]}, which is no data")
         return found
-
-
-def _text_of(one: Any) -> str:
-    return str(one[1]) if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}"
 
 
 def _is_data(module: str, name: str, *, called: bool) -> bool:

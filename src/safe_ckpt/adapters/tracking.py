@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.hooks.scalars import ScalarsHook
@@ -32,7 +31,7 @@ class Tracking:
 
     def __init__(self, engine: Engine, sinks: Sinks | None) -> None:
         self._sinks: Sinks = sinks or tuple
-        self._flights: list[_Flight] = []
+        self._flights: list[tuple[SaveHandle, AtEnd]] = []
         self._hook: ScalarsHook | None = None
         if sinks is not None and engine.rank == 0 and engine.config.telemetry.logger_scalars:
             self._hook = ScalarsHook()
@@ -45,7 +44,7 @@ class Tracking:
             handle: its outcome.
             at_end: called once it is reported, with what was committed; or before that, with None, when it failed.
         """
-        self._flights.append(_Flight(handle, at_end))
+        self._flights.append((handle, at_end))
 
     def report(self, *, committed_only: bool = False) -> None:
         """Report the saves that have ended since the last call, in order. Does not wait, and needs no other process.
@@ -54,10 +53,10 @@ class Tracking:
             committed_only: stop before a save that failed, until ``land``.
         """
         while self._flights:
-            flight = self._flights[0]
-            if not flight.handle.done() or (committed_only and flight.handle.outcome is None):
+            handle, at_end = self._flights[0]
+            if not handle.done() or (committed_only and handle.outcome is None):
                 return
-            self._report(flight)
+            self._report(handle, at_end)
 
     def land(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is in flight, and report it. Failures stay to be raised.
@@ -66,19 +65,19 @@ class Tracking:
             RendezvousTimeout: it takes longer than ``timeout_s``.
         """
         while self._flights:
-            flight = self._flights[0]
-            flight.handle.settle(timeout_s)
-            self._report(flight)
+            handle, at_end = self._flights[0]
+            handle.settle(timeout_s)
+            self._report(handle, at_end)
 
-    def _report(self, flight: _Flight) -> None:
-        if flight not in self._flights:
+    def _report(self, handle: SaveHandle, at_end: AtEnd) -> None:
+        if (handle, at_end) not in self._flights:
             return  # a signal handler that saves came first
-        self._flights.remove(flight)
-        if flight.handle.outcome is None:
-            flight.at_end(None)  # nothing that counts on the save is seen by a logger
-        self._log(flight.handle)
-        if flight.handle.outcome is not None:
-            flight.at_end(flight.handle.outcome)
+        self._flights.remove((handle, at_end))
+        if handle.outcome is None:
+            at_end(None)  # nothing that counts on the save is seen by a logger
+        self._log(handle)
+        if handle.outcome is not None:
+            at_end(handle.outcome)
 
     def _log(self, handle: SaveHandle) -> None:
         """A logger that fails is logged: a committed save must not look like a failed one."""
@@ -90,11 +89,3 @@ class Tracking:
                 log(scalars.values, step=scalars.step)
             except Exception:
                 logger.warning("%s could not log the save of %s", name, handle.name, exc_info=True)
-
-
-@dataclass(frozen=True, eq=False)
-class _Flight:
-    """A save that is not reported yet."""
-
-    handle: SaveHandle
-    at_end: AtEnd

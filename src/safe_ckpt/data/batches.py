@@ -42,12 +42,13 @@ class Counter:
         taken: how many batches torch has left behind it, if its iterator is one of ours.
         failed: how often none could be made since the last one.
         lost: whether one may be among them that could have been made.
+        again: what the generators of this process were before those were made that were made again, and are still to be given.
         workers: what they are at.
         turn: which of them makes the next batch.
         undo: what it was before the last batches: see ``Position``.
     """
 
-    __slots__ = ("_aside", "_error", "before", "count", "failed", "lost", "taken", "turn", "undo", "workers")
+    __slots__ = ("_aside", "_error", "again", "before", "count", "failed", "lost", "taken", "turn", "undo", "workers")
 
     def __init__(self, looked_back: int = _LOOKED_BACK) -> None:
         self.before = self.count = self.turn = self.taken = self.failed = 0
@@ -55,6 +56,7 @@ class Counter:
         self._aside: list[Delivered] = []
         self.workers: dict[str, Mapping[str, Any]] = {}
         self.undo: deque[Undo] = deque(maxlen=looked_back)
+        self.again: deque[Mapping[str, Any]] = deque()
 
     def fail(self, error: BaseException) -> None:
         """No batch came, but this error."""
@@ -143,8 +145,10 @@ class Batches:
         return self._given(inner)
 
     def _given(self, inner: Iterator[Any]) -> Any:
-        drawn = rng.snapshot() if self._noted else None
         counter = self._counter
+        drawn: Mapping[str, Any] | None = rng.snapshot() if self._noted else None
+        if drawn is not None and counter.again:
+            drawn = counter.again.popleft()
         try:
             batch = next(inner)
         except StopIteration:
@@ -169,14 +173,15 @@ class Batches:
         return iter, ((),)
 
 
-def again_from(batches: Iterator[Any], pending: Position) -> Iterator[Any]:
-    """The same batches; those that were taken and not used are made at once, as they were made then."""
+def again_from(batches: Iterator[Any], pending: Position, counter: Counter) -> Iterator[Any]:
+    """The same batches; those that were taken and not used are made at once, as they were made then. ``counter`` notes how."""
     if not pending.again:
         return batches
     made = []
     for number in range(pending.again):
         if number < len(pending.before):
             rng.put_snapshot_back(pending.before[number])
+        counter.again.append(rng.snapshot())
         made.append(next(batches))
     return itertools.chain(made, batches)
 
@@ -208,7 +213,15 @@ class Remaining:
         given = self._given
         # A sampler of somebody's own may draw in its ``__iter__``, which torch calls before it draws itself.
         at_once = type(given) is not BatchSampler and not order.is_known(given)
-        return self._from_the_place(loader) if at_once else _lazily(self, weakref.ref(loader))
+        return self._from_the_place(loader) if at_once else self._lazily()
+
+    def _lazily(self) -> Iterator[Any]:
+        """A generator, as torch's own samplers are: they draw when the first index is asked for."""
+        loader = self._loader()
+        if loader is not None:
+            indices = self._from_the_place(loader)
+            del loader  # a generator that waits must not keep it
+            yield from indices
 
     def _from_the_place(self, loader: Any) -> Iterator[Any]:
         given, place = self._given, loader._place
@@ -219,11 +232,13 @@ class Remaining:
         start = place.first_sample if place.each else place.first_batch
         seed = place.seed
         if order.draws_seed(sampler) and seed is None:
-            seed = order.draw_seed()
+            seed = int(
+                torch.empty((), dtype=torch.int64).random_().item()
+            )  # as torch.utils.data.RandomSampler draws it
             loader._place = dataclasses.replace(loader._place, seed=seed)
         own = draws_itself(sampler)
         indices = self._drawn(loader, sampler, start) if own else order.indices(sampler, start, seed=seed)
-        return order.batches(given, indices) if plain else indices
+        return iter(BatchSampler(indices, given.batch_size, given.drop_last)) if plain else indices
 
     def _drawn(self, loader: Any, sampler: Any, start: int) -> Iterator[Any]:
         """From the generators of this process, as they were when the epoch began."""
@@ -233,7 +248,7 @@ class Remaining:
             before = _state(name)
             indices = order.indices(sampler, start)
             if before == _state(name):  # it draws when the first index is asked for
-                return _noting(indices, weakref.ref(loader), name)
+                return self._noting(indices, name)
             loader._drawn = {**loader._drawn, name: before}
             return indices
         with rng.borrowed():
@@ -241,24 +256,13 @@ class Remaining:
             indices = order.indices(sampler, start)
             return _borrowing(indices, rng.snapshot())
 
-
-def _lazily(remaining: Remaining, loader: Any) -> Iterator[Any]:
-    """A generator, as torch's own samplers are: they draw when the first index is asked for."""
-    held = loader()
-    if held is None:
-        return
-    indices = remaining._from_the_place(held)
-    del held  # a generator that waits must not keep it
-    yield from indices
-
-
-def _noting(indices: Iterator[Any], loader: Any, name: str) -> Iterator[Any]:
-    """The same, once it was noted what the generators were before the first one."""
-    held = loader()
-    if held is not None:
-        held._drawn = {**held._drawn, name: _state(name)}
-    del held
-    yield from indices
+    def _noting(self, indices: Iterator[Any], name: str) -> Iterator[Any]:
+        """The same, once it was noted what the generators were before the first one."""
+        loader = self._loader()
+        if loader is not None:
+            loader._drawn = {**loader._drawn, name: _state(name)}
+        del loader
+        yield from indices
 
 
 def _borrowing(indices: Iterator[Any], then: Mapping[str, Any]) -> Iterator[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,26 +20,8 @@ from torch.utils.data import DataLoader
 
 from safe_ckpt.core.coordination.process_groups import world_rank
 from safe_ckpt.core.state import rng
-from safe_ckpt.data import workers
+from safe_ckpt.data import order, workers
 from safe_ckpt.data.batches import Batches, Counter, Remaining, again_from, shown
-from safe_ckpt.data.order import (
-    each_of,
-    epoch_of,
-    facts_of,
-    is_map,
-    is_placed,
-    is_still_meant,
-    is_warm,
-    loses_its_buffer,
-    most_of,
-    name_of,
-    own_as_text,
-    own_generators,
-    put_back,
-    sampler_of,
-    set_epoch,
-    stays,
-)
 from safe_ckpt.data.position import Position, plain
 from safe_ckpt.errors import RestoreError
 
@@ -88,19 +71,16 @@ class Resumable:
         """
         position = Position.from_json(state)
         if position.begun and not self._can_go_to_a_place():
-            raise RestoreError(key=name_of(self), message=_CANNOT)
+            raise RestoreError(key=order.name_of(self), message=_CANNOT)
         if position.sampler_epoch is not None:
-            set_epoch(sampler_of(self), position.sampler_epoch)
-        position.refuse_other(facts_of(self), name_of(self))
-        if (
-            position.begun
-            and self.skip == "read"
-            and (position.each != each_of(self) or _READ not in position.generators)
-        ):
+            order.set_epoch(order.sampler_of(self), position.sampler_epoch)
+        position.refuse_other(order.facts_of(self), order.name_of(self))
+        reads = position.begun and self.skip == "read"
+        if reads and (position.each != order.each_of(self) or _READ not in position.generators):
             message = "with skip='read' the batch size must be what it was, and the place must have been saved that way"
-            raise RestoreError(key=name_of(self), message=message)
-        if not is_placed(self):
-            position = position.for_workers(self.__dict__["num_workers"], world_rank(), name_of(self))
+            raise RestoreError(key=order.name_of(self), message=message)
+        if not order.is_placed(self):
+            position = position.for_workers(self.__dict__["num_workers"], world_rank(), order.name_of(self))
         self._pending = self._place = position
         self._given, self._drawn = None, {}
         self.__dict__["_iterator"] = None  # workers that stay are somewhere else
@@ -123,8 +103,8 @@ class Resumable:
 
     def left(self) -> Position:
         """The place behind an epoch that was broken off for good: between that one and the next."""
-        place = self._now().at_end()
-        return dataclasses.replace(place, warm=is_warm(self), sampler_epoch=epoch_of(sampler_of(self)))
+        epoch = order.epoch_of(order.sampler_of(self))
+        return dataclasses.replace(self._now().at_end(), warm=order.is_warm(self), sampler_epoch=epoch)
 
     def pending(self) -> Position | None:
         """The place that the next iteration goes to; None where it begins an epoch."""
@@ -142,22 +122,20 @@ class Resumable:
     def _now(self) -> Position:
         if self._pending is not None:
             return self._pending
-        place, now = self._place, own_as_text(self)
+        place, now = self._place, order.own_as_text(self)
         if not place.begun:
-            warm, epoch = is_warm(self), epoch_of(sampler_of(self))
-            return dataclasses.replace(place, now=now, warm=warm, sampler_epoch=epoch, facts=facts_of(self))
+            warm, epoch = order.is_warm(self), order.epoch_of(order.sampler_of(self))
+            return dataclasses.replace(place, now=now, warm=warm, sampler_epoch=epoch, facts=order.facts_of(self))
         given = self._given or Counter()
-        if (
-            given.failed and not self.looks_ahead and given.is_over()
-        ):  # under a framework no loop goes on after an error
+        # Under a framework no loop goes on after an error.
+        if given.failed and not self.looks_ahead and given.is_over():
             given.passed()
+        drawn = {name: one if isinstance(one, str) else rng.to_text(one) for name, one in self._drawn.items()}
         return dataclasses.replace(
             place,
             batches=place.batches + given.count,
             now=now,
-            generators={
-                name: state if isinstance(state, str) else rng.to_text(state) for name, state in self._drawn.items()
-            },
+            generators=drawn,
             turn=given.turn,
             workers={worker: plain(state) for worker, state in given.workers.items()},
             undo=tuple(given.undo),
@@ -172,7 +150,7 @@ class Resumable:
 
     def _is_whole(self, place: Position) -> bool:
         """Whether nothing is left of the epoch, as far as that can be told."""
-        if not place.begun or not is_map(self) or place.first_sample != place.first_batch * place.each:
+        if not place.begun or not order.is_map(self) or place.first_sample != place.first_batch * place.each:
             return False
         return bool(place.batches == len(self))  # type: ignore[arg-type]
 
@@ -184,9 +162,9 @@ class Resumable:
         reading = self.reading() if self.reading is not None else ()
         if not reading or any(one is batches for one in reading):
             return None
-        if is_placed(self) and not self.__dict__["num_workers"] and not self._told:
+        if order.is_placed(self) and not self.__dict__["num_workers"] and not self._told:
             self._told = True
-            logger.warning("%s: what is read of its stream beside training is missing in training", name_of(self))
+            logger.warning("%s: what is read of its stream beside training is missing in training", order.name_of(self))
         kind: Any = type(self).__bases__[1]
         stock: Any = kind.__new__(kind)
         stock.__dict__.update(self.__dict__ | {"_iterator": None})
@@ -196,23 +174,24 @@ class Resumable:
     @property
     def _index_sampler(self) -> Any:
         given: Any = super()._index_sampler  # type: ignore[misc]
-        return given if not is_map(self) else Remaining(self, given)
+        return given if not order.is_map(self) else Remaining(self, given)
 
     def _get_iterator(self) -> Any:
         """As torch's, with stand-ins where samples are made and put together."""
         own: dict[str, Any] = self.__dict__
         dataset, collate, in_worker = own["dataset"], own["collate_fn"], own["num_workers"] > 0
         before, self._restored = self._restored, None
-        if (in_worker or is_placed(self)) and self.skip != "read":
+        if (in_worker or order.is_placed(self)) and self.skip != "read":
             maker = workers.Maker(before.workers if before is not None else {}, watched=in_worker)
-            own["dataset"] = (workers.PlacedDataset if is_placed(self) else workers.WatchedDataset)(dataset, maker)
+            kind = workers.PlacedDataset if order.is_placed(self) else workers.WatchedDataset
+            own["dataset"] = kind(dataset, maker)
             own["collate_fn"] = workers.Collate(collate, maker)
-        begin, own["worker_init_fn"] = own["worker_init_fn"], workers.Outliving(own["worker_init_fn"])
+        begin, own["worker_init_fn"] = own["worker_init_fn"], functools.partial(workers.outlive, own["worker_init_fn"])
         try:
             iterator = self._iterator_of(before)
         finally:
             own["dataset"], own["collate_fn"], own["worker_init_fn"] = dataset, collate, begin
-        workers.Outliving.end_otherwise(getattr(iterator, "_workers", ()))
+        workers.end_otherwise(getattr(iterator, "_workers", ()))
         return iterator
 
     def _iterator_of(self, before: Position | None) -> Any:
@@ -226,7 +205,7 @@ class Resumable:
         self.check_worker_number_rationality()  # type: ignore[attr-defined]
         if before is None:
             return workers.Workers(self, None, 0)
-        turn = before.batches if is_map(self) else before.turn
+        turn = before.batches if order.is_map(self) else before.turn
         return workers.Workers(self, before.base_seed, turn % count if before.begun and self.skip != "read" else 0)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -248,25 +227,22 @@ class Resumable:
 
     def _begun(self, given: Counter) -> Iterator[Any]:
         pending, self._pending, self._ended = self._pending, None, None
-        if pending is not None and not is_still_meant(self, pending):
+        if pending is not None and not order.is_still_meant(self, pending):
             pending = None
         if pending is not None and not pending.begun:
-            put_back(self, pending.now)
-        if pending is not None and pending.warm and not is_warm(self):
+            order.put_back(self, pending.now)
+        if pending is not None and pending.warm and not order.is_warm(self):
             # Workers that went on running would not have been seeded again: what that draws is put back.
-            own = own_generators(self) if not pending.begun else {}
-            self._undo = {
-                rng.TORCH: torch.get_rng_state(),
-                **{name: one.get_state() for name, one in own.items()},
-            }
+            own = order.own_generators(self) if not pending.begun else {}
+            self._undo = {rng.TORCH: torch.get_rng_state()} | {name: one.get_state() for name, one in own.items()}
         self._given, self._found, self._restored = given, False, pending
         if pending is not None:
             given.before, given.workers, given.turn = pending.batches, dict(pending.workers), pending.turn
-        elif is_warm(self) and not self._place.begun:
+        elif order.is_warm(self) and not self._place.begun:
             given.workers = dict(self._place.workers)
-        batches = self._resumed(pending) if pending is not None and pending.begun else self._started()
+        batches = self._resumed(pending, given) if pending is not None and pending.begun else self._started()
         self._restored, given.taken = None, pending.again if pending is not None else 0
-        if self._undo is not None and not is_map(self):
+        if self._undo is not None and not order.is_map(self):
             self._take_back_draws()
         if self.__dict__["num_workers"]:
             seed = getattr(batches, "_base_seed", None)
@@ -284,7 +260,7 @@ class Resumable:
         if undo is None:
             return
         torch.set_rng_state(undo[rng.TORCH])
-        for name, one in own_generators(self).items():
+        for name, one in order.own_generators(self).items():
             one.set_state(undo[name])
 
     def _end(self, given: Counter) -> None:
@@ -295,27 +271,27 @@ class Resumable:
             self._place, self._given, self._drawn = self._ended.at_end(), None, {}
 
     def _started(self) -> Iterator[Any]:
-        sampler, last = sampler_of(self), self._place
-        self._drawn = {name: one.get_state() for name, one in own_generators(self).items()}
+        sampler, last = order.sampler_of(self), self._place
+        self._drawn = {name: one.get_state() for name, one in order.own_generators(self).items()}
         self._place = Position(
             epoch=last.epoch + last.begun,  # an epoch that was broken off counts
             begun=True,
-            each=each_of(self),
-            most=most_of(self),
-            sampler_epoch=epoch_of(sampler),
-            warm=is_warm(self) or self._undo is not None,
-            stay=stays(self),
+            each=order.each_of(self),
+            most=order.most_of(self),
+            sampler_epoch=order.epoch_of(sampler),
+            warm=order.is_warm(self) or self._undo is not None,
+            stay=order.stays(self),
             num_workers=self.__dict__["num_workers"],
-            facts=facts_of(self),
+            facts=order.facts_of(self),
         )
         if self.skip == "read":
             self._drawn = {**self._drawn, _READ: rng.all_to_text()}
         return super().__iter__()  # type: ignore[misc, no-any-return]
 
-    def _resumed(self, pending: Position) -> Iterator[Any]:
-        put_back(self, pending.generators)
+    def _resumed(self, pending: Position, given: Counter) -> Iterator[Any]:
+        order.put_back(self, pending.generators)
         if self._undo is not None:
-            own = {name: one.get_state() for name, one in own_generators(self).items()}
+            own = {name: one.get_state() for name, one in order.own_generators(self).items()}
             self._undo = {**self._undo, **own}
         self._drawn = dict(pending.generators)
         again = self.skip == "read"
@@ -325,32 +301,33 @@ class Resumable:
             before=(),
             first_batch=0 if again else pending.batches,
             first_sample=0 if again else pending.samples,
-            each=each_of(self),
-            most=most_of(self),
-            stay=stays(self),
+            each=order.each_of(self),
+            most=order.most_of(self),
+            stay=order.stays(self),
             num_workers=self.__dict__["num_workers"],
-            facts=facts_of(self),
+            facts=order.facts_of(self),
         )
         if again:
-            return self._read_up_to(pending)
+            return self._read_up_to(pending, given)
         with rng.borrowed():  # what torch draws to start an epoch was drawn before the save
-            return again_from(super().__iter__(), pending)  # type: ignore[misc]
+            return again_from(super().__iter__(), pending, given)  # type: ignore[misc]
 
-    def _read_up_to(self, pending: Position) -> Iterator[Any]:
+    def _read_up_to(self, pending: Position, given: Counter) -> Iterator[Any]:
         began_s = time.monotonic()
         with rng.borrowed():
             rng.put_all_back(pending.generators[_READ])
             batches: Iterator[Any] = super().__iter__()  # type: ignore[misc]
-            for _ in shown(pending.batches, f"{name_of(self)}: reading up to its place"):
+            for _ in shown(pending.batches, f"{order.name_of(self)}: reading up to its place"):
                 with contextlib.suppress(Exception):  # as training went on after it
                     next(batches, None)
-            batches = again_from(batches, pending)
+            batches = again_from(batches, pending, given)
         took_s = time.monotonic() - began_s
-        logger.info("%s: read %d batches again in %.1f s to find its place", name_of(self), pending.batches, took_s)
+        message = "%s: read %d batches again in %.1f s to find its place"
+        logger.info(message, order.name_of(self), pending.batches, took_s)
         return batches
 
     def _can_go_to_a_place(self) -> bool:
-        return is_map(self) or is_placed(self) or self.skip == "read"
+        return order.is_map(self) or order.is_placed(self) or self.skip == "read"
 
 
 def resumable(loader: Loader, *, skip: Skip = None) -> Loader:
@@ -402,9 +379,9 @@ def made_of(loader: Loader, skip: Skip, mixin: type[Resumable]) -> Loader:
         )
     found = make(kind, loader.__dict__ | {"_iterator": None}, skip, mixin)
     if not found._can_go_to_a_place():
-        logger.warning("%s: %s", name_of(found), _CANNOT)
-    elif skip is None and loses_its_buffer(found):
-        logger.warning("%s: %s", name_of(found), _LOSES)
+        logger.warning("%s: %s", order.name_of(found), _CANNOT)
+    elif skip is None and order.loses_its_buffer(found):
+        logger.warning("%s: %s", order.name_of(found), _LOSES)
     return found  # type: ignore[no-any-return]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -56,18 +56,13 @@ def draws_seed(sampler: object) -> bool:
     return type(sampler) is RandomSampler and sampler.generator is None
 
 
-def draw_seed() -> int:
-    """The number that ``torch.utils.data.RandomSampler`` draws at the start of an epoch."""
-    return int(torch.empty((), dtype=torch.int64).random_().item())
-
-
 def indices(sampler: Any, start: int, *, seed: int | None = None) -> Iterator[int]:
     """The indices of an epoch from one place on.
 
     Args:
         sampler: what gives them. Its generator, or torch's where it has none, must be as it was at the start of the epoch.
         start: how many of them to leave out; with a ``DistributedSampler``, of those of all ranks together.
-        seed: what ``draw_seed`` gave for this epoch, where ``draws_seed``.
+        seed: the number that it drew for this epoch, where ``draws_seed``.
     """
     kind = type(sampler)
     if kind is SequentialSampler:
@@ -88,16 +83,6 @@ def indices(sampler: Any, start: int, *, seed: int | None = None) -> Iterator[in
     if kind is DistributedSampler:
         return _spread(sampler, start)
     return itertools.islice(iter(sampler), start, None)
-
-
-def batches(sampler: Any, given: Iterable[int]) -> Iterator[list[int]]:
-    """As ``torch.utils.data.BatchSampler`` has them.
-
-    Args:
-        sampler: the ``BatchSampler``.
-        given: the indices.
-    """
-    return iter(BatchSampler(given, sampler.batch_size, sampler.drop_last))
 
 
 def _from(order: torch.Tensor, start: int) -> Iterator[int]:

@@ -90,8 +90,8 @@ class Position:
             turn = int(worker)
             if before is not None:
                 drawn.insert(0, before)
-        made = {"again": len(drawn), "before": _changes(drawn)} if drawn else {}
-        return dataclasses.replace(self, batches=batches, turn=turn, workers=workers, undo=(), **made)  # type: ignore[arg-type]
+        place = dataclasses.replace(self, batches=batches, turn=turn, workers=workers, undo=())
+        return dataclasses.replace(place, again=len(drawn), before=_changes(drawn)) if drawn else place
 
     def at_end(self) -> Position:
         """The place after the last batch of this epoch. Workers that stay go on drawing where they are."""

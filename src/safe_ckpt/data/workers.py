@@ -24,40 +24,35 @@ RNG, DATA, ENDED = "rng", "data", "ended"
 _LOOKS, _EVERY = 8, 64
 _END = signal.SIGRTMAX - 3
 _PATIENCE_S = 5.0
-_OF_DATASETS = (
-    "_starting_state_dict"  # datasets.IterableDataset begins each epoch of that number there, not only the first
-)
+# datasets.IterableDataset begins each epoch of that number there, not only the first.
+_OF_DATASETS = "_starting_state_dict"
 _ALL = (rng.TORCH, rng.PYTHON, rng.NUMPY)
 
 
-class Outliving:
-    """A ``worker_init_fn``: the worker outlives SIGTERM, which schedulers and shells send to all processes of a job.
+def outlive(then: Callable[[int], None] | None, worker: int) -> None:
+    """In a worker, before anything is made: it outlives SIGTERM, which schedulers and shells send to all processes of a job.
 
-    What the loop needs for the rest of its step is still made then, and the save can be committed.
+    What the loop needs for the rest of its step is still made then, and the save can be committed. A handler, not SIG_IGN:
+    programs that it starts would inherit that.
 
     Args:
-        then: the loader's own.
+        then: the loader's own ``worker_init_fn``.
+        worker: its number.
     """
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(_END, lambda *_: os._exit(0))
+    if then is not None:
+        then(worker)
 
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self._then = then
 
-    def __call__(self, worker: int) -> None:
-        """Called in a worker, before anything is made. A handler, not SIG_IGN: programs that it starts would inherit that."""
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        signal.signal(_END, lambda *_: os._exit(0))
-        if self._then is not None:
-            self._then(worker)
-
-    @staticmethod
-    def end_otherwise(workers: Iterable[Any]) -> None:
-        """Let torch and the end of the program, which end workers by SIGTERM, end these."""
-        for worker in workers:
-            worker._popen.terminate = functools.partial(_end, worker)
+def end_otherwise(workers: Iterable[Any]) -> None:
+    """Let torch and the end of the program, which end workers by SIGTERM, end these."""
+    for worker in workers:
+        worker._popen.terminate = functools.partial(_end, worker)
 
 
 def _end(worker: Any) -> None:
-    os.kill(worker.pid, _END)
+    worker._popen._send_signal(_END)  # nothing where it has ended
     worker.join(_PATIENCE_S)
     if worker.is_alive():
         worker.kill()

@@ -390,9 +390,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
 
     def _is_looked_at(self, trainer: Any) -> bool:
         """Whether a subclass of this, or of the Trainer, may use the file right after the save."""
-        return type(self)._save_checkpoint is not SafeCheckpointCallback._save_checkpoint or install.overrides_saving(
-            trainer
-        )
+        own = type(self)._save_checkpoint is not SafeCheckpointCallback._save_checkpoint
+        return own or install.overrides_saving(trainer)
 
     def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:  # type: ignore[override]
         if self._pending is None:

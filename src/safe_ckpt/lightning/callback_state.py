@@ -92,20 +92,13 @@ class Counts:
         asked = {name: getattr(callback, f"_{name}", None) for name in when}
         said = ", ".join(f"{name}={value}" for name, value in asked.items() if value)
         by_hand = (
-            ""
-            if trainer.lightning_module.automatic_optimization
-            else ". With manual optimization Lightning counts only the steps of self.optimizers(), not of their .optimizer"
+            ". With manual optimization Lightning counts only the steps of self.optimizers(), not of their .optimizer"
         )
+        if trainer.lightning_module.automatic_optimization:
+            by_hand = ""
         message = "fit trained on %d batches and saved nothing in %s: no save was due (%s; global_step %d, epoch %d)%s"
-        logger.warning(
-            message,
-            self.batches,
-            callback.dirpath,
-            said or "never",
-            trainer.global_step,
-            trainer.current_epoch,
-            by_hand,
-        )
+        facts = callback.dirpath, said or "never", trainer.global_step, trainer.current_epoch, by_hand
+        logger.warning(message, self.batches, *facts)
 
 
 def reconcile(callback: Any, existing: Collection[str]) -> None:
@@ -140,9 +133,7 @@ def known_paths(callback: Any) -> list[str]:
 def report_commit(callback: Any, trainer: Any, info: CheckpointInfo) -> None:
     """Report what is committed to the Trainer's loggers, and to callbacks with an ``on_checkpoint_committed``."""
     loggers = trainer.loggers if trainer.is_global_zero else ()
-    told: list[tuple[Any, str, tuple[Any, ...]]] = [
-        (log, "after_save_checkpoint", (proxy(callback),)) for log in loggers
-    ]
+    told: list[Any] = [(log, "after_save_checkpoint", (proxy(callback),)) for log in loggers]
     told += [(other, COMMITTED_HOOK, (trainer, trainer.lightning_module, info)) for other in trainer.callbacks]
     for owner, name, given in told:
         if (hook := getattr(owner, name, None)) is not None:

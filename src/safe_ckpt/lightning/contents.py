@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from safe_ckpt.adapters import Attempt, FilePlan, Planned, torch_file
+from safe_ckpt.adapters import Attempt, FilePlan, Planned, pickles, torch_file
 from safe_ckpt.adapters.extras import OverlapPlan, file_plan, open_coordinator
 from safe_ckpt.adapters.strategy import Whole
 from safe_ckpt.layouts.table import META
@@ -67,7 +67,7 @@ def _whole_checkpoint(
     if whole:
         with attempt:  # a loader of the user's may not know where it is
             own = loop_state.capture(saver.trainer, saver.noted)
-            text = loop_state.to_text(own) if several else ""
+            text = pickles.to_text(own, key="the state of the data loaders") if several else ""
     with attempt:
         checkpoint = _dump(saver, path, weights_only)
     kept: dict[str, Any] = {"version": 1, "ranks": [own] if own is not None else []}

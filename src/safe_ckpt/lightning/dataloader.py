@@ -71,7 +71,7 @@ def _loading_late(stock: Callable[[Any], None]) -> Callable[[Any], None]:
         for one in loaders.flattened if loaders is not None else ():
             if isinstance(one, Resumable):
                 one.reading = functools.partial(_iterators, weakref.ref(loaders))
-        if fit_loop._combined_loader is not None and fit_loop._combined_loader_states_to_load:
+        if loaders is not None and fit_loop._combined_loader_states_to_load:
             _go_to_places(fit_loop)
             _give_back(fit_loop)
             iter(fit_loop._data_fetcher)
@@ -86,9 +86,7 @@ def _iterators(loaders: Callable[[], Any]) -> Sequence[Any]:
 
 def _load_places(fit_loop: Any) -> None:
     """Stands in for the method of a ``_FitLoop``, which it calls before the first batch can be taken."""
-    for one in filter(
-        _reads_here, fit_loop._combined_loader.flattened if fit_loop._combined_loader is not None else ()
-    ):
+    for one in filter(_reads_here, fit_loop._combined_loader.flattened):
         one.__dict__["data_at_first"] = copy.deepcopy(one.dataset.state_dict())
     _go_to_places(fit_loop)
 
@@ -96,7 +94,7 @@ def _load_places(fit_loop: Any) -> None:
 def _go_to_places(fit_loop: Any) -> None:
     """Load the states of the loaders. Where an epoch had ended, a loader of ours is between two epochs."""
     saved, batches = fit_loop._combined_loader_states_to_load, fit_loop.epoch_loop.batch_progress
-    if not saved or fit_loop._combined_loader is None:
+    if not saved:
         return
     fit_loop._combined_loader_states_to_load = []
     unseen = max(0, batches.current.ready - batches.current.processed)
@@ -179,15 +177,10 @@ def states(loaders: Any, *, ended: bool, unseen: int, now: dict[str, Any]) -> li
         if ended:
             place = place.at_end()
         elif not place.begun and last is not None and last.epoch >= epoch:
-            place = last  # it has given all it has, and others go on
-        saved.append(_state(loader, place, now))
+            place = last.without(0)  # it has given all it has, and others go on
+        is_lightnings = isinstance(loader, ForLightning)  # else safe_ckpt.data.resumable made it
+        saved.append({_KEY: {_PLACES: [place.to_json()], _NOW: now}} if is_lightnings else place.to_json())
     return saved
-
-
-def _state(loader: Resumable, place: Position, now: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(loader, ForLightning):  # safe_ckpt.data.resumable made it
-        return place.to_json()
-    return {_KEY: {_PLACES: [place.to_json()], _NOW: now}}
 
 
 def at_end(state: Any) -> Any:
@@ -202,18 +195,18 @@ def at_end(state: Any) -> Any:
     return {_KEY: {**state[_KEY], _PLACES: [place.to_json()]}}
 
 
-def generators(states: Sequence[Any]) -> dict[str, Any] | None:
-    """What the generators were at a save, as far as one of these states of loaders says."""
-    ours = (state[_KEY][_NOW] for state in states if isinstance(state, dict) and _KEY in state)
-    return next(ours, None)
-
-
 def at_batch(state: Any, *, unseen: int) -> Any:
     """The state of a loader within an epoch, as a stock checkpoint has it, before the batches that were not trained on."""
     if not isinstance(state, dict) or _PLACES not in state.get(_KEY, {}):
         return state
     places = state[_KEY][_PLACES]
     return {_KEY: {**state[_KEY], _PLACES: [places[min(unseen + state[_KEY].get(_AHEAD, 0), len(places) - 1)]]}}
+
+
+def of_stock(states: Sequence[Any], *, unseen: int) -> dict[str, Any] | None:
+    """What loaders of ours said to stock Lightning: where they were, and what the generators were; None if none is ours."""
+    now = [state[_KEY][_NOW] for state in states if isinstance(state, dict) and _KEY in state]
+    return {"rng": now[0], "loaders": [at_batch(state, unseen=unseen) for state in states]} if now else None
 
 
 def saves_within_epochs(trainer: Any, callback: Any) -> bool:
@@ -234,7 +227,7 @@ def say_what_is_inexact(trainer: Any, callback: Any, *, resumed_within: bool) ->
         resumed_within: whether this run goes on within an epoch.
     """
     loaders = trainer.fit_loop._combined_loader
-    if loaders is None or trainer.global_rank != 0 or not (resumed_within or saves_within_epochs(trainer, callback)):
+    if trainer.global_rank != 0 or not (resumed_within or saves_within_epochs(trainer, callback)):
         return
     several = len(loaders.flattened) > 1
     if several and loaders._mode == "max_size_cycle" and not all(map(has_length, loaders.flattened)):

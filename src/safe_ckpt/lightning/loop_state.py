@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from safe_ckpt.adapters import Patch, pickles
-from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
+from safe_ckpt.adapters.extras import get_rng_state
 from safe_ckpt.lightning import dataloader, results
 from safe_ckpt.lightning.beside import epoch_start
 
@@ -42,31 +42,28 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
         states = dataloader.states(loop._combined_loader, ended=ended, unseen=unseen, now=rng)
     again = broken_off is None and noted.validation is not None
     count = trainer.accumulate_grad_batches
-    accumulates = {} if count == noted.accumulates else {"accumulates": count}
-    found = {"loaders": states, "generators": own, "mid_epoch": not ended, "validate_again": again}
     if loop.epoch_progress.current.processed > loop.epoch_progress.current.completed and ended and not noted.told:
         place["results"]["metrics"] = {}  # a hook is still to reset them, and is not called after a resume from here
-    return {**place, **found, **accumulates, "following": noted.following}
+    return {
+        **place,
+        "loaders": states,
+        "generators": own,
+        "mid_epoch": not ended,
+        "validate_again": again,
+        "accumulates": None if count == noted.accumulates else count,
+        "following": noted.following,
+    }
 
 
 def _place(trainer: Any) -> dict[str, Any]:
     return {"rng": get_rng_state(), "results": results.gather(trainer)}
 
 
-def to_text(contribution: Mapping[str, Any]) -> str:
-    """For the way to rank 0, which builds nothing but data from it.
-
-    Raises:
-        StateError: something in it is no data.
-    """
-    return pickles.to_text(dict(contribution), key="the state of the data loaders")
-
-
 def assemble(texts: Mapping[int, str]) -> dict[str, Any]:
     """On rank 0: what goes into the checkpoint. A rank that has failed sends no text: then there are no ``ranks``.
 
     Raises:
-        TamperedError: a text does not come from ``to_text``.
+        TamperedError: a text does not come from ``pickles.to_text``.
     """
     ranks = sorted(texts) if all(texts.values()) else ()
     return {"version": 1, "ranks": [pickles.from_text(texts[rank], f"the state of rank {rank}") for rank in ranks]}
@@ -79,21 +76,17 @@ class Continuation:
     Attributes:
         mine: what this rank contributed at the save; None for a checkpoint of stock Lightning, or of fewer ranks.
         mid_epoch: whether the epoch of the checkpoint had not ended.
-        finish_epoch: whether it was saved after the last batch of an epoch, before what follows that.
-        broken_off: whether it was saved after an epoch was broken off.
-        validate_again: whether it was saved within a validation.
+        behind: whether the loop goes on behind a batch, with what follows that: validation, then schedulers.
+        validated: whether the validation there is over.
         accumulates: how many batches made a step, if something had changed that.
-        following: whether what follows a batch was under way, behind its validation if that is not done again.
         epoch_due: whether it was saved after an epoch, before the schedulers that follow a metric.
     """
 
     mine: dict[str, Any] | None
     mid_epoch: bool
-    finish_epoch: bool
-    broken_off: bool
-    validate_again: bool
+    behind: bool
+    validated: bool
     accumulates: int | None
-    following: bool
     epoch_due: bool
 
 
@@ -112,48 +105,46 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
     if "epoch_loop.batch_progress" not in fit_loop:
         return None
     saved: Sequence[dict[str, Any]] = checkpoint.get(KEY, {}).get("ranks", [])
-    if saved and len(saved) != size and rank == 0:
-        logger.warning(
-            "the checkpoint was saved by %d ranks and is resumed by %d: the order of the data and the random numbers "
-            "are not those of an uninterrupted run",
-            len(saved),
-            size,
-        )
+    if saved and len(saved) != size:
+        saved = [{**one, "results": None} for one in saved]  # of all ranks or of none
+        if rank == 0:
+            message = (
+                "the checkpoint was saved by %d ranks and is resumed by %d: the order of the data and the random numbers are "
+                "not those of an uninterrupted run"
+            )
+            logger.warning(message, len(saved), size)
     state, batch = fit_loop.get("state_dict", {}), fit_loop["epoch_loop.batch_progress"]
-    _count_as_in_epoch(batch["total"], batch["current"])
-    mid_epoch = bool(saved[0]["mid_epoch"]) if saved else not ended(batch)
-    # One field, of the first rank: all ranks do the same, also those that were not there.
-    validate_again = bool(saved[0].get("validate_again")) if saved else _was_validating(fit_loop)
-    following = bool(saved[0].get("following")) if saved else False
     epochs = fit_loop["epoch_progress"]["total"]
+    _count_as_in_epoch(batch["total"], batch["current"])
+    # Of the first rank: all ranks do the same, also those that were not there.
+    first = saved[0] if saved else _as_stock_tells(fit_loop)
+    mid_epoch, again, following = (bool(first.get(name)) for name in ("mid_epoch", "validate_again", "following"))
     if saved:
         mine = saved[rank] if rank < len(saved) else None
-        if mine is not None and len(saved) != size:
-            mine = {**mine, "results": None}  # of all ranks or of none
     else:
-        mine = _of_stock(state.get("combined_loader", []), batch["current"]) if size == 1 else None
+        unseen = unprocessed(batch["current"])
+        mine = dataloader.of_stock(state.get("combined_loader", []), unseen=unseen) if size == 1 else None
     if mine is not None and "state_dict" in fit_loop:
         state["combined_loader"] = mine["loaders"]
-    if mid_epoch:
-        _take_back(batch)
-    elif "combined_loader" in state:
+    if not mid_epoch and "combined_loader" in state:
         state["combined_loader"] = [dataloader.at_end(one) for one in state["combined_loader"]]
+    behind = _go_on_within_epoch(fit_loop) if mid_epoch else _let_epoch_end(fit_loop)
     return Continuation(
         mine=mine,
         mid_epoch=mid_epoch,
-        finish_epoch=_let_epoch_end(fit_loop) or ((validate_again or following) and not mid_epoch),
+        behind=behind or again or following,
+        validated=following and not again,
+        accumulates=first.get("accumulates"),
         epoch_due=not mid_epoch and epochs["completed"] < epochs["processed"],
-        broken_off=mid_epoch and go_on_within(fit_loop),
-        validate_again=validate_again,
-        accumulates=saved[0].get("accumulates") if saved else None,
-        following=following,
     )
 
 
-def _was_validating(fit_loop: Mapping[str, Any]) -> bool:
-    """Whether stock Lightning saved, such as at an exception, within a step of a validation."""
-    progress = fit_loop.get("epoch_loop.val_loop.batch_progress", {}).get("current", {})
-    return bool(progress) and progress["ready"] > progress["completed"]
+def _as_stock_tells(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether it was saved within an epoch, and, such as at an exception, within a step of a validation."""
+    batch, validation = fit_loop["epoch_loop.batch_progress"], fit_loop.get("epoch_loop.val_loop.batch_progress")
+    over = bool(batch["is_last_batch"]) and not unprocessed(batch["current"])
+    again = validation is not None and validation["current"]["ready"] > validation["current"]["completed"]
+    return {"mid_epoch": not over, "validate_again": again}
 
 
 def _count_as_in_epoch(total: dict[str, int], current: dict[str, int]) -> None:
@@ -166,25 +157,6 @@ def _count_as_in_epoch(total: dict[str, int], current: dict[str, int]) -> None:
         total[name] = total["ready"] - current["ready"] + current[name]
 
 
-def _take_back(batch_progress: dict[str, Any]) -> None:
-    """An exception came while a batch was trained on: it is to be done again, so that it does not count, as none does.
-
-    Lightning leaves it in the total, which tells when a validation is due with ``check_val_every_n_epoch=None``.
-    """
-    batch_progress["is_last_batch"] = False
-    for count in (batch_progress["total"], batch_progress["current"]):
-        count["ready"] = count["started"] = count["processed"]
-
-
-def _of_stock(states: Sequence[Any], batches: Mapping[str, int]) -> dict[str, Any] | None:
-    """What a loader of ours said to stock Lightning: where it was, and what the generators were."""
-    rng = dataloader.generators(states)
-    if rng is None:
-        return None
-    unseen = unprocessed(batches)
-    return {"rng": rng, "loaders": [dataloader.at_batch(state, unseen=unseen) for state in states]}
-
-
 def let_next_epoch_begin(fit_loop: Any, undo: Patch) -> None:
     """At ``on_load_checkpoint``: after a save at the end of an epoch the loop begins the next one.
 
@@ -195,7 +167,7 @@ def let_next_epoch_begin(fit_loop: Any, undo: Patch) -> None:
     setup_validation, counts = val_loop.setup_data, fit_loop.epoch_progress.current
 
     def begin_next() -> None:
-        # An epoch that was broken off is not counted as processed any more: ``go_on_within``.
+        # An epoch that was broken off is not counted as processed any more: ``_go_on_within_epoch``.
         if fit_loop.restarting and counts.ready == counts.started == counts.processed:
             fit_loop._restarting = False
             fit_loop.epoch_loop.restarting = False
@@ -213,23 +185,39 @@ def let_next_epoch_begin(fit_loop: Any, undo: Patch) -> None:
     undo.put_methods(val_loop, {"setup_data": set_up_validation})
 
 
+def _go_on_within_epoch(fit_loop: dict[str, Any]) -> bool:
+    """Count as in an epoch that goes on. Returns whether what follows its last batch is still to come.
+
+    An exception came while a batch was trained on: it is to be done again, so that it does not count, as none does. Lightning
+    leaves it in the total, which tells when a validation is due with ``check_val_every_n_epoch=None``.
+
+    After an epoch was broken off, stock Lightning would train the rest of it under the number of the next one, so that a
+    DistributedSampler shuffles anew, or with ``max_epochs`` leave the rest out.
+    """
+    epoch, batch = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
+    batch["is_last_batch"] = False
+    for count in (batch["total"], batch["current"]):
+        count["ready"] = count["started"] = count["processed"]
+    if 0 < epoch["current"]["processed"] == epoch["current"]["ready"]:
+        for count in (epoch["total"], epoch["current"]):
+            count["processed"] -= 1
+            count["completed"] = count["processed"]
+        return False
+    return bool(batch["total"]["completed"] == batch["total"]["processed"] - 1)
+
+
 def _let_epoch_end(fit_loop: dict[str, Any]) -> bool:
     """Change the progress of a save after the last batch of an epoch so that the end of that epoch is not left out.
 
     Lightning would go straight to the next epoch, without validation and without the hooks at the end of one epoch and the
     start of the next. Counting that batch as completed, which is what happens next in a run that goes on, brings them back.
     """
-    progress = fit_loop.get("epoch_loop.batch_progress")
-    if not progress or not progress.get("is_last_batch"):
-        return False
-    epoch = fit_loop["epoch_progress"]["current"]
-    due = bool(
-        progress["total"]["completed"] == progress["total"]["processed"] - 1 and epoch["processed"] < epoch["ready"]
-    )
-    if due:
-        for count in (progress["total"], progress["current"]):
-            count["completed"] = count["processed"]
-    return due
+    epoch, batch = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
+    last = batch["is_last_batch"] and epoch["processed"] < epoch["ready"]
+    due = last and batch["total"]["completed"] == batch["total"]["processed"] - 1
+    for count in (batch["total"], batch["current"]) if due else ():
+        count["completed"] = count["processed"]
+    return bool(due)
 
 
 def continue_from(trainer: Any, continuation: Continuation, undo: Patch) -> None:
@@ -237,26 +225,23 @@ def continue_from(trainer: Any, continuation: Continuation, undo: Patch) -> None
     fit_loop, epoch_loop, mine = trainer.fit_loop, trainer.fit_loop.epoch_loop, continuation.mine
     undo.give_back(fit_loop, "reset", "setup_data")
     dataloader.refuse_unused(fit_loop)
-    if mine is not None:
-        _put_generators_back(fit_loop, mine["rng"], undo)
-    within = continuation.mid_epoch or continuation.finish_epoch
-    epoch_start.put_back(trainer, continuation.accumulates, undo, within=within)
+    within = continuation.mid_epoch or continuation.behind
+    rng = mine["rng"] if mine is not None else None
+    epoch_start.put_back(trainer, rng, continuation.accumulates, undo, within=within)
     # Its loaders do not know where they were. Lightning would begin them anew and end the validation after the number of
     # batches that is left of it, which is one where it was over: a metric of those is none. It is done whole, or not at all.
     epoch_loop.val_loop.restarting = False
     epoch_loop.val_loop._has_run = False  # a finder of learning rates has validated, too
     if mine is not None and mine.get("results") is not None:
         results.put_back(trainer, mine["results"], undo, over=not within)
-        _let_schedulers_catch_up(trainer, due=continuation.epoch_due)
+        if continuation.epoch_due:
+            _let_schedulers_catch_up(trainer)
     elif within:
         results.do_without(trainer, undo)
-    if continuation.mid_epoch:
-        _go_on_within_epoch(epoch_loop, continuation, undo)
-        return
-    if mine is not None and fit_loop._combined_loader is not None:
+    if mine is not None and not continuation.mid_epoch:
         dataloader.put_own_back(fit_loop._combined_loader, mine.get("generators", []))
         dataloader.load_again(fit_loop, mine["loaders"])
-    _start_epoch_with(epoch_loop, continuation, undo)
+    _begin_with(epoch_loop, continuation, undo)
 
 
 def _ask_as_of(fit_loop: Any, epochs: Iterable[int], setup_data: Callable[[], None]) -> None:
@@ -283,13 +268,12 @@ def let_schedulers_step(trainer: Any) -> None:
         trainer.fit_loop._restarting = False
 
 
-def _let_schedulers_catch_up(trainer: Any, *, due: bool) -> None:
+def _let_schedulers_catch_up(trainer: Any) -> None:
     """At the end of an epoch they step after the save."""
     counts = trainer.fit_loop.epoch_progress.current
-    if due and _metrics_are_known(trainer):
-        counts.completed -= 1  # so that it is the number of that epoch
-        trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        counts.completed += 1
+    if _metrics_are_known(trainer):
+        with Patch(counts, {"completed": counts.completed - 1}):  # the number of that epoch
+            trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
 
 
 def _metrics_are_known(trainer: Any) -> bool:
@@ -299,51 +283,27 @@ def _metrics_are_known(trainer: Any) -> bool:
     return bool(follow) and all(name in known for name in follow)
 
 
-def _put_generators_back(fit_loop: Any, rng: Mapping[str, Any], undo: Patch) -> None:
-    def put_back(on_advance_start: Callable[[], None]) -> None:
-        set_rng_state(rng)
-        on_advance_start()
-
-    undo.once(fit_loop, "on_advance_start", put_back)
-
-
-def _go_on_within_epoch(epoch_loop: Any, continuation: Continuation, undo: Patch) -> None:
+def _begin_with(epoch_loop: Any, continuation: Continuation, undo: Patch) -> None:
     """What followed the last batch is done as far as it was not done before the save: validation, then schedulers.
 
     Lightning would leave out a validation that was not over. Where it was over, Lightning would draw from the generators again.
     """
 
-    def begin(on_run_start: Callable[[Any], None], data_fetcher: Any) -> None:
-        on_run_start(data_fetcher)
-        before = epoch_loop.restarted_on_train_batch_end and not continuation.broken_off
-        if before or continuation.validate_again or continuation.following:
-            _do_what_follows(epoch_loop, continuation, undo)
-        else:
-            epoch_loop.restarting = False
-
-    undo.once(epoch_loop, "on_run_start", begin)
-
-
-def _do_what_follows(epoch_loop: Any, continuation: Continuation, undo: Patch) -> None:
-    """At the start of the loop: go on behind a batch."""
-
     def leave_out_the_batch(_: Callable[[Any], None], __: Any) -> None:
         if not epoch_loop.restarted_on_last and not epoch_loop._should_accumulate():
             epoch_loop._batches_that_stepped -= 1  # counted once already, for the restart
 
-    epoch_loop._skip_next_val = continuation.following and not continuation.validate_again
-    undo.once(epoch_loop, "advance", leave_out_the_batch)
-
-
-def _start_epoch_with(epoch_loop: Any, continuation: Continuation, undo: Patch) -> None:
     def begin(on_run_start: Callable[[Any], None], data_fetcher: Any) -> None:
         validation_due = epoch_loop.restarting and epoch_loop._should_check_val_fx(data_fetcher)
-        if continuation.finish_epoch:
-            _do_what_follows(epoch_loop, continuation, undo)
-        elif not validation_due and not epoch_loop.done:
+        if continuation.behind:
+            epoch_loop._skip_next_val = continuation.validated
+            undo.once(epoch_loop, "advance", leave_out_the_batch)
+        elif not continuation.mid_epoch and not validation_due and not epoch_loop.done:
             # Lightning made this epoch's iterator before the generators were put back, and makes no other on a restart.
             iter(data_fetcher)
         on_run_start(data_fetcher)
+        if continuation.mid_epoch and not continuation.behind:
+            epoch_loop.restarting = False
 
     undo.once(epoch_loop, "on_run_start", begin)
 
@@ -354,11 +314,6 @@ def at_end(fit_loop: Any) -> bool:
     fetcher, batches = fit_loop._data_fetcher, fit_loop.epoch_loop.batch_progress
     last = batches.is_last_batch or (fetcher is not None and fetcher.done)
     return bool(last) and not unprocessed(vars(batches.current))
-
-
-def ended(batch_progress: Mapping[str, Any]) -> bool:
-    """The same of the state of a loop, as far as it tells."""
-    return bool(batch_progress["is_last_batch"]) and not unprocessed(batch_progress["current"])
 
 
 def unprocessed(batches: Mapping[str, int]) -> int:
@@ -374,30 +329,6 @@ def _ahead(fit_loop: Any) -> int:
     fetcher = fit_loop._data_fetcher
     dropped = fetcher.fetched - fit_loop.epoch_loop.batch_progress.current.ready if fetcher is not None else 0
     return max(len(getattr(fetcher, "batches", ())), dropped)
-
-
-def go_on_within(fit_loop: dict[str, Any]) -> bool:
-    """In the state of a loop that broke an epoch off, count that epoch as one that goes on.
-
-    Stock Lightning would train the rest of it under the number of the next one, so that a DistributedSampler shuffles anew, or
-    with ``max_epochs`` leave the rest out.
-
-    Args:
-        fit_loop: of a checkpoint whose epoch has not ended.
-
-    Returns:
-        Whether it was broken off.
-    """
-    epoch, batch = fit_loop.get("epoch_progress"), fit_loop.get("epoch_loop.batch_progress")
-    if not epoch or not batch or batch["is_last_batch"] or not batch["current"]["ready"]:
-        return False
-    current = epoch["current"]
-    if not current["processed"] or current["processed"] != current["ready"]:
-        return False
-    for count in (epoch["total"], current):
-        count["processed"] -= 1
-        count["completed"] = count["processed"]
-    return True
 
 
 class Noted:
@@ -459,8 +390,5 @@ def _adds_a_validation(trainer: Any, data_fetcher: Any) -> bool:
     loop = trainer.fit_loop
     if not trainer.should_stop or not loop._can_stop_early or at_end(loop):
         return False
-    trainer.should_stop = False
-    try:
+    with Patch(trainer, {"should_stop": False}):
         return not loop.epoch_loop._should_check_val_fx(data_fetcher)
-    finally:
-        trainer.should_stop = True

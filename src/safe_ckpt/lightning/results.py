@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torchmetrics import Metric
 
 from safe_ckpt.adapters import Patch
@@ -29,7 +30,7 @@ def gather(trainer: Any) -> dict[str, Any]:
     shown = {name: {key: _copied(value) for key, value in getattr(connector, name).items()} for name in _SHOWN}
     logged = {key: _logged(one) for key, one in loop._results.items() if not one.has_reset}
     # Those of a validation that is over are about to be reset.
-    over = [one.value for one in loop.val_loop._results.values() if not one.is_tensor]
+    over = [one.value for one in loop.val_loop._results.values() if not one.is_tensor and not one.has_reset]
     states, left_out, room = {}, [], _MOST_BYTES
     for name, metric in _metrics(trainer):
         if not metric._update_count or any(metric is one for one in over):
@@ -59,11 +60,7 @@ def _state(metric: Metric) -> dict[str, Any]:
 
 
 def _copied(value: Any, device: Any = "cpu") -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(device, copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(one, device) for key, one in value.items()}
-    return [_copied(one, device) for one in value] if isinstance(value, list) else value
+    return apply_to_collection(value, torch.Tensor, lambda one: one.detach().to(device, copy=True))
 
 
 def _bytes(value: Any) -> float:
@@ -103,7 +100,7 @@ def put_back(trainer: Any, saved: Mapping[str, Any], undo: Patch, *, over: bool)
         made = _made(trainer, one, type(results)).to(device)
         if made.value is not None:
             results[key] = made
-    _go_on_with(results, dict(saved["logged"]), undo)
+    _go_on_with(results, saved["logged"], undo)
 
 
 def do_without(trainer: Any, undo: Patch) -> None:

@@ -89,7 +89,9 @@ def arrange(trainer: Any, saver: TrainerSaver, directory: Path, suffix: str) -> 
     def restore(original: Callable[..., None], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         rival = signals.requeue_resume_path(trainer) if checkpoint_path is not None else None
         none_given = checkpoint_path is None or (rival is not None and rival == Path(os.path.abspath(checkpoint_path)))
-        if none_given and is_due(trainer):
+        # What a finder of learning rates did, it has given back.
+        trained = trainer.global_step or trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        if none_given and not trained:
             chosen = saver.resume_from(directory, suffix, rival)
             checkpoint_path = str(chosen) if chosen is not None else None
         if checkpoint_path is None:
@@ -99,11 +101,6 @@ def arrange(trainer: Any, saver: TrainerSaver, directory: Path, suffix: str) -> 
             original(checkpoint_path, *args, **kwargs)
 
     saver.undo.once(trainer._checkpoint_connector, "_restore_modules_and_callbacks", restore)
-
-
-def is_due(trainer: Any) -> bool:
-    """Whether nothing was restored or trained on this Trainer. What a finder of learning rates did, it has given back."""
-    return trainer.global_step == 0 and not trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
 
 def keep_from_tuner(trainer: Any, saver: TrainerSaver) -> None:
@@ -200,9 +197,8 @@ def _due(workspace: FileHome, path: Path) -> tuple[dict[Path, str | None], list[
     def inside(name: object) -> Path:
         found = really_inside(below, name)
         if HIDDEN in found.relative_to(below).parts:
-            raise HostileCheckpointError(
-                path=str(path), message=f"its notes name {name!r:.200}, which is no checkpoint"
-            )
+            message = f"its notes name {name!r:.200}, which is no checkpoint"
+            raise HostileCheckpointError(path=str(path), message=message)
         return found
 
     def target(name: str, text: str | None) -> str | None:

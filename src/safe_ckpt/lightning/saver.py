@@ -143,9 +143,8 @@ class TrainerSaver(FileSaver):
         self.wait()
         try:
             with self._within("save_checkpoint"), averages.in_their_places(self.swapped, self.trainer.lightning_module):
-                handle = self.engine.save(
-                    self._request(pending, weights_only=weights_only, overlap=self.training and not wait)
-                )
+                request = self._request(pending, weights_only=weights_only, overlap=self.training and not wait)
+                handle = self.engine.save(request)
         except BaseException:
             if owner is not None and state is not None:
                 state.restore(owner)
@@ -251,9 +250,7 @@ class TrainerSaver(FileSaver):
         """Which of ``paths`` exist, as rank 0 sees it. Every rank calls this."""
         with self._within():
             existing: list[str] = self.engine.agree(
-                "look",
-                must_match={"paths": list(paths)},
-                decide=lambda _: [path for path in paths if os.path.exists(path)],
+                "look", must_match={"paths": list(paths)}, decide=lambda _: list(filter(os.path.exists, paths))
             )
         return existing
 

@@ -206,7 +206,7 @@ def _is_missing(path: Place) -> bool:
         return False
 
 
-def apply(engine: Engine, action: Callable[[], None], path: Place | None = None, by_name: str = BY_NAME) -> None:
+def apply(engine: Engine, action: Callable[[], object], path: Place | None = None, by_name: str = BY_NAME) -> None:
     """Do ``action`` on every rank and raise on all if it fails on one. Every rank calls this.
 
     Args:

@@ -26,9 +26,8 @@ def watch(trainer: Any, undo: Patch) -> list[Callable[[Any], None]]:
         return swap_models
 
     for callback in trainer.callbacks:
-        if "WeightAveraging" in {base.__name__ for base in type(callback).__mro__} and hasattr(
-            callback, "_swap_models"
-        ):
+        kinds = {base.__name__ for base in type(callback).__mro__}
+        if "WeightAveraging" in kinds and hasattr(callback, "_swap_models"):
             undo.put_methods(callback, {"_swap_models": noting(callback._swap_models)})
     return swapped
 

@@ -7,10 +7,13 @@ the state that it saves itself. Of other callbacks, and of modules, nobody knows
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from safe_ckpt.adapters.extras import set_rng_state
 
 if TYPE_CHECKING:
     from safe_ckpt.adapters import Patch
@@ -19,22 +22,30 @@ logger = logging.getLogger(__name__)
 _HOOK = "on_train_epoch_start"
 
 
-def put_back(trainer: Any, accumulates: int | None, undo: Patch, *, within: bool) -> None:
+def put_back(
+    trainer: Any, rng: Mapping[str, Any] | None, accumulates: int | None, undo: Patch, *, within: bool
+) -> None:
     """At ``on_train_start``: arrange that all is set when the loop goes on; ``undo`` takes back what is left to be done.
 
     Args:
         trainer: its callbacks have their states.
+        rng: what the generators are to be, if that is known.
         accumulates: how many batches made a step at the save; None for as many as the Trainer was told.
         undo: until ``fit`` ends.
         within: whether the epoch is one that was begun by another process.
     """
-    averaging = [(one, kind) for one in trainer.callbacks if (kind := _kind_of(one)) is not None]
+    name = "StochasticWeightAveraging"
+    pairs = [(one, kind) for one in trainer.callbacks for kind in type(one).__mro__ if kind.__name__ == name]
+    averaging = [(callback, kind) for callback, kind in pairs if _is_lightnings(kind)]
     for callback, kind in averaging:
-        _average_on(trainer, callback, kind)
+        if callback._scheduler_state is not None:
+            _average_on(trainer, callback, kind)
 
     def begin(on_advance_start: Any) -> None:
         told = trainer.accumulate_grad_batches  # GradientAccumulationScheduler has asked what it is by now
         trainer.accumulate_grad_batches = accumulates or told
+        if rng is not None:
+            set_rng_state(rng)
         on_advance_start()
         for callback, _ in averaging if within else ():
             if callback._model_contains_batch_norm and trainer.current_epoch == callback.swa_end + 1:
@@ -45,22 +56,15 @@ def put_back(trainer: Any, accumulates: int | None, undo: Patch, *, within: bool
         _say_what_is_not_set([*trainer.callbacks, trainer.lightning_module])
 
 
-def _kind_of(callback: Any) -> Any:
-    kinds = (
-        kind for kind in type(callback).__mro__ if kind.__name__ == "StochasticWeightAveraging" and _is_lightnings(kind)
-    )
-    return next(kinds, None)
-
-
 def _average_on(trainer: Any, callback: Any, kind: Any) -> None:
-    """Have it schedule the learning rate from here on, if it did. Lightning would from the next epoch on, one step behind."""
-    if callback._scheduler_state is not None:
-        names = "optimizers", "max_epochs", "lr_scheduler_configs"
-        # As of the epoch of its last update: there it sets up, and adds nothing to the average.
-        view = SimpleNamespace(
-            current_epoch=callback._latest_update_epoch, **{one: getattr(trainer, one) for one in names}
-        )
-        kind.on_train_epoch_start(callback, view, trainer.lightning_module)
+    """Have it schedule the learning rate from here on, as it did. Lightning would from the next epoch on, one step behind."""
+    view = SimpleNamespace(
+        current_epoch=callback._latest_update_epoch,  # there it sets up, and adds nothing to the average
+        optimizers=trainer.optimizers,
+        max_epochs=trainer.max_epochs,
+        lr_scheduler_configs=trainer.lr_scheduler_configs,
+    )
+    kind.on_train_epoch_start(callback, view, trainer.lightning_module)
 
 
 def _count_on(trainer: Any, callback: Any, accumulates: int) -> None:
@@ -74,7 +78,7 @@ def _count_on(trainer: Any, callback: Any, accumulates: int) -> None:
 
 
 def _say_what_is_not_set(owners: list[Any]) -> None:
-    named = ", ".join(type(one).__name__ for one in owners if _is_somebodys(one))
+    named = ", ".join(type(one).__name__ for one in owners if not _is_lightnings(getattr(one, _HOOK)))
     if named:
         logger.warning(
             "resuming within an epoch: Lightning does not call %s again in it. What that sets in %s is not set before the next "
@@ -85,11 +89,6 @@ def _say_what_is_not_set(owners: list[Any]) -> None:
         )
 
 
-def _is_somebodys(owner: Any) -> bool:
-    """Whether somebody else than Lightning, whose callbacks are known, has overridden the hook."""
-    homes = [kind for kind in type(owner).__mro__ if _HOOK in vars(kind)]
-    return _HOOK in vars(owner) or not all(map(_is_lightnings, homes[:1]))
-
-
-def _is_lightnings(kind: type[Any]) -> bool:
-    return kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
+def _is_lightnings(made: Any) -> bool:
+    """Of a class, or a method: Lightning's callbacks are known, those of others are not."""
+    return made.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
