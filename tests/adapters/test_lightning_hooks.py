@@ -272,3 +272,13 @@ def test_a_look_at_a_stream_that_is_read_in_this_process_is_warned_of(tmp_path, 
     with caplog.at_level(logging.WARNING, "safe_ckpt"):
         fit(pl, tmp_path, module, looking, max_epochs=1)
     assert "is missing in training" in caplog.text
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_save_before_the_modules_own_hook_is_warned_of_once(tmp_path, caplog, own):
+    """Lightning calls a callback's ``on_train_batch_end`` first: what the module does there is not in what was saved there."""
+    pl = package(PACKAGES[0])
+    hooks = {"on_train_batch_end": lambda *_: None} if own else {}
+    with caplog.at_level(logging.WARNING, "safe_ckpt"):
+        fit(pl, tmp_path, module_of(pl, **hooks), save_each(pl, tmp_path, "on_train_batch_end"), max_epochs=1)
+    assert caplog.text.count("is still to do for this batch") == own

@@ -52,7 +52,8 @@ def end_otherwise(workers: Iterable[Any]) -> None:
 
 
 def _end(worker: Any) -> None:
-    worker._popen._send_signal(_END)  # nothing where it has ended
+    if worker.exitcode is None:  # asked of the system now: later its number may be another process's
+        os.kill(worker.pid, _END)
     worker.join(_PATIENCE_S)
     if worker.is_alive():
         worker.kill()

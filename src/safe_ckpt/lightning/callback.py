@@ -221,8 +221,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
             on_batch_end()
             self._save_at_batch(trainer, pl_module, *args, **kwargs)
 
-        own = getattr(pl_module.on_train_batch_end, "__qualname__", "")
-        if self._saver is not None and own != "ModelHooks.on_train_batch_end":
+        if self._saver is not None and self._saver.module_acts_at_batch_ends:
             self._saver.undo.once(trainer._logger_connector, "on_batch_end", save_after)
         else:
             self._save_at_batch(trainer, pl_module, *args, **kwargs)

@@ -73,6 +73,7 @@ class TrainerSaver(FileSaver):
         self.stopping = False
         self.stopper: SafeCheckpointCallback | None = None
         self.requeue_due = False
+        self._warned = False
         self.continuation: Continuation | None = None
         self.noted = Noted()
         self.swapped: list[Callable[[Any], None]] = []
@@ -183,9 +184,30 @@ class TrainerSaver(FileSaver):
         else:
             if self._interrupted and not self.all_ranks_met_an_exception(path):
                 return
+            self._warn_of_module()
             pending = PendingActions(saves=[str(target)])
             handle = self.save_pending(pending, None, None, weights_only=weights_only, wait=True)
             handle.result()  # also with on_failure="warn": the caller must know that there is no file
+
+    @property
+    def module_acts_at_batch_ends(self) -> bool:
+        """Whether the module has an ``on_train_batch_end`` of its own. Lightning calls it after those of the callbacks."""
+        own = getattr(self.trainer.lightning_module.on_train_batch_end, "__qualname__", "")
+        return own != "ModelHooks.on_train_batch_end"
+
+    def _warn_of_module(self) -> None:
+        hook = self.trainer.lightning_module._current_fx_name
+        if (
+            hook == "on_train_batch_end"
+            and self.module_acts_at_batch_ends
+            and not self._warned
+            and self.engine.rank == 0
+        ):
+            self._warned = True
+            logger.warning(
+                "trainer.save_checkpoint within on_train_batch_end: what the module's own on_train_batch_end is still to do "
+                "for this batch is not in the checkpoint, nor done after a resume from it. Have SafeCheckpointCallback save"
+            )
 
     @contextlib.contextmanager
     def collecting(self, take: Callable[[str], None], *, weights_only: bool) -> Iterator[None]:
