@@ -219,8 +219,12 @@ def apply(engine: Engine, action: Callable[[], object], path: Place | None = Non
         SafeCheckpointError: what ``action`` raised on the lowest rank on which it did. A rank on which it failed raises its
             own exception instead, whatever that is, with its traceback.
     """
+
+    def act() -> None:
+        action()  # what it returns is for no other rank
+
     with naming_older(path, by_name) if path is not None else contextlib.nullcontext():
-        engine.agree("restored", local=action, phase="restore")
+        engine.agree("restored", local=act, phase="restore")
 
 
 def _survey(workspace: Home, candidates: Sequence[Candidate], standing: Standing) -> dict[str, Any]:
