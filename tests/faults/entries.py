@@ -95,7 +95,7 @@ class ThroughAccelerate:
                 self._optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, number)
         torch.manual_seed(1000 * self.rank + number)
         self._accelerator.save_state(step=number)
-        return self._handle.saver.tracking._flights[-1].handle
+        return self._handle.saver.tracking._flights[-1][0]
 
     def load(self):
         self._number = -1
