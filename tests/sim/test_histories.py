@@ -35,9 +35,10 @@ SEEDS_OF_PLANTED = {
 }
 """A seed that finds a planted bug; ``python -m sim --planted`` prints the first ones. Other plans have other seeds.
 
-Nine had one until a start asked the disk less, or more, and were not found again in the first 2,500: one read of a lock that a
-holder or one who waits believes, what a host remembers, folders that are not synced (two), a writer that outlives its parent,
-another format behind a read that said something else, what was set aside, and a name that was taken back.
+Six had one until a start asked the disk less, and were not found again in the first thousands: one read of a lock that a holder
+or one who waits believes, what a host remembers, folders that are not synced (two), and a writer that outlives its parent.
+Three that had one above 3,000,000 lost it when a start asked more; no other was looked for: another format behind a read that
+said something else, what was set aside, and a name that was taken back.
 """
 SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or number in (0, 9, 15, 18)]
 

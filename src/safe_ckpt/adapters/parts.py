@@ -7,7 +7,6 @@ nothing here is a collective of the framework's own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +80,10 @@ def load_optimizer(engine: Engine, folder: Path, model: torch.nn.Module, optimiz
     """
     from safe_ckpt.core.sharding import dcp_read
 
-    stored = functools.partial(dcp_read.Stored, folder, OPTIMIZER)
-    _load(engine, folder, OPTIMIZER, lambda: dcp_read.fit_optimizer(stored(), model, optimizer))
+    def fit() -> Fitted:
+        return dcp_read.fit_optimizer(dcp_read.Stored(folder, OPTIMIZER), model, optimizer)
+
+    _load(engine, folder, OPTIMIZER, fit)
 
 
 def load_whole(

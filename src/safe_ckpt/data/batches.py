@@ -232,9 +232,7 @@ class Remaining:
         start = place.first_sample if place.each else place.first_batch
         seed = place.seed
         if order.draws_seed(sampler) and seed is None:
-            seed = int(
-                torch.empty((), dtype=torch.int64).random_().item()
-            )  # as torch.utils.data.RandomSampler draws it
+            seed = order.draw_seed()
             loader._place = dataclasses.replace(loader._place, seed=seed)
         own = draws_itself(sampler)
         indices = self._drawn(loader, sampler, start) if own else order.indices(sampler, start, seed=seed)

@@ -56,13 +56,18 @@ def draws_seed(sampler: object) -> bool:
     return type(sampler) is RandomSampler and sampler.generator is None
 
 
+def draw_seed() -> int:
+    """The number that ``torch.utils.data.RandomSampler`` draws at the start of an epoch."""
+    return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
 def indices(sampler: Any, start: int, *, seed: int | None = None) -> Iterator[int]:
     """The indices of an epoch from one place on.
 
     Args:
         sampler: what gives them. Its generator, or torch's where it has none, must be as it was at the start of the epoch.
         start: how many of them to leave out; with a ``DistributedSampler``, of those of all ranks together.
-        seed: the number that it drew for this epoch, where ``draws_seed``.
+        seed: what ``draw_seed`` gave for this epoch, where ``draws_seed``.
     """
     kind = type(sampler)
     if kind is SequentialSampler:

@@ -91,11 +91,11 @@ class Counts:
         when = "every_n_train_steps", "train_time_interval", "every_n_epochs", "save_on_train_epoch_end"
         asked = {name: getattr(callback, f"_{name}", None) for name in when}
         said = ", ".join(f"{name}={value}" for name, value in asked.items() if value)
-        by_hand = (
-            ". With manual optimization Lightning counts only the steps of self.optimizers(), not of their .optimizer"
-        )
-        if trainer.lightning_module.automatic_optimization:
-            by_hand = ""
+        by_hand = ""
+        if not trainer.lightning_module.automatic_optimization:
+            by_hand = (
+                ". With manual optimization Lightning counts the steps of self.optimizers(), not of their .optimizer"
+            )
         message = "fit trained on %d batches and saved nothing in %s: no save was due (%s; global_step %d, epoch %d)%s"
         facts = callback.dirpath, said or "never", trainer.global_step, trainer.current_epoch, by_hand
         logger.warning(message, self.batches, *facts)

@@ -323,8 +323,8 @@ class StoreClient:
                 return future.result(timeout=0)
             if check is not None:
                 check()
-            patience_s = (_PATIENCE - 1) * self.answer_s if self._alive is not None and self._alive() else 0.0
-            if time.monotonic() - deadline >= patience_s and connection.since == since:
+            late_s = time.monotonic() - deadline
+            if late_s >= 0 and connection.since == since and not self._may_take_longer(late_s):
                 reason = f"{self._whose} does not answer for {self.answer_s:.0f} s: its process is stopped, its host "
                 reason += "cannot be reached, or it has no file descriptors left (ulimit -n)"
                 raise PeerLostError(phase=phase, ranks=self._hosts, reason=reason)
@@ -336,6 +336,9 @@ class StoreClient:
             gone = "is gone: the process that hosts it, such as the launcher (torchrun), has ended or was killed"
             reason = f"{self._whose} {gone}. Start the job again ({reason})"
         return PeerLostError(phase=phase, ranks=self._hosts, reason=reason)
+
+    def _may_take_longer(self, late_s: float) -> bool:
+        return self._alive is not None and late_s < (_PATIENCE - 1) * self.answer_s and self._alive()
 
     def abandon(self, connection: _Connection) -> None:
         """Give up a connection that does not answer; for ``Pending`` alone."""

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safe_ckpt.core.formats.manifest import FileEntry
 from safe_ckpt.core.storage.objects.place import ObjectPath
@@ -97,8 +96,9 @@ class HostCache:
         needed = sum(entry.size_bytes for entry in entries)
         if self._free_bytes < needed:
             message = "Set storage.cache_dir to a directory with more room."
-            facts: dict[str, Any] = {"needed_bytes": needed, "free_bytes": self._free_bytes}
-            raise NotEnoughSpaceError(path=str(self._base), message=message, **facts)
+            raise NotEnoughSpaceError(
+                path=str(self._base), message=message, needed_bytes=needed, free_bytes=self._free_bytes
+            )
         folder = self._base / f"{_START}{os.getuid()}-{token}"
         self._alive = _make(folder)
         self._folder = folder

@@ -222,10 +222,8 @@ class Extensions:
             except Exception as error:
                 first = (one.name, moment) not in self._told
                 self._told.add((one.name, moment))
-                level, message = (
-                    logging.ERROR if first else logging.DEBUG,
-                    "%s: %s failed, and this goes on without it: %r",
-                )
+                level = logging.ERROR if first else logging.DEBUG
+                message = "%s: %s failed, and this goes on without it: %r"
                 logger.log(level, message, moment, one.name, error, exc_info=first)
         return answers
 

@@ -205,8 +205,12 @@ class SaveRequest:
             raise ValueError(f"{', '.join(names)}: an object store has none of these")
         if self.destination.kind == "directory":
             return
-        of_directories = ("prefilled", "carry", "pointers")
-        wrong = {"folders": content.folders, **{name: getattr(on_commit, name) for name in of_directories}}
+        wrong = {
+            "folders": content.folders,
+            "prefilled": on_commit.prefilled,
+            "carry": on_commit.carry,
+            "pointers": on_commit.pointers,
+        }
         if names := [name for name, value in wrong.items() if value]:
             raise ValueError(f"{', '.join(names)}: only a checkpoint that is a directory has these")
 
@@ -284,10 +288,10 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     for name, value in metrics.items():
         try:
             numbers[str(name)] = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            is_large = isinstance(error, OverflowError)  # and the text of it would be, too
-            message = f"{error}: give a smaller one" if is_large else f"expected a number, got {value!r}"
-            raise StateError(key=f"metrics[{name!r}]", message=message) from error
+        except (TypeError, ValueError) as error:
+            raise StateError(key=f"metrics[{name!r}]", message=f"expected a number, got {value!r}") from error
+        except OverflowError as error:  # the text of the number would be as large
+            raise StateError(key=f"metrics[{name!r}]", message=f"{error}: give a smaller one") from error
     return numbers
 
 

@@ -204,8 +204,11 @@ class KnownCopies:
         numbers: tuple[list[int], list[int]] = [], []
         for number, is_later in enumerate(deferred):
             numbers[is_later].append(number)
-        now, later = (_Template.of(plans[turn], numbers[turn], deferred=turn > 0) for turn in (0, 1))
-        self._templates[key] = now, later
+        now, later = plans
+        self._templates[key] = (
+            _Template.of(now, numbers[0], deferred=False),
+            _Template.of(later, numbers[1], deferred=True),
+        )
 
     def forget_others(self) -> None:
         """Keep what the snapshot that was laid out just now has used."""

@@ -212,10 +212,13 @@ class Planner:
     def _refuse_local_parts(self, items: Sequence[SavedItem], modules: Mapping[str, torch.nn.Module]) -> None:
         """An optimizer's state dict whose tensors are all plain is no sharded item: rank 0's would be taken for all."""
         data = {item.name: item.value for item in items if type(item) is SavedItem and not item.per_rank}
-        with unchanging("state"):
-            fresh = [value for name, value in data.items() if name not in self._known]
-            if any(isinstance(leaf, torch.Tensor) for leaf in dtensor.leaves(fresh)):  # else no module is walked
-                parameters = {name: dict(one.named_parameters()) for name, one in modules.items()}
+        fresh = False
+        for name, value in data.items():
+            with unchanging(name):
+                fresh |= name not in self._known and any(isinstance(one, torch.Tensor) for one in dtensor.leaves(value))
+        if fresh:  # else no module is walked
+            parameters = {name: dict(one.named_parameters()) for name, one in modules.items()}
+            with unchanging("state"):
                 dtensor.refuse_local_parts({**data, "": parameters})
 
     def _overlap_plan(self, items: Sequence[SavedItem], views: Mapping[str, Fingerprint]) -> OverlapPlan | None:

@@ -458,8 +458,9 @@ def require_space(path: Path, needed_bytes: int, why: str) -> None:
     """
     free = free_bytes(path)
     if free is not None and needed_bytes > free:
-        facts: dict[str, Any] = {"needed_bytes": needed_bytes, "free_bytes": free}
-        raise NotEnoughSpaceError(path=str(path), message=why, phase="prepare", **facts)
+        raise NotEnoughSpaceError(
+            path=str(path), message=why, needed_bytes=needed_bytes, free_bytes=free, phase="prepare"
+        )
 
 
 def freed_bytes(paths: Iterable[Path]) -> int:

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
@@ -172,8 +171,10 @@ class Mirror:
         there, timeouts, begun = in_store(candidate.path), self._config.timeouts, time.monotonic()
         near = ObjectPath(there.bucket.within(timeouts.lengthy_s), there.key)
         info = fetch_into(workspace, near, candidate.manifest, timeouts=timeouts)
-        facts: dict[str, Any] = {"size_bytes": info.size_bytes, "seconds": time.monotonic() - begun}
-        self._emit(events.Fetched(rank=0, path=str(info.path), url=str(candidate.path), **facts))
+        seconds, size = time.monotonic() - begun, info.size_bytes
+        self._emit(
+            events.Fetched(rank=0, path=str(info.path), url=str(candidate.path), size_bytes=size, seconds=seconds)
+        )
         root = self.root_of(workspace)
         with self._turn:  # it need not be uploaded again
             self._verified[root] = there, candidate.manifest
