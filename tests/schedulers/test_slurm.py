@@ -19,7 +19,7 @@ STEPS = {"train.py": "2000", "train_lightning.py": "700"}
 WAIT_S = 90.0
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(400),
 ]
 
 
@@ -41,8 +41,9 @@ class Cluster:
         return file.read_text() if file.exists() else ""
 
     def wait_for(self, job, text, count=1):
-        """Wait until a job has printed something for the ``count``-th time."""
+        """Wait until a job has printed something for the ``count``-th time; as long for the others to make room for it."""
         with self.told(job):
+            self.slurm.wait_until(lambda: self.slurm.state(job) != "PENDING", WAIT_S, f"job {job} to begin")
             self.slurm.wait_until(lambda: self.printed(job).count(text) >= count, WAIT_S, f"{text!r} of job {job}")
 
     def weights(self, job):
