@@ -76,7 +76,9 @@ def flat(line: Line) -> dict[str, Any]:
     found: dict[str, Any] = {"calls": len(line["batch"]), "data": line["batch"], "frozen": line["frozen"]}
     found |= {f"weights.{name}": one for name, one in zip(names, line["weights"], strict=True)}
     found |= {f"gradients.{name}": one for name, one in zip(names, line["gradients"], strict=True)}
-    found |= {f"state.{key}.{name}": one for key, row in line["state"].items() for name, one in zip(names, row, strict=True)}
+    found |= {
+        f"state.{key}.{name}": one for key, row in line["state"].items() for name, one in zip(names, row, strict=True)
+    }
     for number, group in enumerate(line["groups"]):
         found |= {f"groups.{key}" + (f" of group {number}" if number else ""): one for key, one in group.items()}
     for category in ("buffers", "generators", "copies"):
@@ -107,11 +109,17 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]
 
 def place(whole: Sequence[Line], first: Line) -> int | None:
     """Which line of the whole run has the weights that a resumed run begins with; of several that with most of the rest equal."""
-    same = [n for n, line in enumerate(whole) if line["weights"] == first["weights"] and line["parameters"] == first["parameters"]]
+    same = [
+        n
+        for n, line in enumerate(whole)
+        if line["weights"] == first["weights"] and line["parameters"] == first["parameters"]
+    ]
 
     def alike(number: int) -> tuple[int, int]:
         ours, theirs = flat(first), flat(whole[number])
-        return sum(ours[name] == theirs.get(name) for name in ours if category_of(name) in ("state", "groups", "data")), number
+        return sum(
+            ours[name] == theirs.get(name) for name in ours if category_of(name) in ("state", "groups", "data")
+        ), number
 
     return max(same, key=alike, default=None)
 
@@ -136,7 +144,9 @@ def compare(whole: Run, resumed: Run, ignored: frozenset[str]) -> Comparison:
     return Comparison(findings=tuple(told), notes=tuple(notes), compared=compared)
 
 
-def _of_rank(whole: Sequence[Line], pairs: Sequence[tuple[Line, Line]], at: int, rank: int, ignored: frozenset[str]) -> Iterator[Finding]:
+def _of_rank(
+    whole: Sequence[Line], pairs: Sequence[tuple[Line, Line]], at: int, rank: int, ignored: frozenset[str]
+) -> Iterator[Finding]:
     seen: set[str] = set()
     drifted = False
     for number, (one, other) in enumerate(pairs):
@@ -146,7 +156,9 @@ def _of_rank(whole: Sequence[Line], pairs: Sequence[tuple[Line, Line]], at: int,
         if "data" in found:
             found.pop("buffers", None)
         for category in [key for key in MEANS if key in found and key not in seen]:
-            follows = category in _FOLLOWS and (drifted or (category in ("gradients", "logged") and (seen or len(found) > 1)))
+            follows = category in _FOLLOWS and (
+                drifted or (category in ("gradients", "logged") and (seen or len(found) > 1))
+            )
             if category == "weights" and (seen or len(found) > 1) or follows:
                 continue
             seen.add(category)
@@ -157,8 +169,14 @@ def _of_rank(whole: Sequence[Line], pairs: Sequence[tuple[Line, Line]], at: int,
 
 
 def _finding(
-    category: str, rows: Sequence[str], whole: Sequence[Line], number: int, at: int, rank: int,
-    one: Line | None = None, other: Line | None = None,
+    category: str,
+    rows: Sequence[str],
+    whole: Sequence[Line],
+    number: int,
+    at: int,
+    rank: int,
+    one: Line | None = None,
+    other: Line | None = None,
 ) -> Finding:
     detail, means, names = "", MEANS[category][1], list(rows)
     if one is not None and other is not None:
@@ -167,7 +185,9 @@ def _finding(
             gone = [key for key in names if key not in other["state"]]
             zero = [key for key in names if key in other["zero"] and key not in one["zero"]]
             parameters = len({row.partition(".")[2] for row in rows})
-            detail = f"of {parameters} parameters" + ("; missing" if gone == names else "; all zero" if zero == names else "")
+            detail = f"of {parameters} parameters" + (
+                "; missing" if gone == names else "; all zero" if zero == names else ""
+            )
         elif category == "groups":
             ours, theirs = flat(one), flat(other)
             detail = ", ".join(f"{ours.get(f'groups.{row}')} is {theirs.get(f'groups.{row}')}" for row in rows[:3])
@@ -177,19 +197,31 @@ def _finding(
             detail = f"{len(one['batch'])} are {len(other['batch'])}"
         elif category == "logged":
             detail = f"{one['logged']} is {other['logged']}"[:200]
-    return Finding(category=category, names=tuple(names), step=number + 1, resumed_at=at + 1, rank=rank, detail=detail, means=means)
+    return Finding(
+        category=category, names=tuple(names), step=number + 1, resumed_at=at + 1, rank=rank, detail=detail, means=means
+    )
 
 
 def _where(whole: Sequence[Line], batch: Sequence[str], number: int) -> tuple[str, str]:
     """Which step of the whole run had this batch, and what that means."""
     places = [n for n, line in enumerate(whole) if set(batch) & set(line["batch"])]
     if not places:
-        return "it is no batch of the run that was not stopped", "the order of the data, or the seeds of its workers, were not restored"
+        return (
+            "it is no batch of the run that was not stopped",
+            "the order of the data, or the seeds of its workers, were not restored",
+        )
     nearest = min(places, key=lambda n: abs(n - number))
     detail = f"the batch of step {number + 1} is that of step {nearest + 1} of the run that was not stopped"
     if nearest == 0:
         return detail, "the loader began again"
-    return detail, "batches are trained twice" if nearest < number else "batches are left out" if nearest > number else "a part of it differs"
+    return (
+        detail,
+        "batches are trained twice"
+        if nearest < number
+        else "batches are left out"
+        if nearest > number
+        else "a part of it differs",
+    )
 
 
 def _numbers(whole: Sequence[Line], pairs: Sequence[tuple[Line, Line]]) -> Iterator[str]:
@@ -206,10 +238,24 @@ def without_equality(resumed: Run) -> tuple[Finding, ...]:
     found = []
     for rank, lines in sorted(resumed.items()):
         later = lines[-1]
-        lost = [key for key in later["state"] if key not in lines[0]["state"] or (key in lines[0]["zero"] and key not in later["zero"])]
+        lost = [
+            key
+            for key in later["state"]
+            if key not in lines[0]["state"] or (key in lines[0]["zero"] and key not in later["zero"])
+        ]
         if lost and len(lines) > 1:
             detail = f"of {len(later['parameters'])} parameters; missing or zero"
-            found.append(Finding(category="state", names=tuple(lost), step=1, resumed_at=1, rank=rank, detail=detail, means=MEANS["state"][1]))
+            found.append(
+                Finding(
+                    category="state",
+                    names=tuple(lost),
+                    step=1,
+                    resumed_at=1,
+                    rank=rank,
+                    detail=detail,
+                    means=MEANS["state"][1],
+                )
+            )
     return tuple(found)
 
 

@@ -18,6 +18,7 @@ import signal
 import sys
 import sysconfig
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
@@ -182,10 +183,14 @@ class Recorder:
             "parameters": [self._names[id(one)] for one in parameters],
             "weights": [digest_(one) for one in parameters],
             "gradients": [digest_(one.grad) if one.grad is not None else "" for one in parameters],
-            "frozen": [name for root in self._trained for name, one in root.named_parameters() if not one.requires_grad],
+            "frozen": [
+                name for root in self._trained for name, one in root.named_parameters() if not one.requires_grad
+            ],
             "state": {key: [_value(state.get(key), digest_) for state in states] for key in keys},
             "zero": [key for key in keys if all(_is_zero(state.get(key)) for state in states)],
-            "groups": [{key: _plain(one) for key, one in group.items() if key != "params"} for group in optimizer.param_groups],
+            "groups": [
+                {key: _plain(one) for key, one in group.items() if key != "params"} for group in optimizer.param_groups
+            ],
             "buffers": {name: digest_(one) for name, one in buffers},
             "generators": _generators(),
             "scaler": _scaler(),
@@ -240,7 +245,9 @@ def _value(value: Any, digest_: Callable[[Any], str]) -> Any:
 def _is_zero(value: Any) -> bool:
     import torch
 
-    return value is None or (not value.any().item() if isinstance(value, torch.Tensor) and not value.is_meta else value == 0)
+    return value is None or (
+        not value.any().item() if isinstance(value, torch.Tensor) and not value.is_meta else value == 0
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -268,7 +275,10 @@ def _generators() -> dict[str, str]:
         ]
     if torch.cuda.is_initialized():
         found |= {f"cuda:{n}": one.numpy().tobytes() for n, one in enumerate(torch.cuda.get_rng_state_all())}
-    return {name: _hash(one if isinstance(one, bytes) else repr(one).encode()).hexdigest()[:12] for name, one in found.items()}
+    return {
+        name: _hash(one if isinstance(one, bytes) else repr(one).encode()).hexdigest()[:12]
+        for name, one in found.items()
+    }
 
 
 def _rank() -> int:
@@ -296,7 +306,12 @@ def variables() -> Iterator[tuple[str, Any]]:
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_LIBRARIES):
             for name, value in list(frame.f_locals.items()):
-                if name.startswith("_") or isinstance(value, ModuleType | type) or callable(value) and not hasattr(value, "__dict__"):
+                if (
+                    name.startswith("_")
+                    or isinstance(value, ModuleType | type)
+                    or callable(value)
+                    and not hasattr(value, "__dict__")
+                ):
                     continue
                 yield name, value
                 where = getattr(sys.modules.get(type(value).__module__), "__file__", None)
@@ -312,12 +327,13 @@ def numbers_in_variables() -> dict[str, Any]:
 
 
 def copies_in_variables(parameters: list[Any], digest_: Callable[[Any], str]) -> dict[str, list[str]]:
-    """What among them has the shapes of what is trained, and is not that: an average of the weights, for example."""
-    shapes, own = sorted(str(tuple(one.shape)) for one in parameters), {one.data_ptr() for one in parameters}
+    """What among them has all the shapes of what is trained, and is not that: an average of the weights, for example."""
+    shapes, own = Counter(tuple(one.shape) for one in parameters), {one.data_ptr() for one in parameters}
     found = {}
     for name, value in variables():
-        if isinstance(value, Mapping | list | tuple) and value:
+        if isinstance(value, Mapping | list | tuple) and len(value) >= len(parameters):
             inside = list(tensors_of(value))
-            if sorted(str(tuple(one.shape)) for one in inside) == shapes and own.isdisjoint(one.data_ptr() for one in inside):
+            whole = not shapes - Counter(tuple(one.shape) for one in inside)
+            if whole and own.isdisjoint(one.data_ptr() for one in inside):
                 found[name] = [digest_(one) for one in inside]
     return found

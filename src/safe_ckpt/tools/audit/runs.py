@@ -14,7 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from safe_ckpt.tools.audit.compare import MEANS, Audit, Comparison, Line, Run, category_of, compare, noise, place, without_equality
+from safe_ckpt.tools.audit.compare import (
+    MEANS,
+    Audit,
+    Comparison,
+    Line,
+    Run,
+    category_of,
+    compare,
+    noise,
+    place,
+    without_equality,
+)
 
 OUT = "{out}"
 _POLL_S = 0.02
@@ -73,7 +84,9 @@ def audit(options: Options) -> Audit:
     runner = _Runner(options)
     whole, second = (runner.run(name, name, options.until) for name in ("whole-1", "whole-2"))
     if max(map(len, whole.values())) <= options.stop:
-        raise AuditError(f"the script made {max(map(len, whole.values()))} optimizer steps: stop it behind fewer (--stop)")
+        raise AuditError(
+            f"the script made {max(map(len, whole.values()))} optimizer steps: stop it behind fewer (--stop)"
+        )
     ignored = noise(whole, second)
     blind = sorted({category_of(name) for name in ignored} & {"weights", "data"})
     starts, stop = _stopped(runner, options, () if blind else whole[min(whole)])
@@ -102,7 +115,9 @@ def _stopped(runner: _Runner, options: Options, whole: Sequence[Line]) -> tuple[
                 last = number == options.stops
                 within = options.within_save and number % 2 == 1
                 steps = options.until if last else stop
-                starts.append(runner.run(name, f"{name}-{number}", steps, options.resume_args, within=within and not last))
+                starts.append(
+                    runner.run(name, f"{name}-{number}", steps, options.resume_args, within=within and not last)
+                )
             begins = starts[0][min(starts[0])]
             if not whole or place(whole, begins[0]) != 0 or 2 * stop >= options.until:
                 return starts, stop
@@ -128,7 +143,11 @@ class _Runner:
         log = options.folder / f"{name}.log"
         with log.open("wb") as written:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.STDOUT, start_new_session=True,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
                 env={**os.environ, **own, "SAFE_CKPT_AUDIT_STOP": str(0 if within else stop)},
             )
             try:
