@@ -28,6 +28,8 @@ SafeCheckpointError
 ├── CheckpointNotFoundError(FileNotFoundError)  a checkpoint that was named is not there: no fresh run
 ├── UnsupportedVersionError(ImportError)   a framework is not installed, or too old
 ├── UnexpectedError(RuntimeError)          another rank met an error that is none of these
+├── AuditError(RuntimeError)               a script that is audited could not be run, or its runs not be compared
+├── ResumeDiffersError(AssertionError)     a script goes on differently than one that nobody stopped
 ├── ForkedError(RuntimeError)              a call in a process that was forked from the one that opened it
 └── ClosedError(RuntimeError)              a call on something that was closed
 ```
@@ -403,6 +405,20 @@ class UnexpectedError(SafeCheckpointError, RuntimeError):
     rank: int
     cause: str
     _text = "rank {0.rank} failed in {0.phase}: {0.cause}"
+
+
+@dataclass(eq=False, kw_only=True)
+class AuditError(SafeCheckpointError, RuntimeError):
+    """A script that is audited could not be run, or its runs not be compared."""
+
+    message: str
+
+
+@dataclass(eq=False, kw_only=True)
+class ResumeDiffersError(SafeCheckpointError, AssertionError):
+    """An audited script goes on differently than one that nobody stopped; ``message`` says in what."""
+
+    message: str
 
 
 @dataclass(eq=False, kw_only=True)

@@ -1,15 +1,19 @@
-"""For the tests of your own program: saves that start no process and are over when they return."""
+"""For the tests of your own program: saves that start no process, and an audit of what its resume forgets."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterator
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-__all__ = ["inline_saves"]
+from safe_ckpt.core.writer.inline import inline
+from safe_ckpt.tools.audit.result import Audit
+from safe_ckpt.tools.audit.runs import Options
+from safe_ckpt.tools.audit.runs import audit as run
 
-_changing = threading.RLock()
-_entered = 0
+__all__ = ["Audit", "audit", "inline_saves"]
 
 
 @contextlib.contextmanager
@@ -40,16 +44,50 @@ def inline_saves() -> Iterator[None]:
         …manifest.json…
         ```
     """
-    global _entered  # noqa: PLW0603 - of the process, as the processes and locks are that it is about
-    with _changing:
-        _entered += 1
-    try:
+    with inline():
         yield
-    finally:
-        with _changing:
-            _entered -= 1
 
 
-def saves_inline() -> bool:
-    """Whether what is opened now saves inline. For the core."""
-    return _entered > 0
+def audit(
+    command: Sequence[str],
+    *,
+    stop: int = 20,
+    until: int = 60,
+    stops: int = 1,
+    within_save: bool = False,
+    resume_args: Sequence[str] = (),
+    timeout_s: float = 3600.0,
+    folder: str | os.PathLike[str] | None = None,
+) -> Audit:
+    """Run a training script twice, and a third time that is killed and started again, and name what its resume forgot.
+
+    It is what ``safe-ckpt audit`` does. The script is a process of its own, and so are its ranks.
+
+    Args:
+        command: of the script; ``{out}`` in it becomes a folder of each run's own, in which its checkpoints must lie.
+        stop: optimizer steps that a start makes before SIGKILL.
+        until: optimizer steps that are compared, from the beginning.
+        stops: how often it is killed.
+        within_save: every second kill comes while files below ``{out}`` change.
+        resume_args: are added where it is started again.
+        timeout_s: for everything, in seconds.
+        folder: keeps what the runs write; must be empty. Without it all that is removed.
+
+    Returns:
+        What it came to; ``check()`` raises ``ResumeDiffersError`` if it is not equal.
+
+    Raises:
+        AuditError: the script could not be run, saved nothing, or did not end in time.
+
+    Example:
+        ```python
+        def test_my_script_resumes_exactly():
+            safe_ckpt.testing.audit([sys.executable, "train.py", "--out", "{out}"], stop=20, until=60).check()
+        ```
+    """
+    with tempfile.TemporaryDirectory(prefix="safe-ckpt-audit-") as made:
+        options = Options(
+            command=command, folder=Path(folder or made), resume_args=resume_args, stop=stop, stops=stops,
+            within_save=within_save, until=until, timeout_s=timeout_s,
+        )  # fmt: skip
+        return run(options)

@@ -31,6 +31,7 @@ from safe_ckpt.core.saving.queue import SaveQueue
 from safe_ckpt.core.saving.save import SaveHandle, SaveJob, SaveRequest, answer, decide, failed, skipped
 from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.core.state.planner import Models
+from safe_ckpt.core.writer.inline import saves_inline
 from safe_ckpt.errors import (
     ClosedError,
     CommitOutcomeUnknown,
@@ -44,7 +45,6 @@ from safe_ckpt.errors import (
 from safe_ckpt.hooks import asked_for
 from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.logging_hook import LoggingHook
-from safe_ckpt.testing import saves_inline
 
 logger = logging.getLogger(__name__)
 

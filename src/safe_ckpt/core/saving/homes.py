@@ -24,10 +24,10 @@ from safe_ckpt.core.saving.recent import Recent
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.presence import is_mounted
 from safe_ckpt.core.storage.source import in_files
+from safe_ckpt.core.writer.inline import saves_inline
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError, SafeCheckpointError, naming
 from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.event_log import JsonlHook
-from safe_ckpt.testing import saves_inline
 
 if TYPE_CHECKING:
     from safe_ckpt.core.saving.engine import Engine

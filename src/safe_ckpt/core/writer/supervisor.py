@@ -25,10 +25,10 @@ from safe_ckpt.core.storage.direct_io import PAGE, Unwatched, WriteOptions
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.options import StorageOptions, variables
 from safe_ckpt.core.writer.content import TensorContent
+from safe_ckpt.core.writer.inline import saves_inline
 from safe_ckpt.core.writer.sink import WriteJob, write_job
 from safe_ckpt.core.writer.workers import WriterClient, WriterEnded, WriterThread
 from safe_ckpt.errors import WriterError
-from safe_ckpt.testing import saves_inline
 
 logger = logging.getLogger(__name__)
 _STREAM_BYTES = 64 << 20

@@ -1,11 +1,12 @@
-"""Within an audited process: one line of digests for each optimizer step. Imports nothing of safe_ckpt, and torch only after the script.
+"""Within an audited process: a line for each optimizer step. Imports nothing of safe_ckpt, and torch only after the script.
 
 ``watch`` is called when Python starts. Once the script has imported torch, its public global hooks are registered: before each
-optimizer step a line is written of what the step sees.
+optimizer step a line of digests tells what the step sees, as name -> value; a name begins with its category, see ``compare``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import importlib.abc
@@ -27,19 +28,18 @@ from typing import Any
 try:
     from xxhash import xxh3_64 as _hash
 except ImportError:  # the script's environment is not ours
-    _hash = hashlib.sha1  # type: ignore[assignment]
+    _hash = hashlib.sha1  # type: ignore[assignment,misc]
 
 SMALL_BYTES = 10 << 20
-"""Up to so much state each byte is in the digests; above, values that lie evenly over each tensor."""
+"""Up to so much state every byte is digested; above, values that lie evenly over each tensor."""
 _LOOK_EVERY = 50
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_LIBRARIES = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), _OURS, "<frozen"})
+_LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, _OURS, "<frozen")
 # Where numbers are logged: module -> class and method.
 LOGGERS = {
     "torch.utils.tensorboard.writer": ("SummaryWriter", "add_scalar"),
     "wandb.sdk.wandb_run": ("Run", "log"),
-    "lightning.fabric.loggers.csv_logs": ("CSVLogger", "log_metrics"),
-    "lightning.fabric.loggers.tensorboard": ("TensorBoardLogger", "log_metrics"),
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector": ("_LoggerConnector", "log_metrics"),
     "accelerate.accelerator": ("Accelerator", "log"),
     "transformers.trainer": ("Trainer", "log"),
 }
@@ -54,10 +54,8 @@ class After(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """See ``importlib.abc.MetaPathFinder``."""
         then = self._wanted.pop(name, None)
-        if then is None:
-            return None
-        spec = importlib.util.find_spec(name)  # of the finders behind this one
-        if spec is None or spec.loader is None:
+        spec = importlib.util.find_spec(name) if then else None  # of the finders behind this one
+        if then is None or spec is None or spec.loader is None:
             return spec
         run = spec.loader.exec_module
 
@@ -91,12 +89,11 @@ class Recorder:
         self._pid, self._step = os.getpid(), 0
         self._file: io.TextIOBase | None = None
         self._batch: list[str] = []
-        self._logged: list[Any] = []
+        self._logged: dict[str, list[Any]] = {}
         self._names: dict[int, str] = {}
         self._trained: list[Any] = []
         self._others: dict[str, Any] = {}
-        self._depth = threading.local()
-        self._most = SMALL_BYTES
+        self._call = threading.local()
 
     def register(self) -> None:
         """Have torch call this. Once torch is there."""
@@ -109,30 +106,36 @@ class Recorder:
         optimizer.register_optimizer_step_post_hook(self._after)
 
     def listen(self, owner: type, method: str) -> None:
-        """Note what a logger is given."""
+        """Note the numbers that a logger is given."""
         original = getattr(owner, method)
 
         def noting(logger: Any, *args: Any, **kwargs: Any) -> Any:
-            self._logged.append(_plain([*args, kwargs]))
+            name = next((one for one in args if isinstance(one, str)), "")
+            for key, value in _numbers([*args, kwargs], name):
+                self._logged.setdefault(f"logged.{key}", []).append(value)
             return original(logger, *args, **kwargs)
 
         setattr(owner, method, noting)
 
     def _called(self, module: Any, args: Any) -> None:
+        """What goes into the outermost module, or the first within it that is given tensors by position."""
         import torch
 
         if torch.compiler.is_compiling():
             return
-        depth = getattr(self._depth, "now", 0)
-        self._depth.now = depth + 1
-        if depth == 0 and torch.is_grad_enabled() and module.training:
-            self._batch += [digest(one, SMALL_BYTES) for one in tensors_of(args) if one.grad_fn is None]
+        depth = self._call.depth = getattr(self._call, "depth", 0) + 1
+        if depth == 1:
+            self._call.seen = False
+        if not self._call.seen and module.training and torch.is_grad_enabled():
+            given = [digest(one, SMALL_BYTES) for one in tensors_of(args) if one.grad_fn is None]
+            self._call.seen = bool(given)
+            self._batch += given
 
     def _returned(self, module: Any, args: Any, result: Any) -> None:
         import torch
 
         if not torch.compiler.is_compiling():
-            self._depth.now = getattr(self._depth, "now", 1) - 1
+            self._call.depth = max(0, getattr(self._call, "depth", 1) - 1)
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._pid != os.getpid():  # forked: a file of its own
@@ -141,11 +144,9 @@ class Recorder:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         if self._step % _LOOK_EVERY == 1 or not set(map(id, parameters)) <= self._names.keys():
             self._look_around(parameters)
-        size = 3 * sum(one.nbytes for one in parameters)
-        self._most = SMALL_BYTES if size <= SMALL_BYTES else max(256, SMALL_BYTES // (3 * len(parameters)))
-        line = {"step": self._step, "batch": self._batch, "logged": self._logged}
-        line |= self._of(optimizer, parameters)
-        self._batch, self._logged = [], []
+        line = {"step": self._step, "rank": _rank(), "batch": self._batch, **self._of(optimizer, parameters)}
+        line["values"].update(self._logged)
+        self._batch, self._logged = [], {}
         if self._file is None:
             self._file = open(os.path.join(self._folder, f"{os.getpid()}.jsonl"), "a", encoding="utf-8")  # noqa: SIM115 - of the process
         self._file.write(json.dumps(line) + "\n")
@@ -165,42 +166,41 @@ class Recorder:
         self._names, self._others, self._trained = {id(one): str(n) for n, one in enumerate(parameters)}, {}, []
         for root in (one for one in modules if id(one) not in inner):
             found = dict(root.named_parameters())
-            if own.isdisjoint(map(id, found.values())):
-                if found:
-                    self._others[f"{type(root).__name__}-{len(self._others)}"] = root
-            else:
+            if not own.isdisjoint(map(id, found.values())):
                 self._trained.append(root)
                 self._names.update((id(one), name) for name, one in found.items())
+            elif found:
+                self._others[f"{type(root).__name__}-{len(self._others)}"] = root
 
     def _of(self, optimizer: Any, parameters: list[Any]) -> dict[str, Any]:
-        digest_ = lambda one: digest(one, self._most)  # noqa: E731 - of this step
-        states = [optimizer.state.get(one, {}) for one in parameters]
-        keys = sorted({key for state in states for key in state if isinstance(key, str)})
-        buffers = [item for root in self._trained for item in root.named_buffers()]
+        size = 3 * sum(one.nbytes for one in parameters)
+        most = SMALL_BYTES if size <= SMALL_BYTES else max(256, SMALL_BYTES // (3 * len(parameters)))
+        found: dict[str, Any] = {}
+        zero: dict[str, bool] = {}
+        for one in parameters:
+            name = self._names[id(one)]
+            found[f"weights.{name}"] = digest(one, most)
+            found[f"gradients.{name}"] = "" if one.grad is None else digest(one.grad, most)
+            for key, value in optimizer.state.get(one, {}).items():
+                found[f"state.{key}.{name}"] = _plain(value, most)
+                zero[str(key)] = zero.get(str(key), True) and _is_zero(value)
+        for number, group in enumerate(optimizer.param_groups):
+            of = f" of group {number}" if number else ""
+            found |= {f"groups.{key}{of}": _plain(one) for key, one in group.items() if key != "params"}
+        for root in self._trained:
+            found |= {f"frozen.{name}": not one.requires_grad for name, one in root.named_parameters()}
+            found |= {f"buffers.{name}": digest(one, most) for name, one in root.named_buffers()}
+        for name, root in self._others.items():
+            found[f"copies.{name}"] = [digest(one, most) for one in (*root.parameters(), *root.buffers())]
+        variables = dict(variables_of_the_script())
+        found |= {f"copies.{name}": one for name, one in _copies(variables, parameters, most)}
+        found |= {f"generators.{name}": one for name, one in _generators()}
+        found |= {f"scaler.{name}": one for name, one in _scaler().items()}
         return {
-            "rank": _rank(),
             "optimizer": type(optimizer).__name__,
-            "parameters": [self._names[id(one)] for one in parameters],
-            "weights": [digest_(one) for one in parameters],
-            "gradients": [digest_(one.grad) if one.grad is not None else "" for one in parameters],
-            "frozen": [
-                name for root in self._trained for name, one in root.named_parameters() if not one.requires_grad
-            ],
-            "state": {key: [_value(state.get(key), digest_) for state in states] for key in keys},
-            "zero": [key for key in keys if all(_is_zero(state.get(key)) for state in states)],
-            "groups": [
-                {key: _plain(one) for key, one in group.items() if key != "params"} for group in optimizer.param_groups
-            ],
-            "buffers": {name: digest_(one) for name, one in buffers},
-            "generators": _generators(),
-            "scaler": _scaler(),
-            "copies": {**self._copies(digest_), **copies_in_variables(parameters, digest_)},
-            "variables": numbers_in_variables(),
-        }
-
-    def _copies(self, digest_: Callable[[Any], str]) -> dict[str, list[str]]:
-        return {
-            name: [digest_(one) for one in (*root.parameters(), *root.buffers())] for name, root in self._others.items()
+            "values": found,
+            "zero": [key for key, is_zero in zero.items() if is_zero],
+            "variables": {name: one for name, one in variables.items() if isinstance(one, bool | int | float)},
         }
 
 
@@ -209,8 +209,7 @@ def digest(tensor: Any, most: int) -> str:
     import torch
 
     with torch.no_grad():
-        tensor = tensor.detach()
-        tensor = getattr(tensor, "_local_tensor", tensor)
+        tensor = _local(tensor.detach())
         if tensor.is_meta:
             return "meta"
         try:
@@ -225,6 +224,10 @@ def digest(tensor: Any, most: int) -> str:
         return f"{list(tensor.shape)}{_hash(data).hexdigest()[:12]}"
 
 
+def _local(tensor: Any) -> Any:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def tensors_of(value: Any, depth: int = 4) -> Iterator[Any]:
     """The tensors in containers."""
     import torch
@@ -236,49 +239,56 @@ def tensors_of(value: Any, depth: int = 4) -> Iterator[Any]:
             yield from tensors_of(one, depth - 1)
 
 
-def _value(value: Any, digest_: Callable[[Any], str]) -> Any:
-    import torch
-
-    return digest_(value) if isinstance(value, torch.Tensor) else _plain(value)
-
-
 def _is_zero(value: Any) -> bool:
     import torch
 
-    return value is None or (
-        not value.any().item() if isinstance(value, torch.Tensor) and not value.is_meta else value == 0
-    )
+    if isinstance(value, torch.Tensor):
+        local = _local(value)
+        return not local.is_meta and not local.count_nonzero().item()
+    return value is None or value == 0
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, most: int = SMALL_BYTES) -> Any:
     """A value as JSON has it, alike in two processes."""
     import torch
 
     if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 and not value.is_meta else digest(value, SMALL_BYTES)
+        local = _local(value)
+        return local.item() if local.numel() == 1 and not local.is_meta else digest(local, most)
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(one, most) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(one, most) for one in value]
     if isinstance(value, bool | int | float | str) or value is None:
         return value
     return float(value) if hasattr(value, "__float__") else type(value).__name__
 
 
-def _generators() -> dict[str, str]:
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The numbers in what a logger is given, with their keys."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _numbers(one, str(key))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _numbers(one, name)
+    elif hasattr(value, "__float__") and getattr(value, "size", 1) != 0:
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # an array, a tensor without values
+            yield name, float(value)
+
+
+def _generators() -> Iterator[tuple[str, str]]:
     import torch
 
-    found = {"python": random.getstate(), "torch": torch.get_rng_state().numpy().tobytes()}
+    found: dict[str, Any] = {"python": repr(random.getstate()).encode(), "torch": torch.get_rng_state().numpy()}
     if "numpy" in sys.modules:
-        found["numpy"] = [str(part) for part in sys.modules["numpy"].random.get_state(legacy=True)[1:]] + [
-            sys.modules["numpy"].random.get_state(legacy=True)[1].tobytes()
-        ]
-    if torch.cuda.is_initialized():
-        found |= {f"cuda:{n}": one.numpy().tobytes() for n, one in enumerate(torch.cuda.get_rng_state_all())}
-    return {
-        name: _hash(one if isinstance(one, bytes) else repr(one).encode()).hexdigest()[:12]
-        for name, one in found.items()
-    }
+        state = sys.modules["numpy"].random.get_state(legacy=False)["state"]
+        found["numpy"] = repr(
+            [(key, bytes(one) if hasattr(one, "dtype") else one) for key, one in state.items()]
+        ).encode()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found |= {f"cuda:{n}": one.numpy() for n, one in enumerate(torch.cuda.get_rng_state_all())}
+    return ((name, _hash(memoryview(one)).hexdigest()[:12]) for name, one in found.items())
 
 
 def _rank() -> int:
@@ -288,30 +298,25 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _scaler() -> Any:
+def _scaler() -> Mapping[str, Any]:
     """The state of the GradScaler that calls this step."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        scaler = frame.f_locals.get("self")
-        if type(scaler).__name__.endswith("GradScaler") and frame.f_code.co_name in ("step", "_maybe_opt_step"):
-            return _plain(scaler.state_dict())
+        scaler = frame.f_locals.get("self") if frame.f_code.co_name in ("step", "_maybe_opt_step") else None
+        if scaler is not None and type(scaler).__name__.endswith("GradScaler"):
+            return dict(_plain(scaler.state_dict()))
         frame = frame.f_back
-    return None
+    return {}
 
 
-def variables() -> Iterator[tuple[str, Any]]:
-    """The variables of the script's own functions that are being run, and the attributes of its own objects in them."""
+def variables_of_the_script() -> Iterator[tuple[str, Any]]:
+    """The variables of its own functions that are being run, and the attributes of the objects of its own classes in them."""
     frame: FrameType | None = sys._getframe(1)
     seen: set[int] = set()
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_LIBRARIES):
             for name, value in list(frame.f_locals.items()):
-                if (
-                    name.startswith("_")
-                    or isinstance(value, ModuleType | type)
-                    or callable(value)
-                    and not hasattr(value, "__dict__")
-                ):
+                if name.startswith("_") or isinstance(value, ModuleType | type):
                     continue
                 yield name, value
                 where = getattr(sys.modules.get(type(value).__module__), "__file__", None)
@@ -321,19 +326,12 @@ def variables() -> Iterator[tuple[str, Any]]:
         frame = frame.f_back
 
 
-def numbers_in_variables() -> dict[str, Any]:
-    """The numbers among them."""
-    return {name: one for name, one in variables() if isinstance(one, bool | int | float)}
-
-
-def copies_in_variables(parameters: list[Any], digest_: Callable[[Any], str]) -> dict[str, list[str]]:
+def _copies(variables: Mapping[str, Any], parameters: list[Any], most: int) -> Iterator[tuple[str, list[str]]]:
     """What among them has all the shapes of what is trained, and is not that: an average of the weights, for example."""
-    shapes, own = Counter(tuple(one.shape) for one in parameters), {one.data_ptr() for one in parameters}
-    found = {}
-    for name, value in variables():
+    shapes, own = Counter(tuple(one.shape) for one in parameters), {_local(one).data_ptr() for one in parameters}
+    for name, value in variables.items():
         if isinstance(value, Mapping | list | tuple) and len(value) >= len(parameters):
             inside = list(tensors_of(value))
             whole = not shapes - Counter(tuple(one.shape) for one in inside)
-            if whole and own.isdisjoint(one.data_ptr() for one in inside):
-                found[name] = [digest_(one) for one in inside]
-    return found
+            if whole and own.isdisjoint(_local(one).data_ptr() for one in inside if not one.is_sparse):
+                yield name, [digest(one, most) for one in inside]
