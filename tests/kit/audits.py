@@ -28,11 +28,14 @@ class Audited:
         self.whole = self._runner.run("whole-1", "whole-1", until)
         self.ignored = noise(self.whole, self._runner.run("whole-2", "whole-2", until))
         self._runner.run("stopped", "stopped", stop)
+        self._out = folder / "stopped"
+        shutil.copytree(self._out, folder / "kept", symlinks=True)
 
     def resumed(self, name: str) -> Run:
         """Start it again from where it was killed; for as many steps as the whole run has."""
-        shutil.copytree(self._folder / "stopped", self._folder / name, symlinks=True)
-        return self._runner.run(name, f"{name}-1", self._until)
+        shutil.rmtree(self._out)
+        shutil.copytree(self._folder / "kept", self._out, symlinks=True)
+        return self._runner.run("stopped", f"{name}-1", self._until)
 
     def compared(self, name: str) -> Comparison:
         """What such a start came to."""

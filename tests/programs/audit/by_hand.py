@@ -8,7 +8,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 SIZE, BATCH, EPOCH = 256, 8, 16  # examples, of a batch, batches of an epoch
 
@@ -21,6 +23,19 @@ rank = 0
 if options.kind != "plain":
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+
+
+def part(value):
+    """This rank's part of the DTensors in something."""
+    return tree_map_only(DTensor, DTensor.to_local, value)
+
+
+def whole(value, like):
+    """A part as what it is a part of."""
+    if isinstance(like, DTensor) and value is not None and value.ndim:
+        return DTensor.from_local(value, like.device_mesh, like.placements)
+    return value
+
 
 torch.manual_seed(0)
 body = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.Tanh(), torch.nn.Linear(32, 32))
@@ -51,7 +66,10 @@ if os.path.exists(path):
     state = saved["model"]
     if "buffer" in omitted:
         state = {**state, "0.1.running_mean": model.state_dict()["0.1.running_mean"]}
-    model.load_state_dict(state)
+    model.load_state_dict({name: whole(one, model.state_dict()[name]) for name, one in state.items()})
+    parameters = dict(model.named_parameters())
+    for one, like in zip(saved["optimizer"]["state"].values(), parameters.values(), strict=False):
+        one.update({key: whole(value, like) for key, value in one.items()})
     if "optimizer" not in omitted:
         for one in saved["optimizer"]["state"].values():
             for key in {"exp_avg", "exp_avg_sq", "step"} & set(omitted):
@@ -66,7 +84,7 @@ if os.path.exists(path):
     if "scaler" not in omitted:
         scaler.load_state_dict(saved["scaler"])
     if "average" not in omitted:
-        average = saved["average"]
+        average = {name: whole(one, parameters[name]) for name, one in saved["average"].items()}
     if "python" not in omitted:
         random.setstate(saved["python"])
     if "numpy" not in omitted:
@@ -80,7 +98,7 @@ if os.path.exists(path):
     if "accumulation" not in omitted:
         micro = saved["micro"]
         for name, one in model.named_parameters():
-            one.grad = saved["gradients"][name]
+            one.grad = whole(saved["gradients"][name], one)
     step = saved["step"] if "step" not in omitted else 0
     epoch = saved["epoch"] if "epoch" not in omitted else 0
     position = saved["position"] if "position" not in omitted else 0
@@ -107,7 +125,7 @@ while True:
             step += 1
             for name, one in model.named_parameters():
                 average[name].mul_(0.9).add_(one.detach(), alpha=0.1)
-            if step == 6:
+            if step == 6 and options.kind == "plain":
                 body[3].requires_grad_(False)
         best = min(best, loss.item())
         if (step % 10 == 0 and step and micro == 1) or (step % 10 == 5 and micro == 0):
@@ -118,7 +136,7 @@ while True:
                 "frozen": {name: one.requires_grad for name, one in model.named_parameters()}, "micro": micro,
                 "gradients": {name: one.grad for name, one in model.named_parameters()}, "position": position,
             }  # fmt: skip
-            torch.save(saved, path + ".new")
+            torch.save(part(saved), path + ".new")
             if rank != 0 or options.kind == "plain":
                 os.replace(path + ".new", path)
             if options.kind != "plain":

@@ -60,8 +60,8 @@ class Finding:
         when = "the first after the resume" if not after else f"{after} behind the first after the resume"
         names = ", ".join(self.names[:6]) + (f" and {len(self.names) - 6} more" if len(self.names) > 6 else "")
         detail = f" ({self.detail})" if self.detail else ""
-        title = MEANS[self.category][0]
-        return f"step {self.step}, {when}, rank {self.rank}: {title}: {names}{detail}\n  -> {self.means}"
+        what = self.detail if self.names == (self.category,) else f"{names}{detail}"
+        return f"step {self.step}, {when}, rank {self.rank}: {MEANS[self.category][0]}: {what}\n  -> {self.means}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +123,15 @@ def compare(whole: Run, resumed: Run, ignored: frozenset[str]) -> Comparison:
     first = min(resumed)
     at = place(whole[first], resumed[first][0])
     if not at:
-        how = "no step of the run that was not stopped has them" if at is None else "it began at the beginning"
+        how = "no step of the run that was not stopped has them" if at is None else "the start began at the beginning"
         lost = Finding(
-            category="weights", names=("all",), step=1, resumed_at=1, rank=first, detail=how, means=MEANS["weights"][1]
+            category="weights",
+            names=("weights",),
+            step=1,
+            resumed_at=1,
+            rank=first,
+            detail=how,
+            means=MEANS["weights"][1],
         )
         return Comparison(findings=(lost,))
     findings: dict[str, Finding] = {}
@@ -212,8 +218,10 @@ def _where(whole: Sequence[Line], batch: Sequence[str], number: int) -> tuple[st
     nearest = min(places, key=lambda n: abs(n - number))
     detail = f"the batch of step {number + 1} is that of step {nearest + 1} of the run that was not stopped"
     if nearest == number:
-        begins = batch[0] in whole[number]["batch"][1:]
-        return "a part of the batch differs", MEANS["calls"][1] if begins else MEANS["data"][1]
+        ours = whole[number]["batch"]
+        means = "calls" if batch[0] in ours[1:] else "data"
+        again = batch[0] == ours[0] and len(batch) < len(ours)
+        return "a part of the batch differs", "batches are trained twice" if again else MEANS[means][1]
     if nearest == 0:
         return detail, "the loader began again"
     return detail, "batches are trained twice" if nearest < number else "batches are left out"

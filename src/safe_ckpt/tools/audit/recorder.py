@@ -93,6 +93,9 @@ class Recorder:
         self._names: dict[int, str] = {}
         self._trained: list[Any] = []
         self._others: dict[str, Any] = {}
+        self._own: list[tuple[str, Any]] = []
+        self._line: dict[str, Any] = {}
+        self._most = SMALL_BYTES
         self._call = threading.local()
 
     def register(self) -> None:
@@ -144,15 +147,19 @@ class Recorder:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         if self._step % _LOOK_EVERY == 1 or not set(map(id, parameters)) <= self._names.keys():
             self._look_around(parameters)
-        line = {"step": self._step, "rank": _rank(), "batch": self._batch, **self._of(optimizer, parameters)}
-        line["values"].update(self._logged)
+        self._line = {"step": self._step, "rank": _rank(), **self._of(optimizer, parameters)}
+
+    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """What a closure has computed is there only now."""
+        values = {**self._line["values"], **self._logged, **{f"generators.{name}": one for name, one in _generators()}}
+        for one in (one for group in optimizer.param_groups for one in group["params"]):
+            values[f"gradients.{self._names[id(one)]}"] = "" if one.grad is None else digest(one.grad, self._most)
+        line = {**self._line, "batch": self._batch, "values": values}
         self._batch, self._logged = [], {}
         if self._file is None:
             self._file = open(os.path.join(self._folder, f"{os.getpid()}.jsonl"), "a", encoding="utf-8")  # noqa: SIM115 - of the process
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-
-    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._step == self._stop:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -160,7 +167,7 @@ class Recorder:
         """Names of the parameters, and which modules no optimizer steps."""
         import torch
 
-        modules = [one for one in gc.get_objects() if isinstance(one, torch.nn.Module)]
+        modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]  # __class__ may warn
         inner = {id(part) for one in modules for part in one.children()}
         own = set(map(id, parameters))
         self._names, self._others, self._trained = {id(one): str(n) for n, one in enumerate(parameters)}, {}, []
@@ -171,16 +178,17 @@ class Recorder:
                 self._names.update((id(one), name) for name, one in found.items())
             elif found:
                 self._others[f"{type(root).__name__}-{len(self._others)}"] = root
+        named = (item for root in self._trained for item in root.named_modules(prefix="module"))
+        self._own = [(name, one) for name, one in named if is_of_the_script(type(one))]
 
     def _of(self, optimizer: Any, parameters: list[Any]) -> dict[str, Any]:
-        size = 3 * sum(one.nbytes for one in parameters)
-        most = SMALL_BYTES if size <= SMALL_BYTES else max(256, SMALL_BYTES // (3 * len(parameters)))
+        size, most = 3 * sum(one.nbytes for one in parameters), SMALL_BYTES
+        self._most = most = most if size <= most else max(256, most // (3 * len(parameters)))
         found: dict[str, Any] = {}
         zero: dict[str, bool] = {}
         for one in parameters:
             name = self._names[id(one)]
             found[f"weights.{name}"] = digest(one, most)
-            found[f"gradients.{name}"] = "" if one.grad is None else digest(one.grad, most)
             for key, value in optimizer.state.get(one, {}).items():
                 found[f"state.{key}.{name}"] = _plain(value, most)
                 zero[str(key)] = zero.get(str(key), True) and _is_zero(value)
@@ -192,9 +200,8 @@ class Recorder:
             found |= {f"buffers.{name}": digest(one, most) for name, one in root.named_buffers()}
         for name, root in self._others.items():
             found[f"copies.{name}"] = [digest(one, most) for one in (*root.parameters(), *root.buffers())]
-        variables = dict(variables_of_the_script())
+        variables = dict(variables_of_the_script(self._own))
         found |= {f"copies.{name}": one for name, one in _copies(variables, parameters, most)}
-        found |= {f"generators.{name}": one for name, one in _generators()}
         found |= {f"scaler.{name}": one for name, one in _scaler().items()}
         return {
             "optimizer": type(optimizer).__name__,
@@ -213,11 +220,11 @@ def digest(tensor: Any, most: int) -> str:
         if tensor.is_meta:
             return "meta"
         try:
-            flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+            flat = tensor.reshape(-1)
             if tensor.nbytes > most:
                 flat = flat[:: -(-tensor.nbytes // most)]
             data: Any = memoryview(flat.contiguous().cpu().view(torch.uint8).numpy())
-        except (RuntimeError, TypeError, NotImplementedError):  # sparse, quantized
+        except (RuntimeError, TypeError, NotImplementedError):  # sparse, quantized, lazily conjugated
             buffer = io.BytesIO()
             torch.save(tensor, buffer)
             data = buffer.getvalue()
@@ -309,21 +316,27 @@ def _scaler() -> Mapping[str, Any]:
     return {}
 
 
-def variables_of_the_script() -> Iterator[tuple[str, Any]]:
-    """The variables of its own functions that are being run, and the attributes of the objects of its own classes in them."""
-    frame: FrameType | None = sys._getframe(1)
-    seen: set[int] = set()
-    while frame is not None:
+def variables_of_the_script(modules: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The variables of its functions that run, and the attributes of the objects of its classes there, and of ``modules``."""
+    objects, frame = list(modules), sys._getframe(1)
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
         if not frame.f_code.co_filename.startswith(_LIBRARIES):
-            for name, value in list(frame.f_locals.items()):
-                if name.startswith("_") or isinstance(value, ModuleType | type):
-                    continue
-                yield name, value
-                where = getattr(sys.modules.get(type(value).__module__), "__file__", None)
-                if where and not where.startswith(_LIBRARIES) and id(value) not in seen:
-                    seen.add(id(value))
-                    yield from ((f"{name}.{key}", one) for key, one in vars(value).items() if not key.startswith("_"))
-        frame = frame.f_back
+            found = [
+                (name, one) for name, one in list(frame.f_locals.items()) if not isinstance(one, ModuleType | type)
+            ]
+            objects += found
+            yield from (item for item in found if not item[0].startswith("_"))
+    seen: set[int] = set()
+    for name, one in objects:
+        if id(one) not in seen and is_of_the_script(type(one)):
+            seen.add(id(one))
+            yield from ((f"{name}.{key}", value) for key, value in vars(one).items() if not key.startswith("_"))
+
+
+def is_of_the_script(kind: type) -> bool:
+    """Whether a class is none of an installed package."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return bool(file) and not str(file).startswith(_LIBRARIES) and hasattr(kind, "__dict__")
 
 
 def _copies(variables: Mapping[str, Any], parameters: list[Any], most: int) -> Iterator[tuple[str, list[str]]]:

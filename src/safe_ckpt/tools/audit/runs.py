@@ -114,8 +114,9 @@ def _stopped(runner: Runner, options: Options, whole: Sequence[Line]) -> tuple[l
         if any(path.is_file() for path in (options.folder / out).rglob("*")):
             starts = []
             for number in range(1, options.stops + 1):
-                within = options.within_save and number % 2 == 1 and number < options.stops
-                steps = options.until if number == options.stops else stop
+                ends = number == options.stops
+                steps = options.until if ends else max(1, (options.until - stop) // options.stops)
+                within = options.within_save and number % 2 == 1 and not ends
                 starts.append(runner.run(out, f"{out}-{number}", steps, options.resume_args, within=within))
             if last or not whole or place(whole, starts[0][min(starts[0])][0]):
                 return starts, stop
