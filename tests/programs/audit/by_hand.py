@@ -125,7 +125,7 @@ while True:
             step += 1
             for name, one in model.named_parameters():
                 average[name].mul_(0.9).add_(one.detach(), alpha=0.1)
-            if step == 6 and options.kind == "plain":
+            if step == 3 and options.kind == "plain":
                 body[3].requires_grad_(False)
         best = min(best, loss.item())
         if (step % 10 == 0 and step and micro == 1) or (step % 10 == 5 and micro == 0):

@@ -57,7 +57,7 @@ class Net(torch.nn.Module):
         for name, one in self.named_parameters():
             self.average.setdefault(name, one.detach().clone()).mul_(0.9).add_(one.detach(), alpha=0.1)
         self.seen += 8
-        if step == 6:
+        if step == 3:
             self.middle.requires_grad_(False)
 
     def own_state(self):

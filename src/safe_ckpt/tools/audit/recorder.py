@@ -279,7 +279,7 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple):
         for one in value:
             yield from _numbers(one, name)
-    elif hasattr(value, "__float__") and getattr(value, "size", 1) != 0:
+    elif name and hasattr(value, "__float__"):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # an array, a tensor without values
             yield name, float(value)
 
@@ -344,7 +344,9 @@ def _copies(variables: Mapping[str, Any], parameters: list[Any], most: int) -> I
     shapes, own = Counter(tuple(one.shape) for one in parameters), {_local(one).data_ptr() for one in parameters}
     for name, value in variables.items():
         if isinstance(value, Mapping | list | tuple) and len(value) >= len(parameters):
-            inside = list(tensors_of(value))
+            # In the order of the keys: a checkpoint of JSON may have another than the run.
+            ordered = [value[key] for key in sorted(value, key=str)] if isinstance(value, Mapping) else value
+            inside = list(tensors_of(ordered))
             whole = not shapes - Counter(tuple(one.shape) for one in inside)
             if whole and own.isdisjoint(_local(one).data_ptr() for one in inside if not one.is_sparse):
                 yield name, [digest(one, most) for one in inside]
