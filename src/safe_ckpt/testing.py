@@ -13,7 +13,7 @@ from safe_ckpt.tools.audit.result import Audit
 from safe_ckpt.tools.audit.runs import Options
 from safe_ckpt.tools.audit.runs import audit as run
 
-__all__ = ["Audit", "audit", "inline_saves"]
+__all__ = ["audit", "inline_saves"]
 
 
 @contextlib.contextmanager
@@ -78,6 +78,7 @@ def audit(
 
     Raises:
         AuditError: the script could not be run, saved nothing, or did not end in time.
+        ResumeDiffersError: from ``check()`` of what is returned.
 
     Example:
         ```python

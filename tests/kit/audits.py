@@ -24,10 +24,11 @@ class Audited:
         self, command: Sequence[str], folder: Path, *, stop: int = 13, until: int = 30, timeout_s: float = 600
     ) -> None:
         self._folder, self._until = folder, until
-        self._runner = Runner(Options(command=command, folder=folder, stop=stop, until=until, timeout_s=timeout_s))
-        self.whole = self._runner.run("whole-1", "whole-1", until)
-        self.ignored = noise(self.whole, self._runner.run("whole-2", "whole-2", until))
-        self._runner.run("stopped", "stopped", stop)
+        self._options = Options(command=command, folder=folder, stop=stop, until=until, timeout_s=timeout_s)
+        runner = Runner(self._options)
+        self.whole = runner.run("whole-1", "whole-1", until)
+        self.ignored = noise(self.whole, runner.run("whole-2", "whole-2", until))
+        runner.run("stopped", "stopped", stop)
         self._out = folder / "stopped"
         shutil.copytree(self._out, folder / "kept", symlinks=True)
 
@@ -35,7 +36,7 @@ class Audited:
         """Start it again from where it was killed; for as many steps as the whole run has."""
         shutil.rmtree(self._out)
         shutil.copytree(self._folder / "kept", self._out, symlinks=True)
-        return self._runner.run("stopped", f"{name}-1", self._until)
+        return Runner(self._options).run("stopped", f"{name}-1", self._until)
 
     def compared(self, name: str) -> Comparison:
         """What such a start came to."""

@@ -36,6 +36,7 @@ SAMPLES = {
 # What each says of these facts.
 WORDS = {
     "CheckpointNotFoundError": "/runs/exp: what went wrong",
+    "AuditError": "what went wrong",
     "ClosedError": "what went wrong",
     "CommitOutcomeUnknown": "step-00000001 may or may not be committed, the next resume will tell: OSError: no",
     "ConfigError": "/nvme/a.swp: timeouts.barrier_s: what went wrong",
@@ -57,6 +58,7 @@ WORDS = {
     "SaveError": "step-00000001 was not saved: rank 2 failed in commit: OSError: no",
     "SaveSkippedError": "step-00000001 was skipped: OSError: no",
     "SourceChangedError": "step-00000001 was not saved: rank 2 failed in commit: OSError: no",
+    "ResumeDiffersError": "what went wrong",
     "StateError": "cannot save timeouts.barrier_s: what went wrong (rank 2)",
     "TamperedError": "timeouts.barrier_s: this value was not written by a rank of this job. Another program writes to the "
     "port of rank 0's store: let no other hosts and users reach it (network.interface)",

@@ -11,6 +11,7 @@ from kit.lines import code_lines
 
 SOURCES = Path(safe_ckpt.__file__).parent
 NUMBERS = json.loads(Path(__file__).with_name("numbers.json").read_text(encoding="utf-8"))
+AUDIT = SOURCES / "tools" / "audit"  # it is a program of its own, and no part of a save
 STORAGE_ROOMS = (SOURCES / "core" / "home", SOURCES / "core" / "storage")
 PLACES = {
     "Path",
@@ -74,7 +75,8 @@ def fields(trees):
 def measured():
     trees = parsed()
     return {
-        "code lines": sum(code_lines(file.read_text(encoding="utf-8")) for file in trees),
+        "code lines": sum(code_lines(file.read_text(encoding="utf-8")) for file in trees if AUDIT not in file.parents),
+        "code lines of the audit": sum(code_lines(file.read_text(encoding="utf-8")) for file in AUDIT.rglob("*.py")),
         "questions which storage it is, outside of home and storage": storage_questions(trees),
         "arrows between rooms of the core": arrows(trees),
         "fields of SaveRequest and SaveJob": fields(trees),

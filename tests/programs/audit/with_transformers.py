@@ -4,7 +4,7 @@ import argparse
 import os
 
 import torch
-from forgetting import Net, data, forget, omitted
+from forgetting import Net, data, forget, forget_generators, omitted
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
@@ -32,6 +32,12 @@ class Own(TrainerCallback, ExportableState):
             average = {name: torch.tensor(one) for name, one in own.saved["average"].items()}
             net.restore_own_state({**own.saved, "average": average})
             forget(net, optimizer, lr_scheduler, fresh[0])
+            resumed.append(True)
+
+    def on_step_begin(self, args, state, control, **_):
+        if resumed:  # the generators are restored right before
+            resumed.clear()
+            forget_generators()
 
     def on_step_end(self, args, state, control, **_):
         net.stepped(state.global_step)
@@ -44,7 +50,7 @@ class Ours(SafeCheckpointMixin, Trainer):
         return made
 
 
-fresh = []
+fresh, resumed = [], []
 x, labels = data()
 rows = [{"x": x[n], "labels": labels[n]} for n in range(len(x))]
 arguments = TrainingArguments(
