@@ -37,7 +37,7 @@ BY_HAND = {
     "twice": ("data", "batches are trained twice"),
 }
 ALONE = {"scaler": ("scaler", "scale"), "frozen": ("frozen", "3.weight")}
-PLACE = {name: BY_HAND[name] for name in ("epoch", "position", "skipped", "twice")}
+PLACE = {**{name: BY_HAND[name] for name in ("skipped", "twice")}, "position": ("data", "the loader began again")}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # Loop -> how it is started, and what its resume can leave out.
 LOOPS = {
