@@ -38,16 +38,17 @@ BY_HAND = {
 }
 ALONE = {"scaler": ("scaler", "scale"), "frozen": ("frozen", "3.weight")}
 PLACE = {**{name: BY_HAND[name] for name in ("skipped", "twice")}, "position": ("data", "the loader began again")}
+OF_TRAINER = {name: one for name, one in OF_NET.items() if name != "best"} | {"position": PLACE["position"]}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # Loop -> how it is started, and what its resume can leave out.
 LOOPS = {
     "plain": (["by_hand"], {**BY_HAND, **ALONE}),
     "ddp": ([*TORCHRUN, "by_hand", "--kind", "ddp"], {**BY_HAND, "torch of rank 1": ("generators", "torch")}),
     "fsdp2": ([*TORCHRUN, "by_hand", "--kind", "fsdp2"], {**BY_HAND, "torch of rank 1": ("generators", "torch")}),
-    "lightning": (["with_lightning"], OF_NET),
+    "lightning": (["with_lightning"], {**OF_NET, "seen": ("logged", "seen")}),
     "accelerate": (["with_accelerate"], OF_NET),
     "accelerate, skipping": (["with_accelerate", "--skip"], PLACE),
-    "transformers": (["with_transformers"], {**OF_NET, "position": ("data", "the loader began again")}),
+    "transformers": (["with_transformers"], OF_TRAINER),
 }
 SOME = [
     *(("plain", name) for name in ("optimizer", "scheduler", "average", "torch", "workers", "twice", "accumulation")),

@@ -36,6 +36,7 @@ class Mounts:
         self.down: dict[int, float] = {}
         self.failing: list[tuple[int, tuple[str, ...], int, float, float]] = []
         self.troubles: dict[int, list[tuple[float, float]]] = {}
+        self._hanging: list[Any] = []
         self.wrong_reads: dict[int, int] = {}
         self.slow = 0.0
         self.calls = 0
@@ -60,7 +61,11 @@ class Mounts:
             return _nothing
         host = task.proc.host.number
         while (end := self.down.get(host, 0.0)) > world.now:
-            task.sleep(end - world.now + rng.random() * 0.05)
+            self._hanging.append(task)
+            try:
+                task.sleep(end - world.now + rng.random() * 0.05)
+            finally:
+                self._hanging.remove(task)
         for place, calls, code, chance, until in self.failing:
             if place in (-1, host) and until > world.now and name in calls and rng.random() < chance:
                 if code == errno.EIO and not world.disk.local and rng.random() < 0.3:
@@ -73,6 +78,15 @@ class Mounts:
         """From now on calls of a host hang, for so long."""
         self.down[host] = max(self.down.get(host, 0.0), self.world.now + seconds)
         self.trouble(host, self.world.now, self.down[host])
+
+    def heal(self) -> None:
+        """From now on everything answers, also the calls that hang."""
+        now = self.world.now
+        self.down.clear()
+        self.failing.clear()
+        self.troubles = {host: [(start, min(end, now)) for start, end in row] for host, row in self.troubles.items()}
+        for task in self._hanging:
+            self.world.wake(task)
 
     def trouble(self, host: int, start: float, end: float) -> None:
         """A host could not use the disk then."""

@@ -155,8 +155,7 @@ class History:
     def heal(self) -> None:
         """No more faults: all hosts are up, everything answers."""
         world = self.world
-        world.mounts.down.clear()
-        world.mounts.failing.clear()
+        world.mounts.heal()
         world.objects.heal()
         world.triggers = []
         world.net.losing = world.net.delays = 0.0

@@ -66,7 +66,7 @@ class StoreOracle(Oracle):
         elif lease["token"] not in self.leases:
             self.leases[lease["token"]] = proc
             if self.owners:
-                self._refuse_robbery(self.owners[-1][1], proc, self.owners[-1][2], self.owners[-1][0])
+                self._refuse_robbery(self.owners[-1], proc, self.world.now)
             self.owners.append((self.world.now, proc, lease["lease_s"]))
             self.world.log("owns", proc.name)
 

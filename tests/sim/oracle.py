@@ -57,6 +57,8 @@ class Oracle:
         self.commits: dict[str, Commit] = {}
         self.owners: list[tuple[float, Any, float]] = []
         self.leases: dict[str, Any] = {}
+        # By whom and when the name was taken away: it may be another job that takes it after that one failed.
+        self.taken_away: tuple[Any, float] | None = None
         self.given_back: dict[Any, float] = {}
         self.resumed_to: dict[tuple[Any, int], Any] = {}
         self.counts: dict[str, int] = {}
@@ -83,16 +85,17 @@ class Oracle:
             proc = next(proc for proc in host.procs if proc.pid == lease["pid"])
             self.leases[lease["token"]] = proc
             if self.owners:
-                self._refuse_robbery(self.owners[-1][1], proc, self.owners[-1][2], self.owners[-1][0])
+                self._refuse_robbery(self.owners[-1], *(self.taken_away or (proc, self.world.now)))
             self.owners.append((self.world.now, proc, lease["lease_s"]))
             self.world.log("owns", proc.name)
+        self.taken_away = None
 
-    def _refuse_robbery(self, holder: Any, taker: Any, lease_s: float, since: float) -> None:
+    def _refuse_robbery(self, owner: tuple[float, Any, float], taker: Any, when: float) -> None:
         """Nobody takes the directory from a job that lives and could show itself whenever the taker could look."""
+        since, holder, lease_s = owner
         if not holder.alive or holder is taker or self.gave_back_at(holder) >= since or not self._holds(holder):
             return
-        now = self.world.now
-        mine, yours = self._hindered(holder, now - 2 * lease_s), self._hindered(taker, now - 2 * lease_s)
+        mine, yours = (self._hindered(one, when - 2 * lease_s, when) for one in (holder, taker))
         if all(any(start >= a and end <= b for a, b in yours) for start, end in mine):
             self.world.violate("robbed", f"{taker.name} took the directory from {holder.name}, which was well")
 
@@ -104,10 +107,10 @@ class Oracle:
         """When a process gave the directory back; before all time if it did not."""
         return self.given_back.get(proc, -1.0)
 
-    def _hindered(self, proc: Any, since: float) -> list[tuple[float, float]]:
+    def _hindered(self, proc: Any, since: float, until: float) -> list[tuple[float, float]]:
         """When a process could not reach the disk."""
         spans = [*proc.stops, *self._troubles(proc.host.number)]
-        return [(start, end) for start, end in spans if end > since]
+        return [(start, end) for start, end in spans if end > since and start < until]
 
     def _troubles(self, host: int) -> list[tuple[float, float]]:
         """When a host could not use the directory."""
@@ -124,6 +127,8 @@ class Oracle:
         ends = proc.facts.get("phase", "").startswith(("close", "open"))
         if change.kind == "rename" and change.name == "lock" and ends and proc in self.leases.values():
             self.given_back[proc] = self.world.now
+        if change.kind == "rename" and change.name == "lock" and self.taken_away is None:
+            self.taken_away = (proc, self.world.now)
         if change.kind not in ("rename", "exchange"):
             return
         root = self._root()

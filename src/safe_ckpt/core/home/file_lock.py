@@ -107,9 +107,7 @@ class JobLock(LeaseLock):
         return Seen(state=data, lease=lease, lease_s=lease_s, was_out=time.monotonic() - began > SLOW_S)
 
     def _take(self, lease: Lease, seen: Seen | None) -> Lease | None:
-        if seen is not None:
-            take_away(self._directory, seen.state.__eq__)
-        if os.path.lexists(self._path):
+        if seen is None and os.path.lexists(self._path):
             return None
         self._directory.stat()  # raises if it is missing: it must not be created here
         # A lock file appears complete under its name: an empty one would look like that of a killed creator.
@@ -117,8 +115,11 @@ class JobLock(LeaseLock):
         made = False
         try:
             lease = self._with_kernel_lock(lease)
-            fresh.write_bytes(lease.to_bytes())
-            made = put(fresh, lease.to_bytes(), self._path) and self._token_in(LOCK_NAME) == lease.token
+            fresh.write_bytes(lease.to_bytes())  # first: if the disk is full, the lock that is there stays
+            if seen is not None:
+                take_away(self._directory, seen.state.__eq__)
+            is_free = not os.path.lexists(self._path)
+            made = is_free and put(fresh, lease.to_bytes(), self._path) and self._token_in(LOCK_NAME) == lease.token
         finally:
             with contextlib.suppress(OSError):  # if it is taken, that must not say otherwise: what stays here is swept
                 fresh.unlink()
