@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -238,6 +239,20 @@ def test_a_disk_that_refuses_the_lock_file_is_a_typed_error(tmp_path):
     lock.acquire()
     lock.release()
     assert Path(tmp_path / "missing").exists()
+
+
+def test_a_start_that_cannot_write_its_lock_takes_none_away(tmp_path):
+    """On a disk without room the lock of a silent job stays: it may only have been stopped, and goes on."""
+    record = of_elsewhere(lease_s=0.5).to_bytes()
+    (tmp_path / "lock").write_bytes(record)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # each write fails, with EFBIG
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            lock_in(tmp_path, lease_s=0.5).acquire(patience_s=10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "lock").read_bytes() == record
 
 
 def test_lock_files_left_by_killed_contenders_are_swept(tmp_path):
