@@ -19,6 +19,7 @@ import signal
 import sys
 import sysconfig
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import ModuleSpec
@@ -32,7 +33,7 @@ except ImportError:  # the script's environment is not ours
 
 SMALL_BYTES = 10 << 20
 """Up to so much state every byte is digested; above, values that lie evenly over each tensor."""
-_LOOK_EVERY = 50
+_LOOKS = {4**power for power in range(12)}  # steps; each takes as long as a look at all objects of the process
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, _OURS, "<frozen")
 # Where numbers are logged: module -> class and method.
@@ -103,6 +104,8 @@ class Recorder:
         from torch.nn.modules import module
         from torch.optim import optimizer
 
+        # What torch says of such hooks where a module is compiled: they do nothing while it is traced.
+        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
         module.register_module_forward_pre_hook(self._called)
         module.register_module_forward_hook(self._returned, always_call=True)
         optimizer.register_optimizer_step_pre_hook(self._before)
@@ -145,7 +148,7 @@ class Recorder:
             self._pid, self._step, self._file = os.getpid(), 0, None
         self._step += 1
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        if self._step % _LOOK_EVERY == 1 or not set(map(id, parameters)) <= self._names.keys():
+        if self._step in _LOOKS or not set(map(id, parameters)) <= self._names.keys():
             self._look_around(parameters)
         self._line = {"step": self._step, "rank": _rank(), **self._of(optimizer, parameters)}
 
