@@ -205,8 +205,12 @@ def _how(category: str, rows: Sequence[str], whole: Sequence[Line], number: int,
         )
     if category in ("groups", "calls", "scaler", "logged", "frozen"):
         name = category if category == "calls" else f"{category}.{rows[0]}"
-        return f"{theirs.get(name)} instead of {ours.get(name)}", means
+        return f"{_short(theirs.get(name))} instead of {_short(ours.get(name))}", means
     return "", means
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _where(whole: Sequence[Line], batch: Sequence[str], number: int) -> tuple[str, str] | None:
