@@ -27,6 +27,7 @@ class Mounts:
 
     Attributes:
         down: until when calls of a host hang, by host number.
+        full: when nothing new could be written; who only looks is not hindered.
         failing: errors that are due: (host number or -1, calls, errno, chance, until).
         answers_lost: until when a host's changes may be done and still fail, by host number.
     """
@@ -36,6 +37,7 @@ class Mounts:
         self.down: dict[int, float] = {}
         self.failing: list[tuple[int, tuple[str, ...], int, float, float]] = []
         self.troubles: dict[int, list[tuple[float, float]]] = {}
+        self.full: list[tuple[float, float]] = []
         self._hanging: list[Any] = []
         self.wrong_reads: dict[int, int] = {}
         self.slow = 0.0

@@ -96,6 +96,7 @@ class Oracle:
         if not holder.alive or holder is taker or self.gave_back_at(holder) >= since or not self._holds(holder):
             return
         mine, yours = (self._hindered(one, when - 2 * lease_s, when) for one in (holder, taker))
+        mine += [span for span in self.world.mounts.full if span[1] > when - 2 * lease_s and span[0] < when]
         if all(any(start >= a and end <= b for a, b in yours) for start, end in mine):
             self.world.violate("robbed", f"{taker.name} took the directory from {holder.name}, which was well")
 

@@ -154,8 +154,7 @@ class Fault:
     def _full(self, history: Any, host: Any, proc: Proc | None) -> None:
         disk = history.world.disk
         disk.free_bytes = 0
-        for one in history.world.hosts:
-            history.world.mounts.trouble(one.number, history.world.now, history.world.now + self.length_s)
+        history.world.mounts.full.append((history.world.now, history.world.now + self.length_s))
         history.world.at(history.world.now + self.length_s, setattr, disk, "free_bytes", 1 << 40)
 
     def _answer_lost(self, history: Any, host: Any, proc: Proc | None) -> None:
