@@ -115,7 +115,7 @@ def _stopped(runner: Runner, options: Options, whole: Sequence[Line]) -> tuple[l
             starts = []
             for number in range(1, options.stops + 1):
                 ends = number == options.stops
-                steps = options.until if ends else max(1, (options.until - stop) // options.stops)
+                steps = options.until if ends else max(1, (options.until - stop) // (2 * options.stops))
                 within = options.within_save and number % 2 == 1 and not ends
                 starts.append(runner.run(out, f"{out}-{number}", steps, options.resume_args, within=within))
             if last or not whole or place(whole, starts[0][min(starts[0])][0]):
@@ -152,7 +152,9 @@ class Runner:
         target.mkdir(exist_ok=True)
         path = os.pathsep.join([str(_HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
         own = {"PYTHONPATH": path, "SAFE_CKPT_AUDIT": str(records), "SAFE_CKPT_AUDIT_ID": marker}
-        own["SAFE_CKPT_AUDIT_STOP"] = str(0 if within else steps)
+        own["SAFE_CKPT_AUDIT_STOP"] = str(
+            2 * steps if within else steps
+        )  # a fast script may not leave what is compared
         command = [part.replace(OUT, str(target)) for part in options.command] + list(more)
         with log.open("wb") as output:
             try:
@@ -191,7 +193,7 @@ class Runner:
                 now = {(str(path), path.stat().st_mtime_ns) for path in changing.rglob("*") if path.exists()}
                 if now != (before := before or now):
                     return True
-            elif any(not _runs(pid) for pid in reached):
+            if any(not _runs(pid) for pid in reached):
                 return True
             if not running:
                 return False
