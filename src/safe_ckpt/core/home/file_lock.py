@@ -118,7 +118,7 @@ class JobLock(LeaseLock):
             fresh.write_bytes(lease.to_bytes())  # first: if the disk is full, the lock that is there stays
             if seen is not None:
                 take_away(self._directory, seen.state.__eq__)
-            is_free = not os.path.lexists(self._path)
+            is_free = seen is None or not os.path.lexists(self._path)
             made = is_free and put(fresh, lease.to_bytes(), self._path) and self._token_in(LOCK_NAME) == lease.token
         finally:
             with contextlib.suppress(OSError):  # if it is taken, that must not say otherwise: what stays here is swept
