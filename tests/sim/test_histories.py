@@ -27,7 +27,7 @@ SEEDS_OF_PLANTED = {
     "a lost answer of a rename is a failure": 380,
     "nothing is repaired at the start": 619,
     "a commit whose sync failed stays": 860,
-    "another format is believed at one read": 287,
+    "another format is believed at one read": 93,
     "a verdict that did not come is a failure": 69,
     "the old one is deleted, then replaced": 7,
     "a checkpoint is deleted where it stands": 1476,
