@@ -45,7 +45,4 @@ class Audited:
 
 def named(comparison: Comparison) -> dict[str, Finding]:
     """Category -> the first finding of it."""
-    found: dict[str, Finding] = {}
-    for finding in comparison.findings:
-        found.setdefault(finding.category, finding)
-    return found
+    return {finding.category: finding for finding in reversed(comparison.findings)}

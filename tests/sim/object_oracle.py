@@ -53,6 +53,9 @@ class StoreOracle(Oracle):
         if one is not None and f"{one.node}/{MANIFEST}" == key:
             one.deleted = True
 
+    def _full(self) -> list[tuple[float, float]]:
+        return []  # a store has room
+
     def _troubles(self, host: int) -> list[tuple[float, float]]:
         return list(self.world.objects.troubles.get(host, ()))
 

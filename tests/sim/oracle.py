@@ -96,7 +96,7 @@ class Oracle:
         if not holder.alive or holder is taker or self.gave_back_at(holder) >= since or not self._holds(holder):
             return
         mine, yours = (self._hindered(one, when - 2 * lease_s, when) for one in (holder, taker))
-        mine += [span for span in self.world.mounts.full if span[1] > when - 2 * lease_s and span[0] < when]
+        mine += [span for span in self._full() if span[1] > when - 2 * lease_s and span[0] < when]
         if all(any(start >= a and end <= b for a, b in yours) for start, end in mine):
             self.world.violate("robbed", f"{taker.name} took the directory from {holder.name}, which was well")
 
@@ -112,6 +112,10 @@ class Oracle:
         """When a process could not reach the disk."""
         spans = [*proc.stops, *self._troubles(proc.host.number)]
         return [(start, end) for start, end in spans if end > since and start < until]
+
+    def _full(self) -> list[tuple[float, float]]:
+        """When nothing new could be written."""
+        return list(self.world.mounts.full)
 
     def _troubles(self, host: int) -> list[tuple[float, float]]:
         """When a host could not use the directory."""

@@ -51,8 +51,6 @@ def audit(
             progress.update(tasks[name], completed=steps)
 
         try:
-            if folder is not None and folder.exists() and any(folder.iterdir()):
-                raise AuditError(message=f"{folder} is not empty: name another folder")
             options = Options(
                 command=command, folder=folder or Path(made), resume_args=shlex.split(resume_args), stop=stop, stops=stops,
                 within_save=within_save, until=until, timeout_s=timeout_s, told=told,

@@ -124,16 +124,7 @@ def compare(whole: Run, resumed: Run, ignored: frozenset[str]) -> Comparison:
     at = place(whole[first], resumed[first][0])
     if not at:
         how = "no step of the run that was not stopped has them" if at is None else "the start began at the beginning"
-        lost = Finding(
-            category="weights",
-            names=("weights",),
-            step=1,
-            resumed_at=1,
-            rank=first,
-            detail=how,
-            means=MEANS["weights"][1],
-        )
-        return Comparison(findings=(lost,))
+        return Comparison(findings=(_of_start("weights", ["weights"], first, how),))
     findings: dict[str, Finding] = {}
     notes: dict[str, None] = {}
     steps = 0
@@ -247,10 +238,11 @@ def without_equality(resumed: Run) -> tuple[Finding, ...]:
         names = [{name.split(".")[1] for name in line["values"] if name.startswith("state.")} for line in (first, last)]
         lost = sorted((names[1] - names[0]) | (set(first["zero"]) - set(last["zero"])))
         if lost:
-            detail, means = "missing or zero", MEANS["state"][1]
-            found.append(
-                Finding(
-                    category="state", names=tuple(lost), step=1, resumed_at=1, rank=rank, detail=detail, means=means
-                )
-            )
+            found.append(_of_start("state", lost, rank, "missing or zero"))
     return tuple(found)
+
+
+def _of_start(category: str, names: Sequence[str], rank: int, detail: str) -> Finding:
+    """A finding of a start that lies beside no step of the whole run."""
+    means = MEANS[category][1]
+    return Finding(category=category, names=tuple(names), step=1, resumed_at=1, rank=rank, detail=detail, means=means)

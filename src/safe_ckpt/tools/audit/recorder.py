@@ -1,7 +1,7 @@
 """Within an audited process: a line for each optimizer step. Imports nothing of safe_ckpt, and torch only after the script.
 
-``watch`` is called when Python starts. Once the script has imported torch, its public global hooks are registered: before each
-optimizer step a line of digests tells what the step sees, as name -> value; a name begins with its category, see ``compare``.
+``watch`` is called when Python starts. Once the script has imported torch, its public global hooks are registered: a line of
+digests for each optimizer step tells what it sees, as name -> value; a name begins with its category, see ``compare``.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ class Recorder:
         self._own = [(name, one) for name, one in named if is_of_the_script(type(one))]
 
     def _of(self, optimizer: Any, parameters: list[Any]) -> dict[str, Any]:
-        size, most = 3 * sum(one.nbytes for one in parameters), SMALL_BYTES
-        self._most = most = most if size <= most else max(256, most // (3 * len(parameters)))
+        is_small = 3 * sum(one.nbytes for one in parameters) <= SMALL_BYTES
+        self._most = most = SMALL_BYTES if is_small else max(256, SMALL_BYTES // (3 * len(parameters)))
         found: dict[str, Any] = {}
         zero: dict[str, bool] = {}
         for one in parameters:
@@ -207,7 +207,6 @@ class Recorder:
         found |= {f"copies.{name}": one for name, one in _copies(variables, parameters, most)}
         found |= {f"scaler.{name}": one for name, one in _scaler().items()}
         return {
-            "optimizer": type(optimizer).__name__,
             "values": found,
             "zero": [key for key, is_zero in zero.items() if is_zero],
             "variables": {name: one for name, one in variables.items() if isinstance(one, bool | int | float)},

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from safe_ckpt.errors import AuditError
+from safe_ckpt.machine import process_state
 from safe_ckpt.tools.audit.compare import (
     MEANS,
     Line,
@@ -61,6 +62,8 @@ class Options:
     told: Told = lambda *_: None
 
     def __post_init__(self) -> None:
+        if self.folder.exists() and any(self.folder.iterdir()):
+            raise AuditError(message=f"{self.folder} is not empty: name another folder")
         if not any(OUT in part for part in self.command):
             raise AuditError(
                 message=f"write {OUT} where the command names the folder of its checkpoints: each run needs one of its own"
@@ -150,11 +153,7 @@ class Runner:
         records, target, log = (options.folder / one for one in (f"{name}.steps", out, f"{name}.log"))
         records.mkdir(parents=True)
         target.mkdir(exist_ok=True)
-        path = os.pathsep.join([str(_HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
-        own = {"PYTHONPATH": path, "SAFE_CKPT_AUDIT": str(records), "SAFE_CKPT_AUDIT_ID": marker}
-        own["SAFE_CKPT_AUDIT_STOP"] = str(
-            2 * steps if within else steps
-        )  # a fast script may not leave what is compared
+        own = _environment(records, marker, 2 * steps if within else steps)  # none may leave what is compared
         command = [part.replace(OUT, str(target)) for part in options.command] + list(more)
         with log.open("wb") as output:
             try:
@@ -164,7 +163,7 @@ class Runner:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    env={**os.environ, **own},
+                    env=own,
                 )
             except OSError as error:
                 raise AuditError(message=f"{command[0]} could not be started: {error}") from error
@@ -202,16 +201,20 @@ class Runner:
             time.sleep(_POLL_S)
 
 
+def _environment(records: Path, marker: str, stop: int) -> dict[str, str]:
+    """What has a process, and all that it starts, look in, and be found."""
+    path = os.pathsep.join([str(_HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = {"PYTHONPATH": path, "SAFE_CKPT_AUDIT": str(records), "SAFE_CKPT_AUDIT_ID": marker}
+    return {**os.environ, **own, "SAFE_CKPT_AUDIT_STOP": str(stop)}
+
+
 def _failed(why: str, log: Path) -> NoReturn:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
     raise AuditError(message="\n  ".join([f"{why}; the last lines of {log}:", *lines]))
 
 
 def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return process_state(pid) not in ("", "Z", "X")
 
 
 def _kill(process: subprocess.Popen[bytes], marker: str) -> None:
