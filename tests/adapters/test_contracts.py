@@ -298,6 +298,7 @@ ELSEWHERE = {
         ],
         "test_lightning_contract.py",
     ),
+    "_LoggerConnector": "test_audit.py",
     **dict.fromkeys(["_current_fx_name"], "test_lightning_hooks.py"),
     **dict.fromkeys(["_log_artifacts", "_log_checkpoints", "_log_model"], "test_transformers_callbacks.py"),
 }

@@ -376,7 +376,7 @@ def test_a_checkpoint_that_one_rank_cannot_see_is_not_treated_as_corrupt(tmp_pat
 
 def _close_at_once(rank, path):
     slow = WriterConfig(chunk_bytes=4096, flush_every_bytes=4096, direct_io="off")
-    config = CheckpointConfig(timeouts=replace(QUICK, shutdown_s=1), writer=slow)
+    config = CheckpointConfig(timeouts=replace(QUICK, shutdown_s=2.5), writer=slow)
     ckpt = Checkpointer(path, config)
     handle = ckpt.save(
         1, {"m": {"w": torch.zeros(8_000_000)}, "own": PerRank({"t": torch.zeros(16_000_000 * rank + 1)})}
@@ -390,7 +390,7 @@ def test_nobody_gives_up_while_another_rank_moves_bytes(tmp_path):
     """All ranks close at once; one has written its part long before the other, who takes longer than shutdown_s: committed."""
     for step, seconds in values(spawn_ranks(_close_at_once, 2, tmp_path)):
         assert step == 1
-        assert seconds > 1.1
+        assert seconds > 2.6
 
 
 def _interrupt_the_copy(rank, folder):

@@ -311,7 +311,7 @@ def _scaler() -> Mapping[str, Any]:
     """The state of the GradScaler that calls this step."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        scaler = frame.f_locals.get("self") if frame.f_code.co_name in ("step", "_maybe_opt_step") else None
+        scaler = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
         if scaler is not None and type(scaler).__name__.endswith("GradScaler"):
             return dict(_plain(scaler.state_dict()))
         frame = frame.f_back
