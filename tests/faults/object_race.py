@@ -49,7 +49,10 @@ def _try(root, elsewhere):
 def races(url, options, rounds, *, elsewhere):
     """So many races. Returns how many there were of each outcome."""
     context = multiprocessing.get_context("spawn")
-    meet, outcomes = context.Barrier(PROCESSES), context.SimpleQueue()  # a Queue's thread may come too late for os._exit
+    meet, outcomes = (
+        context.Barrier(PROCESSES),
+        context.SimpleQueue(),
+    )  # a Queue's thread may come too late for os._exit
     arguments = (url, options, elsewhere, meet, outcomes, rounds)
     processes = [context.Process(target=_want, args=arguments) for _ in range(PROCESSES)]
     for process in processes:
