@@ -49,7 +49,7 @@ def _many(name: str, kind: runner.Kind, options: argparse.Namespace) -> int:
     for result in runner.many(kind, range(options.first, options.first + options.count), options.processes):
         total.add(result)
         if result.verdict.wrong:
-            print("\n".join(runner.lines_of(result)), flush=True)
+            print(f"{name}: seed {result.seed}: {result.verdict.wrong}", flush=True)
         if time.monotonic() - told > 60:
             told = time.monotonic()
             print(f"{name}: {total.programs} of {options.count}", flush=True)

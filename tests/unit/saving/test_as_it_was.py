@@ -61,6 +61,20 @@ def test_views_of_one_memory_as_other_types_are_saved_and_one_of_them_conjugated
     assert torch.equal(loaded["imag"], numbers.conj().imag)
 
 
+def test_views_of_one_memory_as_other_types_are_saved_though_one_requires_a_gradient(tmp_path):
+    """Beside its bytes, a tensor that requires a gradient comes back requiring it; stock torch.load reads both."""
+    numbers = torch.ones(3, requires_grad=True)
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"state": {"numbers": numbers, "bytes": numbers.detach().view(torch.uint8), "count": 1}}).result()
+        into = {"state": None}
+        ckpt.resume(into)
+    for found in (into["state"], torch.load(tmp_path / "step-00000001" / "state.pt", weights_only=True)):
+        assert found["numbers"].requires_grad
+        assert found["numbers"].is_leaf
+        assert torch.equal(found["numbers"], numbers)
+        assert found["bytes"].data_ptr() == found["numbers"].data_ptr()
+
+
 class Masked(torch.nn.Module):
     """49 bytes in front of two MiB of floats."""
 

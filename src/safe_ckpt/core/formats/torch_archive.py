@@ -113,7 +113,10 @@ def saved_bytes(obj: object, *, strict: bool, key: str) -> bytes:
     """
     pickle_state(obj, strict=strict, key=key)  # says what cannot be saved, and where it is
     buffer = io.BytesIO()
-    torch.save(_without_empty_bytes(obj) if strict else obj, buffer)
+    try:
+        torch.save(_without_empty_bytes(obj) if strict else obj, buffer)
+    except Exception as error:  # several dtypes of one memory, which only our own archive has
+        raise StateError(key=key, message=str(error)) from error
     return buffer.getvalue()
 
 
@@ -172,6 +175,10 @@ class _Pickler(pickle.Pickler):
         left: tuple[Any, ...] = ()
         if is_unresolved(obj):
             left = (torch._utils.get_tensor_metadata(obj),)  # type: ignore[no-untyped-call]
+        if self._untyped and obj.requires_grad:  # which the reader would set before it gives the tensor its memory
+            inner = (storage, *facts[:3], False, hooks, obj.dtype, *left)
+            facts_of_type = (torch._utils._rebuild_tensor_v3, torch.Tensor, inner, {"requires_grad": True})
+            return torch._tensor._rebuild_from_type_v2, facts_of_type
         if self._untyped:
             return torch._utils._rebuild_tensor_v3, (storage, *facts, obj.dtype, *left)
         if obj.dtype not in STORAGES:

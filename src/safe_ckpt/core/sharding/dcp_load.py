@@ -12,7 +12,7 @@ import dataclasses
 import io
 import logging
 import pickle
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -36,14 +36,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 ADMITTED: tuple[type, ...] = (io.BytesIO,)
 """Besides what ``torch.load(weights_only=True)`` admits and arrays: classes of which making one runs their own code alone."""
-_PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None), torch.Tensor, torch.nn.Parameter})
+_LEAVES = frozenset({int, float, str, bool, bytes, complex, type(None)})
+_PLAIN = _LEAVES | {torch.Tensor, torch.nn.Parameter, dict, list, tuple}
 NOWHERE = (
     "entries are not loaded, as the state dict has no place for them: %s. If they are an optimizer's: it has places from its "
     "first step on. Hand over the optimizer itself, which is restored whole, or call get_optimizer_state_dict while no "
     "gradient is there: optimizer.zero_grad()"
 )
 ANEW = "entries are not in it, as the optimizer had no state of these parameters: %s. It begins anew with them"
-_judged: set[type] = set()
+_judged: set[frozenset[type]] = set()
 _told: set[tuple[str, ...]] = set()
 _MISFITS = (RuntimeError, ValueError, KeyError, AssertionError)
 
@@ -201,25 +202,49 @@ def warn_of(folder: Path, text: str, names: Sequence[str]) -> None:
 
 
 def warn_of_refused(state: object) -> None:
-    """Log, once for each class, that ``Loading`` will refuse what is saved."""
-    for leaf in dtensor.leaves(state):
-        kind = type(leaf)
-        if kind in _PLAIN or kind in _judged or isinstance(leaf, torch.Tensor):
+    """Log, once for each mixture of classes, that ``Loading`` will refuse what is saved."""
+    for one, kinds in _objects(state):
+        if kinds <= _PLAIN or kinds in _judged:
             continue
-        _judged.add(kind)
+        _judged.add(kinds)
         buffer = io.BytesIO()
         try:
-            torch.save(leaf, buffer)
+            torch.save(one, buffer)
             buffer.seek(0)
             load_data(buffer, ADMITTED)
         except pickle.UnpicklingError:
             text = (
-                "the state has a %s.%s, which a load will refuse, as reading it runs code of its class. If that is yours, "
+                "the state has a %s, which a load will refuse, as reading it runs code of its class. If that is yours, "
                 "call torch.serialization.add_safe_globals([...]) with it at the start of the script, or leave it out"
             )
-            logger.warning(text, kind.__module__, kind.__qualname__)
+            logger.warning(text, " with a ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds - _PLAIN)))
         except Exception as error:  # the save itself says what is wrong
-            logger.debug("%s was not looked at: %s", kind, error)
+            logger.debug("%s was not looked at: %s", kinds, error)
+
+
+def _objects(state: object) -> Iterator[tuple[object, frozenset[type]]]:
+    """What DCP pickles, with the classes of all that is in it: whatever is no tensor, and not in mappings alone."""
+    waiting, seen = [state], set[int]()
+    while waiting:
+        inner = waiting.pop()
+        if type(inner) in _LEAVES or isinstance(inner, torch.Tensor) or id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        if isinstance(inner, Mapping):
+            waiting.extend(inner.values())
+        else:
+            yield inner, _classes_in(inner)
+
+
+def _classes_in(value: object) -> frozenset[type]:
+    found, waiting, seen = set[type](), [value], set[int]()
+    while waiting:
+        inner = waiting.pop()
+        found.add(type(inner))
+        if type(inner) not in _LEAVES and isinstance(inner, Mapping | list | tuple) and id(inner) not in seen:
+            seen.add(id(inner))
+            waiting.extend(inner.values() if isinstance(inner, Mapping) else inner)
+    return frozenset(found)
 
 
 class _Checks:
