@@ -20,6 +20,7 @@ def main() -> int:
         "--fixed", default="", help="with --seed: choices, such as workers=2,accumulate=0 (the option's number)"
     )
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--until-wrong", action="store_true", help="stop at the first that is")
     parser.add_argument("--coverage", action="store_true", help="print how often each option was taken")
     options = parser.parse_args()
     known = runner.kinds()
@@ -50,6 +51,8 @@ def _many(name: str, kind: runner.Kind, options: argparse.Namespace) -> int:
         total.add(result)
         if result.verdict.wrong:
             print(f"{name}: seed {result.seed}: {result.verdict.wrong}", flush=True)
+            if options.until_wrong:
+                break
         if time.monotonic() - told > 60:
             told = time.monotonic()
             print(f"{name}: {total.programs} of {options.count}", flush=True)

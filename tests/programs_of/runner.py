@@ -130,7 +130,8 @@ def lines_of(result: Result, *, every: bool = False) -> list[str]:
     rows = [f"  {name} = {told}" for name, told in result.told.items() if every or result.made[name]]
     verdict = result.verdict
     said = [f"  WRONG {verdict.wrong}"] if verdict.wrong else [f"  {verdict.came_to}"]
-    return [f"seed {result.seed} ({result.took_s:.1f} s)", *rows, *said, *([verdict.detail] if verdict.detail else [])]
+    lines = [f"seed {result.seed} ({result.took_s:.1f} s)", *rows, *said, *([verdict.detail] if verdict.detail else [])]
+    return [line.encode(errors="backslashreplace").decode() for line in lines]
 
 
 def kinds() -> dict[str, Callable[[], Any]]:

@@ -69,7 +69,8 @@ class Trees:
 
     def tensors(self, name: str, count: int) -> dict[str, torch.Tensor]:
         """A mapping of tensors only, as a state dict is."""
-        return {self._key(f"{name}.{n}", n): self._tensor(f"{name}.{n}", 0) for n in range(count)}
+        made = {self._key(f"{name}.{n}", n): self._tensor(f"{name}.{n}", 0) for n in range(count)}
+        return self._draw.among(f"{name}/mapping of tensors", dict, OrderedDict)(made)  # type: ignore[no-any-return]
 
     def _inner(self, name: str, depth: int) -> list[Any]:
         return [self.tree(f"{name}.{n}", depth - 1) for n in range(self._draw.number(f"{name}/count", 0, 3))]
@@ -139,8 +140,10 @@ class Trees:
         made = self.numbers(name, shape, dtype)
         how = self._draw.among(
             f"{name}/layout", _as_is, _as_is, _turned, _strided, _expanded, _channels_last, _behind, _conjugated, _negated,
-            _sparse, _csr, _parameter, _needs_gradient, _on_meta, _subclass, _with_attribute, _frozen_parameter,
+            _sparse, _csr, _parameter, _needs_gradient, _with_attribute, _frozen_parameter,
         )  # fmt: skip
+        if self._draw.flag(f"{name}/odd", of=25):  # most saves refuse them
+            how = self._draw.among(f"{name}/how odd", _subclass, _on_meta)
         found = how(made)
         again = self._draw.among(f"{name}/again", "", "", "", "same", "view", "part", "bytes")
         if again and self._tensors:

@@ -75,6 +75,18 @@ def test_views_of_one_memory_as_other_types_are_saved_though_one_requires_a_grad
         assert found["bytes"].data_ptr() == found["numbers"].data_ptr()
 
 
+def test_numbers_of_eight_bits_that_require_a_gradient_come_back_requiring_it(tmp_path):
+    """Beside something that is no tensor; stock torch.load reads them, which it does not from its own torch.save."""
+    eight = torch.ones(3).to(torch.float8_e4m3fn).requires_grad_()
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"state": {"eight": eight, "set": {1}}}).result()
+        into = {"state": None}
+        ckpt.resume(into)
+    for found in (into["state"], torch.load(tmp_path / "step-00000001" / "state.pt", weights_only=True)):
+        assert (found["eight"].dtype, found["eight"].requires_grad) == (torch.float8_e4m3fn, True)
+        assert torch.equal(found["eight"].float(), torch.ones(3))
+
+
 class Masked(torch.nn.Module):
     """49 bytes in front of two MiB of floats."""
 

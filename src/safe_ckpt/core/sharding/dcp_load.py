@@ -223,15 +223,20 @@ def warn_of_refused(state: object) -> None:
 
 
 def _objects(state: object) -> Iterator[tuple[object, frozenset[type]]]:
-    """What DCP pickles, with the classes of all that is in it: whatever is no tensor, and not in mappings alone."""
-    waiting, seen = [state], set[int]()
+    """What DCP pickles, with the classes of all that is in it: no tensor, and not in mappings and lists alone.
+
+    A mapping of another class in a list may be pickled as it is.
+    """
+    waiting, seen = [(state, False)], set[int]()
     while waiting:
-        inner = waiting.pop()
+        inner, in_list = waiting.pop()
         if type(inner) in _LEAVES or isinstance(inner, torch.Tensor) or id(inner) in seen:
             continue
         seen.add(id(inner))
-        if isinstance(inner, Mapping):
-            waiting.extend(inner.values())
+        if isinstance(inner, Mapping) and (not in_list or type(inner) is dict):
+            waiting.extend((one, in_list) for one in inner.values())
+        elif type(inner) is list:
+            waiting.extend((one, True) for one in inner)
         else:
             yield inner, _classes_in(inner)
 
