@@ -13,7 +13,7 @@ DEEPSPEED_ENV := PATH="$(CURDIR)/$(DEEPSPEED):$(CURDIR)/$(BIN):$$PATH" DS_ACCELE
 
 TORCHTITAN := .venv/with-torchtitan/bin
 
-.PHONY: demo test test-full test-short test-long test-schedulers test-thorough test-versions test-deepspeed test-upstream test-torchtitan faults simulate lint package release-check docs docs-reference bench gpu-check examples clean
+.PHONY: demo test test-full test-short test-long test-schedulers test-thorough test-versions test-deepspeed test-upstream test-torchtitan faults simulate programs lint package release-check docs docs-reference bench gpu-check examples clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -35,7 +35,7 @@ endef
 
 # What starts no server, no host, no ranks and no framework; and the README's promises, which start ranks.
 test: .venv/ready  ## the quick tests: a few minutes
-	$(call tests,--quick -n 2 --dist worksteal,tests/unit tests/typing tests/docs tests/sim tests/multirank/test_promises.py)
+	$(call tests,--quick -n 2 --dist worksteal,tests/unit tests/typing tests/docs tests/sim tests/programs_of tests/multirank/test_promises.py)
 
 test-full: .venv/ready  ## unit, documentation, several ranks, adapters, faults: every promise, of the long sweeps a sample
 	@status=0; \
@@ -44,7 +44,7 @@ test-full: .venv/ready  ## unit, documentation, several ranks, adapters, faults:
 	exit $$status
 
 test-short: .venv/ready
-	$(call tests,-n 2 --dist worksteal,tests/unit tests/typing tests/docs tests/sim)
+	$(call tests,-n 2 --dist worksteal,tests/unit tests/typing tests/docs tests/sim tests/programs_of)
 
 test-long: .venv/ready
 	$(call tests,-n 3 --dist worksteal,tests/multirank tests/adapters tests/faults)
@@ -71,6 +71,14 @@ FIRST ?= 0
 simulate: .venv/ready  ## histories of the real modules on simulated hosts, and how often each fault met each phase
 	cd tests && ../$(BIN)/python -m sim --count $(HISTORIES) --first $(FIRST) --processes $$(nproc) --coverage
 	cd tests && ../$(BIN)/python -m sim --planted --count 4500 --processes $$(nproc)
+
+# A few hours for a thousand of each kind. KINDS chooses kinds; what is wrong is printed with its seed, and
+# `python -m programs_of KIND --seed N` in tests cuts it down.
+PROGRAMS ?= 100
+KINDS ?=
+programs: .venv/ready  ## programs made from seeds, killed and started again, beside runs that were not; then mends that are turned back
+	cd tests && ../$(BIN)/python -m programs_of $(KINDS) --count $(PROGRAMS) --first $(FIRST) --processes $$(nproc) --coverage
+	cd tests && ../$(BIN)/python -m programs_of.planted
 
 test-deepspeed: RUNNER = $(DEEPSPEED)/python
 test-deepspeed: .venv/deepspeed  ## the DeepSpeed adapter with real engines on the CPU

@@ -29,11 +29,6 @@ STATES = {
         "GRADIENTS_KEY: {name: kind for name, kind in kinds.items() if any(kind)},",
         "GRADIENTS_KEY: {},",
     ),
-    "a tensor that is to be conjugated is written as it lies there": (
-        _SAFETENSORS,
-        "tensor.is_quantized or is_unresolved(tensor)",
-        "tensor.is_quantized",
-    ),
     "an OrderedDict comes back as a dict": (_SAFETENSORS, "if type(tensors) is OrderedDict:", "if False:"),
     "channels last is forgotten": (
         _SAFETENSORS,

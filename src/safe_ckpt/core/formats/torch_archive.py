@@ -175,7 +175,8 @@ class _Pickler(pickle.Pickler):
         left: tuple[Any, ...] = ()
         if is_unresolved(obj):
             left = (torch._utils.get_tensor_metadata(obj),)  # type: ignore[no-untyped-call]
-        if (self._untyped or obj.dtype not in STORAGES) and obj.requires_grad:  # which the reader would set before it gives the tensor its memory
+        if (self._untyped or obj.dtype not in STORAGES) and obj.requires_grad:
+            # torch's own form requires the gradient before the tensor has its memory, and no torch.load takes it.
             inner = (storage, *facts[:3], False, hooks, obj.dtype, *left)
             facts_of_type = (torch._utils._rebuild_tensor_v3, torch.Tensor, inner, {"requires_grad": True})
             return torch._tensor._rebuild_from_type_v2, facts_of_type
