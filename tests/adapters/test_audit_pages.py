@@ -1,0 +1,33 @@
+"""What our own pages and examples tell a user to write resumes exactly: the audit says so."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import safe_ckpt.testing
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.framework, pytest.mark.thorough]
+ROOT = Path(__file__).parents[2]
+# Page -> its argument, behind how many optimizer steps it is killed, how many are compared. That of dcp seeds nothing.
+PAGES = {"torch": ("4", 30, 45), "accelerate": ("4", 35, 50), "lightning": ("4", 35, 50), "transformers": ("60", 25, 40)}
+
+
+def script_of(page):
+    """The one that a reader is told to save."""
+    text = (ROOT / "docs" / "start" / f"{page}.md").read_text(encoding="utf-8")
+    return re.search(r'```python title="train.py"\n(.*?)```', text, re.DOTALL)[1]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_script_of_a_page_resumes_exactly(page, tmp_path, monkeypatch):
+    """All that both whole runs have in common is as in the run that was not stopped; generators that no page seeds are not."""
+    argument, stop, until = PAGES[page]
+    (tmp_path / "train.py").write_text(script_of(page), encoding="utf-8")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = shlex.join([sys.executable, str(tmp_path / "train.py"), argument])
+    found = safe_ckpt.testing.audit(["sh", "-c", f"cd {{out}} && exec {words}"], stop=stop, until=until, timeout_s=600)
+    found.check()
+    assert found.comparisons[0].steps >= 10
