@@ -1,0 +1,304 @@
+"""Programs of sharded training on several ranks: FSDP2, tensor parallelism, and what stands beside it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock_dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from programs_of import processes, sharded_models
+from programs_of.draw import Draw
+from programs_of.runner import Verdict
+from programs_of.start import Here
+from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState, dcp
+from safe_ckpt.errors import NoValidCheckpointError
+
+_STEPS = 7
+_DOORS = ("Checkpointer", "dcp.save", "dcp.async_save")
+
+
+class Sharded:
+    """See the module."""
+
+    def run(self, draw: Draw, folder: Path) -> Verdict:
+        """Whole, killed once or twice, and started again, perhaps on other ranks."""
+        chosen = _choose(draw)
+        kills = processes.kills_of(draw, "save", "forward", steps=_STEPS - 1, ranks=2, least=3)
+        whole = processes.start("sharded", draw, folder, "whole", out="whole", ranks=chosen["ranks"])
+        if whole.error:
+            return Verdict(came_to="an error", wrong=_without_rank(whole.error), detail=whole.said[-3000:])
+        wrong: list[str] = []
+        known, is_as_before, began_anew = {}, True, 0
+        for number, kill in enumerate([*kills, None]):
+            ranks = chosen["ranks"] if number == 0 else chosen["ranks again"]
+            newest = newest_of(folder / "stopped")
+            one = processes.start(
+                "sharded", draw, folder, f"start-{number}", out="stopped", number=number, kill=kill, ranks=ranks
+            )
+            if one.error:
+                return Verdict(came_to="an error", wrong=_without_rank(one.error), detail=one.said[-3000:])
+            wrong += _of_resume(one, known, newest)
+            began_anew += bool(number) and newest is None
+            is_as_before &= number == 0 or (ranks == chosen["ranks"] and chosen["wrap again"] == chosen["wrap"])
+            if is_as_before:
+                wrong += processes.differences(_steps(whole.lines), _steps(one.lines))
+            known |= dict(one.notes("saved")) if one.told else {}
+        if is_as_before:
+            wrong += processes.results_that_differ(whole, one)
+        return processes.verdict_of(wrong, "began anew" if began_anew == len(kills) else "equal" if is_as_before else "equal elsewhere")
+
+
+def _without_rank(error: str) -> str:
+    return re.sub(r"^\[rank\d+\]: ", "", error)
+
+
+def _steps(lines: Any) -> Any:
+    """Without those of ``get_optimizer_state_dict``, which steps with a rate of 0."""
+    found = {rank: [one for one in of if one["values"].get("groups.lr") != 0] for rank, of in lines.items()}
+    return {rank: of for rank, of in found.items() if of}
+
+
+def newest_of(folder: Path) -> int | None:
+    """The step of the newest that was committed."""
+    return max((int(one.parent.name.rpartition("-")[2]) for one in folder.glob("step-*/manifest.json")), default=None)
+
+
+def _of_resume(one: processes.Started, known: Mapping[int, Any], newest: int | None) -> list[str]:
+    """What was restored is what was saved then, on each rank."""
+    wrong = []
+    for rank in one.told:
+        for step, found in one.notes("resumed", rank):
+            if step != newest:
+                wrong.append(f"place: resumed {step}, and {newest} was there")
+            saved = known.get(step, {}) if step else {}
+            for name in sorted({**saved, **found}) if step else ():
+                if saved.get(name) != found.get(name):
+                    wrong.append(f"restored: {name} is {found.get(name)} instead of {saved.get(name)}, rank {rank}")
+    return wrong
+
+
+def _choose(draw: Draw) -> dict[str, Any]:
+    """The choices of both sides."""
+    door = draw.among("door", *_DOORS)
+    wraps = sharded_models.WRAPS
+    wrap = draw.among("wrap", *wraps[:-1])
+    ranks = draw.among("ranks", 2, 2, 2, 3, 4)
+    is_elsewhere = draw.flag("elsewhere", of=3)
+    ranks_again = draw.among("ranks again", 2, 1, 3) if is_elsewhere else ranks
+    wrap_again = draw.among("wrap again", *wraps) if is_elsewhere else wrap
+    found = {
+        "door": door, "wrap": wrap, "ranks": ranks, "ranks again": ranks_again,
+        "wrap again": "none" if ranks_again == 1 and draw.flag("alone without a group") else wrap_again,
+        "handed": draw.among("handed", "objects", "functions", "app", "modules", "flattened"),
+        "optimizer": draw.among("optimizer", *sharded_models.OPTIMIZERS),
+        "optimizers": draw.among("optimizers", 1, 1, 2),
+        "groups": draw.among("groups", "one", "by decay", "the last first", "trained alone"),
+        "unused": draw.among("unused", "", "", "always", "later"),
+        "frozen": draw.flag("frozen"),
+        "tied": draw.flag("tied", of=3),
+        "buffer": draw.among("buffer", "", "saved", "not saved"),
+        "bias": not draw.flag("no bias", of=3),
+        "width": draw.among("width", 4, 5, 3, 1),
+        "inner": draw.among("inner", 4, 6, 5),
+        "blocks": draw.among("blocks", 1, 2),
+        "mixed": draw.flag("mixed", of=4),
+        "reshard": not draw.flag("keeps gathered", of=4),
+        "root": not draw.flag("blocks alone", of=3),
+        "scheduler": draw.among("scheduler", "", "StepLR", "MultiStepLR", "LambdaLR", "OneCycleLR"),
+        "more": draw.among("more", "", "ema", "list"),
+        "clip": draw.flag("clip", of=4),
+        "every": draw.among("every", 1, 1, 2),
+        "retention": draw.flag("retention"),
+        "snapshot": draw.among("snapshot", "eager", "eager", "overlapped"),
+        "grads": draw.among("gradients at the resume", "none", "some"),
+    }  # fmt: skip
+    if {wrap, found["wrap again"]} & {"tensor parallel", "both"}:
+        found["inner"] = 12  # torch has no uneven ones
+    found["tied"] &= found["handed"] != "modules"
+    found["dropout"] = draw.flag("dropout", of=3) and door == "Checkpointer" and wrap in sharded_models.OF_DATA
+    return found
+
+
+class App:
+    """A Stateful as DCP's tutorial has it."""
+
+    def __init__(self, model: Any, optimizer: Any, options: Any = None) -> None:
+        self.model, self.optimizer, self.options = model, optimizer, options
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of both."""
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=self.options),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Of both."""
+        set_model_state_dict(self.model, state["model"])
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=self.options)
+
+
+class Program:
+    """What a start trains, and how it hands it over."""
+
+    def __init__(self, chosen: Mapping[str, Any], here: Here) -> None:
+        self.chosen, self.here = chosen, here
+        self.how = chosen["wrap again"] if here.number else chosen["wrap"]
+        net = sharded_models.Net(chosen)
+        self.model = sharded_models.wrap(net, self.how, chosen)
+        make = sharded_models.OPTIMIZERS[chosen["optimizer"]]
+        found = sharded_models.groups(self.model, chosen["groups"])
+        if chosen["handed"] == "modules":
+            names = [name for name, _ in self.model.named_children() if name not in ("dropout", "again")]
+            self.optimizers = {f"{name}_optimizer": make(sharded_models.groups(self.model, f"of {name}")) for name in names}
+        elif chosen["optimizers"] == 2 and len(found) > 1:
+            self.optimizers = {"optimizer": make(found[:1]), "optimizer2": make(found[1:])}
+        else:
+            self.optimizers = {"optimizer": make(found)}
+        self.scheduler = _scheduler(chosen["scheduler"], next(iter(self.optimizers.values())))
+        self.more = {}
+        if chosen["more"]:
+            self.more = {name: one.detach().clone() for name, one in self.model.named_parameters()}
+        self.step = 0
+
+    def state(self) -> dict[str, Any]:
+        """As it is handed over."""
+        handed, found = self.chosen["handed"], {"at": {"step": self.step}}
+        if self.scheduler is not None:
+            found["scheduler"] = self.scheduler
+        if self.more:
+            found["more"] = self.more if self.chosen["more"] == "ema" else list(self.more.values())
+        if self.chosen["dropout"]:
+            found["rng"] = PerRank(RngState())
+        if handed == "modules":
+            return {**found, **dict(self.model.named_children()), **self.optimizers, **self._root()}
+        if handed == "objects":
+            return {**found, "model": self.model, **self.optimizers}
+        options = StateDictOptions(flatten_optimizer_state_dict=True) if handed == "flattened" else None
+        apps = {name: App(self.model, one, options) for name, one in self.optimizers.items()}
+        if handed in ("app", "flattened"):
+            return {**found, **apps}
+        found |= {name: get_optimizer_state_dict(self.model, one) for name, one in self.optimizers.items()}
+        return {**found, "model": get_model_state_dict(self.model)}
+
+    def _root(self) -> dict[str, Any]:
+        """What lies in the model itself."""
+        return {name: one for name, one in self.model.named_buffers(recurse=False) if name == "seen" or self.chosen["buffer"] == "saved"}
+
+    def take(self, state: dict[str, Any]) -> None:
+        """What a resume has put there."""
+        self.step = state["at"]["step"]
+        if self.chosen["handed"] == "functions":
+            set_model_state_dict(self.model, state["model"])
+            for name, one in self.optimizers.items():
+                set_optimizer_state_dict(self.model, one, state[name])
+
+    def all(self) -> dict[str, Any]:
+        """Digests; a collective."""
+        found = sharded_models.all_of(self.model, self.optimizers, self.more)
+        return found | ({} if self.scheduler is None else {"scheduler": str(self.scheduler.state_dict())})
+
+    def train(self) -> None:
+        """A step."""
+        self.step += 1
+        rank = dist.get_rank() if dist.is_initialized() and self.how in sharded_models.OF_DATA else 0
+        generator = torch.Generator().manual_seed(10 * self.step + rank)
+        values = sharded_models.as_given(torch.randn(3, 4, generator=generator), self.model, self.how)
+        self.here.meets("forward")
+        sharded_models.whole(self.model(values, self.step).square().mean()).backward()
+        sharded_models.average_plain(self.model)
+        if self.chosen["clip"]:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        for one in self.optimizers.values():
+            one.step()
+            one.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        with torch.no_grad():
+            for (_, one), other in zip(self.model.named_parameters(), self.more.values(), strict=False):
+                other.mul_(0.5).add_(one, alpha=0.5)
+
+
+def _scheduler(name: str, optimizer: Any) -> Any:
+    make = torch.optim.lr_scheduler
+    return {
+        "": lambda: None,
+        "StepLR": lambda: make.StepLR(optimizer, 2, 0.5),
+        "MultiStepLR": lambda: make.MultiStepLR(optimizer, [2, 5], 0.5),
+        "LambdaLR": lambda: make.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        "OneCycleLR": lambda: make.OneCycleLR(optimizer, 0.02, total_steps=20, cycle_momentum=False),
+    }[name]()
+
+
+def start(draw: Draw, here: Here) -> None:
+    """The program."""
+    chosen = _choose(draw)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size > 1 or chosen["wrap again"] != "none":
+        store = dist.FileStore(str(here.records / "store"), size)
+        dist.init_process_group("gloo", store=store, rank=here.rank, world_size=size)
+    program = Program(chosen, here)
+    if chosen["door"] == "Checkpointer":
+        _with_checkpointer(program, here)
+    else:
+        _with_dcp(program, here)
+    here.result("step", program.step)
+    here.note("cpu", __import__("time").process_time())
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _with_checkpointer(program: Program, here: Here) -> None:
+    chosen = program.chosen
+    config = CheckpointConfig(
+        retention=Retention(keep_last=2 if chosen["retention"] else None),
+        snapshot="overlapped" if chosen["snapshot"] == "overlapped" and not chosen["buffer"] else "eager",
+    )
+    with Checkpointer(here.out, config) as ckpt:
+        state = program.state()
+        if (info := ckpt.resume(state)) is not None:
+            program.take(state)
+        here.note("resumed", [info and info.step, program.all()])
+        while program.step < _STEPS:
+            program.train()
+            if program.step % chosen["every"] == 0:
+                here.note("saved", [program.step, program.all()])
+                ckpt.save(program.step, program.state())
+                here.meets("save")
+
+
+def _with_dcp(program: Program, here: Here) -> None:
+    chosen = program.chosen
+    dcp.configure(retention=Retention(keep_last=2 if chosen["retention"] else None))
+    state, found = program.state(), None
+    try:
+        dcp.load(state, checkpoint_id=here.out)
+        program.take(state)
+        found = program.step
+    except NoValidCheckpointError as error:
+        if error.rejected:
+            raise
+    here.note("resumed", [found, program.all()])
+    save = dcp.save if chosen["door"] == "dcp.save" else dcp.async_save
+    upload = None
+    while program.step < _STEPS:
+        program.train()
+        if program.step % chosen["every"] == 0:
+            here.note("saved", [program.step, program.all()])
+            upload = save(program.state(), checkpoint_id=here.out / f"step-{program.step}")
+            here.meets("save")
+    if chosen["door"] == "dcp.async_save" and upload is not None:
+        upload.result()
