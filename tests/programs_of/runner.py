@@ -142,4 +142,4 @@ def kinds() -> dict[str, Callable[[], Any]]:
 
         return make
 
-    return {"loops": of("loops", "Loops"), "sharded": of("sharded", "Sharded")}
+    return {"loops": of("loops", "Loops"), "ranks": of("ranks", "Ranks"), "sharded": of("sharded", "Sharded")}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as stock_dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,11 +18,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from programs_of import processes, sharded_models
+from programs_of.chains import Chain
 from programs_of.draw import Draw
 from programs_of.runner import Verdict
 from programs_of.start import Here
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState, dcp
 from safe_ckpt.errors import NoValidCheckpointError
+from safe_ckpt.tools.audit.compare import Run
 
 _STEPS = 7
 _DOORS = ("Checkpointer", "dcp.save", "dcp.async_save")
@@ -37,57 +37,30 @@ class Sharded:
         """Whole, killed once or twice, and started again, perhaps on other ranks."""
         chosen = _choose(draw)
         kills = processes.kills_of(draw, "save", "forward", steps=_STEPS - 1, ranks=2, least=3)
-        whole = processes.start("sharded", draw, folder, "whole", out="whole", ranks=chosen["ranks"])
-        if whole.error:
-            return Verdict(came_to="an error", wrong=_without_rank(whole.error), detail=whole.said[-3000:])
-        wrong: list[str] = []
-        known, is_as_before, began_anew = {}, True, 0
-        for number, kill in enumerate([*kills, None]):
-            ranks = chosen["ranks"] if number == 0 else chosen["ranks again"]
-            newest = newest_of(folder / "stopped")
-            one = processes.start(
-                "sharded", draw, folder, f"start-{number}", out="stopped", number=number, kill=kill, ranks=ranks
-            )
-            if one.error:
-                return Verdict(came_to="an error", wrong=_without_rank(one.error), detail=one.said[-3000:])
-            wrong += _of_resume(one, known, newest)
-            began_anew += bool(number) and newest is None
-            is_as_before &= number == 0 or (ranks == chosen["ranks"] and chosen["wrap again"] == chosen["wrap"])
-            if is_as_before:
-                wrong += processes.differences(_steps(whole.lines), _steps(one.lines))
-            known |= dict(one.notes("saved")) if one.told else {}
-        if is_as_before:
-            wrong += processes.results_that_differ(whole, one)
-        return processes.verdict_of(wrong, "began anew" if began_anew == len(kills) else "equal" if is_as_before else "equal elsewhere")
+        is_same = (chosen["ranks"], chosen["wrap"]) == (chosen["ranks again"], chosen["wrap again"])
+        chain = Chain(
+            "sharded", draw, folder, kills, [chosen["ranks"], *[chosen["ranks again"]] * len(kills)],
+            is_exact=lambda number: is_same or not number, steps=_steps,
+        )  # fmt: skip
+        return chain.run() or processes.verdict_of(chain.wrong, chain.came_to())
 
 
-def _without_rank(error: str) -> str:
-    return re.sub(r"^\[rank\d+\]: ", "", error)
-
-
-def _steps(lines: Any) -> Any:
+def _steps(lines: Run) -> Run:
     """Without those of ``get_optimizer_state_dict``, which steps with a rate of 0."""
-    found = {rank: [one for one in of if one["values"].get("groups.lr") != 0] for rank, of in lines.items()}
+    found = {rank: [_begun(one) for one in of if one["values"].get("groups.lr") != 0] for rank, of in lines.items()}
     return {rank: of for rank, of in found.items() if of}
 
 
-def newest_of(folder: Path) -> int | None:
-    """The step of the newest that was committed."""
-    return max((int(one.parent.name.rpartition("-")[2]) for one in folder.glob("step-*/manifest.json")), default=None)
+def _begun(line: dict[str, Any]) -> dict[str, Any]:
+    """Without the state of a parameter that was never used: it is missing, or zero."""
+    values = line["values"]
+    names = [name for name in values if name.startswith("state.step.") and not values[name]]
+    left = {f".{name.removeprefix('state.step.')}" for name in names}
+    return {**line, "values": {name: one for name, one in values.items() if not _is_of(name, left)}}
 
 
-def _of_resume(one: processes.Started, known: Mapping[int, Any], newest: int | None) -> list[str]:
-    """What was restored is what was saved then, on each rank."""
-    wrong = []
-    for rank in one.told:
-        for step, found in one.notes("resumed", rank):
-            if step != newest:
-                wrong.append(f"place: resumed {step}, and {newest} was there")
-            saved = known.get(step, {}) if step else {}
-            for name in sorted({**saved, **found}) if step else ():
-                if saved.get(name) != found.get(name):
-                    wrong.append(f"restored: {name} is {found.get(name)} instead of {saved.get(name)}, rank {rank}")
-    return wrong
+def _is_of(name: str, left: Collection[str]) -> bool:
+    return name.startswith("state.") and name.endswith(tuple(left))
 
 
 def _choose(draw: Draw) -> dict[str, Any]:
@@ -119,7 +92,6 @@ def _choose(draw: Draw) -> dict[str, Any]:
         "root": not draw.flag("blocks alone", of=3),
         "scheduler": draw.among("scheduler", "", "StepLR", "MultiStepLR", "LambdaLR", "OneCycleLR"),
         "more": draw.among("more", "", "ema", "list"),
-        "clip": draw.flag("clip", of=4),
         "every": draw.among("every", 1, 1, 2),
         "retention": draw.flag("retention"),
         "snapshot": draw.among("snapshot", "eager", "eager", "overlapped"),
@@ -127,6 +99,8 @@ def _choose(draw: Draw) -> dict[str, Any]:
     }  # fmt: skip
     if {wrap, found["wrap again"]} & {"tensor parallel", "both"}:
         found["inner"] = 12  # torch has no uneven ones
+    if {wrap, found["wrap again"]} & set(sharded_models.BESIDE) and found["optimizer"] in ("foreach", "fused"):
+        found["optimizer"] = "AdamW"  # torch takes no DTensors together with others
     found["tied"] &= found["handed"] != "modules"
     found["dropout"] = draw.flag("dropout", of=3) and door == "Checkpointer" and wrap in sharded_models.OF_DATA
     return found
@@ -163,7 +137,9 @@ class Program:
         found = sharded_models.groups(self.model, chosen["groups"])
         if chosen["handed"] == "modules":
             names = [name for name, _ in self.model.named_children() if name not in ("dropout", "again")]
-            self.optimizers = {f"{name}_optimizer": make(sharded_models.groups(self.model, f"of {name}")) for name in names}
+            self.optimizers = {
+                f"{name}_optimizer": make(sharded_models.groups(self.model, f"of {name}")) for name in names
+            }
         elif chosen["optimizers"] == 2 and len(found) > 1:
             self.optimizers = {"optimizer": make(found[:1]), "optimizer2": make(found[1:])}
         else:
@@ -196,7 +172,8 @@ class Program:
 
     def _root(self) -> dict[str, Any]:
         """What lies in the model itself."""
-        return {name: one for name, one in self.model.named_buffers(recurse=False) if name == "seen" or self.chosen["buffer"] == "saved"}
+        kept = {"seen", "mean"} if self.chosen["buffer"] == "saved" else {"seen"}
+        return {name: one for name, one in self.model.named_buffers(recurse=False) if name in kept}
 
     def take(self, state: dict[str, Any]) -> None:
         """What a resume has put there."""
@@ -220,8 +197,6 @@ class Program:
         self.here.meets("forward")
         sharded_models.whole(self.model(values, self.step).square().mean()).backward()
         sharded_models.average_plain(self.model)
-        if self.chosen["clip"]:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         for one in self.optimizers.values():
             one.step()
             one.zero_grad()

@@ -32,6 +32,8 @@ OPTIMIZERS = {
 }
 OF_DATA = ("root", "blocks", "two meshes", "replicated and sharded", "flattened mesh", "last dimension")
 """Ways to wrap in which each rank has data of its own."""
+BESIDE = ("tensor parallel", "both", "a part")
+"""Those with tensors of two kinds, or on two meshes."""
 WRAPS = (*OF_DATA, "tensor parallel", "both", "replicated", "a part", "none")
 
 
@@ -87,7 +89,8 @@ def wrap(model: Net, how: str, chosen: Mapping[str, Any]) -> nn.Module:
     size = dist.get_world_size() if dist.is_initialized() else 1
     if how == "none":
         return model
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if chosen["mixed"] and chosen["root"] else MixedPrecisionPolicy()
+    is_mixed = chosen["mixed"] and chosen["root"] and how != "a part"
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_mixed else MixedPrecisionPolicy()
     shard = partial(fully_shard, mp_policy=policy, reshard_after_forward=chosen["reshard"])
     if how == "both":
         mesh = init_device_mesh("cpu", (max(1, size // 2), min(2, size)), mesh_dim_names=("data", "tensor"))
@@ -172,16 +175,20 @@ def whole(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def all_of(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], more: Mapping[str, Any]) -> dict[str, Any]:
+def all_of(
+    model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], more: Mapping[str, Any]
+) -> dict[str, Any]:
     """Digests of all that is trained, of whole tensors, whatever they are wrapped in. A collective."""
     found = {f"weights {name}": digest(whole(one), 1 << 20) for name, one in model.named_parameters()}
-    found |= {f"buffer {name}": digest(one, 1 << 20) for name, one in model.state_dict().items() if name in ("seen", "mean")}
+    found |= {
+        f"buffer {name}": digest(one, 1 << 20) for name, one in model.state_dict().items() if name in ("seen", "mean")
+    }
     names = {id(one): name for name, one in model.named_parameters()}
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             for one in group["params"]:
-                for key, value in sorted(optimizer.state.get(one, {}).items()):
-                    value = whole(value)
+                values = {key: whole(value) for key, value in sorted(optimizer.state.get(one, {}).items())}
+                for key, value in values.items() if values.get("step", 1) else ():  # else it is as if there were none
                     found[f"state {key} of {names[id(one)]}"] = (
                         digest(value, 1 << 20) if isinstance(value, torch.Tensor) else value
                     )
