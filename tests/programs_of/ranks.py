@@ -38,8 +38,12 @@ class Ranks:
         chosen = _choose(draw)
         kills = processes.kills_of(draw, "batch", "save", "end", steps=12, ranks=2, least=3)
         ranks = [chosen["ranks"], chosen["ranks again"], chosen["ranks at last"]][: len(kills) + 1]
+
+        def is_same(number: int) -> bool:
+            return ranks[number] == ranks[0] and not chosen["batch again"]
+
         chain = Chain(
-            "ranks", draw, folder, kills, ranks, is_exact=lambda number: not number or (ranks[number] == ranks[0] and not chosen["batch again"]),
+            "ranks", draw, folder, kills, ranks, is_exact=lambda number: not number or is_same(number),
             more={"signal": chosen["signal"]},
         )  # fmt: skip
         wrong = chain.run()
