@@ -147,7 +147,8 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        mine = range(self.rank * workers + number, len(self.rows), self.size * workers)
+        each = len(self.rows) // (self.size * workers)  # all ranks have as many batches
+        mine = range(self.rank * workers + number, len(self.rows), self.size * workers)[:each]
         begin, self.begin = self.begin, 0
         for self.at in range(begin + 1, len(mine) + 1):
             yield self.rows[mine[self.at - 1]]
@@ -274,7 +275,7 @@ class Program:
             for one in self.net.parameters():
                 dist.all_reduce(one.grad)
         self._step()
-        self.loss = float(loss)
+        self.loss = float(loss.detach())
         return True
 
     def _of_second(self) -> torch.Tensor:
@@ -316,7 +317,7 @@ def start(draw: Draw, here: Here) -> None:
     with Checkpointer(here.out, config) as ckpt:
         _loop(program, ckpt, here)
     here.result("at", [program.step, program.at])
-    if not chosen["signal"]:
+    if not chosen["signal"] and here.rank == 0:  # which deletes
         here.result("kept", sorted(one.name for one in here.out.glob("step-*")))
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -335,7 +336,7 @@ def _loop(program: Program, ckpt: Checkpointer, here: Here) -> None:
                 return
         program.at.update(epoch=epoch + 1, batches=0)
         for values in program.validation if chosen["validation"] else ():
-            program.loss += float(program.net(values / 10).mean())
+            program.loss += float(program.net(values / 10).detach().mean())
         if chosen["at"] != "in the loop" and not program.batches % chosen["micro"] and program.step:
             _save(program, ckpt, here)
         here.meets("end")

@@ -99,6 +99,8 @@ def _choose(draw: Draw) -> dict[str, Any]:
     }  # fmt: skip
     if {wrap, found["wrap again"]} & {"tensor parallel", "both"}:
         found["inner"] = 12  # torch has no uneven ones
+    if "last dimension" in {wrap, found["wrap again"]}:
+        found["width"] = found["inner"] = 4
     if {wrap, found["wrap again"]} & set(sharded_models.BESIDE) and found["optimizer"] in ("foreach", "fused"):
         found["optimizer"] = "AdamW"  # torch takes no DTensors together with others
     found["tied"] &= found["handed"] != "modules"

@@ -189,13 +189,13 @@ class Stored:
         tensors = {n: self.room(n) if room is None else room for n, room in rooms.items() if n in self.tensors}
         return self.nested({**{n: self.objects[n] for n in rooms if n in self.objects}, **self._read(tensors)})
 
-    def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The nested state, as far as ``values`` has it, in the order in which it was saved."""
-        state: dict[str, Any] = {}
+    def nested(self, values: Mapping[str, Any]) -> Any:
+        """The nested state, as far as ``values`` has it, in the order in which it was saved: a dict, or the list that was saved."""
+        whole: dict[str, Any] = {}
         for name, path in self.paths.items():
             if name in values:
-                set_element(state, path, values[name])
-        return state
+                set_element(whole, ("", *path), values[name])
+        return whole.get("", {})
 
     def room(self, name: str, like: object = None) -> torch.Tensor:
         """A new tensor to read into: spread as ``like`` where that is a tensor of this shape."""
