@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -27,6 +29,10 @@ from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.tools.audit.compare import Run
 
 _STEPS = 6
+_OPTIONS = {
+    "flattened": StateDictOptions(flatten_optimizer_state_dict=True),
+    "whole": StateDictOptions(full_state_dict=True),
+}
 _DOORS = ("Checkpointer", "dcp.save", "dcp.async_save")
 
 
@@ -75,7 +81,7 @@ def _choose(draw: Draw) -> dict[str, Any]:
     found = {
         "door": door, "wrap": wrap, "ranks": ranks, "ranks again": ranks_again,
         "wrap again": "none" if ranks_again == 1 and draw.flag("alone without a group") else wrap_again,
-        "handed": draw.among("handed", "objects", "functions", "app", "modules", "flattened"),
+        "handed": draw.among("handed", "objects", "functions", "app", "modules", "flattened", "whole"),
         "optimizer": draw.among("optimizer", *sharded_models.OPTIMIZERS),
         "optimizers": draw.among("optimizers", 1, 1, 2),
         "groups": draw.among("groups", "one", "by decay", "the last first", "trained alone"),
@@ -95,7 +101,10 @@ def _choose(draw: Draw) -> dict[str, Any]:
         "every": draw.among("every", 1, 1, 2),
         "retention": draw.flag("retention"),
         "snapshot": draw.among("snapshot", "eager", "eager", "overlapped"),
-        "grads": draw.among("gradients at the resume", "none", "some"),
+        "grads": draw.flag("gradients at the resume"),
+        "bfloat16": draw.flag("bfloat16", of=6),
+        "again": draw.among("computed again", "", "", "always", "first", "later"),
+        "export": draw.flag("export", of=4),
     }  # fmt: skip
     if {wrap, found["wrap again"]} & {"tensor parallel", "both"}:
         found["inner"] = 12  # torch has no uneven ones
@@ -117,13 +126,13 @@ class App:
     def state_dict(self) -> dict[str, Any]:
         """Of both."""
         return {
-            "model": get_model_state_dict(self.model),
+            "model": get_model_state_dict(self.model, options=self.options),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=self.options),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Of both."""
-        set_model_state_dict(self.model, state["model"])
+        set_model_state_dict(self.model, state["model"], options=self.options)
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=self.options)
 
 
@@ -134,6 +143,11 @@ class Program:
         self.chosen, self.here = chosen, here
         self.how = chosen["wrap again"] if here.number else chosen["wrap"]
         net = sharded_models.Net(chosen)
+        if chosen["bfloat16"]:
+            net.to(torch.bfloat16)
+        if chosen["again"] in ("always", "later" if here.number else "first"):
+            for number, block in enumerate(net.blocks):
+                net.blocks[number] = checkpoint_wrapper(block)
         self.model = sharded_models.wrap(net, self.how, chosen)
         make = sharded_models.OPTIMIZERS[chosen["optimizer"]]
         found = sharded_models.groups(self.model, chosen["groups"])
@@ -166,9 +180,9 @@ class Program:
             return {**found, **dict(self.model.named_children()), **self.optimizers, **self._root()}
         if handed == "objects":
             return {**found, "model": self.model, **self.optimizers}
-        options = StateDictOptions(flatten_optimizer_state_dict=True) if handed == "flattened" else None
+        options = _OPTIONS.get(handed)
         apps = {name: App(self.model, one, options) for name, one in self.optimizers.items()}
-        if handed in ("app", "flattened"):
+        if handed in ("app", *_OPTIONS):
             return {**found, **apps}
         found |= {name: get_optimizer_state_dict(self.model, one) for name, one in self.optimizers.items()}
         return {**found, "model": get_model_state_dict(self.model)}
@@ -193,15 +207,20 @@ class Program:
         found = sharded_models.all_of(self.model, self.optimizers, self.more)
         return found | ({} if self.scheduler is None else {"scheduler": str(self.scheduler.state_dict())})
 
+    def backward(self) -> None:
+        """Of the next step."""
+        rank = dist.get_rank() if dist.is_initialized() and self.how in sharded_models.OF_DATA else 0
+        generator = torch.Generator().manual_seed(10 * self.step + rank)
+        values = torch.randn(3, 4, generator=generator).to(next(self.model.parameters()).dtype)
+        values = sharded_models.as_given(values, self.model, self.how)
+        sharded_models.whole(self.model(values, self.step).square().mean()).backward()
+        sharded_models.average_plain(self.model)
+
     def train(self) -> None:
         """A step."""
         self.step += 1
-        rank = dist.get_rank() if dist.is_initialized() and self.how in sharded_models.OF_DATA else 0
-        generator = torch.Generator().manual_seed(10 * self.step + rank)
-        values = sharded_models.as_given(torch.randn(3, 4, generator=generator), self.model, self.how)
         self.here.meets("forward")
-        sharded_models.whole(self.model(values, self.step).square().mean()).backward()
-        sharded_models.average_plain(self.model)
+        self.backward()
         for one in self.optimizers.values():
             one.step()
             one.zero_grad()
@@ -231,6 +250,8 @@ def start(draw: Draw, here: Here) -> None:
         store = dist.FileStore(str(here.records / "store"), size)
         dist.init_process_group("gloo", store=store, rank=here.rank, world_size=size)
     program = Program(chosen, here)
+    if chosen["grads"] and chosen["handed"] in ("objects", "modules"):
+        program.backward()  # of others the page says that these are in the way
     if chosen["door"] == "Checkpointer":
         _with_checkpointer(program, here)
     else:
@@ -250,6 +271,7 @@ def _with_checkpointer(program: Program, here: Here) -> None:
         state = program.state()
         if (info := ckpt.resume(state)) is not None:
             program.take(state)
+        program.model.zero_grad()
         here.note("resumed", [info and info.step, program.all()])
         while program.step < _STEPS:
             program.train()
@@ -257,6 +279,21 @@ def _with_checkpointer(program: Program, here: Here) -> None:
                 here.note("saved", [program.step, program.all()])
                 ckpt.save(program.step, program.state())
                 here.meets("save")
+        if chosen["export"]:
+            _export(program, ckpt, here)
+
+
+def _export(program: Program, ckpt: Checkpointer, here: Here) -> None:
+    """Whole weights, which are those of the model."""
+    ckpt.export(program.model, here.out.parent / f"{here.out.name}-weights").result()
+    names = {id(one): sharded_models.whole(one.detach()) for one in program.model.parameters()}
+    if here.rank:
+        return
+    found = load_file(here.out.parent / f"{here.out.name}-weights" / "model.safetensors")
+    for full, one in program.model.named_parameters():
+        name = full.replace("_checkpoint_wrapped_module.", "")
+        if name not in found or not torch.equal(found[name], names[id(one)]):
+            raise ValueError(f"exported: {name} is {found.get(name)} instead of {names[id(one)]}")
 
 
 def _with_dcp(program: Program, here: Here) -> None:
@@ -270,6 +307,7 @@ def _with_dcp(program: Program, here: Here) -> None:
     except NoValidCheckpointError as error:
         if error.rejected:
             raise
+    program.model.zero_grad()
     here.note("resumed", [found, program.all()])
     save = dcp.save if chosen["door"] == "dcp.save" else dcp.async_save
     upload = None

@@ -61,7 +61,7 @@ class Net(nn.Module):
         self.later = nn.Linear(width, width) if chosen["unused"] else None
         self.last = nn.Linear(width, 4, bias=chosen["bias"])
         if chosen["tied"]:
-            self.last.weight = nn.Parameter(self.first.weight.detach().t().contiguous())
+            self.last.weight = nn.Parameter(self.first.weight.detach().t().clone(memory_format=torch.contiguous_format))
             self.again = nn.Linear(width, 4, bias=False)
             self.again.weight = self.last.weight
         if chosen["buffer"]:
@@ -179,11 +179,12 @@ def all_of(
     model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], more: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Digests of all that is trained, of whole tensors, whatever they are wrapped in. A collective."""
-    found = {f"weights {name}": digest(whole(one), 1 << 20) for name, one in model.named_parameters()}
+    named = [(name.replace("_checkpoint_wrapped_module.", ""), one) for name, one in model.named_parameters()]
+    found = {f"weights {name}": digest(whole(one), 1 << 20) for name, one in named}
     found |= {
         f"buffer {name}": digest(one, 1 << 20) for name, one in model.state_dict().items() if name in ("seen", "mean")
     }
-    names = {id(one): name for name, one in model.named_parameters()}
+    names = {id(one): name for name, one in named}
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             for one in group["params"]:
