@@ -92,6 +92,9 @@ def _saved(one: processes.Started) -> dict[int, dict[int, Any]]:
 def _of_resume(one: processes.Started, known: Mapping[int, Mapping[int, Any]], newest: int | None) -> list[str]:
     """What was restored is what was saved then: on each rank what that rank has told of, on others what rank 0 has."""
     wrong = []
+    drawn = [found.get("own torch") for rank in one.told for _, found in one.notes("resumed", rank)]
+    if any(drawn) and len({*drawn}) < len(drawn):
+        wrong.append("ranks: some draw the same numbers")
     for rank in one.told:
         for step, found in one.notes("resumed", rank):
             if step != newest:
