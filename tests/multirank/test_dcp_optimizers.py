@@ -182,6 +182,17 @@ def test_a_loaded_run_goes_on_as_if_it_had_never_stopped(tmp_path, wrap):
         assert _goes_on(0, tmp_path, wrap, OPTIMIZERS) == {}
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_parameter_that_has_begun_anew_may_begin_anew_again(tmp_path, way):
+    """A resumed run saves before the layer is used, and is resumed once more: as if it had never stopped."""
+    run = Run(1).train(0, 2)
+    for step in (2, 3):
+        dcp.save(_state(run, way), checkpoint_id=tmp_path / str(step))
+        run = _resumed(tmp_path / str(step), way, Run(7))
+        run.train(step, END if step == LOADED else LOADED)
+    assert _different(run.whole(), _at(END)) == []
+
+
 def test_a_flattened_state_begins_anew_with_a_parameter_that_had_none(tmp_path, caplog):
     """It must have something there: that is what a first step makes. One warning names what the checkpoint has not."""
     run = Run(1).train(0, LOADED)

@@ -82,6 +82,8 @@ def _choose(draw: Draw) -> dict[str, Any]:
         "signal": draw.among("signal", 0, 0, 3, 5),
         "batch again": draw.among("batch again", 0, 0, 0, 1),
     }  # fmt: skip
+    most = max(found["ranks"], 3)
+    found["second"] &= found["rows"] // (most * max(1, found["workers"])) >= found["batch"]  # it has batches
     if found["breaks"]:
         found["persistent"] = False  # what such workers draw ahead is not exact
     if not found["order"].startswith("shared") or found["batch again"] == found["batch"]:

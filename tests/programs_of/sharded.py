@@ -58,8 +58,8 @@ def _steps(lines: Run) -> Run:
 
 
 def _begun(line: dict[str, Any]) -> dict[str, Any]:
-    """Without the state of a parameter that was never used: it is missing, or zero."""
-    values = line["values"]
+    """Without the state of a parameter that was never used: it is missing, or zero. And without the names of what wraps."""
+    values = {name.replace("_checkpoint_wrapped_module.", ""): one for name, one in line["values"].items()}
     names = [name for name in values if name.startswith("state.step.") and not values[name]]
     left = {f".{name.removeprefix('state.step.')}" for name in names}
     return {**line, "values": {name: one for name, one in values.items() if not _is_of(name, left)}}
