@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,33 +80,37 @@ def newest_of(folder: Path) -> int | None:
     return max((int(one.parent.name.rpartition("-")[2]) for one in folder.glob("step-*/manifest.json")), default=None)
 
 
-def _saved(one: processes.Started) -> dict[int, dict[int, Any]]:
-    """Step -> rank -> what was saved."""
-    found: dict[int, dict[int, Any]] = {}
+def _saved(one: processes.Started) -> dict[int, dict[int, list[Any]]]:
+    """Step -> rank -> what was saved, once or more often: of these a kill leaves either."""
+    found: dict[int, dict[int, list[Any]]] = {}
     for rank in one.told:
         for step, values in one.notes("saved", rank):
-            found.setdefault(step, {})[rank] = values
+            found.setdefault(step, {}).setdefault(rank, []).append(values)
     return found
 
 
-def _of_resume(one: processes.Started, known: Mapping[int, Mapping[int, Any]], newest: int | None) -> list[str]:
+def _of_resume(
+    one: processes.Started, known: Mapping[int, Mapping[int, list[Any]]], newest: int | None
+) -> Iterator[str]:
     """What was restored is what was saved then: on each rank what that rank has told of, on others what rank 0 has."""
-    wrong = []
     drawn = [found.get("own torch") for rank in one.told for _, found in one.notes("resumed", rank)]
     if any(drawn) and len({*drawn}) < len(drawn):
-        wrong.append("ranks: some draw the same numbers")
+        yield "ranks: some draw the same numbers"
     for rank in one.told:
         for step, found in one.notes("resumed", rank):
             if step != newest:
-                wrong.append(f"place: resumed {step}, and {newest} was there")
-            if step is None or step not in known:
-                continue
-            saved = known[step].get(rank) or {
-                k: v for k, v in known[step].get(0, {}).items() if not k.startswith("own ")
-            }
-            wrong += [
-                f"restored: {name} is {found.get(name)} instead of {saved.get(name)}, rank {rank}"
-                for name in sorted({**saved, **found} if rank in known[step] else saved)
-                if saved.get(name) != found.get(name)
-            ]
-    return wrong
+                yield f"place: resumed {step}, and {newest} was there"
+            if step in known:
+                yield from min((list(_others(saved, found, rank)) for saved in _of_rank(known[step], rank)), key=len)
+
+
+def _of_rank(saved: Mapping[int, list[Any]], rank: int) -> list[dict[str, Any]]:
+    own = saved.get(rank)
+    return own or [{k: v for k, v in one.items() if not k.startswith("own ")} for one in saved[0]]
+
+
+def _others(saved: Mapping[str, Any], found: Mapping[str, Any], rank: int) -> Iterator[str]:
+    is_own = any(name.startswith("own ") for name in saved) or not any(name.startswith("own ") for name in found)
+    for name in sorted({**saved, **found} if is_own else saved):
+        if saved.get(name) != found.get(name):
+            yield f"restored: {name} is {found.get(name)} instead of {saved.get(name)}, rank {rank}"

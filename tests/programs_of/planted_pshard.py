@@ -1,4 +1,4 @@
-"""Mends that are turned back, and that programs of the kinds "sharded" and "ranks" find: module of the package, old text, new text."""
+"""Mends turned back, which programs of the kinds "sharded" and "ranks" find: module of the package, old text, new text."""
 
 PLANTED = {
     "dcp.load asks for what a fresh optimizer has": (

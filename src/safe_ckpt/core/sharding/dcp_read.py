@@ -190,7 +190,7 @@ class Stored:
         return self.nested({**{n: self.objects[n] for n in rooms if n in self.objects}, **self._read(tensors)})
 
     def nested(self, values: Mapping[str, Any]) -> Any:
-        """The nested state, as far as ``values`` has it, in the order in which it was saved: a dict, or the list that was saved."""
+        """The nested state, as far as ``values`` has it, in the order in which it was saved: a dict, or a list."""
         whole: dict[str, Any] = {}
         for name, path in self.paths.items():
             if name in values:
