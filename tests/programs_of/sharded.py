@@ -74,7 +74,7 @@ def _choose(draw: Draw) -> dict[str, Any]:
     door = draw.among("door", *_DOORS)
     wraps = sharded_models.WRAPS
     wrap = draw.among("wrap", *wraps[:-1])
-    ranks = draw.among("ranks", 2, 2, 2, 2, 2, 3, 3, 4)
+    ranks = draw.among("ranks", 2, 2, 2, 2, 2, 2, 2, 2, 3, 4)
     is_elsewhere = draw.flag("elsewhere", of=3)
     ranks_again = draw.among("ranks again", 2, 1, 1, 3) if is_elsewhere else ranks
     wrap_again = draw.among("wrap again", *wraps) if is_elsewhere else wrap
@@ -112,6 +112,8 @@ def _choose(draw: Draw) -> dict[str, Any]:
         found["width"] = found["inner"] = 4
     if {wrap, found["wrap again"]} & set(sharded_models.BESIDE) and found["optimizer"] in ("foreach", "fused"):
         found["optimizer"] = "AdamW"  # torch takes no DTensors together with others
+    if not is_elsewhere and found["again"]:
+        found["again"] = "always"  # else what goes into a block is told twice in one of the runs
     found["tied"] &= found["handed"] != "modules"
     found["dropout"] = draw.flag("dropout", of=3) and door == "Checkpointer" and wrap in sharded_models.OF_DATA
     return found
