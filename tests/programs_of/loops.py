@@ -107,6 +107,7 @@ def _choose(draw: Draw) -> dict[str, Any]:
         found |= {"workers": 0, "draws": "", "persistent": False}
     if found["breaks"]:
         found["persistent"] = False
+        found["at"] = "in the loop"  # a save behind a loop that was left belongs to the epoch of that loop
     found["within"] &= found["snapshot"] == "eager"
     return found
 

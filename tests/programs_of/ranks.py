@@ -85,6 +85,7 @@ def _choose(draw: Draw) -> dict[str, Any]:
     most = max(found["ranks"], 3)
     found["second"] &= found["rows"] // (most * max(1, found["workers"])) >= found["batch"]  # it has batches
     if found["breaks"]:
+        found["at"] = "in the loop"  # a save behind a loop that was left belongs to the epoch of that loop
         found["persistent"] = False  # what such workers draw ahead is not exact
     if not found["order"].startswith("shared") or found["batch again"] == found["batch"]:
         found["batch again"] = 0
@@ -266,11 +267,11 @@ class Program:
         self.at["batches"] += 1
         self.batches += 1
         noise = torch.rand(1) * random.random() if self.chosen["draws"] in ("loop", "both") else 0.0
+        self.here.note("rows", [self.step + 1, self.at["epoch"], batch[:, 0].int().tolist()])
         if self.chosen["second"]:
             batch = batch + self._of_second().mean()
         loss = self.model(batch / 10 + noise).square().mean() / self.chosen["micro"]
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        self.here.note("rows", [self.step + 1, self.at["epoch"], batch[:, 0].int().tolist()])
         if self.batches % self.chosen["micro"]:
             return False
         if self.model is self.net and dist.is_initialized():

@@ -165,7 +165,8 @@ class Program:
         self.scheduler = _scheduler(chosen["scheduler"], next(iter(self.optimizers.values())))
         self.more = {}
         if chosen["more"]:
-            self.more = {name: one.detach().clone() for name, one in self.model.named_parameters()}
+            named = sharded_models.named_of(self.model)
+            self.more = {name: one.detach().clone() for name, one in named}
         self.step = 0
         self.is_elsewhere = (chosen["ranks"], chosen["wrap"]) != (chosen["ranks again"], chosen["wrap again"])
 

@@ -175,11 +175,16 @@ def whole(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def named_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Its parameters, without the names of what wraps."""
+    return [(name.replace("_checkpoint_wrapped_module.", ""), one) for name, one in model.named_parameters()]
+
+
 def all_of(
     model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], more: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Digests of all that is trained, of whole tensors, whatever they are wrapped in. A collective."""
-    named = [(name.replace("_checkpoint_wrapped_module.", ""), one) for name, one in model.named_parameters()]
+    named = named_of(model)
     found = {f"weights {name}": digest(whole(one), 1 << 20) for name, one in named}
     found |= {
         f"buffer {name}": digest(one, 1 << 20) for name, one in model.state_dict().items() if name in ("seen", "mean")
