@@ -42,7 +42,7 @@ class Chain:
             self.kind, self.draw, self.folder, "whole", out="whole", ranks=self.ranks[0], more={"whole": True}
         )
         if whole.error:
-            return _failed(whole)
+            return failed(whole)
         known: dict[int, Any] = {}
         for number, kill in enumerate([*self.kills, None]):
             newest = newest_of(self.folder / "stopped")
@@ -53,7 +53,7 @@ class Chain:
             self.starts.append(one)
             self.places.append(newest)
             if one.error:
-                return _failed(one)
+                return failed(one)
             self.wrong += _of_resume(one, known, newest)
             known |= _saved(one)
             if all(map(self.is_exact, range(number + 1))):
@@ -69,7 +69,7 @@ class Chain:
         return "equal" if all(map(self.is_exact, range(len(self.starts)))) else "equal elsewhere"
 
 
-def _failed(one: processes.Started) -> Verdict:
+def failed(one: processes.Started) -> Verdict:
     """A start that ended with an error."""
     wrong = re.sub(r"^\[rank\d+\]: ", "", one.error)
     return Verdict(came_to="an error", wrong=wrong, detail=one.said[-3000:])

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from programs_of import processes, sharded_models
-from programs_of.chains import Chain
+from programs_of.chains import Chain, failed
 from programs_of.draw import Draw
 from programs_of.runner import Verdict
 from programs_of.start import Here
@@ -40,8 +40,11 @@ class Sharded:
     """See the module."""
 
     def run(self, draw: Draw, folder: Path) -> Verdict:
-        """Whole, killed once or twice, and started again, perhaps on other ranks."""
+        """Whole, killed once or twice, and started again, perhaps on other ranks; or resumed in the process that saved."""
         chosen = _choose(draw)
+        if chosen["in place"]:
+            one = processes.start("sharded", draw, folder, "whole", out="whole", ranks=chosen["ranks"])
+            return failed(one) if one.error else Verdict(came_to="equal in place")
         kills = processes.kills_of(draw, "save", "forward", steps=_STEPS - 1, ranks=2, least=3)
         is_same = (chosen["ranks"], chosen["wrap"]) == (chosen["ranks again"], chosen["wrap again"])
         chain = Chain(
@@ -71,14 +74,16 @@ def _is_of(name: str, left: Collection[str]) -> bool:
 
 def _choose(draw: Draw) -> dict[str, Any]:
     """The choices of both sides."""
+    in_place = draw.among("stop", "in place", "in place", "in place", "killed") == "in place"
     door = draw.among("door", *_DOORS)
     wraps = sharded_models.WRAPS
     wrap = draw.among("wrap", *wraps[:-1])
     ranks = draw.among("ranks", 2, 2, 2, 2, 2, 2, 2, 2, 3, 4)
     is_elsewhere = draw.flag("elsewhere", of=3)
-    ranks_again = draw.among("ranks again", 2, 1, 1, 3) if is_elsewhere else ranks
+    ranks_again = draw.among("ranks again", 2, 1, 1, 3) if is_elsewhere and not in_place else ranks
     wrap_again = draw.among("wrap again", *wraps) if is_elsewhere else wrap
     found = {
+        "in place": in_place, "at": draw.among("resumes at", 2, 4),
         "door": door, "wrap": wrap, "ranks": ranks, "ranks again": ranks_again,
         "wrap again": "none" if ranks_again == 1 and draw.flag("alone without a group") else wrap_again,
         "handed": draw.among("handed", "objects", "functions", "app", "modules", "flattened", "whole"),
@@ -114,6 +119,10 @@ def _choose(draw: Draw) -> dict[str, Any]:
         found["optimizer"] = "AdamW"  # torch takes no DTensors together with others
     if not is_elsewhere and found["again"]:
         found["again"] = "always"  # else what goes into a block is told twice in one of the runs
+    if (found["handed"], found["optimizer"]) == ("whole", "SGD"):
+        found["optimizer"] = "AdamW"  # torch's set_optimizer_state_dict wants a tensor
+    if found["bfloat16"] and found["handed"] not in ("objects", "modules") and found["optimizer"] in ("NAdam", "ASGD"):
+        found["bfloat16"] = False  # torch's set_optimizer_state_dict rounds what they keep in float32
     found["tied"] &= found["handed"] != "modules"
     found["dropout"] = draw.flag("dropout", of=3) and door == "Checkpointer" and wrap in sharded_models.OF_DATA
     return found
@@ -141,13 +150,13 @@ class App:
 class Program:
     """What a start trains, and how it hands it over."""
 
-    def __init__(self, chosen: Mapping[str, Any], here: Here) -> None:
+    def __init__(self, chosen: Mapping[str, Any], here: Here, number: int) -> None:
         self.chosen, self.here = chosen, here
-        self.how = chosen["wrap again"] if here.number else chosen["wrap"]
+        self.how = chosen["wrap again"] if number else chosen["wrap"]
         net = sharded_models.Net(chosen)
         if chosen["bfloat16"]:
             net.to(torch.bfloat16)
-        if chosen["again"] in ("always", "later" if here.number else "first"):
+        if chosen["again"] in ("always", "later" if number else "first"):
             for number, block in enumerate(net.blocks):
                 net.blocks[number] = checkpoint_wrapper(block)
         self.model = sharded_models.wrap(net, self.how, chosen)
@@ -204,10 +213,10 @@ class Program:
                 set_optimizer_state_dict(self.model, one, state[name])
 
     def all(self) -> dict[str, Any]:
-        """Digests, where it goes on elsewhere; a collective. Else what the steps tell is compared."""
-        if not self.is_elsewhere:
+        """Digests, where it goes on elsewhere or in place; a collective. Else what the steps tell is compared."""
+        if not self.is_elsewhere and not self.chosen["in place"]:
             return {}
-        found = sharded_models.all_of(self.model, self.optimizers, self.more)
+        found = sharded_models.all_of(self.model, self.optimizers, self.more, whole_ones=self.is_elsewhere)
         return found | ({} if self.scheduler is None else {"scheduler": str(self.scheduler.state_dict())})
 
     def backward(self) -> None:
@@ -252,38 +261,61 @@ def start(draw: Draw, here: Here) -> None:
     if size > 1 or chosen["wrap again"] != "none":
         store = dist.FileStore(str(here.records / "store"), size)
         dist.init_process_group("gloo", store=store, rank=here.rank, world_size=size)
-    program = Program(chosen, here)
-    if chosen["grads"] and chosen["handed"] in ("objects", "modules"):
-        program.backward()  # of others the page says that these are in the way
-    if chosen["door"] == "Checkpointer":
-        _with_checkpointer(program, here)
-    else:
-        _with_dcp(program, here)
+    run = _with_checkpointer if chosen["door"] == "Checkpointer" else _with_dcp
+    program = _made(chosen, here, here.number)
+    first = run(program, here)
+    if chosen["in place"]:
+        torch.manual_seed(7)
+        again = run(_made(chosen, here, 1), here, at=chosen["at"])
+        _compare(first, again, every=not program.is_elsewhere)
     here.result("step", program.step)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _with_checkpointer(program: Program, here: Here) -> None:
-    chosen = program.chosen
+def _made(chosen: Mapping[str, Any], here: Here, number: int) -> Program:
+    program = Program(chosen, here, number)
+    if chosen["grads"] and chosen["handed"] in ("objects", "modules"):
+        program.backward()  # of others the page says that these are in the way
+    return program
+
+
+def _compare(first: Mapping[int, Any], again: Mapping[int, Any], *, every: bool) -> None:
+    """What a run in the same process had: at each step of the other, or at the one that was resumed."""
+    for step in list(again)[: None if every else 1]:
+        ours, theirs = first[step], again[step]
+        names = sorted(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
+        if names:
+            where = "as it was resumed" if step == next(iter(again)) else f"{step - next(iter(again))} steps later"
+            raise ValueError(
+                f"restored: {len(names)} differ {where}, {names[:3]}: {[theirs.get(one) for one in names[:3]]}"
+            )
+
+
+def _with_checkpointer(program: Program, here: Here, at: int | None = None) -> dict[int, Any]:
+    """Step -> what there was then."""
+    chosen, found = program.chosen, {}
     config = CheckpointConfig(
-        retention=Retention(keep_last=2 if chosen["retention"] else None),
+        retention=Retention(keep_last=2 if chosen["retention"] and not chosen["in place"] else None),
         snapshot="overlapped" if chosen["snapshot"] == "overlapped" and not chosen["buffer"] else "eager",
     )
     with Checkpointer(here.out, config) as ckpt:
         state = program.state()
-        if (info := ckpt.resume(state)) is not None:
+        if (info := ckpt.resume(state, step=at)) is not None:
             program.take(state)
         program.model.zero_grad()
-        here.note("resumed", [info and info.step, program.all()])
+        found[program.step] = program.all()
+        here.note("resumed", [info and info.step, found[program.step]])
         while program.step < _STEPS:
             program.train()
+            found[program.step] = program.all()
             if program.step % chosen["every"] == 0:
-                here.note("saved", [program.step, program.all()])
+                here.note("saved", [program.step, found[program.step]])
                 ckpt.save(program.step, program.state())
                 here.meets("save")
         if chosen["export"]:
             _export(program, ckpt, here)
+    return found
 
 
 def _export(program: Program, ckpt: Checkpointer, here: Here) -> None:
@@ -299,26 +331,30 @@ def _export(program: Program, ckpt: Checkpointer, here: Here) -> None:
             raise ValueError(f"exported: {name} is {found.get(name)} instead of {names[id(one)]}")
 
 
-def _with_dcp(program: Program, here: Here) -> None:
-    chosen = program.chosen
-    dcp.configure(retention=Retention(keep_last=2 if chosen["retention"] else None))
-    state, found = program.state(), None
+def _with_dcp(program: Program, here: Here, at: int | None = None) -> dict[int, Any]:
+    """Step -> what there was then."""
+    chosen, found = program.chosen, {}
+    dcp.configure(retention=Retention(keep_last=2 if chosen["retention"] and not chosen["in place"] else None))
+    state, step = program.state(), None
     try:
-        dcp.load(state, checkpoint_id=here.out)
+        dcp.load(state, checkpoint_id=here.out if at is None else here.out / f"step-{at}")
         program.take(state)
-        found = program.step
+        step = program.step
     except NoValidCheckpointError as error:
         if error.rejected:
             raise
     program.model.zero_grad()
-    here.note("resumed", [found, program.all()])
+    found[program.step] = program.all()
+    here.note("resumed", [step, found[program.step]])
     save = dcp.save if chosen["door"] == "dcp.save" else dcp.async_save
     upload = None
     while program.step < _STEPS:
         program.train()
+        found[program.step] = program.all()
         if program.step % chosen["every"] == 0:
-            here.note("saved", [program.step, program.all()])
+            here.note("saved", [program.step, found[program.step]])
             upload = save(program.state(), checkpoint_id=here.out / f"step-{program.step}")
             here.meets("save")
     if chosen["door"] == "dcp.async_save" and upload is not None:
         upload.result()
+    return found

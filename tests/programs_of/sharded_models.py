@@ -181,11 +181,12 @@ def named_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def all_of(
-    model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], more: Mapping[str, Any]
+    model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], more: Mapping[str, Any], *, whole_ones: bool
 ) -> dict[str, Any]:
-    """Digests of all that is trained, of whole tensors, whatever they are wrapped in. A collective."""
+    """Digests of all that is trained: of whole tensors, whatever they are wrapped in, which is a collective; or of parts."""
+    seen = whole if whole_ones else lambda one: one
     named = named_of(model)
-    found = {f"weights {name}": digest(whole(one), 1 << 20) for name, one in named}
+    found = {f"weights {name}": digest(seen(one), 1 << 20) for name, one in named}
     found |= {
         f"buffer {name}": digest(one, 1 << 20) for name, one in model.state_dict().items() if name in ("seen", "mean")
     }
@@ -193,12 +194,10 @@ def all_of(
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             for one in group["params"]:
-                values = {key: whole(value) for key, value in sorted(optimizer.state.get(one, {}).items())}
+                values = {key: seen(value) for key, value in sorted(optimizer.state.get(one, {}).items())}
                 for key, value in values.items() if values.get("step", 1) else ():  # else it is as if there were none
-                    found[f"state {key} of {names[id(one)]}"] = (
-                        digest(value, 1 << 20) if isinstance(value, torch.Tensor) else value
-                    )
-                for key, value in group.items():
-                    if key != "params":
-                        found[f"group {key} of {names[id(one)]}"] = str(value)
-    return found | {f"more {name}": digest(whole(one), 1 << 20) for name, one in more.items()}
+                    plain = value if not isinstance(value, torch.Tensor) else digest(value, 1 << 20)
+                    found[f"state {key} of {names[id(one)]}"] = plain
+                settings = {key: str(value) for key, value in group.items() if key != "params"}
+                found |= {f"group {key} of {names[id(one)]}": value for key, value in settings.items()}
+    return found | {f"more {name}": digest(seen(one), 1 << 20) for name, one in more.items()}

@@ -177,7 +177,7 @@ class Stored:
         self.tensors = {name: known for name, known in entries.items() if isinstance(known, TensorStorageMetadata)}
         self.objects: dict[str, Any] = self._read({name: None for name in entries if name not in self.tensors})
 
-    def read(self, rooms: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
+    def read(self, rooms: Mapping[str, torch.Tensor | None]) -> Any:
         """Read into tensors, and return the nested state of these names.
 
         Args:
@@ -436,7 +436,7 @@ def fit_optimizer(stored: Stored, module: torch.nn.Module, optimizer: torch.opti
             for i, source in enumerate(sources)
         ]
         by_number = {numbers[today[name]]: kept for name, kept in state.get("state", {}).items()}
-        optimizer.load_state_dict({"state": by_number, "param_groups": again})
+        dtensor.load_optimizer(optimizer, {"state": by_number, "param_groups": again})
         return optimizer
 
     return Fitted(apply=apply, besides=sorted(saved - today.keys()), refusal="this optimizer does not step")
@@ -495,7 +495,7 @@ def spread_optimizer(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any])
         number: {key: _spread(value, parameters[number]) for key, value in kept.items()}
         for number, kept in whole["state"].items()
     }
-    optimizer.load_state_dict({**whole, "state": state})
+    dtensor.load_optimizer(optimizer, {**whole, "state": state})
 
 
 def _spread(value: Any, like: torch.Tensor) -> Any:

@@ -320,7 +320,7 @@ class _Optimizer(_Stateful):
     def fit(self, loaded: Any) -> Fitted:
         loading.check_optimizer(self.optimizer, loaded)
         if not self.sharded:
-            return super().fit(loaded)
+            return Fitted(apply=self._giving(lambda _: dtensor.load_optimizer(self.optimizer, loaded)))
         from safe_ckpt.core.sharding import dcp_read
 
         return Fitted(apply=self._giving(lambda _: dcp_read.spread_optimizer(self.optimizer, loaded)))
