@@ -276,7 +276,9 @@ def start(draw: Draw, here: Here) -> None:
 def _made(chosen: Mapping[str, Any], here: Here, number: int) -> Program:
     program = Program(chosen, here, number)
     if chosen["grads"] and chosen["handed"] in ("objects", "modules"):
+        program.model.eval()  # so that it is no batch of a step
         program.backward()  # of others the page says that these are in the way
+        program.model.train()
     return program
 
 

@@ -198,6 +198,6 @@ def all_of(
                 for key, value in values.items() if values.get("step", 1) else ():  # else it is as if there were none
                     plain = value if not isinstance(value, torch.Tensor) else digest(value, 1 << 20)
                     found[f"state {key} of {names[id(one)]}"] = plain
-                settings = {key: str(value) for key, value in group.items() if key != "params"}
+                settings = {key: str(value).strip("()[]") for key, value in group.items() if key != "params"}
                 found |= {f"group {key} of {names[id(one)]}": value for key, value in settings.items()}
     return found | {f"more {name}": digest(seen(one), 1 << 20) for name, one in more.items()}
