@@ -123,7 +123,12 @@ def _choose(draw: Draw) -> dict[str, Any]:
         found["again"] = "always"  # else what goes into a block is told twice in one of the runs
     if (found["handed"], found["optimizer"]) == ("whole", "SGD"):
         found["optimizer"] = "AdamW"  # torch's set_optimizer_state_dict wants a tensor
-    if found["bfloat16"] and found["handed"] not in ("objects", "modules") and found["optimizer"] in ("NAdam", "ASGD"):
+    is_of_torch = found["handed"] not in ("objects", "modules")
+    if is_of_torch and (found["door"] == "Checkpointer" or found["handed"] == "whole"):
+        found["unused"] = (
+            ""  # torch's set_optimizer_state_dict wants state for it, or counts a step: see docs/limits.md
+        )
+    if found["bfloat16"] and is_of_torch and found["optimizer"] in ("NAdam", "ASGD"):
         found["bfloat16"] = False  # torch's set_optimizer_state_dict rounds what they keep in float32
     found["tied"] &= found["handed"] != "modules"
     found["dropout"] = draw.flag("dropout", of=3) and door == "Checkpointer" and wrap in sharded_models.OF_DATA
