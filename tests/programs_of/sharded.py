@@ -124,7 +124,7 @@ def _choose(draw: Draw) -> dict[str, Any]:
     if (found["handed"], found["optimizer"]) == ("whole", "SGD"):
         found["optimizer"] = "AdamW"  # torch's set_optimizer_state_dict wants a tensor
     is_of_torch = found["handed"] not in ("objects", "modules")
-    if is_of_torch and (found["door"] == "Checkpointer" or found["handed"] == "whole"):
+    if is_of_torch and found["handed"] == "whole":
         found["unused"] = (
             ""  # torch's set_optimizer_state_dict wants state for it, or counts a step: see docs/limits.md
         )

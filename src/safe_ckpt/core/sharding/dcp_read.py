@@ -272,17 +272,44 @@ def fit_value(
             stored.refuse_other(name, like)
         rooms[name] = like if fits and dtensor.is_read_into(like) else None
     spread, paths = [path for path, leaf in dtensor.placed(own) if dtensor.is_dtensor(leaf)], set(stored.paths.values())
-    if lost := [".".join(map(str, path)) for path in spread if path not in paths]:
-        stored.refuse(f"the checkpoint has nothing for {lost}")
+    anew = _begun_anew(stored, own)
+    lost = [path for path in spread if path not in paths and not any(path[: len(one)] == one for one in anew)]
+    if lost:
+        stored.refuse(f"the checkpoint has nothing for {['.'.join(map(str, path)) for path in lost]}")
     shapes = {n: torch.empty(tuple(t.size), dtype=t.properties.dtype, device="meta") for n, t in stored.tensors.items()}
     others = frozenset(besides)
-    check(stored.nested({name: shapes.get(name, stored.objects.get(name)) for name in rooms if name not in others}))
+    saved = stored.nested({name: shapes.get(name, stored.objects.get(name)) for name in rooms if name not in others})
+    check(_with(saved, {path: _at(own, path) for path in anew}))
 
     def apply(added: Collection[str]) -> Any:
         wanted = [name for name in rooms if name not in others or name in added]
-        return take(stored.read({name: rooms[name] for name in wanted}))
+        return take(_with(stored.read({name: rooms[name] for name in wanted}), anew))
 
     return Fitted(apply=apply, besides=besides)
+
+
+def _with(saved: dict[Any, Any], more: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
+    for path, value in more.items():
+        holder = saved
+        for key in path[:-1]:
+            holder = holder.setdefault(key, {})
+        holder[path[-1]] = value
+    return saved
+
+
+def _begun_anew(stored: Stored, own: Any) -> dict[tuple[Any, ...], Any]:
+    """What an optimizer's state dict gets for parameters that had no state at the save: nothing; zeros if it is flattened."""
+    names = [".".join(map(str, path)) for name, path in stored.paths.items() if name in stored.tensors]
+    groups = [".".join(map(str, path)) for path in stored.paths.values() if "param_groups" in str(path)]
+    above = {part for name in (*names, *groups) for part in (name, *dtensor.names_above(name))}
+    paths, found = set(stored.paths.values()), dict[tuple[Any, ...], Any]()
+    for path, leaf in dtensor.placed(own):
+        for end, where, parameter in dtensor.stepped(path) if path not in paths else ():
+            group = f"{where}param_groups" if end < len(path) else f"{where}param_groups.{parameter}"
+            if group in above and f"{where}state.{parameter}" not in above:
+                zero = torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else 0
+                found[tuple(path[:end])] = {} if end < len(path) else zero
+    return found
 
 
 def with_types_of(own: Any, saved: Any) -> Any:
