@@ -27,7 +27,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngSta
 from safe_ckpt.data import resumable
 from safe_ckpt.tools.audit.recorder import digest
 
-FIXED = (94, 95, 98)
+FIXED = (86, 93, 94)
 """Seeds that together cover much."""
 _EPOCHS = 3
 
