@@ -42,6 +42,7 @@ _MODULES = (
     ("lightning", (*_BASE, "lightning.pytorch")),
     ("transformers", (*_BASE, "accelerate", "transformers.trainer")),
     ("accelerate", (*_BASE, "accelerate", "accelerate.commands.launch")),
+    ("programs_of", (*_BASE, "torch._dynamo", "torch.distributed.tensor.parallel")),
     ("", _BASE),
 )
 # Read while modules are imported, or by the interpreter itself: who sets them otherwise gets another server.

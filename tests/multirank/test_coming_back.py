@@ -107,6 +107,32 @@ def _data(rank, folder):
     return {name: plain(item)[1] for name, item in found.items()}
 
 
+def _list(rank, folder):
+    mesh, size = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_world_size()
+
+    def made(factor):
+        parts = [distribute_tensor(factor * torch.arange(4.0), mesh, [Shard(0)]) for _ in range(12)]
+        return [*parts, factor, {"deeper": [parts[0], {}]}]
+
+    state = {"history": made(1 if size == 2 else 0)}
+    kept, first = state["history"], state["history"][0]
+    with Checkpointer(folder, CONFIG) as ckpt:
+        if size == 2:
+            ckpt.save(1, state).result()
+            state["history"] = kept = made(0)
+            first = kept[0]
+        ckpt.resume(state)
+    whole = [one.full_tensor().tolist() for one in [*kept[:12], kept[13]["deeper"][0]]]
+    return state["history"] is kept and kept[0] is first, whole, kept[12], kept[13]["deeper"][1]
+
+
+def test_a_list_of_dtensors_comes_back_in_place(tmp_path):
+    """As an item of its own, such as a history of averages, on as many ranks and on fewer."""
+    for size in (2, 1):
+        for found in values(spawn_ranks(_list, size, str(tmp_path))):
+            assert found == (True, [[0.0, 1.0, 2.0, 3.0]] * 13, 1, {})
+
+
 def test_plain_data_beside_a_dtensor_comes_back_as_it_does_without_one(tmp_path):
     """What grew, shrank, became a mapping or stopped being one, is empty, or a Counter: equal, in a dict and in an object."""
     expected = plain(saved())[1]

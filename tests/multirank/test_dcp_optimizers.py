@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from kit.ranks import spawn_ranks, values
-from safe_ckpt import dcp
+from safe_ckpt import Checkpointer, dcp
 from safe_ckpt.errors import NoValidCheckpointError, RestoreError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -180,6 +180,44 @@ def test_a_loaded_run_goes_on_as_if_it_had_never_stopped(tmp_path, wrap):
         assert values(spawn_ranks(_goes_on, 2, tmp_path, wrap, ["adamw"])) == [{}, {}]
     else:
         assert _goes_on(0, tmp_path, wrap, OPTIMIZERS) == {}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_parameter_that_has_begun_anew_may_begin_anew_again(tmp_path, way):
+    """A resumed run saves before the layer is used, and is resumed once more: as if it had never stopped."""
+    run = Run(1).train(0, 2)
+    for step in (2, 3):
+        dcp.save(_state(run, way), checkpoint_id=tmp_path / str(step))
+        run = _resumed(tmp_path / str(step), way, Run(7))
+        run.train(step, END if step == LOADED else LOADED)
+    assert _different(run.whole(), _at(END)) == []
+
+
+def _through_a_checkpointer(rank, path, ways):
+    """What differs after two resumes before a layer was used."""
+    found = {}
+    for way in ways:
+        run = Run(1, wrap="fsdp2").train(0, 2)
+        for step in (2, LOADED):
+            with Checkpointer(path / way) as ckpt:
+                ckpt.save(step, _state(run, way)).result()
+                run = Run(7, wrap="fsdp2")
+                state = _state(run, way)
+                ckpt.resume(state)
+            if way == "functions":
+                set_state_dict(
+                    run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+                )
+            run.train(step, END if step == LOADED else LOADED)
+        found[way] = _different(run.whole(), _at(END, wrap="fsdp2"))
+    return found
+
+
+def test_a_checkpointer_begins_anew_with_a_parameter_that_had_no_state(tmp_path):
+    """The state of an FSDP2 optimizer as DCP's functions, its tutorial and its flattened form have it is saved and resumed."""
+    ways = ("functions", "app", "flat")
+    for found in values(spawn_ranks(_through_a_checkpointer, 2, tmp_path, ways)):
+        assert found == {way: [] for way in ways}
 
 
 def test_a_flattened_state_begins_anew_with_a_parameter_that_had_none(tmp_path, caplog):

@@ -31,12 +31,12 @@ class Kill:
     rank: int = 0
 
 
-def kills_of(draw: Draw, *more: str, steps: int = 9, ranks: int = 1) -> list[Kill]:
+def kills_of(draw: Draw, *more: str, steps: int = 9, ranks: int = 1, least: int = 1) -> list[Kill]:
     """One or two: behind a step, at a rename or a removal within a save, or at what else the program meets."""
     found = []
     for n in range(draw.number("kills", 1, 2)):
         what = draw.among(f"kill {n}", "step", "rename", "remove", *more)
-        number = draw.number(f"at {n}", 1, steps if what in ("step", *more) else 20)
+        number = draw.number(f"at {n}", least, steps if what in ("step", *more) else 20)
         found.append(Kill(what=what, number=number, rank=draw.among(f"kills rank {n}", *range(ranks))))
     return found
 

@@ -143,4 +143,12 @@ def kinds() -> dict[str, Callable[[], Any]]:
 
         return make
 
-    return {"states": of("states", "States"), "loops": of("loops", "Loops")}
+    return {
+        "states": of("states", "States"),
+        "loops": of("loops", "Loops"),
+        "ranks": of("ranks", "Ranks"),
+        "sharded": of("sharded", "Sharded"),
+        "lightning": of("lightning_", "Lightning"),
+        "accelerate": of("accelerate_", "Accelerate"),
+        "transformers": of("trainers", "Trainers"),
+    }

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from safe_ckpt.core.sharding.dtensor import refuse_local_state
+from safe_ckpt.core.sharding.dtensor import load_optimizer, refuse_local_state
 
 
 def states_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,7 +25,9 @@ def give_back(states: Mapping[str, Any], state_dict: MutableMapping[str, Any]) -
         if name not in state_dict:
             continue
         one = state_dict[name]
-        if isinstance(one, Stateful):
+        if isinstance(one, torch.optim.Optimizer):
+            load_optimizer(one, loaded)
+        elif isinstance(one, Stateful):
             one.load_state_dict(loaded)
         else:
             state_dict[name] = loaded

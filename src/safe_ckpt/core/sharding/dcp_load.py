@@ -12,7 +12,7 @@ import dataclasses
 import io
 import logging
 import pickle
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -117,11 +117,13 @@ class Loading:
         for place in self.anew.values():
             _begin_anew(_at(self._state, place[:-1]), place[-1])
 
-    def _leave_out(self, saved: Collection[str]) -> dict[str, Sequence[Any]]:
+    def _leave_out(self, saved: Mapping[str, tuple[Any, ...]]) -> dict[str, Sequence[Any]]:
         """Ask for no state of parameters that were stepped and had none; see ``anew``."""
         asked, paths = self._planner.state_dict, self._planner.mappings
         missing = [name for name in paths if name not in saved]
-        above = {part for name in saved for part in (name, *dtensor.names_above(name))} if missing else ()
+        # A parameter that has begun anew has an empty state, which is none.
+        kept = [name for name, path in saved.items() if name != name_of_empty(path)] if missing else ()
+        above = {part for name in kept for part in (name, *dtensor.names_above(name))}
         anew: dict[str, Sequence[Any]] = {}
         for name in missing:
             path = _keys(self._state, paths[name])

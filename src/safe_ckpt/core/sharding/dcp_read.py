@@ -177,7 +177,7 @@ class Stored:
         self.tensors = {name: known for name, known in entries.items() if isinstance(known, TensorStorageMetadata)}
         self.objects: dict[str, Any] = self._read({name: None for name in entries if name not in self.tensors})
 
-    def read(self, rooms: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
+    def read(self, rooms: Mapping[str, torch.Tensor | None]) -> Any:
         """Read into tensors, and return the nested state of these names.
 
         Args:
@@ -189,13 +189,13 @@ class Stored:
         tensors = {n: self.room(n) if room is None else room for n, room in rooms.items() if n in self.tensors}
         return self.nested({**{n: self.objects[n] for n in rooms if n in self.objects}, **self._read(tensors)})
 
-    def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The nested state, as far as ``values`` has it, in the order in which it was saved."""
-        state: dict[str, Any] = {}
+    def nested(self, values: Mapping[str, Any]) -> Any:
+        """The nested state, as far as ``values`` has it, in the order in which it was saved: a dict, or a list."""
+        whole: dict[str, Any] = {}
         for name, path in self.paths.items():
             if name in values:
-                set_element(state, path, values[name])
-        return state
+                set_element(whole, ("", *path), values[name])
+        return whole.get("", {})
 
     def room(self, name: str, like: object = None) -> torch.Tensor:
         """A new tensor to read into: spread as ``like`` where that is a tensor of this shape."""
@@ -272,17 +272,44 @@ def fit_value(
             stored.refuse_other(name, like)
         rooms[name] = like if fits and dtensor.is_read_into(like) else None
     spread, paths = [path for path, leaf in dtensor.placed(own) if dtensor.is_dtensor(leaf)], set(stored.paths.values())
-    if lost := [".".join(map(str, path)) for path in spread if path not in paths]:
-        stored.refuse(f"the checkpoint has nothing for {lost}")
+    anew = _begun_anew(stored, own)
+    lost = [path for path in spread if path not in paths and not any(path[: len(one)] == one for one in anew)]
+    if lost:
+        stored.refuse(f"the checkpoint has nothing for {['.'.join(map(str, path)) for path in lost]}")
     shapes = {n: torch.empty(tuple(t.size), dtype=t.properties.dtype, device="meta") for n, t in stored.tensors.items()}
     others = frozenset(besides)
-    check(stored.nested({name: shapes.get(name, stored.objects.get(name)) for name in rooms if name not in others}))
+    saved = stored.nested({name: shapes.get(name, stored.objects.get(name)) for name in rooms if name not in others})
+    check(_with(saved, {path: _at(own, path) for path in anew}))
 
     def apply(added: Collection[str]) -> Any:
         wanted = [name for name in rooms if name not in others or name in added]
-        return take(stored.read({name: rooms[name] for name in wanted}))
+        return take(_with(stored.read({name: rooms[name] for name in wanted}), anew))
 
     return Fitted(apply=apply, besides=besides)
+
+
+def _with(saved: dict[Any, Any], more: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
+    for path, value in more.items():
+        holder = saved
+        for key in path[:-1]:
+            holder = holder.setdefault(key, {})
+        holder[path[-1]] = value
+    return saved
+
+
+def _begun_anew(stored: Stored, own: Any) -> dict[tuple[Any, ...], Any]:
+    """What an optimizer's state dict gets for parameters that had no state at the save: nothing; zeros if it is flattened."""
+    names = [".".join(map(str, path)) for name, path in stored.paths.items() if name in stored.tensors]
+    groups = [".".join(map(str, path)) for path in stored.paths.values() if "param_groups" in str(path)]
+    above = {part for name in (*names, *groups) for part in (name, *dtensor.names_above(name))}
+    paths, found = set(stored.paths.values()), dict[tuple[Any, ...], Any]()
+    for path, leaf in dtensor.placed(own):
+        for end, where, parameter in dtensor.stepped(path) if path not in paths else ():
+            group = f"{where}param_groups" if end < len(path) else f"{where}param_groups.{parameter}"
+            if group in above and f"{where}state.{parameter}" not in above:
+                zero = torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else 0
+                found[tuple(path[:end])] = {} if end < len(path) else zero
+    return found
 
 
 def with_types_of(own: Any, saved: Any) -> Any:
@@ -436,7 +463,7 @@ def fit_optimizer(stored: Stored, module: torch.nn.Module, optimizer: torch.opti
             for i, source in enumerate(sources)
         ]
         by_number = {numbers[today[name]]: kept for name, kept in state.get("state", {}).items()}
-        optimizer.load_state_dict({"state": by_number, "param_groups": again})
+        dtensor.load_optimizer(optimizer, {"state": by_number, "param_groups": again})
         return optimizer
 
     return Fitted(apply=apply, besides=sorted(saved - today.keys()), refusal="this optimizer does not step")
@@ -495,7 +522,7 @@ def spread_optimizer(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any])
         number: {key: _spread(value, parameters[number]) for key, value in kept.items()}
         for number, kept in whole["state"].items()
     }
-    optimizer.load_state_dict({**whole, "state": state})
+    dtensor.load_optimizer(optimizer, {**whole, "state": state})
 
 
 def _spread(value: Any, like: torch.Tensor) -> Any:

@@ -284,6 +284,28 @@ def _mode_of(tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextManag
     return torch.inference_mode() if inference else contextlib.nullcontext()
 
 
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """As its ``load_state_dict``, and floats keep the type that they were saved with.
+
+    torch gives all of them their parameter's: what an optimizer keeps in float32 for a bfloat16 parameter, such as NAdam's
+    products or moments of a class of the user's own, would be rounded. Parameters of another type than they had at the save
+    have it their way: of torch's own classes nothing is of the parameter's type then.
+    """
+    optimizer.load_state_dict(dict(state))
+    if str(getattr(optimizer.load_state_dict, "__module__", "")).partition(".")[0] != "torch":
+        return
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    is_torchs = type(optimizer).__module__.partition(".")[0] == "torch"
+    for number, parameter in zip(numbers, parameters, strict=True):
+        kept = {key: one for key, one in state["state"].get(number, {}).items() if isinstance(one, torch.Tensor)}
+        types = {one.dtype for key, one in kept.items() if key != "step" and one.shape == parameter.shape}
+        now = optimizer.state[parameter] if kept and (parameter.dtype in types or not is_torchs) else {}
+        for key, one in kept.items():
+            if key in now and one.is_floating_point() and now[key].dtype != one.dtype:
+                now[key] = one.to(now[key].device)
+
+
 def load_module(module: torch.nn.Module, state: Any) -> None:
     """``Module.load_state_dict``, also of expanded buffers and of tensors that were made in inference mode.
 

@@ -177,12 +177,12 @@ class SavedItem:
         Raises:
             RestoreError: it does not fit.
         """
-        if not isinstance(self.value, dict):
-            message = "it was saved in parts; give an object or a dict of tensors to read it into"
+        if not isinstance(self.value, dict | list):
+            message = "it was saved in parts; give an object, a dict or a list of tensors to read it into"
             raise RestoreError(message=f"{message}, not {self.value!r:.50}")
         return self._fit_parts(shards, self.value)
 
-    def _fit_parts(self, shards: Shards, own: dict[str, Any]) -> Fitted:
+    def _fit_parts(self, shards: Shards, own: dict[str, Any] | list[Any]) -> Fitted:
         from safe_ckpt.core.sharding import dcp_read  # DCP takes a while to import
 
         take = self._giving(lambda saved: restore_into(own, saved))
@@ -320,7 +320,7 @@ class _Optimizer(_Stateful):
     def fit(self, loaded: Any) -> Fitted:
         loading.check_optimizer(self.optimizer, loaded)
         if not self.sharded:
-            return super().fit(loaded)
+            return Fitted(apply=self._giving(lambda _: dtensor.load_optimizer(self.optimizer, loaded)))
         from safe_ckpt.core.sharding import dcp_read
 
         return Fitted(apply=self._giving(lambda _: dcp_read.spread_optimizer(self.optimizer, loaded)))

@@ -133,7 +133,8 @@ class Recorder:
         if depth == 1:
             self._call.seen = False
         if not self._call.seen and module.training and torch.is_grad_enabled():
-            given = [digest(one, SMALL_BYTES) for one in tensors_of(args) if one.grad_fn is None]
+            found = (one for one in tensors_of(args) if not isinstance(one, torch.nn.Parameter))  # a parametrization's
+            given = [digest(one, SMALL_BYTES) for one in found if one.grad_fn is None]
             self._call.seen = bool(given)
             self._batch += given
 
