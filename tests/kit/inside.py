@@ -95,6 +95,17 @@ def copy_after(patch, event, *, thread=None, seconds=30):
     patch.setattr(StagingCopy, "run_deferred", run_deferred)
 
 
+def before_pieces(patch, action):
+    """Call ``action`` on each thread that copies, before each piece, with how many are left that another thread may take."""
+    copying = StagingCopy._copy_piece
+
+    def copy_piece(self, piece):
+        action(len(self._pieces))
+        copying(self, piece)
+
+    patch.setattr(StagingCopy, "_copy_piece", copy_piece)
+
+
 def once_compared(action):
     """Call ``action`` once: when this rank has first compared which save it sees with which rank 0 sees."""
     real = candidate._op_id
@@ -130,6 +141,7 @@ def once_written(action):
 
 
 __all__ = [
+    "before_pieces",
     "copy_after",
     "copy_all_tensors",
     "engine_of",

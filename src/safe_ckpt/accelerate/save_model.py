@@ -228,6 +228,7 @@ def _put_in_place(workspace: FileHome, ready: Path, names: Sequence[str]) -> Non
 def _publish(workspace: FileHome, final: Path, ready: Path, make: Callable[[Path], None]) -> None:
     staged = ready / "staged"
     make(staged)
+    durable.sync_directory(str(ready))  # as in ``publish_link``
     workspace.confirm()
     durable.publish_file(staged, final)
 
