@@ -8,6 +8,7 @@ here.
 import contextlib
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from kit.manifests import checkpoint
 from safe_ckpt.core.formats.manifest import Manifest
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.home import HIDDEN, NewCheckpoint, Pointer
+from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.errors import SafeCheckpointError
 
@@ -111,7 +113,8 @@ def started(path, *lefts):
 def locked(path):
     """A lock that is taken where a dead job's lies, and given back."""
     (path / HIDDEN).mkdir()
-    (path / HIDDEN / "lock").write_bytes(b"")
+    left = own_lease(token="left", started_at="2026-01-01T00:00:00+00:00", lease_s=60.0)
+    (path / HIDDEN / "lock").write_bytes(replace(left, process_start=1).to_bytes())
     lock = lock_in(path / HIDDEN, subject=path)
 
     def take_and_release():
@@ -196,6 +199,7 @@ class Overtaken:
             whole.setattr(Path, "mkdir", _MKDIR)
             (self.path / HIDDEN / "lock").unlink(missing_ok=True)
             self.second = opened(self.path)
+            self.second.trash.mkdir(exist_ok=True)
             theirs = self.second.make_pending("theirs") / "step-3"
             checkpoint(theirs, {"f": b"theirs"})
             for name in ("step-4", "step-2"):  # it goes on from the same step, and gives the same names
@@ -245,6 +249,7 @@ def test_who_is_overtaken_at_any_moment_changes_nothing_of_the_next_job(tmp_path
             assert {name: left.get(name) for name in other.files} == other.files, where
             new = {name for name in left.keys() - other.files.keys() if not name.startswith(HIDDEN)}
             assert not new, where
+            assert other.second.trash.is_dir(), where  # empty as it is: what is deleted next goes there
         other.second.confirm()
         with contextlib.suppress(SafeCheckpointError, OSError):
             if home is not None:
