@@ -47,6 +47,11 @@ def lock_in(folder, lease_s=60.0, subject=None):
     return JobLock(folder, subject=subject or folder, lease_s=lease_s)
 
 
+def lock_of(home):
+    """The lock of a ``FileHome``, open or not."""
+    return home._lock
+
+
 def ownership(home):
     """What holds an object store's prefix for an ``ObjectHome`` that is open: ``head`` is what it last read or wrote."""
     return home._owner
@@ -151,6 +156,7 @@ __all__ = [
     "home_of",
     "judge_owners",
     "lock_in",
+    "lock_of",
     "once_compared",
     "once_written",
     "ownership",
