@@ -76,8 +76,8 @@ _heard: list[Callable[[str, tuple[Any, ...]], None]] = []
 
 
 @contextlib.contextmanager
-def hearing(below: Path, action: Callable[[str], None]) -> Iterator[None]:
-    """Call ``action`` with the event's name before each change of names below a folder by this thread.
+def hearing(below: Path, action: Callable[[str], None], *, every_thread: bool = False) -> Iterator[None]:
+    """Call ``action`` with the event's name before each change of names below a folder, by this thread or by every one.
 
     These are the interpreter's audit events; what ``action`` does itself is not heard.
     """
@@ -85,7 +85,7 @@ def hearing(below: Path, action: Callable[[str], None]) -> Iterator[None]:
 
     def hear(event: str, args: tuple[Any, ...]) -> None:
         exchanged = event == "ctypes.dlsym" and args[1] == "renameat2"
-        if busy or threading.get_ident() != thread:
+        if busy or not (every_thread or threading.get_ident() == thread):
             return
         if exchanged or (event in _EVENTS and _is_below(below, args[: _EVENTS[event]])):
             busy.append(event)
@@ -114,7 +114,7 @@ def watched(below: Path, *, removals: bool = False) -> Iterator[set[str]]:
         if event in kinds:
             reached.update(_callers())
 
-    with hearing(below, note):
+    with hearing(below, note, every_thread=True):
         yield reached
 
 
