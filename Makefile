@@ -13,7 +13,7 @@ DEEPSPEED_ENV := PATH="$(CURDIR)/$(DEEPSPEED):$(CURDIR)/$(BIN):$$PATH" DS_ACCELE
 
 TORCHTITAN := .venv/with-torchtitan/bin
 
-.PHONY: demo test test-full test-short test-long test-schedulers test-thorough test-versions test-deepspeed test-upstream test-torchtitan faults simulate programs lint package release-check docs docs-reference bench gpu-check examples clean
+.PHONY: demo mutants test test-full test-short test-long test-schedulers test-thorough test-versions test-deepspeed test-upstream test-torchtitan faults simulate programs lint package release-check docs docs-reference bench gpu-check examples clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -137,6 +137,9 @@ test-upstream: .venv/ready  ## the frameworks' own checkpoint tests, with their 
 	$(DEEPSPEED)/pip install --quiet --disable-pip-version-check --no-build-isolation deepspeed==0.19.8
 	@$(DEEPSPEED_ENV) timeout 600 $(DEEPSPEED)/python tests/adapters/deepspeed_ops.py || echo "an op of DeepSpeed could not be built: its tests are skipped"
 	touch $@
+
+mutants: .venv/ready  ## small changes of a room's code, each against the room's tests: ROOM=core/home SEED=1 COUNT=50
+	cd tests && ../$(BIN)/python -m mutants $(ROOM) --seed $(or $(SEED),1) --count $(or $(COUNT),50)
 
 lint: .venv/ready  ## ruff, mypy, and the order of the rooms
 	$(BIN)/ruff check .

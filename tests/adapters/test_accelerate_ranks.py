@@ -120,7 +120,15 @@ def test_a_missing_name_on_one_rank_is_an_error_of_all(tmp_path):
 def test_handles_give_everything_back_on_every_rank(tmp_path):
     """After remove() on two ranks there is no process, no thread and no shared memory of ours; training goes on."""
     said = run(tmp_path, "removes_its_handle", tmp_path / "exp")
-    assert said == {0: ["True []"], 1: ["True []"]}
+    assert said.keys() == {0, 1}
+    for (line,) in said.values():
+        found = json.loads(line)
+        assert found["trains"]
+        assert found["behind"] == found["before"]
+        assert (found["before"]["replaced"], found["before"]["shared"]) == ([], 0)
+        assert found["within"]["replaced"]  # so these do show what a handle takes
+        assert len(found["within"]["threads"]) > len(found["before"]["threads"])
+        assert found["within"]["shared"] > 0
     assert writer_processes() == []
 
 

@@ -257,8 +257,16 @@ def test_another_io_that_only_reads_goes_on_reading(tmp_path):
     with pytest.raises(ConfigError, match="Writing writes or removes files in a way of its own"):
         trainer(pl, [callback], tmp_path, plugins=[Writing()]).fit(Module())
     reading = Reading()
+    began, ended = [], []
+
+    class Weights(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            began.append(lightning_runs.fingerprint(pl_module))
+
     for epochs in (1, 2):
-        callback = SafeCheckpointCallback(dirpath=tmp_path, resume="auto")
-        trainer(pl, [callback], tmp_path, max_epochs=epochs, plugins=[reading]).fit(Module())
+        callback, module = SafeCheckpointCallback(dirpath=tmp_path, resume="auto"), Module()
+        trainer(pl, [callback, Weights()], tmp_path, max_epochs=epochs, plugins=[reading]).fit(module)
+        ended.append(lightning_runs.fingerprint(module))
     assert reading.read == 1
-    assert lightning_runs.fingerprint(Module.load_from_checkpoint(callback.best_model_path))
+    assert began[1] == ended[0] != ended[1]
+    assert lightning_runs.fingerprint(Module.load_from_checkpoint(callback.best_model_path)) == ended[1]

@@ -5,8 +5,8 @@ in a fraction of a second. A second child then starts the job again and says wha
 
     python sweep.py KIT FOLDER SCENARIO FAULT FIRST STEP
 
-With "record" for FAULT it records one save instead, for the simulation of power cuts; with "random" it kills the job FIRST
-times at random moments, with the random seed STEP.
+With "record" for FAULT it records a save of each SCENARIO, several with "|" between them, in the folders 0, 1, ... of FOLDER,
+for the simulation of power cuts; with "random" it kills the job FIRST times at random moments, with the random seed STEP.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).parent.parent))  # started as a script
 
 import torch
 
+from kit import names
 from kit.faults import FaultyStorage
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, SafeCheckpointError, Timeouts, WriterConfig
 from safe_ckpt.core.formats import file_plan, torch_archive
@@ -76,7 +77,17 @@ def number_of(found):
     return int(numbers.pop())
 
 
-class Directories:
+class Scenario:
+    """What the sweep of power cuts asks, see ``namings.Row``."""
+
+    after, least, keeps_lock, old = (2,), 5, False, True
+
+    @property
+    def before(self):
+        return (1, 2) if self.old else (0, 2)
+
+
+class Directories(Scenario):
     """Checkpointer: a directory for each step, or one that is replaced."""
 
     def __init__(self, *, old, new_step=2, exchange=True):
@@ -136,10 +147,8 @@ class Live:
         return self.state["epoch"]
 
 
-class Numbered:
+class Numbered(Scenario):
     """A scenario told by how it makes its numbered saves: the first is there already, the second is at stake."""
-
-    old = True
 
     def prepare(self, folder):
         if self.old:
@@ -452,32 +461,57 @@ def random_kills(folder, scenario, count, seed):
 
 
 def record(storage, folder, scenario):
-    """Leave the tree as it was in "before" and the trace of the save in "log"; a marker says when it was reported."""
+    """Leave the tree as it was in "before" and the trace of the save in "log"; a marker says when it was reported. "reached"
+    has the functions of the package that gave a name.
+    """
     prepare(scenario, folder)
     folder.mkdir(exist_ok=True)
     shutil.copytree(folder, folder.parent / "before", symlinks=True)
 
+    def mark():
+        (folder / MARKER).parent.mkdir(exist_ok=True)
+        (folder / MARKER).mkdir()
+
     def act():
-        storage.watch(folder, log=folder.parent / "log", coordinator=os.getpid())
-        scenario.act(folder, (folder / MARKER).mkdir)
+        with names.watched(folder) as reached:
+            storage.watch(folder, log=folder.parent / "log")  # whichever process: the writer has a session of its own
+            scenario.act(folder, mark)
+            storage.off()
+        (folder.parent / "reached").write_text("\n".join(sorted(reached)))
 
     if fork(act) != 0:
         raise RuntimeError("the save to be recorded failed")
+
+
+def _further():
+    """The rows of the sweep of power cuts, which need what is here."""
+    sys.modules["sweep"] = sys.modules["__main__"]
+    import namings
+
+    return namings.ROWS
 
 
 def main():
     kit, folder, name, fault, first, step = sys.argv[1:7]
     Live(0).step()  # the first step imports for two seconds: once here, and not in every trial
     storage = FaultyStorage(Path(kit))
+    if fault == "record":
+        rows = {**SCENARIOS, **_further()}
+        for number, one in enumerate(name.split("|")):
+            below = Path(folder, str(number))
+            below.mkdir(parents=True)
+            getattr(rows[one], "warm", lambda: None)()
+            try:
+                record(storage, below / "exp", rows[one])
+            except RuntimeError as error:
+                raise RuntimeError(one) from error
+        return
     scenario = SCENARIOS[name]
     getattr(scenario, "warm", lambda: None)()
     if fault == "random":
         # By a process: what is written within this one is over before a kill can come.
         globals()["CONFIG"] = dataclasses.replace(CONFIG, writer=dataclasses.replace(CONFIG.writer, inline_bytes=0))
         random_kills(Path(folder), scenario, int(first), int(step))
-        return
-    if fault == "record":
-        record(storage, Path(folder), scenario)
         return
     total = trial(storage, Path(folder), scenario, "count", 0)
     print(json.dumps({"total": total["count"], **total}), flush=True)

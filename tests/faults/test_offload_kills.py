@@ -17,6 +17,7 @@ import torch.distributed as dist
 from trials import SWEEP
 
 from kit.faults import FaultyStorage
+from kit.patience import wait_until
 from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
 from safe_ckpt import consolidate_offloaded, restore_offloaded
@@ -216,9 +217,7 @@ def copied_in(destination):
 
 def stop_and_kill(folder, ranks):
     """SIGKILL the whole job once every rank is copying. Returns the processes."""
-    deadline = time.monotonic() + 60
-    while len(copied_in(folder / "ckpt")) < ranks and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: len(copied_in(folder / "ckpt")) == ranks, 60, "every rank to copy")
     pids = [int((folder / f"pid{rank}").read_text()) for rank in range(ranks)]
     everybody = [*pids, *(writer for pid in pids for writer in writers_of(pid))]
     for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -241,8 +240,7 @@ def test_a_killed_job_leaves_the_old_and_nothing_behind_after_the_next(tmp_path,
             job = pool.submit(spawn_ranks, _job, 2, tmp_path)
             killed = stop_and_kill(tmp_path, 2)
             assert [outcome.exit_code for outcome in job.result()] == [-signal.SIGKILL] * 2
-        while set(killed) & set(processes_of_this_test()):
-            time.sleep(0.001)
+        wait_until(lambda left=set(killed): not left & set(processes_of_this_test()), 30, "the end of all of them")
         assert len(copied_in(destination)) == 2
         assert generation_at(destination, 2, HEAVY) == old
         values(spawn_ranks(consolidate, 2, tmp_path))

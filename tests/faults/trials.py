@@ -41,3 +41,9 @@ def sweep(folder, scenario, fault, *, first=1, step=1, timeout_s=600):
     if done.returncode != 0:
         raise RuntimeError(done.stderr)
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def records(folder, names):
+    """Scenario -> the folder with what was recorded of its save. One process makes them all: to start takes it longer."""
+    sweep(folder, "|".join(names), "record")
+    return {name: folder / "exp" / str(number) for number, name in enumerate(names)}

@@ -47,6 +47,11 @@ def lock_in(folder, lease_s=60.0, subject=None):
     return JobLock(folder, subject=subject or folder, lease_s=lease_s)
 
 
+def lock_of(home):
+    """The lock of a ``FileHome``, open or not."""
+    return home._lock
+
+
 def ownership(home):
     """What holds an object store's prefix for an ``ObjectHome`` that is open: ``head`` is what it last read or wrote."""
     return home._owner
@@ -95,6 +100,17 @@ def copy_after(patch, event, *, thread=None, seconds=30):
     patch.setattr(StagingCopy, "run_deferred", run_deferred)
 
 
+def before_pieces(patch, action):
+    """Call ``action`` on each thread that copies, before each piece, with how many are left that another thread may take."""
+    copying = StagingCopy._copy_piece
+
+    def copy_piece(self, piece):
+        action(len(self._pieces))
+        copying(self, piece)
+
+    patch.setattr(StagingCopy, "_copy_piece", copy_piece)
+
+
 def once_compared(action):
     """Call ``action`` once: when this rank has first compared which save it sees with which rank 0 sees."""
     real = candidate._op_id
@@ -130,6 +146,7 @@ def once_written(action):
 
 
 __all__ = [
+    "before_pieces",
     "copy_after",
     "copy_all_tensors",
     "engine_of",
@@ -139,6 +156,7 @@ __all__ = [
     "home_of",
     "judge_owners",
     "lock_in",
+    "lock_of",
     "once_compared",
     "once_written",
     "ownership",

@@ -155,8 +155,16 @@ def _used_by(function: FunctionType) -> Iterator[Any]:
                 continue
             seen.append(one)
             if isinstance(one, ModuleType) and Path(getattr(one, "__file__", None) or "").is_relative_to(TESTS):
+                _import_parts(one, code.co_names)
                 here += [vars(one)[name] for name in code.co_names if name in vars(one)]
         yield from seen
+
+
+def _import_parts(module: ModuleType, names: Iterable[str]) -> None:
+    """Have the kit's modules of these names, whether another test that was collected has imported them or not."""
+    for name in names if module.__name__ == "kit" else ():
+        if (TESTS / "kit" / f"{name}.py").exists():
+            importlib.import_module(f"kit.{name}")
 
 
 def _words_in(code: CodeType) -> set[str]:

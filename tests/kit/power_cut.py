@@ -127,17 +127,14 @@ def _choices(pending: list[int], chance: random.Random, samples: int) -> Iterato
 
 def _durable(trace: Sequence[FileOperation], index: int, end: int) -> bool:
     op = trace[index]
-    if op.name in _DATA:
-        # A file is synced under the name that it has then.
-        names = {op.path}
-        for later in trace[index + 1 : end]:
-            if later.name in ("rename", "exchange") and _renamed(op.path, later) is not None:
-                names.add(_renamed(op.path, later) or "")
-            if later.name == "sync" and later.path in names:
-                return True
-        return False
-    folder = os.path.dirname(op.target)
-    return any(later.name == "sync" and later.path == folder for later in trace[index + 1 : end])
+    # A file is synced under the name that it has then, and so is the folder of an entry.
+    names = {op.path if op.name in _DATA else os.path.dirname(op.target)}
+    for later in trace[index + 1 : end]:
+        if later.name in ("rename", "exchange"):
+            names |= {new for name in names if (new := _renamed(name, later)) is not None}
+        if later.name == "sync" and later.path in names:
+            return True
+    return False
 
 
 def _renamed(path: str, op: FileOperation) -> str | None:
@@ -229,8 +226,12 @@ def _change_entry(tree: _Node, op: FileOperation) -> None:
         node = _find(tree, op.path)
         if node is not None:
             _put(tree, op.other, node)
-    elif op.name in ("unlink", "rmdir"):
-        _drop(tree, op.path)
+    elif op.name == "unlink" or (op.name == "rmdir" and not _has_entries(_find(tree, op.path))):
+        _drop(tree, op.path)  # no disk removes a folder in which something still has a name
+
+
+def _has_entries(node: _Node | None) -> bool:
+    return node is not None and bool(node.children)
 
 
 def _parts(path: str) -> list[str]:

@@ -72,12 +72,26 @@ def _one_has_it_no_more(rank):
     assert third is second
     for coordinator in (second, third, *([] if rank == 1 else [kept])):
         coordinator.release()
-    return found, same, len(_open)
+    return {"agreed": found, "the one that was kept": same, "left open": len(_open)}
+
+
+def _all_have_it(rank):
+    """Every rank has released one user of the session and keeps the other."""
+    first = open_coordinator(None, QUICK)
+    kept = open_coordinator(None, QUICK)
+    first.release()
+    second = open_coordinator(None, QUICK)
+    found = second.agree("x", timeout_s=10, local=lambda: rank, decide=sum)
+    for coordinator in (second, kept):
+        coordinator.release()
+    return {"agreed": found, "the one that was kept": second is kept, "left open": len(_open)}
 
 
 def test_a_session_serves_again_only_where_all_have_it():
     """One rank closed it: all meet anew; when all have it, it is the same one, and in the end nothing is left."""
-    assert values(spawn_ranks(_one_has_it_no_more, 3)) == [(3, False, 0)] * 3
+    expected = {"agreed": 0 + 1 + 2, "the one that was kept": False, "left open": 0}
+    assert values(spawn_ranks(_one_has_it_no_more, 3)) == [expected] * 3
+    assert values(spawn_ranks(_all_have_it, 3)) == [{**expected, "the one that was kept": True}] * 3
 
 
 def _set_up_and_go_on(rank, folder):

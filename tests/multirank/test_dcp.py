@@ -555,14 +555,18 @@ def test_a_folder_that_holds_something_else_is_not_replaced(tmp_path):
 
     with safe_ckpt.publishing(tmp_path / "run", 1) as folder:
         (folder / "file").write_text("x")
-    for path, text in (
-        (tmp_path / "run/step-00000001", "no dcp directory"),
-        (tmp_path / "run", "checkpoints are kept"),
+    (tmp_path / "run/.safe_ckpt").mkdir(exist_ok=True)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for path, why in (
+        (tmp_path / "run/step-00000001", "it is no dcp directory of safe_ckpt, so it is not replaced"),
+        (tmp_path / "run", "checkpoints are kept in it, so it is not replaced"),
     ):
-        (tmp_path / "run/.safe_ckpt").mkdir(exist_ok=True)
-        with pytest.raises(DirectoryError, match=text):
-            dcp.save({"a": 1}, checkpoint_id=path)
-    assert (tmp_path / "run/step-00000001/file").read_text() == "x"
+        for save in (dcp.save, lambda *args, **named: dcp.async_save(*args, **named).result(30)):
+            with pytest.raises(DirectoryError) as caught:
+                save({"a": 1}, checkpoint_id=path)
+            assert caught.value.path == str(path)
+            assert caught.value.message.startswith(why)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_a_save_to_a_link_replaces_what_it_leads_to(tmp_path):

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -222,11 +223,21 @@ def _wrap_later(rank, folder):
         trained(state, rank)
         ckpt.resume(wrapped, step=4)
         same(expected, content(state))
+    return [names_in(folder, number) for number in (1, 2, 3, 4)]
+
+
+def names_in(folder, step):
+    """The names under which the moments of the first parameter are saved."""
+    reader = FileSystemReader(f"{folder}/step-{step:08d}")
+    names = reader.read_metadata().state_dict_metadata
+    return sorted(name for name in names if name.endswith("0.weight.exp_avg") and name.startswith("optimizer."))
 
 
 def test_an_optimizer_is_saved_by_the_names_of_the_module_that_it_would_get_now(tmp_path):
     """A wrapper that comes first in the state later on gives its parameters other names."""
-    values(spawn_ranks(_wrap_later, 2, str(tmp_path), timeout_s=100))
+    for found in values(spawn_ranks(_wrap_later, 2, str(tmp_path), timeout_s=100)):
+        bare, wrapped = ["optimizer.state.0.weight.exp_avg"], ["optimizer.state.inner.0.weight.exp_avg"]
+        assert found == [bare, bare, wrapped, wrapped]
 
 
 def _delete(rank, folder):

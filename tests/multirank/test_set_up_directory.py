@@ -136,9 +136,12 @@ def _life(rank, path):
     if rank == 0:
         torch.save({"a": 1}, path / "step1.pt")
     dist.barrier()
-    set_up_directory(path, mode="resume", timeout_s=30)
+    assert set_up_directory(path, mode="resume", timeout_s=30) == path
+    assert (os.listdir(path), torch.load(path / "step1.pt")) == (["step1.pt"], {"a": 1})
     with pytest.raises(DirectoryError, match="overwrite"):
         set_up_directory(path, mode="fresh", timeout_s=30)
+    assert (os.listdir(path), torch.load(path / "step1.pt")) == (["step1.pt"], {"a": 1})
+    dist.barrier()  # whoever was refused looks before another one empties it
     set_up_directory(path, mode="overwrite", timeout_s=30)
     assert os.listdir(path) == []
 

@@ -105,6 +105,12 @@ def test_a_mark_is_found_in_a_fixture(request):
     assert kinds.marks_of_item(item) == {"server", "ranks"}
 
 
+def test_marks_do_not_depend_on_what_else_is_collected():
+    """A fixture that imports a part of the kit itself has its mark, where no other test has imported that part, too."""
+    done = run_program("marks_a_fixture", fresh=True)
+    assert (done.stdout.splitlines(), done.stderr) == (["imported: False", "marks: ['server']"], "")
+
+
 STARTS = [
     (lambda folder: object_servers.start("moto", folder), "server"),
     (lambda folder: hosts.Hosts(1, folder).__enter__(), "hosts"),

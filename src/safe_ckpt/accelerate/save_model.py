@@ -219,15 +219,21 @@ def _put_in_place(workspace: FileHome, ready: Path, names: Sequence[str]) -> Non
         for name in names:  # the index is the last of them
             _publish(workspace, path / name, ready, functools.partial(durable.link_or_copy, ready / name))
         stale = [name for name in os.listdir(path) if hugging_face.is_weight_file(name) and name not in names]
+        stale.sort(key=lambda name: not name.endswith(".json"))
+        workspace.confirm()
+        for name in stale:
+            if not (path / name).is_dir():
+                (path / name).unlink(missing_ok=True)
+        durable.sync_directory(str(path))  # loaders prefer one file to an index: an old one must not come back
     except OSError as error:
         raise DirectoryError.of(error, path=error.filename or path, rank=0, phase="replacing the weights") from error
-    stale.sort(key=lambda name: not name.endswith(".json"))
-    workspace.discard([*(path / name for name in stale if not (path / name).is_dir()), ready.parent])
+    workspace.discard([ready.parent])
 
 
 def _publish(workspace: FileHome, final: Path, ready: Path, make: Callable[[Path], None]) -> None:
     staged = ready / "staged"
     make(staged)
+    durable.sync_directory(str(ready))  # as in ``publish_link``
     workspace.confirm()
     durable.publish_file(staged, final)
 

@@ -255,6 +255,7 @@ def _place(folder: Path, target: Path) -> None:
     for top, _, names in os.walk(folder):
         into = target / Path(top).relative_to(folder)
         durable.make_directory(into)
+        sync_directory(top)  # as in ``publish_link``
         for name in sorted(names):
             os.replace(Path(top, name), into / name)
         sync_directory(str(into))

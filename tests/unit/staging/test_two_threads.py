@@ -1,14 +1,16 @@
 """One copy that two threads share: every byte is there once it is over, whoever was faster, and nothing is written after."""
 
 import contextlib
+import functools
 import random
+import signal
 import threading
 import time
 
 import pytest
 import torch
 
-from kit.inside import copy_after
+from kit.inside import before_pieces, copy_after
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.cuda import TensorCopy
@@ -192,25 +194,31 @@ def test_repeated_ctrl_c_does_not_end_a_shared_copy_early(monkeypatch):
     """Each Ctrl-C ends what the caller waits for; it is over when the other thread has let go of its piece, and not before."""
     moves, _, end = moves_of(40, deferred=False)
     buffer, copy = begun_copy(moves, end)
-    begun, go_on, copying = threading.Event(), threading.Event(), StagingCopy._copy_piece
+    begun, go_on = threading.Event(), threading.Event()
     helper = threading.Thread(target=copy.help)
 
-    def copy_piece(self, piece):
+    def before_each(left):
         if threading.current_thread() is helper:
             begun.set()
             go_on.wait(30)
         elif not begun.is_set():
             helper.start()
             begun.wait(30)
-        elif len(self._pieces) < 5:
-            raise KeyboardInterrupt
-        copying(self, piece)
+        elif left < 5:
+            signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(StagingCopy, "_copy_piece", copy_piece)
+    before_pieces(monkeypatch, before_each)
     with pytest.raises(KeyboardInterrupt):
         copy.run()
     for _ in range(3):
         copy.abandon()
+        press = functools.partial(signal.pthread_kill, threading.main_thread().ident, signal.SIGINT)
+        again, begun_at = threading.Timer(0.05, press), time.monotonic()
+        again.start()
+        with pytest.raises(KeyboardInterrupt):
+            copy.wait(30)
+        assert time.monotonic() - begun_at < 20
+        again.join()
         assert not copy.wait(0)
     go_on.set()
     assert copy.wait(30)

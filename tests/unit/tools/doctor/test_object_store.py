@@ -3,11 +3,13 @@
 import json
 import os
 import socket
+import time
 
 import pytest
 from typer.testing import CliRunner
 
 from kit.object_servers import missing, start
+from kit.patience import scaled
 from safe_ckpt import Checkpointer
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.errors import DirectoryError
@@ -121,13 +123,16 @@ def test_the_rule_for_unfinished_uploads_is_named(store):
 
 
 def test_doctor_ends_in_time_on_a_store_that_does_not_answer(store, monkeypatch):
-    """It ends in time, says so once, with status 1, and tries nothing more."""
+    """It ends in time, with a few tries of ``--timeout-s``; says so once, with status 1, and tries nothing more."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        begun = time.monotonic()
         done = run(f"s3://{store.bucket}-x/run", "--timeout-s", "1", "--json")
+        seconds = time.monotonic() - begun
     found = findings(done)
+    assert 0.9 < seconds < scaled(6)
     assert (done.exit_code, found["held by"]["state"], found["speed"]["state"]) == (1, "fail", "skipped")
     assert "--timeout-s" in found["held by"]["advice"]
 
