@@ -1,4 +1,4 @@
-"""Random Trainers of Lightning with a SafeCheckpointCallback: killed, broken off by an exception or a signal, and started again."""
+"""Random Trainers of Lightning: killed, broken off by an exception or a signal, and started again."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def _of_a_start(whole: processes.Started, one: processes.Started, newest: int) -
 
 def _events_that_differ(whole: processes.Started, one: processes.Started, position: int) -> list[str]:
     ours, theirs = (
-        [line["event"] for line in lines.told.get(0, ()) if line.get("position", -1) > position] for lines in (whole, one)
+        [line["event"] for line in lines.told.get(0, ()) if line.get("position", -1) > position]
+        for lines in (whole, one)
     )
     for number, (expected, found) in enumerate(zip(ours, theirs, strict=False)):
         if expected != found:
@@ -158,7 +159,7 @@ def _of_the_module(draw: Draw) -> dict[str, Any]:
 def _of_the_data(draw: Draw) -> dict[str, Any]:
     return {
         "rows": draw.among("rows", 12, 18, 11),  # batches of 3; a batch norm takes no batch of 1
-        "loader": draw.among("loader", "one", "one", "one", "max_size_cycle", "min_size", "max_size", "sequential"),
+        "loader": draw.among("loader", "one", "one", "one", "max_size_cycle", "min_size", "max_size"),
         "validation": draw.among("validation", "one", "one", "two", "empty", "none"),
         "workers": draw.among("workers", 0, 0, 0, 0, 2),
         "shuffle": draw.flag("shuffle"),
@@ -170,11 +171,28 @@ def _of_the_trainer(draw: Draw) -> dict[str, Any]:
         "epochs": draw.among("epochs", 3, 2, 4),
         "steps": draw.among("max_steps", -1, -1, -1, 7),
         "accumulate": draw.among("accumulate", 1, 1, 2, 3),
-        "check": draw.among("val_check_interval", {}, {}, {"val_check_interval": 0.5}, {"val_check_interval": 2},
-            {"val_check_interval": 3, "check_val_every_n_epoch": None}, {"check_val_every_n_epoch": 2}),
-        "limits": draw.among("limits", {}, {}, {}, {"limit_train_batches": 3}, {"limit_train_batches": 0.5},
-            {"limit_val_batches": 1}, {"num_sanity_val_steps": 0}, {"max_time": "00:01:00:00"},
-            {"gradient_clip_val": 0.1}, {"overfit_batches": 2}),
+        "check": draw.among(
+            "val_check_interval",
+            {},
+            {},
+            {"val_check_interval": 0.5},
+            {"val_check_interval": 2},
+            {"val_check_interval": 3, "check_val_every_n_epoch": None},
+            {"check_val_every_n_epoch": 2},
+        ),
+        "limits": draw.among(
+            "limits",
+            {},
+            {},
+            {},
+            {"limit_train_batches": 3},
+            {"limit_train_batches": 0.5},
+            {"limit_val_batches": 1},
+            {"num_sanity_val_steps": 0},
+            {"max_time": "00:01:00:00"},
+            {"gradient_clip_val": 0.1},
+            {"overfit_batches": 2},
+        ),
         "early": draw.among("left by -1", 0, 0, 0, 0, 2, 3),
         "callback": draw.among("callback", "", "", "counts", "stops early", "schedules accumulation", "averages"),
         "again": draw.among("within", "", "", "", "validates before", "tests behind"),
@@ -188,7 +206,12 @@ def _of_the_callback(draw: Draw) -> dict[str, Any]:
         "monitor": monitor,
         "mode": draw.among("mode", "min", "max"),
         "trigger": draw.among(
-            "trigger", {}, {"every_n_train_steps": 2}, {"every_n_train_steps": 1}, {"every_n_train_steps": 3}, {"every_n_epochs": 2},
+            "trigger",
+            {},
+            {"every_n_train_steps": 2},
+            {"every_n_train_steps": 1},
+            {"every_n_train_steps": 3},
+            {"every_n_epochs": 2},
             {"train_time_interval": timedelta(0)},
         ),
         "top": draw.among("save_top_k", 1, -1, *([2, 3] if monitor else [])),
@@ -223,7 +246,12 @@ def start(draw: Draw, here: Here) -> None:
 
 def _callback(one: SimpleNamespace, here: Here, signals: bool) -> Any:
     given = {"dirpath": here.out, "save_top_k": one.top, "save_last": one.last, "save_on_exception": one.on_exception}
-    given |= {"monitor": one.monitor, "mode": one.mode, "filename": one.filename, "save_on_train_epoch_end": one.at_epoch_end}
+    given |= {
+        "monitor": one.monitor,
+        "mode": one.mode,
+        "filename": one.filename,
+        "save_on_train_epoch_end": one.at_epoch_end,
+    }
     given |= one.trigger
     if here.stock:
         return pl.callbacks.ModelCheckpoint(**given)
@@ -259,4 +287,3 @@ def _tell_the_end(here: Here, trainer: Any, module: Any, ours: Any) -> None:
         if not re.match("stopped", file.name):
             here.result(f"file {file.name}", parts.digest_of_file(file))
     here.result("files", sorted(file.name for file in here.out.glob("*") if not file.name.startswith((".", "stopped"))))
-

@@ -12,8 +12,8 @@ from typing import Any
 import numpy
 import torch
 from lightning import pytorch as pl
-from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from programs_of.start import Here
@@ -140,7 +140,7 @@ def callbacks(one: SimpleNamespace) -> list[Any]:
     """Beside ours."""
     name = "train_loss" if one.validation in ("empty", "none") else one.loss
     make: dict[str, Any] = {
-        "": lambda: [],
+        "": list,
         "counts": lambda: [Counts()],
         "stops early": lambda: [pl.callbacks.EarlyStopping(name, patience=1, strict=False)],
         "schedules accumulation": lambda: [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})],
@@ -236,4 +236,6 @@ def _flat(value: Any, name: str) -> Any:
 def digest_of_file(file: Path) -> str:
     """Of what is in it, as far as that is the user's."""
     found = torch.load(file, weights_only=False)
-    return digest({name: found.get(name) for name in ("epoch", "global_step", "state_dict", "optimizer_states", "lr_schedulers")})
+    return digest(
+        {name: found.get(name) for name in ("epoch", "global_step", "state_dict", "optimizer_states", "lr_schedulers")}
+    )
