@@ -21,6 +21,8 @@ from programs_of.start import Here
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.lightning import SafeCheckpointCallback
 
+FIXED = (2, 3, 8)
+"""Seeds that run in a few seconds each."""
 _RAISED = ("raises", "raises in validation", "interrupted", "SIGTERM")
 
 

@@ -1,4 +1,4 @@
-"""Mends of what a resume under Lightning goes on with, turned back: title -> module file under src/safe_ckpt, old text, new text."""
+"""Mends of a resume under Lightning, turned back: title -> module file under src/safe_ckpt, old text, new text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ PLANTED = {
     ),
     "an empty validation is never over": (
         "lightning/loop_state.py",
-        "            self.validation = None  # where there is nothing to validate on, it has no end of which a hook would tell\n",
+        "            self.validation = None  # where there is nothing to validate on, it has no end of which"
+        " a hook would tell\n",
         "",
     ),
 }
