@@ -40,8 +40,8 @@ PLANTED = {
     ),
     "an empty validation is never over": (
         "lightning/loop_state.py",
-        "            self.validation = None  # where there is nothing to validate on, it has no end of which"
-        " a hook would tell\n",
+        "            found = run()  # after an exception it is not over\n            self.validation = None  #",
+        "            found = run()  #",
         "",
     ),
 }
