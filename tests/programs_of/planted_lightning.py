@@ -42,6 +42,5 @@ PLANTED = {
         "lightning/loop_state.py",
         "            found = run()  # after an exception it is not over\n            self.validation = None  #",
         "            found = run()  #",
-        "",
     ),
 }
