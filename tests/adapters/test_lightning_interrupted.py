@@ -9,13 +9,13 @@ import time
 
 import pytest
 import torch
-from lightning_runs import QUICK, Stop, module_class, names, package, stop_at, trainer
+from lightning_runs import QUICK, Stop, fit, module_class, names, package, stop_at, trainer
 
 from kit import warm
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.saving.save import SaveHandle
-from safe_ckpt.lightning import SafeCheckpointCallback
+from safe_ckpt.lightning import SafeCheckpointCallback, resumable
 from support import program_path, writers_of
 
 
@@ -93,6 +93,32 @@ def test_save_on_exception_saves_the_state_and_raises_that_exception(tmp_path):
         trainer(pl, [callback, stop_at(pl, 5)], tmp_path).fit(module_class(pl)())
     assert "epoch=1-step=5.ckpt" in names(tmp_path)
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 5
+
+
+def test_a_batch_that_an_exception_interrupted_is_trained_again_with_the_same_random_numbers(tmp_path):
+    """What it drew before the exception is drawn again, as in a run that nothing stopped."""
+
+    class Raises(module_class(package("lightning.pytorch"))):
+        raises = False
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if self.raises and self.global_step == 4:
+                raise Stop
+            return loss
+
+    def weights(folder, *, seed, raises=False):
+        pl.seed_everything(0, verbose=False)
+        module = Raises(loader=resumable)
+        module.raises = raises
+        with pytest.raises(Stop) if raises else contextlib.nullcontext():
+            fit(folder, module=module, save_on_exception=True, resume="auto", seed=seed)
+        return {name: one.tolist() for name, one in module.named_parameters()}
+
+    pl = package("lightning.pytorch")
+    whole = weights(tmp_path / "whole", seed=1)
+    weights(tmp_path / "stopped", seed=1, raises=True)
+    assert weights(tmp_path / "stopped", seed=2) == whole
 
 
 def test_an_exception_in_a_save_hook_is_the_users(tmp_path):

@@ -35,6 +35,8 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
     ended = at_end(loop)
     broken_off = None if ended else noted.broken_off
     place = broken_off or noted.validation or _place(trainer)
+    if noted.batch is not None and unprocessed(vars(loop.epoch_loop.batch_progress.current)):
+        place["rng"] = noted.batch  # that batch is trained again
     rng, states, own = place["rng"], [], []
     if loop._combined_loader is not None:
         own = dataloader.own_generators(loop._combined_loader) if ended else []
@@ -343,6 +345,7 @@ class Noted:
     Attributes:
         broken_off: what they were when this epoch was broken off; None while it goes on.
         validation: what they were before the validation that is under way; None where there is none, or it is over.
+        batch: what they were before the batch that is trained on, where an exception is to be saved at.
         accumulates: how many batches made a step when ``fit`` began; what differs from that was set by something.
         following: whether what follows a batch is under way.
         told: whether the module's hook at the end of this epoch was called.
@@ -351,6 +354,7 @@ class Noted:
     def __init__(self) -> None:
         self.broken_off: dict[str, Any] | None = None
         self.validation: dict[str, Any] | None = None
+        self.batch: dict[str, Any] | None = None
         self.accumulates: int | None = None
         self.following = self.told = False
 
@@ -360,6 +364,12 @@ class Noted:
         val_loop = epoch_loop.val_loop
         self.accumulates = trainer.accumulate_grad_batches
         advanced, run, ended = epoch_loop.on_advance_end, val_loop.run, val_loop._on_evaluation_end
+        train = epoch_loop.advance
+
+        def advance(data_fetcher: Any) -> None:
+            self.batch = get_rng_state()
+            train(data_fetcher)
+            self.batch = None
 
         def on_advance_end(data_fetcher: Any) -> None:
             self.following, self.told = True, False
@@ -381,6 +391,8 @@ class Noted:
             self.validation = None  # from here on its result is used
             ended(*args, **kwargs)
 
+        if any(getattr(one, "save_on_exception", False) for one in trainer.checkpoint_callbacks):
+            undo.put_methods(epoch_loop, {"advance": advance})
         undo.put_methods(epoch_loop, {"on_advance_end": on_advance_end})
         undo.put_methods(val_loop, {"run": validate, "_on_evaluation_end": on_evaluation_end})
 
