@@ -94,7 +94,7 @@ def _choose_loading(draw: Draw, one: SimpleNamespace) -> None:
     one.even = draw.among("even", True, False)
     one.split = draw.flag("split")
     one.workers = draw.among("workers", 0, 0, 2)
-    one.stay = draw.flag("stay") and one.workers > 0
+    one.stay = draw.flag("stay") and one.workers > 0 and one.data != "stream"  # read again, they would draw anew
     one.batch = draw.among("batch", 2, 4) if one.split else draw.among("batch", 2, 3)
     one.rows = draw.among("rows", 12, 13, 7)
     one.drop_last = draw.flag("drop last")
