@@ -210,6 +210,7 @@ def _server_for(request: dict[str, Any], env: dict[str, str]) -> Server | None:
 def _start_server(modules: tuple[str, ...], env: dict[str, str]) -> Server | None:
     near, far = socket.socketpair()
     environment = {name: value for name, value in env.items() if name != _MARK} | {_PLACE: "x" * 4096}
+    environment["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow, which transformers imports, has one
     process = subprocess.Popen(
         [sys.executable, __file__, str(far.fileno()), *modules],
         env=environment, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,

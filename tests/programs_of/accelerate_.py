@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,7 +245,7 @@ class Program:
         data = {"placed": Placed, "stream": Stream}.get(one.data, Rows)(one.rows)
         data.draws = one.data == "draws"
         self.loader = self._loader(data, one.loader, shuffle=one.shuffle)
-        self.second = self._loader(Rows(5, 100), one.loader, shuffle=one.shuffle) if one.second else None
+        self.second = self._loader(Rows(one.rows, 100), one.loader, shuffle=one.shuffle) if one.second else None
         kind = "plain" if one.evaluating == "plain" else one.loader
         self.others = self._loader(Rows(6, 200), kind, shuffle=one.evaluating == "shuffled") if one.evaluation else None
         accelerator.register_for_checkpointing(self.at)
@@ -268,7 +269,7 @@ class Program:
         if self.accelerator.is_main_process:
             Path(folder, "mine.json").write_text(json.dumps(vars(self.at)))
             if self.one.hook == "weights":
-                torch.save(weights[0], Path(folder, "mine.pt"))
+                torch.save(weights, Path(folder, "mine.pt"))
         if self.one.hook == "weights":
             weights.clear()
 
@@ -276,9 +277,9 @@ class Program:
         if json.loads(Path(folder, "mine.json").read_text())["steps"] < 1:
             raise AssertionError("nothing was done at the save")
         if self.one.hook == "weights":
-            models[0].load_state_dict(torch.load(Path(folder, "mine.pt")))
-            for model in list(models):
-                models.remove(model)
+            saved = torch.load(Path(folder, "mine.pt"))
+            while models:
+                models.pop().load_state_dict(saved.pop())
 
     def resume(self) -> None:
         """From what is there."""
@@ -403,6 +404,7 @@ def start(draw: Draw, here: Here) -> None:
     """The program."""
     one = _choose(draw)
     if one.ranks > 1:
+        os.environ["MASTER_ADDR"] = "localhost"  # Accelerate asks for it, and uses the group that is there
         torch.distributed.init_process_group("gloo", f"file://{here.records / 'store'}", rank=here.rank, world_size=one.ranks)
     program = Program(one, here)
     program.resume()

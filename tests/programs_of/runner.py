@@ -142,4 +142,4 @@ def kinds() -> dict[str, Callable[[], Any]]:
 
         return make
 
-    return {"loops": of("loops", "Loops"), "accelerate": of("accelerate_", "Accelerated")}
+    return {"loops": of("loops", "Loops"), "accelerate": of("accelerate_", "Accelerated"), "transformers": of("trainers", "Trained")}
