@@ -304,3 +304,27 @@ def test_a_save_within_a_step_says_that_buffers_will_be_changed_twice(tmp_path, 
     """What the forward pass of the step has changed is saved; a save before it has nothing to say."""
     preempted(tmp_path, "stream", moment, 2, save_steps=100, of=Counting())
     assert ("its forward pass has changed buffers" in caplog.text) == (moment == "on_pre_optimizer_step")
+
+
+LOGGED = {
+    "": {},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "the epoch begins anew": {"ignore_data_skip": True},
+}
+
+
+@pytest.mark.parametrize("case", LOGGED)
+def test_a_loss_that_is_logged_behind_a_resume_is_the_mean_of_all_its_steps(tmp_path, case):
+    """Also of those before the save, which the Trainer had summed up and not logged yet."""
+    more = {"max_steps": 12, "logging_steps": 4, "save_steps": 6, **LOGGED[case]}
+
+    def losses(made):
+        return [row["loss"] for row in made.state.log_history if "loss" in row]
+
+    whole = trainer(tmp_path / "whole", **more)
+    whole.train()
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer(tmp_path / "stopped", callbacks=[Stop(7)], **more).train()
+    resumed = trainer(tmp_path / "stopped", **more)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == losses(whole)

@@ -24,7 +24,11 @@ from safe_ckpt import CheckpointConfig
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.transformers import SafeCheckpointMixin
 
-_TIMES = ("runtime", "per_second")
+# What depends on the clock, and ``train_loss``, which is that of one call of ``train()``.
+_OTHERS = ("runtime", "per_second", "train_loss")
+_IGNORED = frozenset(
+    f"logged.{of}_{name}" for of in ("eval", "train") for name in ("runtime", "samples_per_second", "steps_per_second", "loss")
+) - {"logged.eval_loss"}  # fmt: skip
 _CONFIG = CheckpointConfig(timeouts=QUICK)
 
 
@@ -54,7 +58,7 @@ class Trained:
             begins = last.notes("begins")
             if there and begins == [0]:
                 wrong.append(f"began anew: start {number}, although {there} were committed")
-            wrong += processes.differences(whole.lines, last.lines)
+            wrong += processes.differences(whole.lines, last.lines, _IGNORED)
             wrong += processes.events_behind(whole, last, begins[0] if begins else 0)
         return processes.verdict_of([*wrong, *processes.results_that_differ(whole, last)])
 
@@ -239,14 +243,16 @@ class Looker(TrainerCallback):
 
 
 class Counts(TrainerCallback, ExportableState):
-    """Has state of its own."""
+    """Has state of its own. The Trainer makes it anew at a resume."""
 
-    def __init__(self, here: Here, steps: int = 0) -> None:
-        self._here, self.steps = here, steps
+    here: Here
+
+    def __init__(self) -> None:
+        self.steps = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps += 1
-        self._here.event(state.global_step, f"counted {self.steps}")
+        self.here.event(state.global_step, f"counted {self.steps}")
 
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"steps": self.steps}}
@@ -261,8 +267,8 @@ class Stops(TrainerCallback):
 
 
 def plain(values: Any) -> dict[str, Any]:
-    """Without times."""
-    return {key: one for key, one in sorted((values or {}).items()) if not any(time in key for time in _TIMES)}
+    """What must be equal in two runs."""
+    return {key: one for key, one in sorted((values or {}).items()) if not any(other in key for other in _OTHERS)}
 
 
 def _score(outputs: Any) -> dict[str, float]:
@@ -296,8 +302,9 @@ def _trainer(one: SimpleNamespace, here: Here) -> Any:
     class SafeTrainer(SafeCheckpointMixin, Trainer):  # type: ignore[misc]
         checkpoint_config = _CONFIG
 
+    Counts.here = here
     callbacks: list[Any] = [Teller(here)]
-    callbacks += {"state": [Counts(here)], "looks": [Looker(here)], "stops": [Stops()]}.get(one.callback, [])
+    callbacks += {"state": [Counts()], "looks": [Looker(here)], "stops": [Stops()]}.get(one.callback, [])
     callbacks += [EarlyStoppingCallback(2)] if one.early else []
     made: dict[str, Any] = {"model_init": lambda: _model(one)} if one.init else {"model": _model(one)}
     return (Trainer if here.stock else SafeTrainer)(

@@ -125,7 +125,7 @@ class SafeCheckpointMixin(_Base):
                     saver.warn_if_weights_only(Path(path))
                     go_on(saver.engine, lambda: [self.model])
                     resume.apply(saver.engine, functools.partial(reference.load, self, Path(path)))
-                place = self._data_place = DataPlace(path, self.args)
+                place = self._data_place = DataPlace(path, self.args, saver.engine)
                 with Patch(upstream, {"skip_first_batches": self._skipping(place, path)}):
                     return super().train(path, *args, **kwargs)
             finally:
@@ -157,7 +157,7 @@ class SafeCheckpointMixin(_Base):
         """See ``Trainer.get_batch_samples``: the batches of one step."""
         found = super().get_batch_samples(*args, **kwargs)  # type: ignore[no-untyped-call, unused-ignore]
         if self._data_place is not None:
-            self._data_place.step(self.state.global_step, len(found[0]), self.model)
+            self._data_place.step(self, len(found[0]))
         return found
 
     def _skipping(self, place: DataPlace, path: str | None) -> Callable[..., Any]:
