@@ -64,7 +64,8 @@ class Loaders:
             count(loader, type(given).skip)
         inner = getattr(loader, "base_dataloader", None)
         if self._of(loader) is None and (stateful or isinstance(inner, ForAccelerate)):
-            self._watched[id(inner)] = Placed(loader) if isinstance(inner, ForAccelerate) else _Watched.on(loader)
+            placed = isinstance(inner, ForAccelerate)
+            self._watched[id(inner)] = Placed(loader, self._watched) if placed else _Watched.on(loader)
         if given is not None and self._late:
             self._go_to(loader, self._late.pop(0) or {})
 
@@ -434,6 +435,7 @@ class Placed(DataPosition):
 
     Args:
         loader: a prepared one.
+        others: those that are watched.
         between: whether a place behind the last batch of an epoch is one between two epochs. Else it belongs to that epoch, and
             the next loop, which is the rest of that epoch, gives nothing: as with a loader that nobody prepared.
 
@@ -443,8 +445,8 @@ class Placed(DataPosition):
         over: how many batches the epoch had that is over, until the next loop; None where none is.
     """
 
-    def __init__(self, loader: Any, *, between: bool = False) -> None:
-        self.loader = loader
+    def __init__(self, loader: Any, others: Mapping[int, Placed | _Watched] | None = None, *, between: bool = False) -> None:
+        self.loader, self._others = loader, {} if others is None else others
         self._between = between
         self.base: Any = loader.base_dataloader
         self.over: int | None = None
@@ -510,7 +512,9 @@ class Placed(DataPosition):
     def _leave_out(self, saved_iteration: int, begin: Callable[[], None]) -> None:
         """At the start of the loop over the rest of an epoch that is over: its last batch is taken again, and not given."""
         loader, skipped, self.over = self.loader, self.loader.skip_batches, None
-        if loader.iteration != saved_iteration:  # set_epoch was called: the loop is over another epoch
+        # zip asks the others for nothing where the first one is at its end: this loop is beside the next epoch of that one.
+        beside = any(isinstance(one, Placed) and one.base.loop.is_new() for one in self._others.values())
+        if beside or loader.iteration != saved_iteration:  # set_epoch was called: the loop is over another epoch
             self.base.begin_anew()
             begin()
             return
