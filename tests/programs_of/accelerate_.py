@@ -56,7 +56,10 @@ class Accelerated:
                 return Verdict(came_to="an error", wrong=f"error: {last.error}", detail=last.said[-3000:])
             wrong += [f"start {number}: {text}" for text in began_anew(there, last)]
             wrong += processes.differences(whole.lines, last.lines)
-        return processes.verdict_of([*wrong, *processes.results_that_differ(whole, last)])
+        return processes.verdict_of(
+            [*wrong, *processes.results_that_differ(whole, last)],
+            limits=lambda text: one.accumulation == "not at the end" and one.saves != "steps",  # within a window
+        )
 
 
 def began_anew(there: list[str], started: processes.Started) -> list[str]:
@@ -98,7 +101,7 @@ def _choose_loading(draw: Draw, one: SimpleNamespace) -> None:
     one.stay = draw.flag("stay") and one.workers > 0 and one.data != "stream"  # read again, they would draw anew
     one.batch = draw.among("batch", 2, 4) if one.split else draw.among("batch", 2, 3)
     one.rows = draw.among("rows", 12, 13, 7)
-    one.drop_last = draw.flag("drop last")
+    one.drop_last = draw.flag("drop last") or (one.ranks > 1 and not one.even)  # else one rank has more batches
     one.second = draw.among("second", "", "beside", "behind")
 
 

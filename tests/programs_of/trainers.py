@@ -29,6 +29,8 @@ _OTHERS = ("runtime", "per_second", "train_loss")
 _IGNORED = frozenset(
     f"logged.{of}_{name}" for of in ("eval", "train") for name in ("runtime", "samples_per_second", "steps_per_second", "loss")
 ) - {"logged.eval_loss"}  # fmt: skip
+# Of docs/limits.md, "Resuming in Transformers": what the warning at the resume says.
+_LIMITS = ("before what is done at its end", "begin anew: from the next evaluation on")
 _CONFIG = CheckpointConfig(timeouts=QUICK)
 
 
@@ -50,17 +52,20 @@ class Trained:
         if whole.error:
             return Verdict(came_to="an error", wrong=f"error: {whole.error}", detail=whole.said[-3000:])
         wrong: list[str] = []
+        warned: list[str] = []
         for number, kill in enumerate([*kills, None]):
             there = sorted(path.parent.name for path in (folder / "stopped").glob("checkpoint-*/manifest.json"))
             last = started(f"start-{number}", out="stopped", number=number, kill=kill)
             if last.error:
                 return Verdict(came_to="an error", wrong=f"error: {last.error}", detail=last.said[-3000:])
+            warned.append(last.said)
             begins = last.notes("begins")
             if there and begins == [0]:
                 wrong.append(f"began anew: start {number}, although {there} were committed")
             wrong += processes.differences(whole.lines, last.lines, _IGNORED)
             wrong += processes.events_behind(whole, last, begins[0] if begins else 0)
-        return processes.verdict_of([*wrong, *processes.results_that_differ(whole, last)])
+        wrong += processes.results_that_differ(whole, last)
+        return processes.verdict_of(wrong, limits=lambda _: any(text in said for said in warned for text in _LIMITS))
 
 
 def _choose(draw: Draw) -> SimpleNamespace:
@@ -93,7 +98,6 @@ def _choose_strategies(draw: Draw, one: SimpleNamespace) -> None:
     one.best = draw.flag("load best") or one.saving == "best"
     one.eval = one.saving if one.best and one.saving != "best" else draw.among("eval", "steps", "epoch", *(["no"] * (not one.best)))
     one.eval_steps = one.save_steps if one.best else draw.among("eval_steps", 2, 1, 3)
-    one.eval_on_start = one.eval != "no" and draw.flag("eval on start", of=4)
     one.metric = draw.among("metric", "eval_loss", "eval_score") if one.best else None
     one.greater = draw.among("greater", False, True) if one.best else None
     one.limit = draw.among("limit", None, 2, 1)
@@ -289,7 +293,7 @@ def _arguments(one: SimpleNamespace, here: Here) -> TrainingArguments:
         data_seed=one.data_seed, include_num_input_tokens_seen=one.tokens,
         neftune_noise_alpha=5 if one.noise else None,
         save_strategy=one.saving, save_steps=one.save_steps, save_total_limit=one.limit,
-        eval_strategy=one.eval, eval_steps=one.eval_steps, eval_on_start=one.eval_on_start,
+        eval_strategy=one.eval, eval_steps=one.eval_steps, 
         load_best_model_at_end=one.best, metric_for_best_model=one.metric, greater_is_better=one.greater,
         logging_strategy=one.logging, logging_steps=one.log_steps, logging_first_step=one.first,
         lr_scheduler_type=one.scheduler, warmup_steps=one.warmup,
