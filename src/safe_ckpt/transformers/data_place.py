@@ -83,6 +83,8 @@ class DataPlace:
         if summed is not None and hasattr(trainer, _TR_LOSS):
             trainer._tr_loss += summed[0]
             trainer._globalstep_last_logged = summed[1]
+        if not batches:  # a stream has ended: no step is begun
+            return
         generators = get_rng_state() if self._within else None
         number, versions = trainer.state.global_step, _versions(trainer.model)
         self._step = _Step(number, batches, generators, versions, _losses(trainer))
@@ -130,6 +132,8 @@ class DataPlace:
             # The Trainer does not know how many passes were made over a stream, and begins at 0: the loader's own count holds.
             count_on = loader.set_epoch
             loader.set_epoch = lambda _: count_on(loader.iteration)
+            if loader.iteration:
+                logger.warning("the Trainer does not know how many passes were made over the stream: epochs are logged as of 0")
         elif placed_loaders.agreed(placed, loader, batches, self._engine) != batches:
             message = "the loader's place is not behind batch %d of its epoch: leaving out that many instead"
             logger.warning(message, batches)
