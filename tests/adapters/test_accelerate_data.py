@@ -223,7 +223,9 @@ EVEN = {
 @pytest.mark.parametrize(
     "case",
     [
-        name if name in ("as it is", "dispatched stream", "dispatched, split, left out") else pytest.param(name, marks=pytest.mark.thorough)
+        name
+        if name in ("as it is", "dispatched stream", "dispatched, split, left out")
+        else pytest.param(name, marks=pytest.mark.thorough)
         for name in EVEN
     ],
 )

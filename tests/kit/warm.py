@@ -38,7 +38,10 @@ _BASE = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distri
 # The first whose word is in the script or the command.
 _MODULES = (
     # Programs of these kinds: what makes their optimizers imports torch._dynamo.
-    ("accelerate_", (*_BASE, "torch._dynamo", "safe_ckpt.accelerate", "safe_ckpt.data", "torchdata.stateful_dataloader")),
+    (
+        "accelerate_",
+        (*_BASE, "torch._dynamo", "safe_ckpt.accelerate", "safe_ckpt.data", "torchdata.stateful_dataloader"),
+    ),
     ("trainers", (*_BASE, "torch._dynamo", "safe_ckpt.transformers", "transformers.models.llama", "peft")),
     ("deepspeed", (*_BASE, "deepspeed")),
     ("pytorch_lightning", (*_BASE, "pytorch_lightning")),

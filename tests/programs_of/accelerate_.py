@@ -238,7 +238,10 @@ class Program:
 
     def _make(self) -> None:
         one, accelerator = self.one, self.accelerator
-        nets = [torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1)) for _ in range(one.models)]
+        nets = [
+            torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))
+            for _ in range(one.models)
+        ]
         optimizers = [getattr(torch.optim, one.optimizer)(net.parameters(), lr=1e-2) for net in nets]
         self.nets = [accelerator.prepare(net) for net in nets]
         self.optimizers = [accelerator.prepare(optimizer) for optimizer in optimizers]
@@ -287,7 +290,9 @@ class Program:
     def resume(self) -> None:
         """From what is there."""
         if self.one.names == "automatic":
-            with contextlib.suppress(NoValidCheckpointError, *([FileNotFoundError, IndexError] if self.here.stock else [])):
+            with contextlib.suppress(
+                NoValidCheckpointError, *([FileNotFoundError, IndexError] if self.here.stock else [])
+            ):
                 self.accelerator.load_state()
         elif found := max(self.here.out.glob("state_*"), key=lambda path: int(path.name[6:]), default=None):
             self.accelerator.load_state(str(found))
@@ -330,7 +335,9 @@ class Program:
 
     def _epoch(self, loader: Any) -> None:
         one, at = self.one, self.at
-        beside = zip(loader, self.second, strict=False) if one.second == "beside" else ((batch, None) for batch in loader)
+        beside = (
+            zip(loader, self.second, strict=False) if one.second == "beside" else ((batch, None) for batch in loader)
+        )
         for batch, other in beside:
             self.here.meets("batch")
             at.batches += 1
@@ -347,7 +354,9 @@ class Program:
                 continue
             at.steps += 1
             if self.one.tracker:
-                self.accelerator.log({"steps": at.steps, "rate": self.optimizers[0].param_groups[0]["lr"]}, step=at.steps)
+                self.accelerator.log(
+                    {"steps": at.steps, "rate": self.optimizers[0].param_groups[0]["lr"]}, step=at.steps
+                )
             if one.evaluated == "within" and at.steps % 3 == 2:
                 self.evaluate()
             if one.saves != "epochs" and at.steps % one.every == 0:
@@ -408,7 +417,9 @@ def start(draw: Draw, here: Here) -> None:
     one = _choose(draw)
     if one.ranks > 1:
         os.environ["MASTER_ADDR"] = "localhost"  # Accelerate asks for it, and uses the group that is there
-        torch.distributed.init_process_group("gloo", f"file://{here.records / 'store'}", rank=here.rank, world_size=one.ranks)
+        torch.distributed.init_process_group(
+            "gloo", f"file://{here.records / 'store'}", rank=here.rank, world_size=one.ranks
+        )
     program = Program(one, here)
     program.resume()
     program.train()

@@ -1,4 +1,4 @@
-"""Bugs that the programs of Accelerate and of the Trainer find: title -> the module below src/safe_ckpt, what is there, and what it becomes."""
+"""Bugs that the programs of Accelerate and of the Trainer find: title -> the module below src/safe_ckpt, old text, new text."""
 
 from __future__ import annotations
 

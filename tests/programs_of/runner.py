@@ -142,4 +142,8 @@ def kinds() -> dict[str, Callable[[], Any]]:
 
         return make
 
-    return {"loops": of("loops", "Loops"), "accelerate": of("accelerate_", "Accelerated"), "transformers": of("trainers", "Trained")}
+    return {
+        "loops": of("loops", "Loops"),
+        "accelerate": of("accelerate_", "Accelerated"),
+        "transformers": of("trainers", "Trained"),
+    }

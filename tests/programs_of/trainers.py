@@ -11,7 +11,14 @@ import datasets
 import torch
 import transformers
 from torch.utils.data import Dataset, IterableDataset
-from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -62,7 +69,9 @@ class Trained:
             begins = last.notes("begins")
             if there and begins == [0]:
                 wrong.append(f"began anew: start {number}, although {there} were committed")
-            wrong += processes.differences(whole.lines, last.lines, _IGNORED | ({"logged.epoch"} if one.is_stream else set()))
+            wrong += processes.differences(
+                whole.lines, last.lines, _IGNORED | ({"logged.epoch"} if one.is_stream else set())
+            )
             wrong += processes.events_behind(whole, last, begins[0] if begins else 0)
         wrong += processes.results_that_differ(whole, last)
         lacks_rows = any(_LIMIT in said for said in warned)
@@ -100,7 +109,11 @@ def _choose_strategies(draw: Draw, one: SimpleNamespace) -> None:
     one.saving = draw.among("saving", "steps", "epoch", "best")
     one.save_steps = draw.among("save_steps", 2, 1, 3)
     one.best = draw.flag("load best") or one.saving == "best"
-    one.eval = one.saving if one.best and one.saving != "best" else draw.among("eval", "steps", "epoch", *(["no"] * (not one.best)))
+    one.eval = (
+        one.saving
+        if one.best and one.saving != "best"
+        else draw.among("eval", "steps", "epoch", *(["no"] * (not one.best)))
+    )
     one.eval_steps = one.save_steps if one.best else draw.among("eval_steps", 2, 1, 3)
     one.metric = draw.among("metric", "eval_loss", "eval_score") if one.best else None
     one.greater = draw.among("greater", False, True) if one.best else None
@@ -201,7 +214,13 @@ def _model(one: SimpleNamespace) -> Any:
     torch.manual_seed(1)
     if one.model == "net":
         return Net()
-    sizes = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 17,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(**sizes, attention_dropout=0.1))
     if one.model == "peft":
         import peft
@@ -211,7 +230,17 @@ def _model(one: SimpleNamespace) -> Any:
 
 
 _HOOKS = (
-    *("train_begin", "train_end", "epoch_begin", "epoch_end", "step_begin", "substep_end", "step_end", "evaluate", "log"),
+    *(
+        "train_begin",
+        "train_end",
+        "epoch_begin",
+        "epoch_end",
+        "step_begin",
+        "substep_end",
+        "step_end",
+        "evaluate",
+        "log",
+    ),
     *("optimizer_step", "pre_optimizer_step", "prediction_step"),
 )
 
@@ -297,7 +326,7 @@ def _arguments(one: SimpleNamespace, here: Here) -> TrainingArguments:
         data_seed=one.data_seed, include_num_input_tokens_seen=one.tokens,
         neftune_noise_alpha=5 if one.noise else None,
         save_strategy=one.saving, save_steps=one.save_steps, save_total_limit=one.limit,
-        eval_strategy=one.eval, eval_steps=one.eval_steps, 
+        eval_strategy=one.eval, eval_steps=one.eval_steps,
         load_best_model_at_end=one.best, metric_for_best_model=one.metric, greater_is_better=one.greater,
         logging_strategy=one.logging, logging_steps=one.log_steps, logging_first_step=one.first,
         lr_scheduler_type=one.scheduler, warmup_steps=one.warmup,
@@ -348,11 +377,17 @@ def start(draw: Draw, here: Here) -> None:
 def _tell_end(trainer: Any, here: Here) -> None:
     state = trainer.state
     best = state.best_model_checkpoint
-    here.result("state", {
-        "step": state.global_step, "epoch": None if "epoch" in _OTHERS else state.epoch, "best_metric": state.best_metric, "best_step": state.best_global_step,
-        "best": best and Path(best).name, "tokens": state.num_input_tokens_seen, "flos": state.total_flos,
-    })  # fmt: skip
-    here.result("log_history", [plain(row) for row in state.log_history])
+    epoch = None if "epoch" in _OTHERS else state.epoch
+    found = {
+        "step": state.global_step,
+        "epoch": epoch,
+        "best_metric": state.best_metric,
+        "best_step": state.best_global_step,
+    }
+    found |= {"best": best and Path(best).name, "tokens": state.num_input_tokens_seen, "flos": state.total_flos}
+    here.result("state", found)
+    for number, row in enumerate(state.log_history):
+        here.result(f"row {number} of the log", plain(row))
     digest = hashlib.sha256()
     for name, tensor in trainer.model.state_dict().items():
         digest.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())

@@ -445,7 +445,9 @@ class Placed(DataPosition):
         over: how many batches the epoch had that is over, until the next loop; None where none is.
     """
 
-    def __init__(self, loader: Any, others: Mapping[int, Placed | _Watched] | None = None, *, between: bool = False) -> None:
+    def __init__(
+        self, loader: Any, others: Mapping[int, Placed | _Watched] | None = None, *, between: bool = False
+    ) -> None:
         self.loader, self._others = loader, {} if others is None else others
         self._between = between
         self.base: Any = loader.base_dataloader

@@ -133,7 +133,9 @@ class DataPlace:
             count_on = loader.set_epoch
             loader.set_epoch = lambda _: count_on(loader.iteration)
             if loader.iteration:
-                logger.warning("the Trainer does not know how many passes were made over the stream: epochs are logged as of 0")
+                logger.warning(
+                    "the Trainer does not know how many passes were made over the stream: epochs are logged as of 0"
+                )
         elif placed_loaders.agreed(placed, loader, batches, self._engine) != batches:
             message = "the loader's place is not behind batch %d of its epoch: leaving out that many instead"
             logger.warning(message, batches)
