@@ -10,15 +10,15 @@ PLANTED = {
         "        self._left = self._steps == _steps\n",
         "        self._left = False\n",
     ),
-    "an evaluation that was left is not over for Accelerate": (
-        _LOADERS,
-        "            self.loader.end()  # else Accelerate takes it for the one that is trained on\n",
-        "            pass\n",
+    "a training that is over goes on by a step": (
+        "transformers/mixin.py",
+        "        return (0, *values[1:]) if is_over else values\n",
+        "        return values\n",
     ),
-    "what finding the end of a stream draws is drawn again": (
+    "loaders that are read side by side lose an epoch": (
         _LOADERS,
-        "            set_rng_state(drawn)  # what was drawn to find the end was drawn before the save\n",
-        "",
+        "        if beside or loader.iteration != saved_iteration:",
+        "        if loader.iteration != saved_iteration:",
     ),
     "each process has a place of its own where the main process dispatches": (
         _LOADERS,

@@ -31,6 +31,7 @@ from safe_ckpt import CheckpointConfig
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.transformers import SafeCheckpointMixin
 
+FIXED = (1, 6, 14)  # losses of a window; a training that is over; a stream's end
 # What depends on the clock, and ``train_loss``, which is that of one call of ``train()``.
 _OTHERS = ["runtime", "per_second", "train_loss"]
 _IGNORED = frozenset(
