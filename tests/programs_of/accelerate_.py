@@ -404,7 +404,8 @@ class Program:
         else:
             self.accelerator.end_training()
         self.here.result("at", vars(self.at))
-        self.here.result("kept", kept(self.here.out))
+        if self.here.rank == 0:  # which deletes
+            self.here.result("kept", kept(self.here.out))
 
 
 def kept(folder: Path) -> list[str]:
