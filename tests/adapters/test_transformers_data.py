@@ -328,3 +328,15 @@ def test_a_loss_that_is_logged_behind_a_resume_is_the_mean_of_all_its_steps(tmp_
     resumed = trainer(tmp_path / "stopped", **more)
     resumed.train(resume_from_checkpoint=True)
     assert losses(resumed) == losses(whole)
+
+
+def test_a_training_that_is_over_does_not_go_on(tmp_path):
+    """Started again, as a job that was killed behind its last save: no step more, also in the middle of an epoch."""
+    more = {"max_steps": 7, "save_steps": 7, "lr_scheduler_type": "constant"}
+    whole = trainer(tmp_path, **more)
+    whole.train()
+    again = trainer(tmp_path, **more)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 7
+    weights = whole.model.state_dict()
+    assert all(torch.equal(weights[name], one) for name, one in again.model.state_dict().items())
