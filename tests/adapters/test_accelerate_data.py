@@ -236,7 +236,7 @@ def test_two_ranks_go_on_with_their_own_batches(tmp_path, case):
     """
     how, loading = map(json.dumps, EVEN[case])
     whole = run_ranks(tmp_path, "stops_among_its_batches", tmp_path / "whole", how, loading, 0)
-    for stop in (2, 4):
+    for stop in (1, 3) if "left out" in case else (2, 4):  # an epoch has two steps
         folder = tmp_path / str(stop)
         before = run_ranks(tmp_path, "stops_among_its_batches", folder, how, loading, stop)
         after = run_ranks(tmp_path, "stops_among_its_batches", folder, how, loading, 0)
