@@ -25,11 +25,6 @@ PLANTED = {
         "    if not isinstance(loader, DataLoaderDispatcher):\n",
         "    if True:\n",
     ),
-    "batches of all processes are taken for those of one": (
-        _LOADERS,
-        "        return place.batches // _ahead(self.loader) if",
-        "        return place.batches if",
-    ),
     "persistent workers are started anew, and draw": (
         _LOADERS,
         '        with self._drawing_nothing(begun["ready"] or begun.get("warm")):\n',

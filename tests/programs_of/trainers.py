@@ -363,7 +363,9 @@ def start(draw: Draw, here: Here) -> None:
     if one.is_stream:
         _OTHERS.append("epoch")  # counted from 0 at a resume: docs/limits.md
     if one.is_stream and one.logging == "epoch":
-        _OTHERS.extend(["grad_norm", "learning_rate"])  # those of the last step before the save, if none is left: the same
+        _OTHERS.extend(
+            ["grad_norm", "learning_rate"]
+        )  # those of the last step before the save, if none is left: the same
     trainer = _trainer(one, here)
     if here.stock or one.door == "path":
         trainer.train(resume_from_checkpoint=get_last_checkpoint(str(here.out)))
