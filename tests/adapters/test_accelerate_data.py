@@ -210,6 +210,11 @@ EVEN = {
     "not even": ({"even_batches": False}, {"drop_last": True}),
     "dispatched": ({"dispatch_batches": True}, {"drop_last": True}),
     "dispatched, split": ({"dispatch_batches": True, "split_batches": True}, {"drop_last": True}),
+    "dispatched, left out": ({"dispatch_batches": True}, {"drop_last": True, "leaves out": True}),
+    "dispatched, split, left out": (
+        {"dispatch_batches": True, "split_batches": True},
+        {"drop_last": True, "leaves out": True},
+    ),
     "dispatched stream": ({}, {"data": "stream", "shuffle": False, "drop_last": True}),
     "stream": ({"dispatch_batches": False}, {"data": "blind", "shuffle": False, "skip": "read", "drop_last": True}),
 }
@@ -218,15 +223,20 @@ EVEN = {
 @pytest.mark.parametrize(
     "case",
     [
-        name if name in ("as it is", "dispatched stream") else pytest.param(name, marks=pytest.mark.thorough)
+        name
+        if name in ("as it is", "dispatched stream", "dispatched, split, left out")
+        else pytest.param(name, marks=pytest.mark.thorough)
         for name in EVEN
     ],
 )
 def test_two_ranks_go_on_with_their_own_batches(tmp_path, case):
-    """Two ranks, as Accelerate shares batches out: each rank's samples and what was drawn for them."""
+    """Two ranks, as Accelerate shares batches out: each rank's samples and what was drawn for them.
+
+    Also where the script says how many to leave out, and only the main process has a place.
+    """
     how, loading = map(json.dumps, EVEN[case])
     whole = run_ranks(tmp_path, "stops_among_its_batches", tmp_path / "whole", how, loading, 0)
-    for stop in (2, 4):
+    for stop in (1, 3) if "left out" in case else (2, 4):  # an epoch has two steps
         folder = tmp_path / str(stop)
         before = run_ranks(tmp_path, "stops_among_its_batches", folder, how, loading, stop)
         after = run_ranks(tmp_path, "stops_among_its_batches", folder, how, loading, 0)

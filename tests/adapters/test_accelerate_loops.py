@@ -291,3 +291,20 @@ def test_the_function_that_skips_is_refused_for_streams_too(tmp_path, dispatch):
                     accelerator.save_state()
                     break
         forget()
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_loaders_that_are_read_side_by_side_go_on_together(tmp_path, last):
+    """zip leaves the second one before its end. No epoch is lost, whether the save was in the last step or behind the loop."""
+
+    def program(one):
+        for epoch in range(one.counter.count, 3):
+            for (batch,), (other,) in zip(one.train, one.other, strict=False):
+                one.step(batch + other)
+                if last and one.steps.count % 6 == 0:
+                    one.save()
+            one.counter.count = epoch + 1
+            if not last:
+                one.save()
+
+    same_after_a_resume(tmp_path, "resumable", program, (1, 2))

@@ -304,3 +304,39 @@ def test_a_save_within_a_step_says_that_buffers_will_be_changed_twice(tmp_path, 
     """What the forward pass of the step has changed is saved; a save before it has nothing to say."""
     preempted(tmp_path, "stream", moment, 2, save_steps=100, of=Counting())
     assert ("its forward pass has changed buffers" in caplog.text) == (moment == "on_pre_optimizer_step")
+
+
+LOGGED = {
+    "": {},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "the epoch begins anew": {"ignore_data_skip": True},
+}
+
+
+@pytest.mark.parametrize("case", LOGGED)
+def test_a_loss_that_is_logged_behind_a_resume_is_the_mean_of_all_its_steps(tmp_path, case):
+    """Also of those before the save, which the Trainer had summed up and not logged yet."""
+    more = {"max_steps": 12, "logging_steps": 4, "save_steps": 6, **LOGGED[case]}
+
+    def losses(made):
+        return [row["loss"] for row in made.state.log_history if "loss" in row]
+
+    whole = trainer(tmp_path / "whole", **more)
+    whole.train()
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer(tmp_path / "stopped", callbacks=[Stop(7)], **more).train()
+    resumed = trainer(tmp_path / "stopped", **more)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == losses(whole)
+
+
+def test_a_training_that_is_over_does_not_go_on(tmp_path):
+    """Started again, as a job that was killed behind its last save: no step more, also in the middle of an epoch."""
+    more = {"max_steps": 7, "save_steps": 7, "lr_scheduler_type": "constant"}
+    whole = trainer(tmp_path, **more)
+    whole.train()
+    again = trainer(tmp_path, **more)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 7
+    weights = whole.model.state_dict()
+    assert all(torch.equal(weights[name], one) for name, one in again.model.state_dict().items())

@@ -37,6 +37,12 @@ from typing import Any
 _BASE = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.run", "safe_ckpt.checkpointer")
 # The first whose word is in the script or the command.
 _MODULES = (
+    # Programs of these kinds: what makes their optimizers imports torch._dynamo.
+    (
+        "accelerate_",
+        (*_BASE, "torch._dynamo", "safe_ckpt.accelerate", "safe_ckpt.data", "torchdata.stateful_dataloader"),
+    ),
+    ("trainers", (*_BASE, "torch._dynamo", "safe_ckpt.transformers", "transformers.models.llama", "peft")),
     ("deepspeed", (*_BASE, "deepspeed")),
     ("pytorch_lightning", (*_BASE, "pytorch_lightning")),
     ("lightning", (*_BASE, "lightning.pytorch")),
@@ -208,6 +214,7 @@ def _server_for(request: dict[str, Any], env: dict[str, str]) -> Server | None:
 def _start_server(modules: tuple[str, ...], env: dict[str, str]) -> Server | None:
     near, far = socket.socketpair()
     environment = {name: value for name, value in env.items() if name != _MARK} | {_PLACE: "x" * 4096}
+    environment["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow, which transformers imports, has one
     process = subprocess.Popen(
         [sys.executable, __file__, str(far.fileno()), *modules],
         env=environment, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,

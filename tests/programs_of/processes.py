@@ -170,7 +170,8 @@ def differences(whole: Run, resumed: Run, ignored: frozenset[str] = frozenset())
     at = place(whole[first], resumed[first][0])
     if at != 0:
         return [
-            f"{one.category}: {', '.join(one.names[:4])} at step {one.step} (resumed at {one.resumed_at}, rank {one.rank}, {one.detail})"
+            f"{one.category}: {', '.join(one.names[:4])} at step {one.step} "
+            f"(resumed at {one.resumed_at}, rank {one.rank}, {one.detail})"
             for one in compare(whole, resumed, ignored).findings
         ]
     found: dict[str, str] = {}

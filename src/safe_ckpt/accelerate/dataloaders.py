@@ -23,7 +23,7 @@ from accelerate.state import PartialState
 
 from safe_ckpt.accelerate import contents
 from safe_ckpt.accelerate.loops import Loop
-from safe_ckpt.adapters import Patch
+from safe_ckpt.adapters import Engine, Patch
 from safe_ckpt.adapters.data_position import DataPosition
 from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
 from safe_ckpt.adapters.patch import replace_for_good
@@ -64,19 +64,25 @@ class Loaders:
             count(loader, type(given).skip)
         inner = getattr(loader, "base_dataloader", None)
         if self._of(loader) is None and (stateful or isinstance(inner, ForAccelerate)):
-            self._watched[id(inner)] = Placed(loader) if isinstance(inner, ForAccelerate) else _Watched.on(loader)
+            placed = isinstance(inner, ForAccelerate)
+            self._watched[id(inner)] = Placed(loader, self._watched) if placed else _Watched.on(loader)
         if given is not None and self._late:
             self._go_to(loader, self._late.pop(0) or {})
 
-    def is_at(self, loader: Any, batches: int) -> bool:
+    def is_at(self, loader: Any, batches: int, engine: Engine) -> bool:
         """Whether the next loop over ``loader`` begins behind so many batches of its epoch anyway.
 
         If it begins elsewhere, it is made to begin the epoch, so that leaving out batches leaves out those.
+
+        Args:
+            loader: a prepared one.
+            batches: as training counts them.
+            engine: where the processes meet; each of them calls this.
         """
         placed = self._of(loader)
         if placed is None:
             return False
-        pending = placed.pending()
+        pending = agreed(placed, loader, batches, engine)
         if placed.over is not None and batches == 0:  # of the next epoch
             placed.begin_anew()
             return True
@@ -159,6 +165,16 @@ class Loaders:
                     "the method of the Accelerator that is registered"
                 )
                 raise RestoreError(key=_told(loader), message=message)
+
+
+def agreed(placed: Placed | _Watched, loader: Any, batches: int, engine: Engine) -> int | None:
+    """``placed.pending()``. Where batches are dispatched only the main process reads, so only that one has a place: of that."""
+    pending = placed.pending()
+    if not isinstance(loader, DataLoaderDispatcher):
+        return pending
+    # Else one process would leave out batches, and the others would wait for it.
+    answer: int | None = engine.agree("place", must_match={"num_batches": batches}, decide=lambda _: pending)
+    return answer
 
 
 def _refusing_others(stock: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -264,8 +280,8 @@ class _Watched(DataPosition):
             return None
         state = self.base.next_iter_state
         if "_num_yielded" in state:
-            return int(state["_num_yielded"])
-        return int(state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"])
+            return int(state["_num_yielded"]) // _ahead(self._loader)
+        return int(state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"]) // _ahead(self._loader)
 
     def begin_anew(self) -> None:
         """Have the next loop begin an epoch, not at the place that was loaded."""
@@ -419,6 +435,7 @@ class Placed(DataPosition):
 
     Args:
         loader: a prepared one.
+        others: those that are watched.
         between: whether a place behind the last batch of an epoch is one between two epochs. Else it belongs to that epoch, and
             the next loop, which is the rest of that epoch, gives nothing: as with a loader that nobody prepared.
 
@@ -428,8 +445,10 @@ class Placed(DataPosition):
         over: how many batches the epoch had that is over, until the next loop; None where none is.
     """
 
-    def __init__(self, loader: Any, *, between: bool = False) -> None:
-        self.loader = loader
+    def __init__(
+        self, loader: Any, others: Mapping[int, Placed | _Watched] | None = None, *, between: bool = False
+    ) -> None:
+        self.loader, self._others = loader, {} if others is None else others
         self._between = between
         self.base: Any = loader.base_dataloader
         self.over: int | None = None
@@ -480,7 +499,7 @@ class Placed(DataPosition):
     def pending(self) -> int | None:
         """How many batches of the epoch were given before the place that is gone to next; None where none is."""
         place = self.base.pending()
-        return place.batches if self.over is None and place is not None else self.over
+        return place.batches // _ahead(self.loader) if self.over is None and place is not None else self.over
 
     def begin_anew(self) -> None:
         """Have the next loop begin at the beginning: of the next epoch where this one is over."""
@@ -495,7 +514,9 @@ class Placed(DataPosition):
     def _leave_out(self, saved_iteration: int, begin: Callable[[], None]) -> None:
         """At the start of the loop over the rest of an epoch that is over: its last batch is taken again, and not given."""
         loader, skipped, self.over = self.loader, self.loader.skip_batches, None
-        if loader.iteration != saved_iteration:  # set_epoch was called: the loop is over another epoch
+        # zip asks the others for nothing where the first one is at its end: this loop is beside the next epoch of that one.
+        beside = any(isinstance(one, Placed) and one.base.loop.is_new() for one in self._others.values())
+        if beside or loader.iteration != saved_iteration:  # set_epoch was called: the loop is over another epoch
             self.base.begin_anew()
             begin()
             return

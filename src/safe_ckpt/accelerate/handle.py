@@ -202,7 +202,7 @@ class Handle(AttachedHandle):
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Stands in for ``Accelerator.skip_first_batches``: a loader that begins there after ``load_state`` stays as it is."""
-        if not self.closed and self.saver.loaders.is_at(dataloader, num_batches):
+        if not self.closed and self.saver.loaders.is_at(dataloader, num_batches, self.saver.engine):
             return dataloader
         return self._stock["skip_first_batches"](dataloader, num_batches)
 

@@ -39,6 +39,10 @@ class Loop:
         """Whether nobody goes on with it, and nobody trained in it."""
         return self._left and not self._resumed
 
+    def is_new(self) -> bool:
+        """Whether somebody goes through it now, and from the beginning of an epoch."""
+        return not self._resumed and self._batches is not None and self._batches() is not None
+
     def _end(self, _: object) -> None:
         self._left = self._steps == _steps
 

@@ -1,12 +1,14 @@
-"""The place of a Trainer's loader in its data.
+"""The place of a Trainer's loader in its data, and the losses that wait to be logged.
 
 The Trainer counts steps. On a resume it draws the samples of the epoch anew and leaves out the first ones; a stream it reads
 from its beginning. What its data set and its collator draw is not what it would have been. Here the loader of each process is
-counted, and its state is a file of the checkpoint, which the stock Trainer ignores.
+counted, and its state is a file of the checkpoint, which the stock Trainer ignores. What it has summed up since it logged last
+is in there, too: the next ``loss`` that it logs is the mean of all these steps.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +19,18 @@ import torch
 from torch.utils.data import DataLoader
 
 from safe_ckpt.accelerate import dataloaders as placed_loaders
+from safe_ckpt.adapters import Engine
 from safe_ckpt.adapters.data_position import has_length, saved_state
 from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
 from safe_ckpt.data.loader import Skip
 from safe_ckpt.data.order import loses_its_buffer
 from safe_ckpt.errors import RestoreError
+from safe_ckpt.layouts.table import TRAINER_STATE
 
 logger = logging.getLogger(__name__)
 _FILE = "train_loader_{rank}.pth"
+_SUM = "losses"
+_TR_LOSS = "_tr_loss"
 _PICKLED = (RuntimeError, ValueError, OSError, EOFError)
 
 
@@ -34,14 +40,17 @@ class DataPlace:
     Args:
         folder: the checkpoint that training goes on from; None where it begins.
         arguments: of the Trainer.
+        engine: where the processes meet.
     """
 
-    def __init__(self, folder: str | None, arguments: Any) -> None:
+    def __init__(self, folder: str | None, arguments: Any, engine: Engine) -> None:
+        self._engine = engine
         self._rank, self._accumulated = arguments.process_index, arguments.gradient_accumulation_steps
         # Then saves within a step are to be expected, so the generators are noted at each.
         self._within = getattr(arguments, "enable_jit_checkpoint", False)
         self._step: _Step | None = None
-        self._folder = None if arguments.ignore_data_skip else folder
+        self._skips, self._folder = not arguments.ignore_data_skip, folder
+        self._summed: tuple[Any, int] | None = (self._read() or {}).get(_SUM)
         self._placed: placed_loaders.Placed | None = None
         self._is_there = False
 
@@ -63,30 +72,43 @@ class DataPlace:
         if state is not None and not (state["position"].get("begun") and state["position"].get("batches")):
             self._goes_to(state, self._placed)
 
-    def step(self, number: int, batches: int, model: Any) -> None:
-        """The batches of a step were taken: until it is done, none of them was trained on."""
-        self._step = _Step(number, batches, get_rng_state() if self._within else None, _versions(model))
+    def steps(self) -> int:
+        """How many were done at the save."""
+        file = Path(self._folder or ".", TRAINER_STATE)
+        return int(json.loads(file.read_bytes())["global_step"]) if self._folder is not None and file.is_file() else 0
 
-    def save(self, folder: str, number: int, model: Any, generators: Callable[[str], None]) -> None:
+    def step(self, trainer: Any, batches: int) -> None:
+        """The batches of a step were taken: until it is done, none of them was trained on."""
+        summed, self._summed = self._summed, None
+        if summed is not None and hasattr(trainer, _TR_LOSS):
+            trainer._tr_loss += summed[0]
+            trainer._globalstep_last_logged = summed[1]
+        if not batches:  # a stream has ended: no step is begun
+            return
+        generators = get_rng_state() if self._within else None
+        number, versions = trainer.state.global_step, _versions(trainer.model)
+        self._step = _Step(number, batches, generators, versions, _losses(trainer))
+
+    def save(self, folder: str, trainer: Any) -> None:
         """Write the state of this process's loader and of its generators.
 
         A save within a step (``enable_jit_checkpoint``) is one before that step: a resume does all of it again.
 
         Args:
             folder: where to.
-            number: how many steps were done.
-            model: which is trained.
-            generators: writes what the generators of this process are now.
+            trainer: whose.
         """
+        number = trainer.state.global_step
         within = self._step if self._step is not None and self._step.number == number else None
         now = get_rng_state()
         set_rng_state((within and within.generators) or now)
-        generators(folder)
+        trainer._save_rng_state(folder)
         set_rng_state(now)
+        state = {_SUM: within.losses if within is not None else _losses(trainer)}
         if self._placed is not None:
-            state = self._placed.state(within.batches if within is not None else 0)
-            torch.save(state, Path(folder) / _FILE.format(rank=self._rank))
-        if within is not None and within.versions != _versions(model):
+            state |= self._placed.state(within.batches if within is not None else 0)
+        torch.save(state, Path(folder) / _FILE.format(rank=self._rank))
+        if within is not None and within.versions != _versions(trainer.model):
             logger.warning(
                 "saved within step %d, which a resume does again: its forward pass has changed buffers of the model (those of "
                 "BatchNorm, for one), and will change them twice",
@@ -110,7 +132,11 @@ class DataPlace:
             # The Trainer does not know how many passes were made over a stream, and begins at 0: the loader's own count holds.
             count_on = loader.set_epoch
             loader.set_epoch = lambda _: count_on(loader.iteration)
-        elif placed.pending() != batches:
+            if loader.iteration:
+                logger.warning(
+                    "the Trainer does not know how many passes were made over the stream: epochs are logged as of 0"
+                )
+        elif placed_loaders.agreed(placed, loader, batches, self._engine) != batches:
             message = "the loader's place is not behind batch %d of its epoch: leaving out that many instead"
             logger.warning(message, batches)
             placed.begin_anew()
@@ -125,6 +151,10 @@ class DataPlace:
         return there
 
     def _state(self) -> dict[str, Any] | None:
+        found = self._read() if self._skips else None
+        return found if found is not None and "position" in found else None
+
+    def _read(self) -> dict[str, Any] | None:
         if self._folder is None:
             return None
         try:
@@ -151,12 +181,21 @@ class _Step:
         batches: how many it has.
         generators: of this process, behind the making of those; None where they were not noted.
         versions: of the model's buffers, as torch counts their changes.
+        losses: what was summed up since the last row, and at which step that was logged.
     """
 
     number: int
     batches: int
     generators: Mapping[str, Any] | None
     versions: Sequence[int]
+    losses: tuple[Any, int] | None
+
+
+def _losses(trainer: Any) -> tuple[Any, int] | None:
+    """A copy: the Trainer adds to it. None in releases that keep it in a variable."""
+    if not hasattr(trainer, _TR_LOSS):
+        return None
+    return trainer._tr_loss.detach().clone(), int(trainer._globalstep_last_logged)
 
 
 def _versions(model: Any) -> list[int]:

@@ -21,7 +21,7 @@ from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
-from safe_ckpt.transformers import at_load, reference, strategies
+from safe_ckpt.transformers import at_load, missing, reference, strategies
 from safe_ckpt.transformers.data_place import DataPlace
 from safe_ckpt.transformers.saver import BY_NAME, TrainerSaver
 
@@ -123,9 +123,10 @@ class SafeCheckpointMixin(_Base):
                         saver.resumed(Path(path), begun)
                 if path is not None:
                     saver.warn_if_weights_only(Path(path))
+                    missing.warn(Path(path), self.args)
                     go_on(saver.engine, lambda: [self.model])
                     resume.apply(saver.engine, functools.partial(reference.load, self, Path(path)))
-                place = self._data_place = DataPlace(path, self.args)
+                place = self._data_place = DataPlace(path, self.args, saver.engine)
                 with Patch(upstream, {"skip_first_batches": self._skipping(place, path)}):
                     return super().train(path, *args, **kwargs)
             finally:
@@ -153,11 +154,20 @@ class SafeCheckpointMixin(_Base):
             self._data_place.watch(loader)
         return loader
 
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``Trainer.set_initial_training_values``: how many epochs there are first, how many steps last.
+
+        The Trainer looks at its number of steps only behind one: a training that is over would go on by a step.
+        """
+        values = super().set_initial_training_values(*args, **kwargs)  # type: ignore[no-untyped-call, unused-ignore]
+        is_over = self._data_place is not None and self._data_place.steps() >= values[-1]
+        return (0, *values[1:]) if is_over else values
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """See ``Trainer.get_batch_samples``: the batches of one step."""
         found = super().get_batch_samples(*args, **kwargs)  # type: ignore[no-untyped-call, unused-ignore]
         if self._data_place is not None:
-            self._data_place.step(self.state.global_step, len(found[0]), self.model)
+            self._data_place.step(self, len(found[0]))
         return found
 
     def _skipping(self, place: DataPlace, path: str | None) -> Callable[..., Any]:

@@ -172,8 +172,7 @@ def _write(trainer: Any, folder: str) -> None:
     if not trainer.args.save_only_model:
         trainer._save_optimizer_and_scheduler(folder)
         trainer._save_scaler(folder)
-        step, model = trainer.state.global_step, trainer.model
-        trainer._data_place.save(folder, step, model, trainer._save_rng_state)
+        trainer._data_place.save(folder, trainer)
         reference.save(trainer, folder)
     if not trainer.args.should_save:
         return

@@ -15,7 +15,7 @@ from safe_ckpt.errors import NoValidCheckpointError
 
 folder, how, loading, stop = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
 data = {"map": Drawing, "stream": Placed, "blind": Stream}[loading.pop("data", "map")]()
-skip = loading.pop("skip", None)
+skip, leaves_out = loading.pop("skip", None), loading.pop("leaves out", False)
 accelerator = make(folder, dataloader_config=DataLoaderConfiguration(**how))
 
 
@@ -30,6 +30,11 @@ with register(accelerator, CONFIG):
     with contextlib.suppress(NoValidCheckpointError):
         accelerator.load_state()
     with contextlib.suppress(KeyboardInterrupt):
+        if leaves_out and (done := training.counter.count):  # as a script that counts steps
+            whole = training.loader
+            training.loader = accelerator.skip_first_batches(whole, done % len(whole))
+            training.epoch(after)
+            training.loader = whole
         while training.loader.iteration < 3:
             training.epoch(after)
     say(json.dumps(training.seen))
