@@ -51,7 +51,10 @@ LOOPS = {
     "transformers": (["with_transformers"], OF_TRAINER),
 }
 SOME = [
-    *(("plain", name) for name in ("optimizer", "scheduler", "average", "torch", "twice", "accumulation", "scaler", "best")),
+    *(
+        ("plain", name)
+        for name in ("optimizer", "scheduler", "average", "torch", "twice", "accumulation", "scaler", "best")
+    ),
     ("ddp", "torch of rank 1"),
     ("lightning", "scheduler"),
     ("transformers", "position"),

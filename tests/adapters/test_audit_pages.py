@@ -12,7 +12,12 @@ import safe_ckpt.testing
 pytestmark = [pytest.mark.timeout(900), pytest.mark.framework, pytest.mark.thorough]
 ROOT = Path(__file__).parents[2]
 # Page -> its argument, behind how many optimizer steps it is killed, how many are compared. That of dcp seeds nothing.
-PAGES = {"torch": ("4", 30, 45), "accelerate": ("4", 35, 50), "lightning": ("4", 35, 50), "transformers": ("60", 25, 40)}
+PAGES = {
+    "torch": ("4", 30, 45),
+    "accelerate": ("4", 35, 50),
+    "lightning": ("4", 35, 50),
+    "transformers": ("60", 25, 40),
+}
 
 
 def script_of(page):

@@ -34,21 +34,21 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-_BASE = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.run", "safe_ckpt.checkpointer")
+# torch._dynamo: whatever makes an optimizer imports it, which takes 1.5 s.
+_BASE = (
+    "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.run", "torch._dynamo", "safe_ckpt.checkpointer",
+)  # fmt: skip
 # The first whose word is in the script or the command.
 _MODULES = (
-    # Programs of these kinds: what makes their optimizers imports torch._dynamo.
-    (
-        "accelerate_",
-        (*_BASE, "torch._dynamo", "safe_ckpt.accelerate", "safe_ckpt.data", "torchdata.stateful_dataloader"),
-    ),
-    ("trainers", (*_BASE, "torch._dynamo", "safe_ckpt.transformers", "transformers.models.llama", "peft")),
+    # Programs of these kinds.
+    ("accelerate_", (*_BASE, "safe_ckpt.accelerate", "safe_ckpt.data", "torchdata.stateful_dataloader")),
+    ("trainers", (*_BASE, "safe_ckpt.transformers", "transformers.models.llama", "peft")),
     ("deepspeed", (*_BASE, "deepspeed")),
     ("pytorch_lightning", (*_BASE, "pytorch_lightning")),
     ("lightning", (*_BASE, "lightning.pytorch")),
     ("transformers", (*_BASE, "accelerate", "transformers.trainer")),
     ("accelerate", (*_BASE, "accelerate", "accelerate.commands.launch")),
-    ("programs_of", (*_BASE, "torch._dynamo", "torch.distributed.tensor.parallel")),
+    ("programs_of", (*_BASE, "torch.distributed.tensor.parallel")),
     ("", _BASE),
 )
 # Read while modules are imported, or by the interpreter itself: who sets them otherwise gets another server.

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import time
+from typing import NamedTuple
 
 import numpy
 import pytest
@@ -519,12 +520,21 @@ def test_an_object_that_no_load_would_take_is_one_warning_at_the_save(tmp_path, 
     assert (found["array"] == state["array"]).all()
 
 
-Pair = collections.namedtuple("Pair", ["x", "y"])
+class Pair(NamedTuple):
+    """A named tuple of the user's."""
+
+    x: int
+    y: int
 
 
 @pytest.mark.parametrize(
     "inner",
-    [(datetime.date(2026, 1, 2), 1), Pair(1, 2), [collections.deque([1])], ({"k": torch.ones(1).as_subclass(Named)}, 1)],
+    [
+        (datetime.date(2026, 1, 2), 1),
+        Pair(1, 2),
+        [collections.deque([1])],
+        ({"k": torch.ones(1).as_subclass(Named)}, 1),
+    ],
     ids=["in a tuple", "a tuple's subclass", "in a list", "a tensor's subclass"],
 )
 def test_an_object_that_no_load_would_take_is_one_warning_wherever_it_lies(tmp_path, caplog, inner):

@@ -1,4 +1,4 @@
-"""Random modules, optimizers and schedulers. The same choices with other values give what a program builds at its next start."""
+"""Random modules, optimizers and schedulers. The same choices with other values are those of a program's next start."""
 
 from __future__ import annotations
 
@@ -48,22 +48,19 @@ class Objects:
         """Something of which a vector of three goes in and comes out."""
         draw = self._draw
         torch.manual_seed(draw.random(f"{name}/weights {self._values}").randrange(1 << 30))
-        parts: list[nn.Module] = []
-        for n in range(draw.number(f"{name}/layers", 1, 4)):
-            parts.append(
-                draw.among(
-                    f"{name}/layer {n}",
-                    lambda: nn.Linear(3, 3),
-                    lambda: nn.Linear(3, 3, bias=False),
-                    lambda: nn.BatchNorm1d(3),
-                    lambda: nn.LayerNorm(3),
-                    lambda n=n: Extra(self._values + n),
-                    lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
-                    lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
-                    lambda: nn.Dropout(0.1),
-                    lambda: nn.Sequential(nn.Linear(3, 5), nn.PReLU(), nn.Linear(5, 3)),
-                )()
-            )
+        kinds = [
+            lambda: nn.Linear(3, 3),
+            lambda: nn.Linear(3, 3, bias=False),
+            lambda: nn.BatchNorm1d(3),
+            lambda: nn.LayerNorm(3),
+            lambda: Extra(self._values),
+            lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+            lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
+            lambda: nn.Dropout(0.1),
+            lambda: nn.Sequential(nn.Linear(3, 5), nn.PReLU(), nn.Linear(5, 3)),
+        ]
+        layers = draw.number(f"{name}/layers", 1, 4)
+        parts: list[nn.Module] = [draw.among(f"{name}/layer {n}", *kinds)() for n in range(layers)]
         if draw.flag(f"{name}/tied", of=4) and type(parts[0]) is nn.Linear:
             again = nn.Linear(3, 3)
             again.weight = parts[0].weight

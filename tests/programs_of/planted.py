@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 import safe_ckpt
+from programs_of import planted_lightning, planted_loaders, planted_sharded
 
 _SAFETENSORS, _ARCHIVE = "core/formats/safetensors.py", "core/formats/torch_archive.py"
 STATES = {
@@ -51,7 +52,12 @@ STATES = {
         "",
     ),
 }
-BY_KIND = {("states",): STATES}
+BY_KIND = {
+    ("states",): STATES,
+    ("loops", "sharded", "ranks"): planted_sharded.PLANTED,
+    ("lightning",): planted_lightning.PLANTED,
+    ("accelerate", "transformers"): planted_loaders.PLANTED,
+}
 """Kinds of programs, in the order in which they look -> title -> file, old text, new text."""
 PLANTED = {title: bug for bugs in BY_KIND.values() for title, bug in bugs.items()}
 

@@ -110,11 +110,11 @@ def _judge(
     expected: dict[str, Any], found: dict[str, Any], came_to: str, saved: dict[str, Any] | None = None
 ) -> Verdict:
     """Each item is as stock gives it, or as it was saved, which stock may not give."""
-    for name in expected:
-        how = difference(expected[name], _values(found[name]))
+    for name, wanted in expected.items():
+        how = difference(wanted, _values(found[name]))
         if how and saved is not None and not difference(saved[name], _values(found[name])):
             continue
-        if how.startswith(("object: one object", "attribute")) and is_tensors_only(expected[name]):
+        if how.startswith(("object: one object", "attribute")) and is_tensors_only(wanted):
             came_to = "as formats.md says"
         elif how:
             kind, _, rest = how.partition(":")

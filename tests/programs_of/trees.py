@@ -1,4 +1,4 @@
-"""Random trees: containers, tensors of every kind, numbers, text, arrays. The same choices with other values give its likeness."""
+"""Random trees of containers, tensors, numbers, text, arrays. The same choices with other values give a likeness."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 import datetime
 import pathlib
 import random
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -16,8 +16,14 @@ import torch
 from kit.states import DTYPES
 from programs_of.draw import Draw
 
-Point = namedtuple("Point", ["x", "y"])
 NARROW = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]
+
+
+class Point(NamedTuple):
+    """A named tuple of the user's."""
+
+    x: Any
+    y: Any
 
 
 @dataclasses.dataclass

@@ -219,7 +219,9 @@ def warn_of_refused(state: object) -> None:
                 "the state has a %s, which a load will refuse, as reading it runs code of its class. If that is yours, "
                 "call torch.serialization.add_safe_globals([...]) with it at the start of the script, or leave it out"
             )
-            logger.warning(text, " with a ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds - _PLAIN)))
+            logger.warning(
+                text, " with a ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds - _PLAIN))
+            )
         except Exception as error:  # the save itself says what is wrong
             logger.debug("%s was not looked at: %s", kinds, error)
 
