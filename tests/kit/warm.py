@@ -36,8 +36,9 @@ from typing import Any
 
 # torch._dynamo: whatever makes an optimizer imports it, which takes 1.5 s.
 _BASE = (
-    "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.run", "torch._dynamo", "safe_ckpt.checkpointer",
-)  # fmt: skip
+    *("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.run"),
+    *("torch._dynamo", "safe_ckpt.checkpointer"),
+)
 # The first whose word is in the script or the command.
 _MODULES = (
     # Programs of these kinds.

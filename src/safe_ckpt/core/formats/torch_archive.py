@@ -20,6 +20,7 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from torch._tensor import _rebuild_from_type_v2
 from torch.storage import TypedStorage, UntypedStorage
 
 from safe_ckpt.core.formats import dtypes, zip_archive
@@ -179,7 +180,7 @@ class _Pickler(pickle.Pickler):
             # torch's own form requires the gradient before the tensor has its memory, and no torch.load takes it.
             inner = (storage, *facts[:3], False, hooks, obj.dtype, *left)
             facts_of_type = (torch._utils._rebuild_tensor_v3, torch.Tensor, inner, {"requires_grad": True})
-            return torch._tensor._rebuild_from_type_v2, facts_of_type
+            return _rebuild_from_type_v2, facts_of_type
         if self._untyped:
             return torch._utils._rebuild_tensor_v3, (storage, *facts, obj.dtype, *left)
         if obj.dtype not in STORAGES:
