@@ -149,6 +149,6 @@ def kinds() -> dict[str, Callable[[], Any]]:
         "ranks": of("ranks", "Ranks"),
         "sharded": of("sharded", "Sharded"),
         "lightning": of("lightning_", "Lightning"),
-        "accelerate": of("accelerate_", "Accelerate"),
-        "transformers": of("trainers", "Trainers"),
+        "accelerate": of("accelerate_", "Accelerated"),
+        "transformers": of("trainers", "Trained"),
     }

@@ -200,7 +200,7 @@ def _save_and(draw: Draw, folder: Path, take: Any) -> Verdict:
         now = [*into[name].parameters(), *into[name].buffers()]
         if any(one is not other for one, other in zip(tensors, now, strict=True)):
             return Verdict(came_to="differs", wrong=f"identity: {name}: tensors of a module were replaced")
-    return _judge(expected, into, "equal")
+    return _judge(expected, into, "equal", {name: _values(one) for name, one in state.items()})
 
 
 def _resume(draw: Draw, folder: Path) -> Verdict:
