@@ -288,6 +288,7 @@ ELSEWHERE = {
     **dict.fromkeys(
         [
             "_logger_connector",
+            "_seen_batches_per_dataloader",
             "_first_loop_iter",
             "_results",
             "_forward_cache",

@@ -266,3 +266,33 @@ def test_loaders_are_those_of_the_epoch_in_which_they_were_loaded(tmp_path, ever
     straight = fit(saves)
     for path, already in saves.saved[2:-4:4]:
         assert fit(path=path) == straight[already:], path
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_what_a_validation_logs_at_its_steps_goes_on_to_be_counted(tmp_path):
+    """The step that a logger is given behind a resume is that of the run that was not stopped, not 0 again."""
+    pl = package("lightning.pytorch")
+
+    class Told(pl.loggers.logger.DummyLogger):
+        def __init__(self):
+            super().__init__()
+            self.steps = []
+
+        def log_metrics(self, metrics, step=None):
+            if "score_step" in metrics:
+                self.steps.append((step, float(metrics["score_step"])))
+
+    def fit(path=None):
+        pl.seed_everything(1, verbose=False)
+        module, told = module_of(pl, (6,)), Told()
+        module.validation_step = lambda batch, batch_idx: module.log("score", module.net(batch[0]).mean(), on_step=True)
+        to = tmp_path / ("first" if path is None else path.stem)
+        saving = SafeCheckpointCallback(dirpath=to, save_top_k=-1, every_n_train_steps=1, config=QUICK)
+        made = trainer(pl, [saving], tmp_path, max_epochs=3, logger=told, log_every_n_steps=1)
+        made.fit(module, ckpt_path=path)
+        return told.steps
+
+    straight = fit()
+    assert [step for step, _ in straight] == list(range(18))
+    for path in sorted((tmp_path / "first").glob("*.ckpt")):
+        assert (found := fit(path)) == straight[len(straight) - len(found) :], path

@@ -58,7 +58,8 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
 
 
 def _place(trainer: Any) -> dict[str, Any]:
-    return {"rng": get_rng_state(), "results": results.gather(trainer)}
+    counted = dict(trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader)
+    return {"rng": get_rng_state(), "results": results.gather(trainer), "validated": counted}
 
 
 def assemble(texts: Mapping[int, str]) -> dict[str, Any]:
@@ -240,10 +241,25 @@ def continue_from(trainer: Any, continuation: Continuation, undo: Patch) -> None
             _let_schedulers_catch_up(trainer)
     elif within:
         results.do_without(trainer, undo)
+    if mine is not None:
+        _count_on(epoch_loop.val_loop, mine.get("validated", {}), undo)
     if mine is not None and not continuation.mid_epoch:
         dataloader.put_own_back(fit_loop._combined_loader, mine.get("generators", []))
         dataloader.load_again(fit_loop, mine["loaders"])
     _begin_with(epoch_loop, continuation, undo)
+
+
+def _count_on(val_loop: Any, validated: Mapping[int, int], undo: Patch) -> None:
+    """What is logged at the steps of a validation is logged at the number of batches that all validations have had."""
+
+    def set_up(original: Callable[[], None]) -> None:
+        original()
+        val_loop._seen_batches_per_dataloader.update(validated)
+
+    if val_loop._combined_loader is not None:
+        val_loop._seen_batches_per_dataloader.update(validated)
+    else:  # the set-up counts from 0
+        undo.once(val_loop, "setup_data", set_up)
 
 
 def _ask_as_of(fit_loop: Any, epochs: Iterable[int], setup_data: Callable[[], None]) -> None:
