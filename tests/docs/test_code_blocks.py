@@ -28,6 +28,7 @@ RUN = [
 NOT_RUN = {
     ("README.md", "make demo   # trains on real data"),
     ("docs/simulator.md", "cd tests\npython -m sim "),
+    ("docs/programs.md", "make programs"),
     ("docs/reference/configuration.md", "python train.py fit "),
     ("docs/object-stores.md", '{\n  "Version"'),
     ("docs/object-stores.md", "from safe_ckpt import CheckpointConfig"),
