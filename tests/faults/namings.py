@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from safetensors.torch import load_file
-from sweep import CONFIG, TIMES, Accelerated, Directories, Numbered, number_of, state
+from sweep import CONFIG, TIMES, Accelerated, Directories, Numbered, number_of, request_of, state
 
 from kit import inside
 from safe_ckpt import (
@@ -24,16 +24,14 @@ from safe_ckpt import (
     restore_offloaded,
     set_up_directory,
 )
-from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import FileEntry, read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.home import HIDDEN, Pointer
-from safe_ckpt.core.home.retention import delete_listed
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.homes import HeldDirectories
 from safe_ckpt.core.saving.one_shot import save_archive, sequence_beside
-from safe_ckpt.core.saving.save import Destination, Facts, OnCommit, SaveRequest, Snapshot
+from safe_ckpt.core.saving.save import Destination
 from safe_ckpt.core.storage import durable
 from safe_ckpt.extensions.mirror import fetching
 from safe_ckpt.tools.inspection import fetch as fetched
@@ -166,18 +164,10 @@ class Pointed(Row):
         name = f"step={number}"
         try:
             root = engine.hold(folder)
-            image = torch_archive.torch_image("a.ckpt", state(number), strict=False, key="checkpoint")
             to_delete = [path for path in folder.glob("step=*") if path.name != name]
-            request = SaveRequest(
-                destination=Destination(workspace=root, path=folder / name, kind="directory"),
-                content=Snapshot(files=[file_plan.single(image, "a.ckpt")]),
-                facts=Facts(step=number),
-                on_commit=OnCommit(
-                    pointers=[Pointer(path=folder / "latest", data=name.encode())],
-                    retention=delete_listed(to_delete) if to_delete else None,
-                ),
-            )
-            engine.save(request).result()
+            destination = Destination(workspace=root, path=folder / name, kind="directory")
+            pointers = [Pointer(path=folder / "latest", data=name.encode())]
+            engine.save(request_of(destination, "a.ckpt", number, to_delete, pointers=pointers)).result()
             reported()
         finally:
             engine.close()

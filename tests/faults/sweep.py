@@ -224,6 +224,17 @@ class Sharing(Numbered):
         return live.number() if info else 0
 
 
+def request_of(destination, name, number, to_delete, **names):
+    """A save of one archive, behind which others are deleted, and a further name or a pointer is given."""
+    image = torch_archive.torch_image(name, state(number), strict=False, key="checkpoint")
+    return SaveRequest(
+        destination=destination,
+        content=Snapshot(files=[file_plan.single(image, name)]),
+        facts=Facts(step=number),
+        on_commit=OnCommit(retention=delete_listed(to_delete) if to_delete else None, **names),
+    )
+
+
 class Files(Numbered):
     """What the Lightning adapter does: one file with a second name, replacing others by either, and removing the old one."""
 
@@ -238,18 +249,10 @@ class Files(Numbered):
         try:
             root = engine.hold(folder)
             root.start_after(catalog.newest_sequence(catalog.list_files(folder, ".ckpt")))
-            image = torch_archive.torch_image(self.name(number), state(number), strict=False, key="checkpoint")
             to_delete = [path for path in folder.glob("step=*.ckpt") if path.name != self.name(number)]
-            request = SaveRequest(
-                destination=Destination(workspace=root, path=folder / self.name(number), kind="file"),
-                content=Snapshot(files=[file_plan.single(image, self.name(number))]),
-                facts=Facts(step=number),
-                on_commit=OnCommit(
-                    links=[Link(path=folder / "last.ckpt")],
-                    retention=delete_listed(to_delete) if to_delete else None,
-                ),
-            )
-            engine.save(request).result()
+            destination = Destination(workspace=root, path=folder / self.name(number), kind="file")
+            links = [Link(path=folder / "last.ckpt")]
+            engine.save(request_of(destination, self.name(number), number, to_delete, links=links)).result()
             reported()
         finally:
             engine.close()

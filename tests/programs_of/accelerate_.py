@@ -48,24 +48,19 @@ class Accelerated:
 
         whole = started("whole", out="whole")
         if whole.error:
-            return Verdict(came_to="an error", wrong=f"error: {whole.error}", detail=whole.said[-3000:])
+            return processes.failed(whole)
         wrong: list[str] = []
         for number, kill in enumerate([*kills, None]):
             there = sorted(path.parent.name for path in (folder / "stopped").glob("**/manifest.json"))
             last = started(f"start-{number}", out="stopped", number=number, kill=kill)
             if last.error:
-                return Verdict(came_to="an error", wrong=f"error: {last.error}", detail=last.said[-3000:])
-            wrong += [f"start {number}: {text}" for text in began_anew(there, last)]
+                return processes.failed(last)
+            wrong += [f"start {number}: {text}" for text in processes.began_anew(there, last)]
             wrong += processes.differences(whole.lines, last.lines)
         return processes.verdict_of(
             [*wrong, *processes.results_that_differ(whole, last)],
             limits=lambda text: one.accumulation == "not at the end" and one.saves != "steps",  # within a window
         )
-
-
-def began_anew(there: list[str], started: processes.Started) -> list[str]:
-    """Where it began at the beginning although something was committed."""
-    return [f"began anew: {there} were committed"] if there and started.notes("begins") == [0] else []
 
 
 def _choose(draw: Draw) -> SimpleNamespace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +41,7 @@ class Chain:
             self.kind, self.draw, self.folder, "whole", out="whole", ranks=self.ranks[0], more={"whole": True}
         )
         if whole.error:
-            return failed(whole)
+            return processes.failed(whole)
         known: dict[int, Any] = {}
         for number, kill in enumerate([*self.kills, None]):
             newest = newest_of(self.folder / "stopped")
@@ -53,7 +52,7 @@ class Chain:
             self.starts.append(one)
             self.places.append(newest)
             if one.error:
-                return failed(one)
+                return processes.failed(one)
             self.wrong += _of_resume(one, known, newest)
             known |= _saved(one)
             if all(map(self.is_exact, range(number + 1))):
@@ -67,12 +66,6 @@ class Chain:
         if not any(self.places[1:]):
             return "began anew"
         return "equal" if all(map(self.is_exact, range(len(self.starts)))) else "equal elsewhere"
-
-
-def failed(one: processes.Started) -> Verdict:
-    """A start that ended with an error."""
-    wrong = re.sub(r"^\[rank\d+\]: ", "", one.error)
-    return Verdict(came_to="an error", wrong=wrong, detail=one.said[-3000:])
 
 
 def newest_of(folder: Path) -> int | None:

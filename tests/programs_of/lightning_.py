@@ -66,7 +66,7 @@ class Lightning:
 def _failed(one: processes.Started) -> Verdict:
     if "MisconfigurationException" in one.error or "val_check_interval" in one.error:
         return Verdict(came_to="Lightning refuses it")
-    return Verdict(came_to="an error", wrong=f"error: {one.error}", detail=one.said[-3000:])
+    return processes.failed(one)
 
 
 def _of_a_start(whole: processes.Started, one: processes.Started, newest: int) -> list[str]:
@@ -78,10 +78,7 @@ def _of_a_start(whole: processes.Started, one: processes.Started, newest: int) -
 
 
 def _events_that_differ(whole: processes.Started, one: processes.Started, position: int) -> list[str]:
-    ours, theirs = (
-        [line["event"] for line in lines.told.get(0, ()) if line.get("position", -1) > position]
-        for lines in (whole, one)
-    )
+    ours, theirs = (lines.events(0, position) for lines in (whole, one))
     for number, (expected, found) in enumerate(zip(ours, theirs, strict=False)):
         if expected != found:
             kind = "event" if expected.split()[0] != found.split()[0] else "what a hook sees"
@@ -94,17 +91,12 @@ def _events_that_differ(whole: processes.Started, one: processes.Started, positi
 
 def _ends(whole: processes.Started, last: processes.Started, extra: bool) -> list[str]:
     """An exception's own checkpoint is kept as any file that nobody deletes."""
-    ours, theirs = whole.results(), last.results()
-    names = sorted({**ours, **theirs})
-    if not last.lines.get(0):  # all was done before
-        names = [name for name in names if "metrics" not in name]
-    found = []
-    for name in names:
-        if extra and ("file" in name or "last" in name):
-            continue
-        if ours.get(name) != theirs.get(name):
-            found.append(f"result: {name} is {theirs.get(name)} instead of {ours.get(name)}")
-    return found
+    nothing_done = not last.lines.get(0)  # all was done before
+    return processes.results_that_differ(
+        whole,
+        last,
+        but=lambda name: (nothing_done and "metrics" in name) or (extra and ("file" in name or "last" in name)),
+    )
 
 
 def _newest(folder: Path) -> int:

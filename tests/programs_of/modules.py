@@ -42,7 +42,6 @@ class Objects:
 
     def __init__(self, draw: Draw, values: int) -> None:
         self._draw, self._values = draw, values
-        self._modules: list[nn.Module] = []
 
     def module(self, name: str) -> nn.Module:
         """Something of which a vector of three goes in and comes out."""
@@ -69,9 +68,9 @@ class Objects:
             parts.append(parts[0])
         module = nn.Sequential(*parts)
         module.to(draw.among(f"{name}/dtype", torch.float32, torch.float32, torch.float64, torch.bfloat16))
-        for n, one in enumerate(module.parameters()):
-            one.requires_grad_(not (draw.flag(f"{name}/frozen", of=4) if n == 0 else False))
-        self._modules.append(module)
+        first = next(module.parameters(), None)
+        if first is not None and draw.flag(f"{name}/frozen", of=4):
+            first.requires_grad_(False)
         return module
 
     def optimizer(self, name: str) -> torch.optim.Optimizer:
@@ -103,11 +102,7 @@ class Objects:
         again = draw.among(f"{name}/steps at the start", 0, 0, 1)
         for number in range(steps if self._values == 0 else again):
             for n, one in enumerate(of):
-                if not (
-                    draw.flag(f"{name}/one has no gradient", of=3)
-                    if (n, number) == (0, 0)
-                    else n == 0 and number == 0 and False
-                ):
+                if (n, number) != (0, 0) or not draw.flag(f"{name}/one has no gradient", of=3):
                     one.grad = torch.full_like(one, 0.1 * (n + 1 + self._values))
             optimizer.step()
         return optimizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,6 +79,10 @@ class Started:
             if "result" in line
         }
 
+    def events(self, rank: int, position: int) -> list[str]:
+        """Of a rank, behind so many optimizer steps."""
+        return [line["event"] for line in self.told.get(rank, ()) if line.get("position", -1) > position]
+
     def notes(self, name: str, rank: int = 0) -> list[Any]:
         """In their order."""
         return [line["value"] for line in self.told[rank] if line.get("note") == name]
@@ -87,7 +92,7 @@ def start(
     kind: str, draw: Draw, folder: Path, name: str, *, out: str, number: int = 0, kill: Kill | None = None, ranks: int = 1,
     stock: bool = False, more: Mapping[str, Any] | None = None, timeout_s: float = 180.0,
 ) -> Started:  # fmt: skip
-    """Start a program: with more than one rank each has RANK, WORLD_SIZE, LOCAL_RANK, and a file ``store`` in its records.
+    """Start a program: with more than one rank each has RANK, WORLD_SIZE and LOCAL_RANK.
 
     Raises:
         TimeoutError: it does not end.
@@ -159,6 +164,16 @@ def _told(records: Path) -> dict[int, list[dict[str, Any]]]:
     return {int(file.stem.partition("-")[2]): _read(file) for file in records.glob("told-*.jsonl")}
 
 
+def failed(one: Started) -> Verdict:
+    """A start that ended with an error."""
+    return Verdict(came_to="an error", wrong=re.sub(r"^\[rank\d+\]: ", "", one.error), detail=one.said[-3000:])
+
+
+def began_anew(there: Sequence[str], one: Started) -> list[str]:
+    """Where a start that notes where it ``begins`` did so at 0, although these were committed."""
+    return [f"began anew: {there} were committed"] if there and one.notes("begins") == [0] else []
+
+
 def differences(whole: Run, resumed: Run, ignored: frozenset[str] = frozenset()) -> list[str]:
     """What the steps of a start say that is not so in the whole run, as ``category: names ...``; none if it made no step.
 
@@ -187,23 +202,21 @@ def differences(whole: Run, resumed: Run, ignored: frozenset[str] = frozenset())
 
 def events_behind(whole: Started, resumed: Started, position: int) -> list[str]:
     """The first event of a rank that comes in another order than in the whole run, behind so many optimizer steps."""
-    for rank, lines in resumed.told.items():
-        ours, theirs = (
-            [line["event"] for line in one if line.get("position", -1) > position] for one in (whole.told[rank], lines)
-        )
+    for rank in resumed.told:
+        ours, theirs = whole.events(rank, position), resumed.events(rank, position)
         for number, (one, other) in enumerate(zip(ours, theirs, strict=False)):
             if one != other:
                 return [f"event: {other} instead of {one}, {number} behind step {position}, rank {rank}"]
     return []
 
 
-def results_that_differ(whole: Started, resumed: Started) -> list[str]:
-    """Of the ends of both runs."""
+def results_that_differ(whole: Started, resumed: Started, *, but: Callable[[str], bool] = lambda _: False) -> list[str]:
+    """Of the ends of both runs, ``but`` those."""
     ours, theirs = whole.results(), resumed.results()
     return [
         f"result: {name} is {theirs.get(name)} instead of {ours.get(name)}"
         for name in sorted({**ours, **theirs})
-        if ours.get(name) != theirs.get(name)
+        if ours.get(name) != theirs.get(name) and not but(name)
     ]
 
 

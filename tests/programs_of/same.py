@@ -33,16 +33,23 @@ def _parts(place: str, one: Any, *, depth: int = 12) -> Iterator[tuple[str, Any]
     yield place, one
     if not depth:
         return
-    if isinstance(one, Mapping):
+    if not _holds(one):
+        inner = []
+    elif isinstance(one, Mapping):
         inner = [(f"{place}[{key!r}]", value) for key, value in one.items()]
-    elif isinstance(one, list | tuple | deque) and not isinstance(one, torch.Size):
-        inner = [(f"{place}[{n}]", value) for n, value in enumerate(one)]
-    elif dataclasses.is_dataclass(one) and not isinstance(one, type):
+    elif dataclasses.is_dataclass(one):
         inner = [(f"{place}.{field.name}", getattr(one, field.name)) for field in dataclasses.fields(one)]
     else:
-        inner = []
+        inner = [(f"{place}[{n}]", value) for n, value in enumerate(one)]
     for where, value in inner:
         yield from _parts(where, value, depth=depth - 1)
+
+
+def _holds(one: Any) -> bool:
+    """Whether it is a container, whose parts are compared one by one."""
+    if isinstance(one, torch.Size | type):
+        return False
+    return isinstance(one, Mapping | list | tuple | deque) or dataclasses.is_dataclass(one)
 
 
 def _unlike(one: Any, other: Any) -> str:
@@ -53,8 +60,8 @@ def _unlike(one: Any, other: Any) -> str:
     if isinstance(one, numpy.ndarray):
         same = one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
         return "" if same else f"array {other!r} instead of {one!r}"
-    if isinstance(one, Mapping | list | tuple | deque) or dataclasses.is_dataclass(one):
-        return "" if isinstance(one, torch.Size) is False or one == other else "size"
+    if _holds(one):
+        return ""  # its parts come by themselves
     if isinstance(one, set | frozenset):
         return "" if one == other else f"value {other!r} instead of {one!r}"
     return "" if repr(one) == repr(other) else f"value {other!r} instead of {one!r}"

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from programs_of import processes, sharded_models
-from programs_of.chains import Chain, failed
+from programs_of.chains import Chain
 from programs_of.draw import Draw
 from programs_of.runner import Verdict
 from programs_of.start import Here
@@ -46,7 +46,7 @@ class Sharded:
         chosen = _choose(draw)
         if chosen["in place"]:
             one = processes.start("sharded", draw, folder, "whole", out="whole", ranks=chosen["ranks"])
-            return failed(one) if one.error else Verdict(came_to="equal in place")
+            return processes.failed(one) if one.error else Verdict(came_to="equal in place")
         kills = processes.kills_of(draw, "save", "forward", steps=_STEPS - 1, ranks=2, least=3)
         is_same = (chosen["ranks"], chosen["wrap"]) == (chosen["ranks again"], chosen["wrap again"])
         chain = Chain(

@@ -155,16 +155,15 @@ def _warned() -> Iterator[Warned]:
         logger.removeHandler(handler)
 
 
-def _into(draw: Draw, state: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+def _into(draw: Draw) -> dict[str, Any]:
     """What is resumed into: likenesses with other values, or nothing where that is enough."""
     other = _state(Draw(draw.seed, draw.made), 1)
-    fresh = draw.flag("into nothing")
     objects = {name: one for name, one in other.items() if hasattr(_bare(one), "load_state_dict")}
-    if fresh:
+    if draw.flag("into nothing"):
         other = {
             name: objects.get(name, PerRank(None) if isinstance(one, PerRank) else None) for name, one in other.items()
         }
-    return other, fresh
+    return other
 
 
 def _bare(one: Any) -> Any:
@@ -182,7 +181,7 @@ def _save_and(draw: Draw, folder: Path, take: Any) -> Verdict:
     state, told = _state(draw, 0), []
     config = _config(draw)
     steps = draw.among("steps", [9], [9, 10], [9, 10, 11])
-    into, _ = _into(draw, state)
+    into = _into(draw)
     # What torch itself does not save or load is no matter of ours; but a save that is made is resumed from.
     try:
         expected = _expected(state, _state(Draw(draw.seed, draw.made), 2))

@@ -58,18 +58,17 @@ class Trained:
 
         whole = started("whole", out="whole")
         if whole.error:
-            return Verdict(came_to="an error", wrong=f"error: {whole.error}", detail=whole.said[-3000:])
+            return processes.failed(whole)
         wrong: list[str] = []
         warned: list[str] = []
         for number, kill in enumerate([*kills, None]):
             there = sorted(path.parent.name for path in (folder / "stopped").glob("checkpoint-*/manifest.json"))
             last = started(f"start-{number}", out="stopped", number=number, kill=kill)
             if last.error:
-                return Verdict(came_to="an error", wrong=f"error: {last.error}", detail=last.said[-3000:])
+                return processes.failed(last)
             warned.append(last.said)
             begins = last.notes("begins")
-            if there and begins == [0]:
-                wrong.append(f"began anew: start {number}, although {there} were committed")
+            wrong += processes.began_anew(there, last)
             wrong += processes.differences(
                 whole.lines, last.lines, _IGNORED | ({"logged.epoch"} if one.is_stream else set())
             )

@@ -8,7 +8,6 @@ is in there, too: the next ``loss`` that it logs is the mean of all these steps.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
 from safe_ckpt.data.loader import Skip
 from safe_ckpt.data.order import loses_its_buffer
 from safe_ckpt.errors import RestoreError
-from safe_ckpt.layouts.table import TRAINER_STATE
+from safe_ckpt.transformers import missing
 
 logger = logging.getLogger(__name__)
 _FILE = "train_loader_{rank}.pth"
@@ -74,8 +73,8 @@ class DataPlace:
 
     def steps(self) -> int:
         """How many were done at the save."""
-        file = Path(self._folder or ".", TRAINER_STATE)
-        return int(json.loads(file.read_bytes())["global_step"]) if self._folder is not None and file.is_file() else 0
+        state = missing.state_in(Path(self._folder)) if self._folder is not None else None
+        return int((state or {}).get("global_step", 0))
 
     def step(self, trainer: Any, batches: int) -> None:
         """The batches of a step were taken: until it is done, none of them was trained on."""

@@ -12,6 +12,12 @@ from safe_ckpt.layouts.table import TRAINER_STATE
 logger = logging.getLogger(__name__)
 
 
+def state_in(folder: Path) -> dict[str, Any] | None:
+    """The Trainer's record in a checkpoint; None where there is none."""
+    file = folder / TRAINER_STATE
+    return dict(json.loads(file.read_bytes())) if file.is_file() else None
+
+
 def warn(folder: Path, arguments: Any) -> None:
     """Say what differs from a run that was not stopped.
 
@@ -19,10 +25,9 @@ def warn(folder: Path, arguments: Any) -> None:
         folder: the checkpoint.
         arguments: of the Trainer.
     """
-    file = folder / TRAINER_STATE
-    if not file.is_file() or arguments.process_index:
+    state = state_in(folder) if not arguments.process_index else None
+    if state is None:
         return
-    state = json.loads(file.read_bytes())
     rows, step = state["log_history"], state["global_step"]
     wanted = {"evaluation": ("eval_strategy", "eval_"), "row of the log": ("logging_strategy", "loss")}
     lost = [

@@ -271,10 +271,11 @@ def fit_value(
         if dtensor.is_dtensor(like) and not fits:
             stored.refuse_other(name, like)
         rooms[name] = like if fits and dtensor.is_read_into(like) else None
-    spread, paths = [path for path, leaf in dtensor.placed(own) if dtensor.is_dtensor(leaf)], set(stored.paths.values())
-    anew = _begun_anew(stored, own)
-    lost = [path for path in spread if path not in paths and not any(path[: len(one)] == one for one in anew)]
-    if lost:
+    paths = set(stored.paths.values())
+    missing = [(path, leaf) for path, leaf in dtensor.placed(own) if path not in paths]
+    anew = _begun_anew(stored, missing) if missing else {}
+    unread = [path for path, leaf in missing if dtensor.is_dtensor(leaf)]
+    if lost := [path for path in unread if not any(path[: len(one)] == one for one in anew)]:
         stored.refuse(f"the checkpoint has nothing for {['.'.join(map(str, path)) for path in lost]}")
     shapes = {n: torch.empty(tuple(t.size), dtype=t.properties.dtype, device="meta") for n, t in stored.tensors.items()}
     others = frozenset(besides)
@@ -297,14 +298,14 @@ def _with(saved: dict[Any, Any], more: Mapping[tuple[Any, ...], Any]) -> dict[An
     return saved
 
 
-def _begun_anew(stored: Stored, own: Any) -> dict[tuple[Any, ...], Any]:
+def _begun_anew(stored: Stored, missing: Sequence[tuple[tuple[Any, ...], Any]]) -> dict[tuple[Any, ...], Any]:
     """What an optimizer's state dict gets for parameters that had no state at the save: nothing; zeros if it is flattened."""
     names = [".".join(map(str, path)) for name, path in stored.paths.items() if name in stored.tensors]
     groups = [".".join(map(str, path)) for path in stored.paths.values() if "param_groups" in str(path)]
     above = {part for name in (*names, *groups) for part in (name, *dtensor.names_above(name))}
-    paths, found = set(stored.paths.values()), dict[tuple[Any, ...], Any]()
-    for path, leaf in dtensor.placed(own):
-        for end, where, parameter in dtensor.stepped(path) if path not in paths else ():
+    found = dict[tuple[Any, ...], Any]()
+    for path, leaf in missing:
+        for end, where, parameter in dtensor.stepped(path):
             group = f"{where}param_groups" if end < len(path) else f"{where}param_groups.{parameter}"
             if group in above and f"{where}state.{parameter}" not in above:
                 zero = torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else 0
@@ -513,11 +514,7 @@ def spread_optimizer(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any])
     Raises:
         ValueError: it is of another number of parameters.
     """
-    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [number for group in whole["param_groups"] for number in group["params"]]
-    if len(owned) != len(numbers):
-        raise ValueError(f"it is the state of {len(numbers)} parameters, this optimizer steps {len(owned)}")
-    parameters = dict(zip(numbers, owned, strict=True))
+    parameters = dtensor.by_number(optimizer, whole)
     state = {
         number: {key: _spread(value, parameters[number]) for key, value in kept.items()}
         for number, kept in whole["state"].items()

@@ -284,6 +284,24 @@ def _mode_of(tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextManag
     return torch.inference_mode() if inference else contextlib.nullcontext()
 
 
+def is_torchs(one: Any) -> bool:
+    """Whether a class or a method was written by torch."""
+    return str(getattr(one, "__module__", "")).partition(".")[0] == "torch"
+
+
+def by_number(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[Any, torch.nn.Parameter]:
+    """The parameters by their numbers in a state dict of such an optimizer.
+
+    Raises:
+        ValueError: it is of another number of parameters.
+    """
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if len(owned) != len(numbers):
+        raise ValueError(f"it is the state of {len(numbers)} parameters, this optimizer steps {len(owned)}")
+    return dict(zip(numbers, owned, strict=True))
+
+
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """As its ``load_state_dict``, and floats keep the type that they were saved with.
 
@@ -292,15 +310,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     have it their way: of torch's own classes nothing is of the parameter's type then.
     """
     optimizer.load_state_dict(dict(state))
-    if str(getattr(optimizer.load_state_dict, "__module__", "")).partition(".")[0] != "torch":
+    if not is_torchs(optimizer.load_state_dict):
         return
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    is_torchs = type(optimizer).__module__.partition(".")[0] == "torch"
-    for number, parameter in zip(numbers, parameters, strict=True):
+    is_known = is_torchs(type(optimizer))
+    for number, parameter in by_number(optimizer, state).items():
         kept = {key: one for key, one in state["state"].get(number, {}).items() if isinstance(one, torch.Tensor)}
         types = {one.dtype for key, one in kept.items() if key != "step" and one.shape == parameter.shape}
-        now = optimizer.state[parameter] if kept and (parameter.dtype in types or not is_torchs) else {}
+        now = optimizer.state[parameter] if kept and (parameter.dtype in types or not is_known) else {}
         for key, one in kept.items():
             if key in now and one.is_floating_point() and now[key].dtype != one.dtype:
                 now[key] = one.to(now[key].device)

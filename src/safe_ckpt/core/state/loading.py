@@ -92,18 +92,14 @@ def loads_as_torch_does(module: torch.nn.Module) -> bool:
     """Whether the names in its state are those that it loads: no class and no hook has ways of its own."""
     for part in module.modules():
         ways = (getattr(part, way) for way in _LOADING)
-        if any(getattr(part, hooks) for hooks in _LOADING_HOOKS) or not all(map(_is_torchs, ways)):
+        if any(getattr(part, hooks) for hooks in _LOADING_HOOKS) or not all(map(dtensor.is_torchs, ways)):
             return False
     return True
 
 
-def _is_torchs(way: Any) -> bool:
-    return str(getattr(way, "__module__", "")).partition(".")[0] == "torch"
-
-
 def check_optimizer(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
     """What ``Optimizer.load_state_dict`` would refuse, and state of other shapes, which only a step would."""
-    if not _is_torchs(optimizer.load_state_dict) or optimizer._optimizer_load_state_dict_pre_hooks:
+    if not dtensor.is_torchs(optimizer.load_state_dict) or optimizer._optimizer_load_state_dict_pre_hooks:
         return
     saved = [len(group["params"]) for group in loaded["param_groups"]]
     own = [len(group["params"]) for group in optimizer.param_groups]
@@ -111,9 +107,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
         raise ValueError(f"it steps groups of {own} parameters, the checkpoint has groups of {saved}")
     if type(optimizer) not in KNOWN or isinstance(optimizer, torch.optim.Adafactor):
         return
-    numbers = [number for group in loaded["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, mine in zip(numbers, parameters, strict=True):
+    for number, mine in dtensor.by_number(optimizer, loaded).items():
         for key, value in loaded["state"].get(number, {}).items():
             if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != mine.shape:
                 raise ValueError(f"{key} of parameter {number} is {described(value)} there, it is {described(mine)}")
