@@ -340,3 +340,47 @@ def test_a_training_that_is_over_does_not_go_on(tmp_path):
     assert again.state.global_step == 7
     weights = whole.model.state_dict()
     assert all(torch.equal(weights[name], one) for name, one in again.model.state_dict().items())
+
+
+class Ends(TrainerCallback):
+    """Stops the training behind a step, as EarlyStoppingCallback does."""
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step == 4
+
+
+def test_a_training_that_a_callback_stopped_says_that_it_goes_on(tmp_path, caplog):
+    """Started again it does more steps, as under a stock Trainer; a resume from an earlier step has nothing to say."""
+    trainer(tmp_path, callbacks=[Ends()]).train()
+    caplog.clear()
+    again = trainer(tmp_path, callbacks=[Ends()])
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "a callback stopped training" not in caplog.text
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 6
+    assert "a callback stopped training at the step of" in caplog.text
+
+
+@pytest.mark.parametrize("case", ["an evaluation is there", "a pass over a stream"])
+def test_a_row_of_the_log_that_is_missing_is_said(tmp_path, caplog, case):
+    """Saved in the last step of an epoch, before its row of the log: also behind an evaluation, and of streams."""
+    more = {"logging_strategy": "epoch", "save_steps": 3, "max_steps": 12}
+    if case == "an evaluation is there":
+        more |= {"eval_strategy": "steps", "eval_steps": 3, "per_device_train_batch_size": 8}
+        with contextlib.suppress(KeyboardInterrupt):
+            trainer(tmp_path, callbacks=[Stop(4)], **more).train()
+        trainer(tmp_path, **more).train(resume_from_checkpoint=True)
+    else:
+        more |= {"save_steps": 7}
+        run(tmp_path, "stream that is read again", stop=8, **more)
+        run(tmp_path, "stream that is read again", resume=True, **more)
+    assert "the row of the log of that epoch is missing" in caplog.text
+
+
+def test_a_row_of_the_log_without_a_gradient_is_said(tmp_path, caplog):
+    """No step is left of the pass after the resume: its row has no ``grad_norm``, and a warning says so."""
+    more = {"logging_strategy": "epoch", "save_steps": 3, "max_steps": 5, "gradient_accumulation_steps": 2}
+    run(tmp_path, "stream", stop=4, **more)
+    after = run(tmp_path, "stream", resume=True, **more)
+    bare = [row for row in after.state.log_history if "loss" in row and "grad_norm" not in row]
+    assert len(bare) == caplog.text.count("no step was left of the pass over the stream") == 1

@@ -122,7 +122,7 @@ class Rows(Dataset):  # type: ignore[type-arg]
         return self.number
 
     def __getitem__(self, at: int) -> torch.Tensor:
-        row = torch.tensor([1.0, self.first + at, (self.first + at) % 5]) / 10
+        row = torch.tensor([1.0, self.first + at, (self.first + at) % 5]) / 100  # tame: bad numbers are not resumed
         return row + 0.01 * torch.randn(3) if self.draws else row
 
 

@@ -39,6 +39,9 @@ _IGNORED = frozenset(
 ) | {"logged.train_loss"}
 # Of docs/limits.md, "Resuming in Transformers": what the warning at the resume says.
 _LIMIT = "before what is done at its end"
+_STOPPED = "a callback stopped training at the step of"
+_NO_STEP = "no step was left of the pass over the stream"
+_FOLLOWS = ["groups", "weights", "gradients"]
 _CONFIG = CheckpointConfig(timeouts=QUICK)
 
 
@@ -61,12 +64,21 @@ class Trained:
             return processes.failed(whole)
         wrong: list[str] = []
         warned: list[str] = []
+
+        def is_limit(text: str) -> bool:
+            if any(_NO_STEP in said for said in warned) and text.startswith(("event: on_log", "result: row", "logged")):
+                return "grad_norm" in text or "learning_rate" in text
+            kinds = ("event", "result", "logged: loss", *(_FOLLOWS * (one.scheduler == "reduce_lr_on_plateau")))
+            return any(_LIMIT in said for said in warned) and text.startswith(kinds)
+
         for number, kill in enumerate([*kills, None]):
             there = sorted(path.parent.name for path in (folder / "stopped").glob("checkpoint-*/manifest.json"))
             last = started(f"start-{number}", out="stopped", number=number, kill=kill)
             if last.error:
                 return processes.failed(last)
             warned.append(last.said)
+            if _STOPPED in last.said:  # it has steps that the whole run has not
+                return processes.verdict_of(wrong, came_to="went on behind its stop", limits=is_limit)
             begins = last.notes("begins")
             wrong += processes.began_anew(there, last)
             wrong += processes.differences(
@@ -74,9 +86,7 @@ class Trained:
             )
             wrong += processes.events_behind(whole, last, begins[0] if begins else 0)
         wrong += processes.results_that_differ(whole, last)
-        lacks_rows = any(_LIMIT in said for said in warned)
-        kinds = ("event", "result", *(["groups", "weights", "gradients"] * (one.scheduler == "reduce_lr_on_plateau")))
-        return processes.verdict_of(wrong, limits=lambda text: lacks_rows and text.startswith(kinds))
+        return processes.verdict_of(wrong, limits=is_limit)
 
 
 def _choose(draw: Draw) -> SimpleNamespace:
@@ -361,10 +371,6 @@ def start(draw: Draw, here: Here) -> None:
     transformers.logging.set_verbosity_error()
     if one.is_stream:
         _OTHERS.append("epoch")  # counted from 0 at a resume: docs/limits.md
-    if one.is_stream and one.logging == "epoch":
-        _OTHERS.extend(
-            ["grad_norm", "learning_rate"]
-        )  # those of the last step before the save, if none is left: the same
     trainer = _trainer(one, here)
     if here.stock or one.door == "path":
         trainer.train(resume_from_checkpoint=get_last_checkpoint(str(here.out)))

@@ -43,7 +43,7 @@ class DataPlace:
     """
 
     def __init__(self, folder: str | None, arguments: Any, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._arguments = engine, arguments
         self._rank, self._accumulated = arguments.process_index, arguments.gradient_accumulation_steps
         # Then saves within a step are to be expected, so the generators are noted at each.
         self._within = getattr(arguments, "enable_jit_checkpoint", False)
@@ -70,6 +70,11 @@ class DataPlace:
         # Where none was trained on, the Trainer leaves out none.
         if state is not None and not (state["position"].get("begun") and state["position"].get("batches")):
             self._goes_to(state, self._placed)
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether training goes on from a checkpoint."""
+        return self._folder is not None
 
     def steps(self) -> int:
         """How many were done at the save."""
@@ -135,6 +140,8 @@ class DataPlace:
                 logger.warning(
                     "the Trainer does not know how many passes were made over the stream: epochs are logged as of 0"
                 )
+                if not state["position"].get("begun"):  # the last step was that of a pass
+                    missing.warn_of_the_end(Path(str(self._folder)), self._arguments)
         elif placed_loaders.agreed(placed, loader, batches, self._engine) != batches:
             message = "the loader's place is not behind batch %d of its epoch: leaving out that many instead"
             logger.warning(message, batches)

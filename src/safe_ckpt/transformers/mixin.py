@@ -170,6 +170,12 @@ class SafeCheckpointMixin(_Base):
             self._data_place.step(self, len(found[0]))
         return found
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """See ``Trainer.log``."""
+        if self._data_place is not None and self._data_place.is_resumed:
+            missing.warn_of_no_step(logs, self.args)
+        super().log(logs, *args, **kwargs)
+
     def _skipping(self, place: DataPlace, path: str | None) -> Callable[..., Any]:
         stock = getattr(upstream, "skip_first_batches")  # noqa: B009 (it is not exported)
 
