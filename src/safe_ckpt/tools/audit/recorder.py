@@ -342,11 +342,25 @@ def is_of_the_script(kind: type) -> bool:
     return bool(file) and not str(file).startswith(_LIBRARIES) and hasattr(kind, "__dict__")
 
 
+_PLAIN = (Mapping, list, tuple, str, bytes, bool, int, float, type(None))
+
+
 def _copies(variables: Mapping[str, Any], parameters: list[Any], most: int) -> Iterator[tuple[str, list[str]]]:
     """What among them has all the shapes of what is trained, and is not that: an average of the weights, for example."""
     shapes, own = Counter(tuple(one.shape) for one in parameters), {_local(one).data_ptr() for one in parameters}
-    for name, value in variables.items():
-        if isinstance(value, Mapping | list | tuple) and len(value) >= len(parameters):
+    # What holds a module, an optimizer or the like is the list of what is saved: its parts may be copies.
+    left, seen = (
+        [(name, value) for name, value in variables.items() if isinstance(value, Mapping | list | tuple)],
+        set(),
+    )
+    for name, value in left:
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        parts = list(value.items() if isinstance(value, Mapping) else enumerate(value))
+        if not all(isinstance(part, _PLAIN) or hasattr(part, "data_ptr") for _, part in parts):
+            left += [(f"{name}.{key}", part) for key, part in parts if isinstance(part, Mapping | list | tuple)]
+        elif len(value) >= len(parameters):
             # In the order of the keys: a checkpoint of JSON may have another than the run.
             ordered = [value[key] for key in sorted(value, key=str)] if isinstance(value, Mapping) else value
             inside = list(tensors_of(ordered))
