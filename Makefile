@@ -123,7 +123,8 @@ test-upstream: .venv/ready  ## the frameworks' own checkpoint tests, with their 
 	export $(DEEPSPEED_ENV); run deepspeed "$(UPSTREAM_DEEPSPEED)" "$(WITH_DEEPSPEED)"; \
 	exit $$failed
 
-# DeepSpeed compiles what it needs on first use, and keeps it here. Without libaio the NVMe tests are skipped, and say so.
+# DeepSpeed compiles what it needs on first use, and keeps it here. OPS_TIMEOUT_S: it may take longer beside tests. Without libaio the NVMe tests are skipped, and say so.
+OPS_TIMEOUT_S ?= 600
 .venv/deepspeed: .venv/ready
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ ! -e /usr/include/libaio.h ]; then \
 	  { apt-get update -qq && apt-get install -y -qq libaio-dev g++; } >/dev/null 2>&1 || echo "libaio-dev could not be installed"; fi
@@ -135,7 +136,7 @@ test-upstream: .venv/ready  ## the frameworks' own checkpoint tests, with their 
 	chmod +x $(DEEPSPEED)/torchrun $(DEEPSPEED)/quick-g++
 	$(DEEPSPEED)/pip install --quiet --disable-pip-version-check setuptools wheel ninja py-cpuinfo
 	$(DEEPSPEED)/pip install --quiet --disable-pip-version-check --no-build-isolation deepspeed==0.19.8
-	@$(DEEPSPEED_ENV) timeout 600 $(DEEPSPEED)/python tests/adapters/deepspeed_ops.py || echo "an op of DeepSpeed could not be built: its tests are skipped"
+	@$(DEEPSPEED_ENV) timeout $(OPS_TIMEOUT_S) $(DEEPSPEED)/python tests/adapters/deepspeed_ops.py || echo "an op of DeepSpeed could not be built: its tests are skipped"
 	touch $@
 
 mutants: .venv/ready  ## small changes of a room's code, each against the room's tests: ROOM=core/home SEED=1 COUNT=50

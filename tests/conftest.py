@@ -14,6 +14,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 # numpy's own would start at its import: from a process with threads no warm one can be forked (kit/warm.py).
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Nor from one with a thread of pyarrow, which transformers imports.
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Every test module imports them, and so would every rank.
 os.environ.setdefault("RANKS_PRELOAD", "pytest,hypothesis")

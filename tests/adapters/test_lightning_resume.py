@@ -394,8 +394,14 @@ def test_reading_the_step_of_a_stock_file_runs_no_code(tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-@pytest.mark.parametrize("step", [4, 5, 6])
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        pytest.param(name, step, marks=pytest.mark.thorough if name != PACKAGES[0] and step != 5 else [])
+        for step in (4, 5, 6)
+        for name in PACKAGES
+    ],
+)
 def test_a_signal_ends_fit_and_the_next_run_goes_on_exactly(tmp_path, name, step):
     """SIGTERM in mid-epoch and at the end of one: saved, fit returns by itself, the handler of before runs, same weights."""
     pl = package(name)

@@ -67,7 +67,7 @@ def same(one, other):
     [
         pytest.param(TP, 2, id="tp"),
         pytest.param(FSDP, 2, id="fsdp", marks=pytest.mark.thorough),
-        pytest.param(TP_FSDP, 4, id="tp and fsdp"),
+        pytest.param(TP_FSDP, 4, id="tp and fsdp", marks=pytest.mark.thorough),
     ],
 )
 def test_a_killed_trainer_goes_on_bit_for_bit(tmp_path, layout, count):

@@ -12,14 +12,24 @@ import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from kit.kinds import starting
 
 _PORT = 29500  # of ranks on hosts of their own
-_PRELOAD = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "safe_ckpt.checkpointer")
+# torch._dynamo: whatever makes an optimizer imports it.
+_PRELOAD = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "safe_ckpt.checkpointer")
+# What ranks import whose module uses this framework, seconds each: a server of its own has it already.
+_FRAMEWORKS = {
+    "transformers": ("accelerate", "transformers.trainer"),
+    "accelerate": ("accelerate",),
+    "lightning": ("lightning.pytorch",),
+}
+_servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +79,8 @@ def spawn_ranks(
         One outcome per rank, in order. A rank that was killed has no value and no error.
     """
     starting("ranks")
-    # Forked from a server that has imported torch and done nothing else: a rank starts in milliseconds.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOAD, *filter(None, os.environ.get("RANKS_PRELOAD", "").split(","))])
+    server = _server_for(function)
     port = free_port()
     patience = float(os.environ.get("RANKS_PATIENCE", "1"))
     processes, pipes = [], []
@@ -79,7 +88,8 @@ def spawn_ranks(
         ours, theirs = context.Pipe(duplex=False)
         settings = (rank, world_size, port, group_timeout_s, init)
         process = context.Process(target=_run_rank, args=(theirs, dict(os.environ), settings, function, args))
-        process.start()
+        with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+            process.start()
         theirs.close()
         processes.append(process)
         pipes.append(ours)
@@ -124,6 +134,19 @@ def spawn_over(hosts, per_host, function, *args, timeout_s=60.0, expendable=()):
         process.join(timeout=10)
     found = [pickle.loads(file.read_bytes()) if file.exists() else {} for file in files]
     return [Outcome(rank=rank, exit_code=codes[rank], **found[rank]) for rank in range(size)]
+
+
+def _server_for(function: Callable[..., Any]) -> forkserver.ForkServer:
+    """Forked from a server that has imported torch, or a framework, and done nothing else: a rank starts in milliseconds."""
+    used = getattr(function, "__globals__", {}).values()
+    places = (getattr(one, "__module__", None) or getattr(one, "__name__", None) for one in used)
+    names = {str(place).partition(".")[0] for place in places}
+    framework: tuple[str, ...] = next((modules for name, modules in _FRAMEWORKS.items() if name in names), ())
+    preload = (*_PRELOAD, *filter(None, os.environ.get("RANKS_PRELOAD", "").split(",")), *framework)
+    if preload not in _servers:
+        _servers[preload] = forkserver.ForkServer()
+        _servers[preload].set_forkserver_preload(list(preload))
+    return _servers[preload]
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
