@@ -76,8 +76,12 @@ def is_promise(item: Any) -> bool:
 
 
 def is_quick(item: Any) -> bool:
-    """Whether an item that has its marks is run by ``pytest --quick``."""
-    return is_promise(item) or not any(item.get_closest_marker(name) for name in NOT_QUICK)
+    """Whether an item that has its marks is run by ``pytest --quick``.
+
+    The mark ``quick`` is for a test that trains with a framework in this process and takes about a second.
+    """
+    left_out = [name for name in NOT_QUICK if item.get_closest_marker(name)]
+    return is_promise(item) or not left_out or (left_out == ["framework"] and bool(item.get_closest_marker("quick")))
 
 
 def marks_of_item(item: Any) -> set[str]:
