@@ -33,9 +33,13 @@ define tests
 $(RUNNER) tests/kit/twice.py -q --durations=30 -o cache_dir=.pytest_cache/$@ $(MORE) $(1) $(2)
 endef
 
-# What starts no server, no host, no ranks and no framework; and the README's promises, which start ranks.
+# What starts no server, no host, no ranks and no framework; the README's promises, which start ranks; and of these files what
+# is marked quick: see tests/kit/kinds.py.
+QUICK := $(addprefix tests/adapters/test_,accelerate_dataloaders.py accelerate_saves.py fabric.py lightning_hooks.py lightning_saves.py peft.py transformers.py weights_alone.py) \
+  $(addprefix tests/multirank/test_,dcp.py offload.py)
+
 test: .venv/ready  ## the quick tests: a few minutes
-	$(call tests,--quick -n 2 --dist worksteal,tests/unit tests/typing tests/docs tests/sim tests/programs_of tests/multirank/test_promises.py)
+	$(call tests,--quick -n 2 --dist worksteal,tests/unit tests/typing tests/docs tests/sim tests/programs_of tests/multirank/test_promises.py $(QUICK))
 
 test-full: .venv/ready  ## unit, documentation, several ranks, adapters, faults: every promise, of the long sweeps a sample
 	@status=0; \

@@ -29,7 +29,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also the tests marked thorough, and of the others all rounds")
     parser.addoption(
-        "--quick", action="store_true", help="none that starts servers, hosts, ranks or a framework: make test"
+        "--quick",
+        action="store_true",
+        help="none that starts servers, hosts, ranks or a framework, but for what is marked quick",
     )
     parser.addoption("--third", action="store_true", help="a third of them, always the same: see make test-versions")
 

@@ -114,6 +114,7 @@ def test_a_resume_with_a_worker_has_the_order_of_the_epoch(tmp_path, at, seedabl
 
 
 @pytest.mark.parametrize("torchdata", [False, True], ids=["resumable", "torchdata"])
+@pytest.mark.quick
 def test_a_seedable_sampler_goes_on_with_its_seed(tmp_path, torchdata):
     """A script that begins with another seed gets the rest of the epoch, and the next one, of the run that was saved."""
     config = DataLoaderConfiguration(use_stateful_dataloader=torchdata, use_seedable_sampler=True)
@@ -136,6 +137,7 @@ def test_a_seedable_sampler_goes_on_with_its_seed(tmp_path, torchdata):
 
 
 @pytest.mark.parametrize("where", ["in the last step", "behind the loop"])
+@pytest.mark.quick
 def test_a_save_at_an_epochs_end_has_the_number_of_the_next_one(tmp_path, where):
     """A stateful loader: the next epoch after a resume has the order, and the number, that it would have had."""
     config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
@@ -167,6 +169,7 @@ def test_a_save_at_an_epochs_end_has_the_number_of_the_next_one(tmp_path, where)
 
 
 @pytest.mark.parametrize("at", [2, 3])
+@pytest.mark.quick
 def test_a_place_in_the_last_step_has_the_number_of_the_next_epoch_under_a_trainer(at):
     """Which knows a place behind the last batch as one between two epochs: the next one has the order of the next one."""
 
@@ -211,6 +214,7 @@ def test_a_watched_loader_keeps_no_batch_that_the_loop_let_go(tmp_path):
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.quick
 def test_a_loader_prepared_by_two_accelerators_resumes_exactly(tmp_path, order):
     """One saves in mid-epoch where the other has resumed, and the resume is exact; both gone, the loader is as it was."""
 

@@ -50,6 +50,7 @@ def _alone():
         yield
 
 
+@pytest.mark.quick
 def test_the_files_are_those_that_accelerate_writes(tmp_path):
     """Name by name, and a stock Accelerator restores everything from ours, generators included."""
     training = Training(make(tmp_path / "stock", dataloader_config=stateful()))
@@ -74,6 +75,7 @@ def test_the_files_are_those_that_accelerate_writes(tmp_path):
 
 
 @pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.quick
 def test_a_fresh_accelerator_loads_every_bit_and_counts_on(tmp_path, safe):
     """With safetensors and with pickle: a fresh registered Accelerator has every bit again, and counts on from there."""
     with registered(tmp_path) as (accelerator, handle):
@@ -116,6 +118,7 @@ def test_stock_checkpoints_are_loaded_with_a_warning(tmp_path, caplog):
         assert "without verification" not in caplog.text
 
 
+@pytest.mark.quick
 def test_resume_skips_what_is_not_committed(tmp_path):
     """An empty newest directory, a stock one cut off and a damaged one of ours are passed over; all bad is an error."""
     with registered(tmp_path) as (accelerator, handle):
@@ -161,6 +164,7 @@ def test_a_fresh_run_has_nothing_to_load(tmp_path):
             accelerator.save_state()
 
 
+@pytest.mark.quick
 def test_total_limit_holds_after_each_commit_and_keeps_the_best(tmp_path):
     """The limit holds after each commit and never before; keep_best keeps one more."""
     config = CheckpointConfig(timeouts=CONFIG.timeouts, retention=Retention(keep_best=1, metric="loss"))
@@ -174,6 +178,7 @@ def test_total_limit_holds_after_each_commit_and_keeps_the_best(tmp_path):
         assert accelerator.save_iteration == 5
 
 
+@pytest.mark.quick
 def test_a_metric_that_no_save_has_keeps_all(tmp_path):
     """A typo in the settings deletes nothing, although the limit does without it."""
     rules = Retention(keep_best=1, metric="los")
@@ -206,6 +211,7 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path):
         assert checkpoints(disk) == [after.name]
 
 
+@pytest.mark.quick
 def test_an_error_nobody_saw_reaches_the_next_save_but_not_a_load(tmp_path):
     """Going back to the checkpoint before is what one does after a failure."""
     with registered(tmp_path) as (accelerator, handle):
@@ -241,6 +247,7 @@ def test_a_save_that_is_skipped_leaves_nothing(tmp_path):
         assert list((tmp_path / ".safe_ckpt/pending").glob("*")) == []
 
 
+@pytest.mark.quick
 def test_hooks_are_called_as_accelerate_calls_them(tmp_path):
     """They get models, weights and a folder that exists; what they write is listed, verified and loaded from again."""
     with registered(tmp_path) as (accelerator, handle):
@@ -534,6 +541,7 @@ def test_one_tensor_that_is_a_part_of_memory_is_refused(tmp_path):
         assert checkpoints(tmp_path) == []
 
 
+@pytest.mark.quick
 def test_a_save_overlapped_with_training_holds_the_state_at_the_call(tmp_path):
     """The next step waits for the copy, through Accelerate's own optimizer wrapper: what is saved is what was at the call."""
     config = replace(CONFIG, snapshot="overlapped")
@@ -573,6 +581,7 @@ def test_errors_of_accelerate_stay_catchable(tmp_path):
         assert pickle.loads(pickle.dumps(raised.value)).args is not None
 
 
+@pytest.mark.quick
 def test_a_save_takes_nothing_from_any_generator(tmp_path):
     """Saving takes nothing from any generator."""
     with registered(tmp_path) as (accelerator, handle):

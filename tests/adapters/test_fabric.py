@@ -87,6 +87,7 @@ def test_sharded_saves_of_fabric_within_publishing_are_whole_folders(tmp_path):
     assert weights(run(program, tmp_path / "run", 4, "publishing")) == reference
 
 
+@pytest.mark.quick
 def test_the_plugin_saves_whole_files_that_stock_fabric_reads(tmp_path):
     """``fabric.save`` writes a verified file with the state's step. Stock Fabric and torch read it, and list knows it."""
     fabric, path = one_device(SafeCheckpointIO()), tmp_path / "run/a.ckpt"

@@ -90,6 +90,7 @@ CASES = {
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick
 def test_what_the_start_of_an_epoch_has_set_goes_on_in_a_resumed_one(tmp_path, case, hook):
     """Accumulation and averaging: batches, steps, learning rates and weights are those of a run without a stop."""
     pl = package(PACKAGES[len(case) % 2])
@@ -111,6 +112,7 @@ def test_what_the_trainer_is_told_anew_is_not_put_back(tmp_path):
     assert [event[-1] for event in seen] == [1] * 6
 
 
+@pytest.mark.quick
 def test_a_hook_that_a_resume_leaves_out_is_named_once_and_called_once(tmp_path, caplog):
     """Of a module or a callback that is not Lightning's, within an epoch alone; no epoch has its hook called a second time."""
     pl = package(PACKAGES[0])
@@ -188,6 +190,7 @@ def test_a_batch_that_is_none_costs_later_resumes_nothing(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("way", ["exception", "on_validation_batch_end"])
+@pytest.mark.quick
 def test_a_save_within_an_averaged_validation_has_the_trained_weights(tmp_path, way):
     """WeightAveraging swaps its weights in there: they are saved under their own names, at an exception and by a callback."""
     pl = package(PACKAGES[0])

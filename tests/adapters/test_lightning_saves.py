@@ -73,6 +73,7 @@ def test_everything_upstream_reads_the_file(tmp_path, name):
         ({"save_top_k": -1}, {"limit_val_batches": 0}),
     ],
 )
+@pytest.mark.quick
 def test_names_and_bookkeeping_are_those_of_model_checkpoint(tmp_path, arguments, settings):
     """The same run with ModelCheckpoint and with ours leaves the same names behind, and believes the same."""
     pl = package("lightning.pytorch")
@@ -115,6 +116,7 @@ def test_the_state_in_the_file_is_that_of_the_moment(tmp_path):
         assert all(found[key].equal(expected[key]) for key in expected)
 
 
+@pytest.mark.quick
 def test_last_and_top_k_of_one_step_are_one_file(tmp_path):
     """One snapshot, one write: last.ckpt is a second name, and one of both may go without harm to the other."""
     fit(tmp_path, save_last=True)
@@ -124,6 +126,7 @@ def test_last_and_top_k_of_one_step_are_one_file(tmp_path):
     verify(last, read_manifest(last))
 
 
+@pytest.mark.quick
 def test_swapped_weights_of_a_manual_optimization_are_what_is_saved(tmp_path):
     """A module that swaps earlier weights in around the save gets those weights saved, as ModelCheckpoint has it."""
     pl = package("lightning.pytorch")
@@ -159,6 +162,7 @@ def test_swapped_weights_of_a_manual_optimization_are_what_is_saved(tmp_path):
         assert found["layer.weight"].equal(module.before[step]["weight"])
 
 
+@pytest.mark.quick
 def test_two_callbacks_share_one_directory(tmp_path):
     """A best-of and a periodic callback in one directory: one pipeline, both sets of files, the attributes of both."""
     second = SafeCheckpointCallback(
@@ -285,6 +289,7 @@ def test_loggers_hear_of_what_exists(tmp_path):
     assert log.heard[-1][1] == "epoch=2-step=9.ckpt"
 
 
+@pytest.mark.quick
 def test_the_users_own_save_is_done_when_it_returns(tmp_path):
     """trainer.save_checkpoint during fit and after it: the file is there, verified, in or outside of the directory."""
     pl = package("lightning.pytorch")
@@ -306,6 +311,7 @@ def test_the_users_own_save_is_done_when_it_returns(tmp_path):
     assert fingerprint(loaded) == fingerprint(module)
 
 
+@pytest.mark.quick
 def test_an_explicit_save_that_fails_raises_also_under_warn(tmp_path):
     """on_failure="warn" is for the periodic saves: trainer.save_checkpoint still raises."""
     pl = package("lightning.pytorch")
@@ -436,6 +442,7 @@ def test_fast_dev_run_touches_nothing(tmp_path):
     assert not (tmp_path / "exp").exists()
 
 
+@pytest.mark.quick
 def test_fit_can_be_called_again(tmp_path):
     """A second fit of the same Trainer and callback opens the pipeline anew."""
     made, callback, module = fit(tmp_path, save_top_k=-1, filename="{step}")
@@ -488,6 +495,7 @@ def test_a_fit_that_ends_without_one_save_says_so(tmp_path, caplog):
     assert not said("usual", base())
 
 
+@pytest.mark.quick
 def test_what_a_hook_removes_and_saves_again_stays(tmp_path):
     """In one hook: the file of that name is the new one, and is not deleted after its commit."""
 

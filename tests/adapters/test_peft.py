@@ -74,6 +74,7 @@ class Plain:
             self.optimizer.zero_grad()
 
 
+@pytest.mark.quick
 def test_a_plain_loop_with_an_adapter_writes_its_base_once_and_goes_on(tmp_path):
     """The base is on the disk once. A resumed run ends with the weights of an uninterrupted one, from whatever base."""
     whole = Plain()
@@ -95,6 +96,7 @@ def test_a_plain_loop_with_an_adapter_writes_its_base_once_and_goes_on(tmp_path)
     assert own < 1.02 * 3 * trained + (1 << 20)
 
 
+@pytest.mark.quick
 def test_an_exported_adapter_is_loaded_by_peft_and_knows_its_base(tmp_path):
     """In PEFT's own layout, so PEFT loads it; with the hash of its base, so it is put on no other one."""
     run = Plain()
@@ -258,6 +260,7 @@ def _accelerated(folder, begin, end, load):
         return bits(accelerator.unwrap_model(run.model))
 
 
+@pytest.mark.quick
 def test_accelerate_saves_base_and_adapter_in_one_file_and_goes_on(tmp_path):
     """``save_state`` has base and adapter in one file, as Accelerate's layout wants it; a resumed run is exact."""
     whole = _accelerated(tmp_path / "whole", 0, 5, load=False)
@@ -280,6 +283,7 @@ def _trained(folder, steps, *, resume):
     return bits(made.model)
 
 
+@pytest.mark.quick
 def test_a_trainer_saves_the_adapter_alone_and_goes_on(tmp_path):
     """The Trainer saves the adapter alone, and a resumed run is exact on the same base."""
     whole = _trained(tmp_path / "whole", 4, resume=False)
@@ -315,6 +319,7 @@ def _lit(folder, steps, resume):
     return bits(module)
 
 
+@pytest.mark.quick
 def test_lightning_saves_base_and_adapter_in_one_file_and_goes_on(tmp_path):
     """One ``.ckpt`` has base and adapter; a resumed run is exact, whatever base it began with."""
     whole = _lit(tmp_path / "whole", 4, resume=False)

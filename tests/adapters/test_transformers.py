@@ -50,6 +50,7 @@ def test_the_files_are_those_that_the_trainer_writes(tmp_path):
     assert writer_processes() == []
 
 
+@pytest.mark.quick
 def test_a_stopped_trainer_goes_on_exactly(tmp_path):
     """In the middle of an epoch and between two saves: resume_from_checkpoint=True ends as an uninterrupted run."""
     straight = trainer(tmp_path / "straight", max_steps=10)
@@ -62,6 +63,7 @@ def test_a_stopped_trainer_goes_on_exactly(tmp_path):
     assert names(tmp_path / "broken") == names(tmp_path / "straight")
 
 
+@pytest.mark.quick
 def test_a_trainer_passes_over_damaged_and_half_checkpoints(tmp_path, caplog):
     """A damaged newest one, an empty one and half a stock one: the one before is taken; a path to a damaged one is an error."""
     trainer(tmp_path).train()
@@ -91,6 +93,7 @@ def test_a_trainer_passes_over_damaged_and_half_checkpoints(tmp_path, caplog):
         trainer(tmp_path / "fresh").train(resume_from_checkpoint=True)
 
 
+@pytest.mark.quick
 def test_rotation_keeps_the_best_and_the_newest(tmp_path):
     """With a limit of 1 and a best one that is not the newest both stay, at every moment and at the end; the best is loaded."""
 

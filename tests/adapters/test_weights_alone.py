@@ -37,6 +37,7 @@ def test_a_trainer_does_not_warn_of_a_resume_from_a_whole_checkpoint(tmp_path, c
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 @pytest.mark.parametrize("how", ["ours", "stock", "at once"])
+@pytest.mark.quick
 def test_lightning_refuses_to_resume_from_weights_alone(tmp_path, how):
     """Weights alone are no checkpoint for ``resume="auto"``, and an error as ``ckpt_path``.
 

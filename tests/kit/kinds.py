@@ -76,8 +76,13 @@ def is_promise(item: Any) -> bool:
 
 
 def is_quick(item: Any) -> bool:
-    """Whether an item that has its marks is run by ``pytest --quick``."""
-    return is_promise(item) or not any(item.get_closest_marker(name) for name in NOT_QUICK)
+    """Whether an item that has its marks is run by ``pytest --quick``.
+
+    The mark ``quick`` is for a test of a folder of frameworks or ranks that does all in this process, in about a second.
+    """
+    left_out = {name for name in NOT_QUICK if item.get_closest_marker(name)}
+    asked = bool(item.get_closest_marker("quick")) and left_out <= {"framework", "ranks"}
+    return is_promise(item) or asked or not left_out
 
 
 def marks_of_item(item: Any) -> set[str]:

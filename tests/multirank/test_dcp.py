@@ -269,6 +269,7 @@ def test_a_damaged_newest_is_passed_over_by_all(tmp_path):
     assert not state["a"].any()
 
 
+@pytest.mark.quick
 def test_ours_come_before_stocks_in_one_directory(tmp_path):
     """Ours come first in the order of their commits, then stock's by number; a torn one of stock's is none."""
     for step in (7, 20):
@@ -389,6 +390,7 @@ def test_a_new_process_group_saves_under_the_name_of_the_one_before(tmp_path):
     assert values(spawn_ranks(_again, 2, tmp_path, ports, init=False)) == [1, 1]
 
 
+@pytest.mark.quick
 def test_dcp_saves_and_loads_in_one_process_without_a_group(tmp_path):
     """All of it works in a plain script, and a failure in the background is told by the future, or by the next save."""
     model, optimizer = nn.Linear(4, 2), None
@@ -417,6 +419,7 @@ def test_dcp_saves_and_loads_in_one_process_without_a_group(tmp_path):
     assert response.result(30) is not None
 
 
+@pytest.mark.quick
 def test_arguments_of_dcp_that_cannot_be_honoured_are_refused_by_name(tmp_path):
     """Each with the argument's name and what to do instead; nothing is written."""
     path = tmp_path / "one"
@@ -446,6 +449,7 @@ def test_arguments_of_dcp_that_cannot_be_honoured_are_refused_by_name(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.quick
 def test_loads_honour_allow_partial_load_and_derived_planners(tmp_path):
     """``allow_partial_load`` is honoured, and so is a planner of one's own that derives from torch's."""
 
@@ -475,6 +479,7 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
+@pytest.mark.quick
 def test_a_load_of_an_object_that_would_run_code_is_refused(tmp_path):
     """An object that would run code is refused, by its name, before a tensor is touched; what is not asked for is let be."""
     stock.save({"t": torch.ones(2), "evil": Evil(tmp_path / "made")}, checkpoint_id=tmp_path / "one", no_dist=True)

@@ -295,6 +295,7 @@ def test_what_stands_in_the_way_of_a_refused_call_is_untouched(refused):
 
 
 @pytest.mark.parametrize("inside", ["the destination", "another's hidden folder"])
+@pytest.mark.quick
 def test_what_a_source_holds_of_safe_ckpt_makes_no_trouble_later(tmp_path, inside):
     """A source that holds the destination, or a folder named .safe_ckpt: refused at once, or copied every time."""
     fill(tmp_path / "disk", {"f.tensor": 10})

@@ -256,14 +256,23 @@ def test_a_streamed_save_has_what_the_trainer_has_queued(tmp_path):
     """A state above max_host_bytes is written straight from the tensors, by another thread: not before the devices have done
     what the trainer had asked of them.
     """
-    tensor, cuda = torch.zeros(300_000), Remembering(pins=False)
+
+    def state():
+        return {name: {"t": torch.zeros(300_000), "u": torch.zeros(9)} for name in ("w", "x")}
+
+    class EachAlone(Remembering):
+        """What the trainer has queued for a tensor is done when that one is waited for, and not for another one."""
+
+        def settle(self, tensors):
+            for tensor in tensors:
+                tensor.fill_(10)
+
+    saved, found = state(), state()
     with Checkpointer(tmp_path, CheckpointConfig(max_host_bytes=1 << 20)) as ckpt:
-        engine_of(ckpt)._stager._cuda = cuda
-        cuda.trainer.queue.append(lambda: tensor.add_(10))
-        ckpt.save(1, {"w": {"t": tensor}}).result(timeout_s=30)
-        found = {"w": {"t": torch.zeros(300_000)}}
+        engine_of(ckpt)._stager._cuda = EachAlone(pins=False)
+        ckpt.save(1, saved).result(timeout_s=30)
         ckpt.resume(found)
-    assert found["w"]["t"].eq(10).all()
+    assert all(tensor.eq(10).all() for item in found.values() for tensor in item.values())
 
 
 def test_a_device_that_is_lost_before_a_streamed_save_fails_it(tmp_path):

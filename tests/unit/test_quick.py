@@ -145,6 +145,31 @@ def test_every_mark_is_one_that_pytest_knows(pytestconfig):
     assert found <= set(kinds.NOT_QUICK) <= known
 
 
+def test_what_is_marked_quick_is_run_by_make_test():
+    """The files with such tests are those that its command names besides whole folders."""
+    marked = {path for path in kinds.TESTS.rglob("test_*.py") if "@pytest.mark.quick\n" in path.read_text("utf-8")}
+    done = subprocess.run(["make", "-n", "test"], cwd=ROOT, check=True, capture_output=True, text=True)
+    named = {ROOT / name for name in re.findall(r"tests/(?:adapters|multirank)/\w+\.py", done.stdout)}
+    assert named - {kinds.TESTS / kinds.PROMISES} == marked != set()
+
+
+@pytest.mark.parametrize(
+    ("marks", "quick"),
+    [
+        ((), True),
+        (("framework",), False),
+        (("framework", "quick"), True),
+        (("ranks", "quick"), True),
+        (("framework", "slow", "quick"), False),
+        (("server", "quick"), False),
+    ],
+)
+def test_what_is_quick_by_its_marks(marks, quick):
+    """The mark makes a test of a framework's folder quick, and none that starts a server or is slow."""
+    item = SimpleNamespace(path=Path(__file__), get_closest_marker=lambda name: name in marks)
+    assert kinds.is_quick(item) is quick
+
+
 def test_continuous_integration_runs_all_tests():
     """``.ci/run`` calls the README's command for everything, which has all parts and leaves nothing out."""
     command = "make test-full"

@@ -135,8 +135,8 @@ def test_rotation_of_a_trainer_keeps_newest_and_best_within_the_limit(sequences,
     """For any history: never the newest, never the best, no more than the limit otherwise, the oldest first."""
     committed = [
         CheckpointInfo(
-            path=Path(f"/run/checkpoint-{n}"), name="", step=n, sequence=n, metrics={}, created_at="", world_size=1,
-            size_bytes=0,
+            path=Path(f"/run/checkpoint-{n}"), name="", step=1000 - n, sequence=n, metrics={}, created_at="",
+            world_size=1, size_bytes=0,
         )
         for n in sequences
     ]  # fmt: skip
@@ -158,15 +158,15 @@ def test_rotation_of_a_trainer_keeps_newest_and_best_within_the_limit(sequences,
 
 def test_retention_keeps_what_a_pointer_names_or_another_job_saved(tmp_path):
     """What a pointer names stays, as does what is of another job now; what goes is forgotten; a list needs no catalog."""
-    made = [_committed(tmp_path / f"step-{n}", n) for n in range(1, 6)]
-    (tmp_path / "latest").write_text("step-2\n")
+    made = [_committed(tmp_path / f"step-{n}", n) for n in range(8, 13)]
+    (tmp_path / "latest").write_text("step-9\n")
     catalog = Catalog(pointers=[tmp_path / "latest", tmp_path / "missing"])
     for one in made[:4]:
         assert after_commit(one, catalog, None) is None
-    _committed(tmp_path / "step-3", 3)  # saved again by another job
+    _committed(tmp_path / "step-10", 10)  # saved again by another job
     decision = after_commit(made[4], catalog, keep_newest(1))
-    assert (decision.to_delete, decision.kept) == ([made[0].path, made[3].path], ["step-2", "step-5"])
-    assert [one.step for one in catalog.committed] == [2, 3, 5]
+    assert (decision.to_delete, decision.kept) == ([made[0].path, made[3].path], ["step-9", "step-12"])
+    assert [one.step for one in catalog.committed] == [9, 10, 12]
     listed = after_commit(made[4], None, delete_listed([tmp_path / "old"]))
     assert (listed.to_delete, listed.kept) == ([tmp_path / "old"], [])
 

@@ -415,6 +415,23 @@ def test_an_optimizer_with_two_groups_is_not_planned_again(tmp_path, planned):
     assert [group["lr"] for group in loaded(tmp_path, 2)["optimizer"]["param_groups"]] == [0.001, 0.5]
 
 
+def test_a_parameter_that_moves_to_the_next_group_is_saved_there(tmp_path):
+    """The parameters are the same ones in the same order, and one of them belongs to the other group from now on."""
+    net = Net()
+    groups = [{"params": [*net.first.parameters()], "weight_decay": 0.0}, {"params": [*net.second.parameters()]}]
+    state = {"net": net, "optimizer": torch.optim.AdamW(groups)}
+    trained(net, state["optimizer"])
+    first, second = state["optimizer"].param_groups
+    with Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state).result(timeout_s=30)
+            second["params"].insert(0, first["params"].pop())
+    whole = [len([*net.first.parameters()]), len([*net.second.parameters()])]
+    for step in (1, 2):
+        found = [len(group["params"]) for group in loaded(tmp_path, step)["optimizer"]["param_groups"]]
+        assert found == [whole[0] - step + 1, whole[1] + step - 1]
+
+
 def test_known_copies_and_constant_bytes_are_used_beside_items_that_change(tmp_path, monkeypatch):
     """A step counter and a generator are planned anew each time; the tensors of the model are not laid out again."""
     from safe_ckpt.core.staging.snapshot import KnownCopies
