@@ -538,3 +538,19 @@ def test_a_signal_leaves_the_trainers_limits(tmp_path):
         signal.signal(signal.SIGTERM, before)
     assert made.global_step == 2
     assert (made.min_epochs, made.min_steps) == (2, 5)
+
+
+@pytest.mark.parametrize("max_steps", [4, 6])
+def test_a_run_that_max_steps_ended_has_its_epoch_when_it_is_started_again(tmp_path, max_steps):
+    """``trainer.current_epoch`` is what it was at the end, within an epoch and at its last batch; nothing is trained."""
+    settings = {"max_steps": max_steps, "max_epochs": -1}
+    pl = package("lightning.pytorch")
+
+    def ended():
+        made = trainer(
+            pl, [SafeCheckpointCallback(tmp_path, every_n_train_steps=1, resume="auto")], tmp_path, **settings
+        )
+        made.fit(module_class(pl)(loader=resumable))
+        return made.current_epoch, made.global_step
+
+    assert ended() == ended() == ended() == (2, max_steps)
