@@ -419,6 +419,15 @@ def test_dcp_saves_and_loads_in_one_process_without_a_group(tmp_path):
     assert response.result(30) is not None
 
 
+def test_a_list_with_an_empty_dict_beside_values_is_loaded_as_it_was_saved(tmp_path):
+    """A list of a number and an empty dict, which torch's own load does not take, comes back by ``dcp.load``."""
+    dcp.save({"a": [1, {}], "t": torch.ones(2)}, checkpoint_id=tmp_path / "x", no_dist=True)
+    into = {"a": [2, {}], "t": torch.zeros(2)}
+    dcp.load(into, checkpoint_id=tmp_path / "x", no_dist=True)
+    assert into["a"] == [1, {}]
+    assert torch.equal(into["t"], torch.ones(2))
+
+
 @pytest.mark.quick
 def test_arguments_of_dcp_that_cannot_be_honoured_are_refused_by_name(tmp_path):
     """Each with the argument's name and what to do instead; nothing is written."""
