@@ -14,9 +14,18 @@ ROOT = Path(__file__).parents[2]
 # Page -> its argument, behind how many optimizer steps it is killed, how many are compared. That of dcp seeds nothing.
 PAGES = {
     "torch": ("4", 30, 45),
-    "accelerate": ("4", 35, 50),
+    "accelerate": ("6", 40, 100),
     "lightning": ("4", 35, 50),
     "transformers": ("60", 25, 40),
+}
+# Example -> behind how many optimizer steps it is killed, how many are compared.
+EXAMPLES = {
+    "plain_torch": (30, 45),
+    "dcp_one_import": (15, 30),
+    "fabric_loop": (25, 38),
+    "lightning_digits": (40, 60),
+    "transformers_tiny": (25, 38),
+    "accelerate_digits": (50, 100),
 }
 
 
@@ -36,3 +45,14 @@ def test_the_script_of_a_page_resumes_exactly(page, tmp_path, monkeypatch):
     found = safe_ckpt.testing.audit(["sh", "-c", f"cd {{out}} && exec {words}"], stop=stop, until=until, timeout_s=600)
     found.check()
     assert found.comparisons[0].steps >= 10
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_resumes_exactly(example, tmp_path, monkeypatch):
+    """An example that is killed and started again goes on as one that nobody stopped, in all that both whole runs share."""
+    stop, until = EXAMPLES[example]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = [sys.executable, str(ROOT / "examples" / f"{example}.py"), "{out}/run"]
+    found = safe_ckpt.testing.audit(command, stop=stop, until=until, timeout_s=600)
+    found.check()
+    assert found.comparisons[0].steps >= 8
