@@ -2,19 +2,19 @@
 
     python -m mutants ROOM [--seed 1] [--count 50] [--limit-s SECONDS]
 
-Each runs in a copy of the tree. It prints a line for each mutant, and the difference of each that survived: read these. Some
-change nothing that anybody sees; of the others each is a test that is missing. Exit status: 1 if one survived.
+Each runs in a fork and a copy of the tree, against the tests that enter its line: a run without a mutant records them. What
+only a process that a test started enters is not recorded. It prints a line for each mutant, and the difference of each that
+survived: read these. Some change nothing that anybody sees; of the others each is a test that is missing. Exit status: 1 if
+one survived.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
-import os
+import json
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 from mutants.change import Change, changes
+from mutants.forked import Chosen, Record, Recorder, passes
 
 ROOT = Path(__file__).parents[2]
 SRC = Path("src/safe_ckpt")
@@ -64,39 +65,34 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def passes(tree: Path, tests: list[str], limit_s: float) -> bool:
-    """Whether the tests pass within the limit of time."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--quick", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    with subprocess.Popen(
-        command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    ) as process:
-        try:
-            return process.wait(limit_s) == 0
-        except subprocess.TimeoutExpired:
-            return False
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what a test that was cut off left
+def noticing(record: Record, name: Path, change: Change) -> list[str]:
+    """The tests that enter the statement, the quickest first: all, where the import of the module runs it."""
+    module = str(name.relative_to(SRC))
+    if not change.entered:
+        return list(record)
+    return [test for test, lines in record.items() if any(line in change.entered for line in lines.get(module, ()))]
 
 
 def run(room: str, count: int, seed: int, limit_s: float | None) -> int:
     """Run them all. Returns how many survived."""
     mutants, survived = drawn(room, count, seed), 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
-        tree = copied(Path(scratch))
-        begun = time.monotonic()
-        if not passes(tree, ROOMS[room], limit_s or 3600):
+        tree = copied(Path(scratch).resolve() / "tree")
+        begun, written = time.monotonic(), Path(scratch) / "record.json"
+        if not passes(tree, ROOMS[room], Recorder(tree / SRC, written), limit_s or 3600):
             sys.exit(f"the tests of {room} fail without a mutant")
-        usual_s = time.monotonic() - begun
-        print(f"without a mutant the tests take {usual_s:.0f} s", flush=True)
+        record, usual_s = json.loads(written.read_text()), time.monotonic() - begun
+        print(f"without a mutant the {len(record)} tests take {usual_s:.0f} s, recorded", flush=True)
         for number, (name, change) in enumerate(mutants, 1):
             original = (ROOT / name).read_text(encoding="utf-8")
             (tree / name).write_text(change.source, encoding="utf-8")
-            alive = passes(tree, ROOMS[room], limit_s or 60 + 3 * usual_s)
+            tests = noticing(record, name, change)
+            files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+            alive = not tests or passes(tree, files, Chosen(tests), limit_s or 60 + 3 * usual_s)
             (tree / name).write_text(original, encoding="utf-8")
             survived += alive
-            print(f"{number:3} {'SURVIVED' if alive else 'killed'}: {change.kind}, {name}:{change.line}", flush=True)
+            end = f"SURVIVED {len(tests)} tests" if tests else "SURVIVED, no test enters it in its own process"
+            print(f"{number:3} {end if alive else 'killed'}: {change.kind}, {name}:{change.line}", flush=True)
             if alive:
                 lines = difflib.unified_diff(original.splitlines(), change.source.splitlines(), lineterm="", n=2)
                 print("\n".join(list(lines)[2:]), flush=True)

@@ -26,24 +26,41 @@ class Change:
     Attributes:
         kind: what is done, in a word or two.
         line: where it begins.
+        entered: the lines of its statement, of which a test that could notice it enters one; none where it is the import
+            of the module that runs it.
         source: the whole module, changed.
     """
 
     kind: str
     line: int
+    entered: range
     source: str
 
 
 def changes(source: str) -> list[Change]:
     """All mutants of a module, in the order of its lines."""
     tree = ast.parse(source)
+    statements = list(_statements(tree))
     found = []
     for node in _judged(tree):
         for kind, text in _instead(node):
             changed = _replaced(source, node, text)
             if changed != source:
-                found.append(Change(kind=kind, line=node.lineno, source=changed))
+                found.append(Change(kind=kind, line=node.lineno, entered=_around(node, statements), source=changed))
     return sorted(found, key=lambda one: (one.line, one.kind))
+
+
+def _statements(node: ast.AST, *, within: bool = False) -> Iterator[tuple[range, bool]]:
+    """The lines of each statement, those around it first, and whether they are in a function."""
+    for one in ast.iter_child_nodes(node):
+        if isinstance(one, ast.stmt):
+            yield range(one.lineno, one.end_lineno + 1), within
+        yield from _statements(one, within=within or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def _around(node: ast.AST, statements: list[tuple[range, bool]]) -> range:
+    lines, within = [one for one in statements if node.lineno in one[0]][-1]
+    return lines if within else range(0)
 
 
 def _judged(node: ast.AST) -> Iterator[ast.AST]:
