@@ -21,11 +21,6 @@ PAGES = {
 # Example -> behind how many optimizer steps it is killed, how many are compared.
 EXAMPLES = {
     "plain_torch": (30, 45),
-    "dcp_one_import": (15, 30),
-    "fabric_loop": (25, 38),
-    "lightning_digits": (40, 60),
-    "transformers_tiny": (25, 38),
-    "accelerate_digits": (50, 100),
 }
 
 
