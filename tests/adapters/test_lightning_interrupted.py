@@ -121,6 +121,28 @@ def test_a_batch_that_an_exception_interrupted_is_trained_again_with_the_same_ra
     assert weights(tmp_path / "stopped", seed=2) == whole
 
 
+@pytest.mark.parametrize("behind", ["the forward pass", "the batch"])
+def test_a_save_at_an_exception_says_that_buffers_will_be_changed_twice(tmp_path, caplog, behind):
+    """The batch is trained again, and its forward pass has changed them: only where it has, and is done again."""
+    pl = package("lightning.pytorch")
+
+    class Normed(module_class(pl)):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(1)
+
+        def training_step(self, batch, batch_idx):
+            self.norm(torch.ones(2, 1))
+            if self.global_step == 4 and behind == "the forward pass":
+                raise Stop
+            return super().training_step(batch, batch_idx)
+
+    callback = SafeCheckpointCallback(dirpath=tmp_path, config=QUICK, save_on_exception=True)
+    with pytest.raises(Stop):
+        trainer(pl, [callback, stop_at(pl, 5)], tmp_path).fit(Normed())
+    assert ("will change them twice" in caplog.text) == (behind == "the forward pass")
+
+
 def test_an_exception_in_a_save_hook_is_the_users(tmp_path):
     """on_save_checkpoint raises: that comes out of fit, and the bookkeeping is as before."""
     pl = package("lightning.pytorch")

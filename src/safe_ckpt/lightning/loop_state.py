@@ -37,6 +37,11 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
     place = broken_off or noted.validation or _place(trainer)
     if noted.batch is not None and unprocessed(vars(loop.epoch_loop.batch_progress.current)):
         place["rng"] = noted.batch  # that batch is trained again
+        if noted.versions != _versions(trainer.lightning_module):
+            logger.warning(
+                "saved within a batch, which a resume trains again: its forward pass has changed buffers of the model (those of "
+                "BatchNorm, for one), and will change them twice"
+            )
     rng, states, own = place["rng"], [], []
     if loop._combined_loader is not None:
         own = dataloader.own_generators(loop._combined_loader) if ended else []
@@ -370,6 +375,7 @@ class Noted:
         broken_off: what they were when this epoch was broken off; None while it goes on.
         validation: what they were before the validation that is under way; None where there is none, or it is over.
         batch: what they were before the batch that is trained on, where an exception is to be saved at.
+        versions: of the module's buffers there, as torch counts their changes.
         accumulates: how many batches made a step when ``fit`` began; what differs from that was set by something.
         following: whether what follows a batch is under way.
         told: whether the module's hook at the end of this epoch was called.
@@ -379,6 +385,7 @@ class Noted:
         self.broken_off: dict[str, Any] | None = None
         self.validation: dict[str, Any] | None = None
         self.batch: dict[str, Any] | None = None
+        self.versions: list[int] = []
         self.accumulates: int | None = None
         self.following = self.told = False
 
@@ -391,7 +398,7 @@ class Noted:
         train = epoch_loop.advance
 
         def advance(data_fetcher: Any) -> None:
-            self.batch = get_rng_state()
+            self.batch, self.versions = get_rng_state(), _versions(trainer.lightning_module)
             train(data_fetcher)
             self.batch = None
 
@@ -419,6 +426,10 @@ class Noted:
             undo.put_methods(epoch_loop, {"advance": advance})
         undo.put_methods(epoch_loop, {"on_advance_end": on_advance_end})
         undo.put_methods(val_loop, {"run": validate, "_on_evaluation_end": on_evaluation_end})
+
+
+def _versions(module: Any) -> list[int]:
+    return [one._version for one in module.buffers() if not one.is_inference()]
 
 
 def _adds_a_validation(trainer: Any, data_fetcher: Any) -> bool:
