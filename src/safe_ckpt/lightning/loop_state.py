@@ -39,8 +39,8 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
         place["rng"] = noted.batch  # that batch is trained again
         if noted.versions != _versions(trainer.lightning_module):
             logger.warning(
-                "saved within a batch, which a resume trains again: its forward pass has changed buffers of the model (those of "
-                "BatchNorm, for one), and will change them twice"
+                "saved within a batch, which a resume trains again: its forward pass has changed buffers of the model (those "
+                "of BatchNorm, for one), and will change them twice"
             )
     rng, states, own = place["rng"], [], []
     if loop._combined_loader is not None:
