@@ -96,14 +96,15 @@ def test_save_on_exception_saves_the_state_and_raises_that_exception(tmp_path):
 
 
 def test_a_batch_that_an_exception_interrupted_is_trained_again_with_the_same_random_numbers(tmp_path):
-    """What it drew before the exception is drawn again, as in a run that nothing stopped."""
+    """What it drew before the exception is drawn again, and what it logged counts once, as in a run that nothing stopped."""
 
     class Raises(module_class(package("lightning.pytorch"))):
         raises = False
 
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
-            if self.raises and self.global_step == 4:
+            self.log("mean", batch[0].sum() + torch.rand(()), on_step=False, on_epoch=True)
+            if self.raises and self.global_step == 7:  # in the last epoch, whose mean is left
                 raise Stop
             return loss
 
@@ -112,8 +113,9 @@ def test_a_batch_that_an_exception_interrupted_is_trained_again_with_the_same_ra
         module = Raises(loader=resumable)
         module.raises = raises
         with pytest.raises(Stop) if raises else contextlib.nullcontext():
-            fit(folder, module=module, save_on_exception=True, resume="auto", seed=seed)
-        return {name: one.tolist() for name, one in module.named_parameters()}
+            made, _, _ = fit(folder, module=module, save_on_exception=True, resume="auto", seed=seed)
+        means = [] if raises else [made.callback_metrics["mean"].item()]
+        return {name: one.tolist() for name, one in module.named_parameters()}, means
 
     pl = package("lightning.pytorch")
     whole = weights(tmp_path / "whole", seed=1)

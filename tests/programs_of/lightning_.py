@@ -62,7 +62,8 @@ class Lightning:
             wrong += [f"{text} (start {number})" for text in _of_a_start(whole, last, newest)]
         extra = any(stop.what in _RAISED for stop in stops) and one.on_exception
         wrong += _ends(whole, last, extra)
-        lacks = _lacks_gradients(wrong, one)
+        # The difference of the buffers comes first, and hides that of the step.
+        lacks = _lacks_gradients([*wrong, *["calls:"] * twice], one)
         return processes.verdict_of(wrong, limits=lambda text: lacks or (twice and _is_of_buffers(text)))
 
 

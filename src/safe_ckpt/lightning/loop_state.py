@@ -36,7 +36,7 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
     broken_off = None if ended else noted.broken_off
     place = broken_off or noted.validation or _place(trainer)
     if noted.batch is not None and unprocessed(vars(loop.epoch_loop.batch_progress.current)):
-        place["rng"] = noted.batch  # that batch is trained again
+        place |= noted.batch  # that batch is trained again
         if noted.versions != _versions(trainer.lightning_module):
             logger.warning(
                 "saved within a batch, which a resume trains again: its forward pass has changed buffers of the model (those "
@@ -374,7 +374,7 @@ class Noted:
     Attributes:
         broken_off: what they were when this epoch was broken off; None while it goes on.
         validation: what they were before the validation that is under way; None where there is none, or it is over.
-        batch: what they were before the batch that is trained on, where an exception is to be saved at.
+        batch: what they and what is logged were before the batch that is trained on, where an exception is to be saved at.
         versions: of the module's buffers there, as torch counts their changes.
         accumulates: how many batches made a step when ``fit`` began; what differs from that was set by something.
         following: whether what follows a batch is under way.
@@ -398,7 +398,9 @@ class Noted:
         train = epoch_loop.advance
 
         def advance(data_fetcher: Any) -> None:
-            self.batch, self.versions = get_rng_state(), _versions(trainer.lightning_module)
+            # On the device: to look at it here would have each batch wait.
+            self.batch = {"rng": get_rng_state(), "results": results.gather(trainer, device=None)}
+            self.versions = _versions(trainer.lightning_module)
             train(data_fetcher)
             self.batch = None
 

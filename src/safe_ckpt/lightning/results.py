@@ -24,11 +24,16 @@ _SHOWN = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _MOST_BYTES = 4 << 20  # of one rank: it goes to rank 0 with every save, while training waits
 
 
-def gather(trainer: Any) -> dict[str, Any]:
-    """What this rank has logged in this epoch, as data. Every rank calls this: at the end of an epoch ranks synchronize."""
+def gather(trainer: Any, device: Any = "cpu") -> dict[str, Any]:
+    """What this rank has logged in this epoch, as data. Every rank calls this: at the end of an epoch ranks synchronize.
+
+    Args:
+        trainer: in ``fit``.
+        device: where the copies are to lie. None for where the values are, which waits for no device.
+    """
     connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
-    shown = {name: {key: _copied(value) for key, value in getattr(connector, name).items()} for name in _SHOWN}
-    logged = {key: _logged(one) for key, one in loop._results.items() if not one.has_reset}
+    shown = {name: {key: _copied(value, device) for key, value in getattr(connector, name).items()} for name in _SHOWN}
+    logged = {key: _logged(one, device) for key, one in loop._results.items() if not one.has_reset}
     # Those of a validation that is over are about to be reset.
     over = [one.value for one in loop.val_loop._results.values() if not one.is_tensor and not one.has_reset]
     states, left_out, room = {}, [], _MOST_BYTES
@@ -39,7 +44,7 @@ def gather(trainer: Any) -> dict[str, Any]:
         if size > room:
             left_out.append(name)
         else:
-            states[name], room = _state(metric), room - int(size)
+            states[name], room = _state(metric, device), room - int(size)
     return {"shown": shown, "logged": logged, "metrics": states, "left_out": left_out}
 
 
@@ -47,16 +52,19 @@ def _metrics(trainer: Any) -> list[tuple[str, Metric]]:
     return [(name, one) for name, one in trainer.lightning_module.named_modules() if isinstance(one, Metric)]
 
 
-def _logged(result: Any) -> dict[str, Any]:
+def _logged(result: Any, device: Any) -> dict[str, Any]:
     meta = {field.name: getattr(result.meta, field.name) for field in dataclasses.fields(result.meta)}
     sync = meta.pop("_sync")
     meta["reduce_fx"] = result.meta.reduce_fx.__name__
     how = {"meta": meta, "sync": {"_should": sync.should, "rank_zero_only": sync.rank_zero_only}}
-    return {**how, **_state(result), "step": _copied(result._forward_cache)}
+    return {**how, **_state(result, device), "step": _copied(result._forward_cache, device)}
 
 
-def _state(metric: Metric) -> dict[str, Any]:
-    return {"state": {one: _copied(getattr(metric, one)) for one in metric._defaults}, "updates": metric._update_count}
+def _state(metric: Metric, device: Any) -> dict[str, Any]:
+    return {
+        "state": {one: _copied(getattr(metric, one), device) for one in metric._defaults},
+        "updates": metric._update_count,
+    }
 
 
 def _copied(value: Any, device: Any = "cpu") -> Any:
