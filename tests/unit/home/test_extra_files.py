@@ -8,7 +8,7 @@ import pytest
 import safe_ckpt
 from safe_ckpt.core.home import extra_files
 from safe_ckpt.core.home.candidates import list_directories
-from safe_ckpt.errors import DirectoryError
+from safe_ckpt.errors import DirectoryError, SourceChangedError
 
 
 def test_links_and_empty_folders_are_kept(tmp_path):
@@ -81,3 +81,20 @@ def test_a_pipe_in_a_folder_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(staged / "pipe")
     with pytest.raises(OSError, match="is no file"):
         extra_files.adopt(staged, ())
+
+
+@pytest.mark.parametrize(
+    ("change", "what"), [("removed", "it was removed"), ("new", "was written"), ("changed", "was written")]
+)
+def test_a_folder_that_changes_between_its_hashing_and_the_commit_is_refused(tmp_path, change, what):
+    """A file that vanishes is missed as well as one that is new or was written to."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"1")
+    stamps = extra_files.stamps_in(tmp_path)
+    extra_files.refuse_changed(tmp_path, stamps, name="step-1")
+    if change == "removed":
+        (tmp_path / "b").unlink()
+    else:
+        (tmp_path / ("c" if change == "new" else "b")).write_bytes(b"22")
+    with pytest.raises(SourceChangedError, match=what):
+        extra_files.refuse_changed(tmp_path, stamps, name="step-1")
