@@ -104,6 +104,23 @@ def test_keys_of_preemption_decisions_do_not_pile_up_in_the_store(tmp_path):
     assert keys < 300
 
 
+def asks_late(rank, folder, count):
+    with Checkpointer(folder, CONFIG) as ckpt:
+        if rank == 2:
+            dist.barrier()
+        for _ in range(count):
+            assert not ckpt.stop_requested
+            if ckpt._engine._preemption._every > 4:
+                ckpt._engine._preemption._every = 4
+        if rank != 2:
+            dist.barrier()
+
+
+def test_decisions_wait_for_the_slowest_rank(tmp_path):
+    """A rank that is hundreds of decisions behind the others finds each: none is tidied up before all have read it."""
+    assert values(spawn_ranks(asks_late, 3, tmp_path, 2000)) == [None] * 3
+
+
 def test_a_plain_script_saves_and_leaves_its_loop_at_sigterm(tmp_path):
     """SIGTERM to a plain script: it saves, leaves its loop, and the default action does not end it."""
     done = run_program("saves_at_its_own_signal", str(tmp_path / "exp"))
