@@ -85,3 +85,16 @@ def test_a_save_that_waits_for_a_validation_is_made_after_a_resume(tmp_path):
     assert any(name.startswith("step=6-") for name in whole)
     assert start(tmp_path / "stopped", stop_in_validation_at=6) == []
     assert start(tmp_path / "stopped") == whole
+
+
+@pytest.mark.parametrize("patience", [1, 50])
+def test_a_run_that_early_stopping_ended_says_that_it_goes_on(tmp_path, caplog, patience):
+    """Started again it trains until EarlyStopping looks once more; one that was stopped otherwise has nothing to say."""
+    pl = package(PACKAGES[0])
+    for _ in range(2):
+        stopping = pl.callbacks.EarlyStopping("score", 1e9, patience, mode="max")  # nothing is better by so much
+        saving = SafeCheckpointCallback(tmp_path, "{step}", "score", config=QUICK, resume="auto", save_top_k=-1)
+        stops = [stop_at(pl, 7)] if patience == 50 else []
+        caplog.clear()
+        fit(pl, tmp_path, saving, stopping, *stops, max_epochs=1, val_check_interval=2)
+    assert ("EarlyStopping ended the run" in caplog.text) == (patience == 1)

@@ -24,6 +24,7 @@ from safe_ckpt.lightning import SafeCheckpointCallback
 FIXED = (2, 3, 8)
 """Seeds that run in a few seconds each."""
 _TWICE = "will change them twice"  # of docs/limits.md; what a module that is evaluated says follows from its buffers
+_ENDED = "EarlyStopping ended the run that saved this"
 _RAISED = ("raises", "raises in validation", "interrupted", "SIGTERM")
 
 
@@ -58,6 +59,8 @@ class Lightning:
             last = started(f"start-{number}", out="stopped", number=number, **how)
             if last.error:
                 return _failed(last)
+            if _ENDED in last.said:  # it has steps that the whole run has not
+                return processes.verdict_of(wrong, came_to="went on behind its stop")
             twice |= _TWICE in last.said
             wrong += [f"{text} (start {number})" for text in _of_a_start(whole, last, newest)]
         extra = any(stop.what in _RAISED for stop in stops) and one.on_exception

@@ -124,6 +124,10 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
     state, batch = fit_loop.get("state_dict", {}), fit_loop["epoch_loop.batch_progress"]
     epochs = fit_loop["epoch_progress"]["total"]
     _count_as_in_epoch(batch["total"], batch["current"])
+    if rank == 0 and any(map(_has_stopped, checkpoint.get("callbacks", {}).values())):
+        logger.warning(
+            "EarlyStopping ended the run that saved this: training goes on until its next look ends it again"
+        )
     # Of the first rank: all ranks do the same, also those that were not there.
     first = saved[0] if saved else _as_stock_tells(fit_loop)
     mid_epoch, again, following = (bool(first.get(name)) for name in ("mid_epoch", "validate_again", "following"))
@@ -145,6 +149,13 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
         accumulates=first.get("accumulates"),
         epoch_due=not mid_epoch and epochs["completed"] < epochs["processed"],
     )
+
+
+def _has_stopped(state: Any) -> bool:
+    """Whether it is the state of an EarlyStopping that has ended its run. Its epoch is 0 for none, and for the first."""
+    if not isinstance(state, dict) or not {"wait_count", "patience", "stopped_epoch"} <= state.keys():
+        return False
+    return bool(state["stopped_epoch"]) or state["wait_count"] >= state["patience"]
 
 
 def _as_stock_tells(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
