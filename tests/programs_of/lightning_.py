@@ -66,7 +66,7 @@ class Lightning:
         extra = any(stop.what in _RAISED for stop in stops) and one.on_exception
         wrong += _ends(whole, last, extra)
         # The difference of the buffers comes first, and hides that of the step.
-        lacks = _lacks_gradients([*wrong, *["calls:"] * twice], one)
+        lacks = _accumulates(one) and (twice or any(text.startswith("calls:") for text in wrong))
         return processes.verdict_of(wrong, limits=lambda text: lacks or (twice and _is_of_buffers(text)))
 
 
@@ -116,10 +116,9 @@ def _is_of_buffers(text: str) -> bool:
     return text.startswith("buffers:") or "val_loss" in text or "running_mean" in text
 
 
-def _lacks_gradients(wrong: list[str], one: SimpleNamespace) -> bool:
+def _accumulates(one: SimpleNamespace) -> bool:
     """Saved within an accumulated step: gradients that are not yet applied are in no checkpoint, and all else follows."""
-    accumulates = one.accumulate > 1 or one.callback == "schedules accumulation"
-    return accumulates and any(text.startswith("calls:") for text in wrong)
+    return bool(one.accumulate > 1 or one.callback == "schedules accumulation")
 
 
 def _stops(draw: Draw) -> list[Kill]:

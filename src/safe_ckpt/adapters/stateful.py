@@ -31,3 +31,8 @@ def give_back(states: Mapping[str, Any], state_dict: MutableMapping[str, Any]) -
             one.load_state_dict(loaded)
         else:
             state_dict[name] = loaded
+
+
+def versions_of_buffers(module: torch.nn.Module) -> list[int]:
+    """How often each was changed, as torch counts it: other numbers than before say that a forward pass has changed some."""
+    return [one._version for one in module.buffers() if not one.is_inference()]

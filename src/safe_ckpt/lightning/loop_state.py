@@ -17,6 +17,7 @@ from typing import Any
 
 from safe_ckpt.adapters import Patch, pickles
 from safe_ckpt.adapters.extras import get_rng_state
+from safe_ckpt.adapters.stateful import versions_of_buffers
 from safe_ckpt.lightning import dataloader, results
 from safe_ckpt.lightning.beside import epoch_start
 
@@ -37,7 +38,7 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
     place = broken_off or noted.validation or _place(trainer)
     if noted.batch is not None and unprocessed(vars(loop.epoch_loop.batch_progress.current)):
         place |= noted.batch  # that batch is trained again
-        if noted.versions != _versions(trainer.lightning_module):
+        if noted.versions != versions_of_buffers(trainer.lightning_module):
             logger.warning(
                 "saved within a batch, which a resume trains again: its forward pass has changed buffers of the model (those "
                 "of BatchNorm, for one), and will change them twice"
@@ -411,7 +412,7 @@ class Noted:
         def advance(data_fetcher: Any) -> None:
             # On the device: to look at it here would have each batch wait.
             self.batch = {"rng": get_rng_state(), "results": results.gather(trainer, device=None)}
-            self.versions = _versions(trainer.lightning_module)
+            self.versions = versions_of_buffers(trainer.lightning_module)
             train(data_fetcher)
             self.batch = None
 
@@ -439,10 +440,6 @@ class Noted:
             undo.put_methods(epoch_loop, {"advance": advance})
         undo.put_methods(epoch_loop, {"on_advance_end": on_advance_end})
         undo.put_methods(val_loop, {"run": validate, "_on_evaluation_end": on_evaluation_end})
-
-
-def _versions(module: Any) -> list[int]:
-    return [one._version for one in module.buffers() if not one.is_inference()]
 
 
 def _adds_a_validation(trainer: Any, data_fetcher: Any) -> bool:

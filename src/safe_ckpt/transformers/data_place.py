@@ -21,6 +21,7 @@ from safe_ckpt.accelerate import dataloaders as placed_loaders
 from safe_ckpt.adapters import Engine
 from safe_ckpt.adapters.data_position import has_length, saved_state
 from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
+from safe_ckpt.adapters.stateful import versions_of_buffers
 from safe_ckpt.data.loader import Skip
 from safe_ckpt.data.order import loses_its_buffer
 from safe_ckpt.errors import RestoreError
@@ -90,7 +91,7 @@ class DataPlace:
         if not batches:  # a stream has ended: no step is begun
             return
         generators = get_rng_state() if self._within else None
-        number, versions = trainer.state.global_step, _versions(trainer.model)
+        number, versions = trainer.state.global_step, versions_of_buffers(trainer.model)
         self._step = _Step(number, batches, generators, versions, _losses(trainer))
 
     def save(self, folder: str, trainer: Any) -> None:
@@ -112,7 +113,7 @@ class DataPlace:
         if self._placed is not None:
             state |= self._placed.state(within.batches if within is not None else 0)
         torch.save(state, Path(folder) / _FILE.format(rank=self._rank))
-        if within is not None and within.versions != _versions(trainer.model):
+        if within is not None and within.versions != versions_of_buffers(trainer.model):
             logger.warning(
                 "saved within step %d, which a resume does again: its forward pass has changed buffers of the model (those of "
                 "BatchNorm, for one), and will change them twice",
@@ -202,7 +203,3 @@ def _losses(trainer: Any) -> tuple[Any, int] | None:
     if not hasattr(trainer, _TR_LOSS):
         return None
     return trainer._tr_loss.detach().clone(), int(trainer._globalstep_last_logged)
-
-
-def _versions(model: Any) -> list[int]:
-    return [one._version for one in model.buffers() if not one.is_inference()]

@@ -30,7 +30,7 @@ def warn(folder: Path, arguments: Any) -> None:
         return
     rows, step = state["log_history"], state["global_step"]
     if float(state["epoch"] or 0).is_integer() or step >= state["max_steps"]:
-        warn_of_the_end(folder, arguments)
+        _warn_of_the_end(folder, state, arguments)
     control = state.get("stateful_callbacks", {}).get("TrainerControl", {}).get("args", {})
     if control.get("should_training_stop") and step < state["max_steps"]:
         logger.warning(
@@ -51,9 +51,11 @@ def warn_of_the_end(folder: Path, arguments: Any) -> None:
         folder: the checkpoint.
         arguments: of the Trainer.
     """
-    state = state_in(folder) if not arguments.process_index else None
-    if state is None:
-        return
+    if not arguments.process_index and (state := state_in(folder)) is not None:
+        _warn_of_the_end(folder, state, arguments)
+
+
+def _warn_of_the_end(folder: Path, state: dict[str, Any], arguments: Any) -> None:
     words = {word for row in state["log_history"] if row.get("step") == state["global_step"] for word in row}
     done = {"eval_strategy": any(word.startswith("eval_") for word in words), "logging_strategy": "loss" in words}
     names = {"eval_strategy": "evaluation", "logging_strategy": "row of the log"}

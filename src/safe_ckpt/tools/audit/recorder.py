@@ -349,10 +349,8 @@ def _copies(variables: Mapping[str, Any], parameters: list[Any], most: int) -> I
     """What among them has all the shapes of what is trained, and is not that: an average of the weights, for example."""
     shapes, own = Counter(tuple(one.shape) for one in parameters), {_local(one).data_ptr() for one in parameters}
     # What holds a module, an optimizer or the like is the list of what is saved: its parts may be copies.
-    left, seen = (
-        [(name, value) for name, value in variables.items() if isinstance(value, Mapping | list | tuple)],
-        set(),
-    )
+    left = [(name, value) for name, value in variables.items() if isinstance(value, Mapping | list | tuple)]
+    seen: set[int] = set()
     for name, value in left:
         if id(value) in seen:
             continue
