@@ -34,6 +34,7 @@ from safe_ckpt.core.formats import dcp, torch_reading
 from safe_ckpt.core.formats.file_plan import lies_as_written
 from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.formats.names import matched, plain_names
+from safe_ckpt.core.formats.pickles import HOMES_OF_RECORDS, OTHER_RECORDS
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dcp_ranks import name_of_empty
 from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state
@@ -45,17 +46,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
     from torch.futures import Future
 
-_HOMES_OF_RECORDS = (
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-    "torch.distributed._shard.sharded_tensor.metadata",  # older releases had a part of the first one there
-)
-_RECORDS = {
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "collections": {"OrderedDict", "defaultdict"},
-    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
-}
 _NAMES = "names"
 """Where an optimizer's state says which parameters its groups had, beside the groups of rank 0."""
 
@@ -66,9 +56,9 @@ class _Unpickler(pickle.Unpickler):  # unpickles: DCP's records alone
     def find_class(self, module: str, name: str) -> Any:
         module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _RECORDS.get(module, ()):
+        if is_dtype or name in OTHER_RECORDS.get(module, ()):
             return super().find_class(module, name)
-        if module in _HOMES_OF_RECORDS and _is_record(found := super().find_class(module, name), module):
+        if module in HOMES_OF_RECORDS and _is_record(found := super().find_class(module, name), module):
             return found
         raise HostileCheckpointError(path="", message=f"{module}.{name} has no place in a checkpoint's metadata")
 
