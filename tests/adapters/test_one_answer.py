@@ -56,7 +56,7 @@ DATA = {
     "of Python's library": [fractions.Fraction(1, 3), datetime.timedelta(1), {1, 2}],
     "parts of torch": [torch.nn.Linear(2, 2), torch.float32, torch.device("cpu"), torch.nn.functional.relu],
 }
-CONTENT = {"state_dict": {"w": torch.ones(2)}, "optimizer_states": [], "global_step": 3, "epoch": 1}
+CONTENT = {"state_dict": {"w": torch.ones(2)}, "global_step": 3, "epoch": 1, "loops": {}, "lr_schedulers": []}
 RAW = {
     "calls a partial": b"cfunctools\npartial\n(cos\nsystem\nVtrue\ntR)R.",
     "appends with what it was given": b"cargparse\nNamespace\n)\x81}Vappend\ncos\nlistdir\nsbV.\na.",

@@ -4,7 +4,7 @@ The bytes are verified before, by all ranks together (``verify``). Nothing here 
 more than build DCP's own records.
 
 Tensors are read straight to where they go: with one copy, from the page cache, where verifying has left them. That works for
-entries that lie as we lay them out (``formats.dcp``), and for parts of them that are one run of bytes. DCP's own reader takes
+entries that lie as we lay them out (``dcp_entries``), and for parts of them that are one run of bytes. DCP's own reader takes
 everything else: it unpickles each entry to memory of its own first.
 """
 
@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from safe_ckpt.core.formats import dcp, torch_reading
+from safe_ckpt.core.formats import torch_reading
 from safe_ckpt.core.formats.file_plan import lies_as_written
 from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.formats.names import matched, plain_names
 from safe_ckpt.core.formats.pickles import HOMES_OF_RECORDS, OTHER_RECORDS
-from safe_ckpt.core.sharding import dtensor
+from safe_ckpt.core.sharding import dcp_entries, dtensor
 from safe_ckpt.core.sharding.dcp_ranks import name_of_empty
 from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state
 from safe_ckpt.core.storage.inside import checked_name, inside
@@ -574,7 +574,7 @@ class StraightReader(FileSystemReader):
         sizes, dtype = _sizes_of(item, known), known.properties.dtype
         if sizes is None or (first := _first_element(item, sizes)) is None:
             return False
-        around = dcp.envelope(dtype, sizes)
+        around = dcp_entries.envelope(dtype, sizes)
         if place.length != around.length or os.pread(fd, len(around.head), place.offset) != around.head:
             return False
         target = planner.resolve_tensor(item).detach()
