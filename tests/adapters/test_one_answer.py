@@ -122,6 +122,18 @@ def test_of_a_state_of_ours(tmp_path, name):
     assert answers(place) == {"verify": resumed, "inspect": resumed, "resume-path": resumed}
 
 
+@pytest.mark.parametrize("module", ["__main__", "a_package_of_the_users.deep"])
+def test_of_what_the_users_program_alone_knows(tmp_path, module):
+    """An enumeration of the script is no code: a command, which has not imported it, takes the checkpoint."""
+    place = tmp_path / "run" / "checkpoint_0"
+    place.mkdir(parents=True)
+    torch.save(CONTENT["state_dict"], place / "pytorch_model.bin")
+    (place / "random_states_0.pkl").write_bytes(b"\x80\x02c%s\nColour\nK\x01\x85R." % module.encode())
+    found = answers(place)
+    assert found["verify"]
+    assert found["inspect"]
+
+
 @pytest.mark.parametrize("name", RAW)
 def test_of_a_pickle_that_calls_what_it_made_itself(tmp_path, name):
     """No list of names finds these; the framework's reader is not given them, and no command takes them."""

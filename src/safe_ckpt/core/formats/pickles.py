@@ -70,7 +70,10 @@ _OF_TORCH = (
 )
 
 
-_LOOKED_UP = {"torch": ("torch", "torch.distributed.tensor", "torch.distributed.checkpoint"), "numpy": ("numpy",)}
+_LOOKED_UP = {
+    "torch": ("torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+    "numpy": ("numpy",),
+}
 """What a command imports of a package where a pickle names more of it than tensors and arrays take."""
 _OF_TENSORS = frozenset({"torch.Size", "torch.device", "torch.storage.TypedStorage", "torch.storage.UntypedStorage"})
 HOMES_OF_RECORDS = (
@@ -320,7 +323,8 @@ def _is_data(module: str, name: str, *, called: bool, anywhere: bool) -> bool:
         return True
     top = module.partition(".")[0]
     _import([module] if top in _LIBRARY else _LOOKED_UP.get(top, ()) if anywhere else ())
-    if anywhere and top not in {*sys.modules, *sys.stdlib_module_names}:
+    of_others = module not in sys.modules and top not in {*sys.stdlib_module_names, *_LOOKED_UP}
+    if anywhere and (of_others or top == "__main__"):
         return True  # the user's
     known = module in sys.modules
     found: Any = sys.modules.get(module)
