@@ -23,8 +23,8 @@ from kit.manifests import rewrite
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import Checkpointer, PerRank
 from safe_ckpt.core.coordination import store
-from safe_ckpt.core.formats import dcp as distcp
 from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.sharding import dcp_entries as distcp
 from safe_ckpt.core.sharding import dcp_plan, dcp_read
 from safe_ckpt.errors import CorruptCheckpointError, DesyncError, RestoreError, SafeCheckpointError, StateError
 from support import flip_bit, placements, spreads_empty_shards

@@ -6,16 +6,16 @@ a large replay buffer in it is one, too.
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from typing_extensions import Self
 
+from safe_ckpt.core.formats.pickles import StandIns
 from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.storage.presence import ends_as_archive
 from safe_ckpt.layouts.table import Layout, facts_file, lightning_layout_of
@@ -86,31 +86,6 @@ class _Anything(dict):  # type: ignore[type-arg]
         pass
 
     __setstate__ = __setitem__ = append = extend = add = _ignore
-
-
-class StandIns(pickle.Unpickler):  # unpickles: stand-ins alone
-    """Reads a pickle with what stands for the classes, functions and storages that it names.
-
-    Args:
-        stream: with the pickle.
-        find: gives what stands for a class or function, by module and name.
-        storage: makes what stands for a storage.
-    """
-
-    def __init__(self, stream: IO[bytes], find: Callable[[str, str], Any], storage: Callable[[], Any]) -> None:
-        super().__init__(stream, encoding="latin-1")
-        self._find = find
-        self._storage = storage
-
-    def find_class(self, module: str, name: str) -> Any:
-        """What stands for it."""
-        return self._find(module, name)
-
-    def persistent_load(self, pid: Any) -> Any:
-        """What stands for a storage; before torch 1.6 also a class of a module, with its source."""
-        if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module":
-            return pid[1]
-        return self._storage()
 
 
 def _stand_in(module: str, name: str) -> type[Any]:

@@ -6,6 +6,7 @@ import datetime
 import decimal
 import enum
 import functools
+import importlib
 import io
 import itertools
 import math
@@ -286,5 +287,7 @@ def test_each_file_is_looked_through_by_one_rank(tmp_path):
 
 def test_metadata_of_dcp_is_data_before_dcp_is_imported(monkeypatch):
     """A job that is started again looks through a sharded checkpoint first, and only then has a framework import DCP."""
+    # What this module takes from DCP would otherwise be of a second import of it, for as long as the process lives.
+    importlib.import_module("safe_ckpt.core.sharding.dcp_read")
     monkeypatch.delitem(sys.modules, "torch.distributed.checkpoint.metadata", raising=False)
     refuse_code(pathlib.Path(__file__).parents[2] / "corpus/checkpoints/lightning_sharded/epoch=0-step=2.ckpt")

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from safe_ckpt.core.formats import dcp, file_plan, hugging_face
-from safe_ckpt.core.formats.dcp import Envelope
+from safe_ckpt.core.formats import file_plan, hugging_face
 from safe_ckpt.core.formats.file_plan import FilePlan
+from safe_ckpt.core.sharding import dcp_entries
+from safe_ckpt.core.sharding.dcp_entries import Envelope
 from safe_ckpt.errors import StateError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def entries(
         if item.type == WriteItemType.BYTE_IO:
             length = lengths[number]
         else:
-            around = dcp.envelope(*kind_of(item))
+            around = dcp_entries.envelope(*kind_of(item))
             length = around.length
         if number not in frozen:
             file = 0
@@ -45,7 +46,7 @@ def entries(
             if ends[-1] and ends[-1] + length > file_plan.FROZEN_BYTES:
                 ends.append(0)
             file = len(ends) - 1
-        at = dcp.behind(ends[file], around.alignment) if around is not None else dcp.behind(ends[file])
+        at = dcp_entries.behind(ends[file], around.alignment) if around is not None else dcp_entries.behind(ends[file])
         yield item, number, file, at, length
         ends[file] = at + length
 

@@ -28,12 +28,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from safe_ckpt.core.coordination.rounds import Scatter
-from safe_ckpt.core.formats import dcp
 from safe_ckpt.core.formats.file_plan import FilePlan, FileTemplate, bytes_image, values_of
 from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.formats.refusals import refuse_short, unchanging
 from safe_ckpt.core.formats.torch_archive import saved_bytes
-from safe_ckpt.core.sharding import dtensor, plan_data
+from safe_ckpt.core.sharding import dcp_entries, dtensor, plan_data
 from safe_ckpt.core.sharding.dcp_layout import File, entries, file_of, frozen_entries, kind_of, under
 from safe_ckpt.core.sharding.dcp_ranks import divided, name_of_empty, on_part, refuse_others
 from safe_ckpt.core.sharding.dtensor import ShardedItem
@@ -449,7 +448,7 @@ def _lay_out(
         if number in local.objects:
             objects[number] = at, local.objects[number]
             continue
-        name, around = entry.index.fqn.removeprefix(within), dcp.envelope(*kind_of(entry))
+        name, around = entry.index.fqn.removeprefix(within), dcp_entries.envelope(*kind_of(entry))
         tensor = values_of(local.lookup(entry.index))
         if (tensor.dtype, tuple(tensor.shape)) != kind_of(entry):
             message = f"planned as {kind_of(entry)}, it is {tuple(tensor.shape)} {tensor.dtype}"

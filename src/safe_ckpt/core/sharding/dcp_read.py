@@ -4,7 +4,7 @@ The bytes are verified before, by all ranks together (``verify``). Nothing here 
 more than build DCP's own records.
 
 Tensors are read straight to where they go: with one copy, from the page cache, where verifying has left them. That works for
-entries that lie as we lay them out (``formats.dcp``), and for parts of them that are one run of bytes. DCP's own reader takes
+entries that lie as we lay them out (``dcp_entries``), and for parts of them that are one run of bytes. DCP's own reader takes
 everything else: it unpickles each entry to memory of its own first.
 """
 
@@ -30,11 +30,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from safe_ckpt.core.formats import dcp, torch_reading
+from safe_ckpt.core.formats import torch_reading
 from safe_ckpt.core.formats.file_plan import lies_as_written
 from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.formats.names import matched, plain_names
-from safe_ckpt.core.sharding import dtensor
+from safe_ckpt.core.formats.pickles import HOMES_OF_RECORDS, OTHER_RECORDS
+from safe_ckpt.core.sharding import dcp_entries, dtensor
 from safe_ckpt.core.sharding.dcp_ranks import name_of_empty
 from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state
 from safe_ckpt.core.storage.inside import checked_name, inside
@@ -45,17 +46,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
     from torch.futures import Future
 
-_HOMES_OF_RECORDS = (
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-    "torch.distributed._shard.sharded_tensor.metadata",  # older releases had a part of the first one there
-)
-_RECORDS = {
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "collections": {"OrderedDict", "defaultdict"},
-    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
-}
 _NAMES = "names"
 """Where an optimizer's state says which parameters its groups had, beside the groups of rank 0."""
 
@@ -66,9 +56,9 @@ class _Unpickler(pickle.Unpickler):  # unpickles: DCP's records alone
     def find_class(self, module: str, name: str) -> Any:
         module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _RECORDS.get(module, ()):
+        if is_dtype or name in OTHER_RECORDS.get(module, ()):
             return super().find_class(module, name)
-        if module in _HOMES_OF_RECORDS and _is_record(found := super().find_class(module, name), module):
+        if module in HOMES_OF_RECORDS and _is_record(found := super().find_class(module, name), module):
             return found
         raise HostileCheckpointError(path="", message=f"{module}.{name} has no place in a checkpoint's metadata")
 
@@ -584,7 +574,7 @@ class StraightReader(FileSystemReader):
         sizes, dtype = _sizes_of(item, known), known.properties.dtype
         if sizes is None or (first := _first_element(item, sizes)) is None:
             return False
-        around = dcp.envelope(dtype, sizes)
+        around = dcp_entries.envelope(dtype, sizes)
         if place.length != around.length or os.pread(fd, len(around.head), place.offset) != around.head:
             return False
         target = planner.resolve_tensor(item).detach()

@@ -22,13 +22,19 @@ from safe_ckpt.core.formats.manifest import (
     archive_digest,
     read_manifest,
 )
+from safe_ckpt.core.formats.pickles import is_read
 from safe_ckpt.core.formats.verify import UNEQUAL, identity_of, verify_archive, verify_entry
 from safe_ckpt.core.home.home import is_one
 from safe_ckpt.core.home.object_head import manifest_in
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.objects.second_look import look_thrice
 from safe_ckpt.core.storage.reader import ReadProgress, Span, wrong_spans
-from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from safe_ckpt.errors import (
+    CorruptCheckpointError,
+    HostileCheckpointError,
+    IncompleteCheckpointError,
+    UnsupportedFormatError,
+)
 from safe_ckpt.tools.inspection import dcp_reader, torch_reader
 from safe_ckpt.tools.inspection.files import CheckpointFile, Window, inside, read_json, walk
 from safe_ckpt.tools.inspection.listing import kind_of
@@ -252,7 +258,8 @@ def _ours(path: Path, *, follow_symlinks: bool) -> Task | None:
     manifest = read_manifest(path)
     present = {file.name for file in walk(path, follow_symlinks=follow_symlinks)}
     own_bytes = (path / MANIFEST_NAME).stat().st_size
-    return _of_manifest(path, manifest, own_bytes, present, [_Entry(path, entry) for entry in manifest.files])
+    metadata = functools.cache(_metadata)  # for the files of one folder
+    return _of_manifest(path, manifest, own_bytes, present, [_Entry(path, entry, metadata) for entry in manifest.files])
 
 
 def _of_manifest(path: Place, manifest: Manifest, own_bytes: int, present: set[str], jobs: Sequence[Job]) -> Task:
@@ -273,20 +280,24 @@ class _Entry:
     Args:
         folder: the directory.
         entry: the file, as the manifest has it.
+        metadata: gives what ``.metadata`` in a folder says.
 
     Attributes:
         key: equal where the same bytes are compared with the same hash.
     """
 
-    def __init__(self, folder: Path, entry: FileEntry) -> None:
-        self._folder, self._entry = folder, entry
+    def __init__(self, folder: Path, entry: FileEntry, metadata: Callable[[Path], Metadata]) -> None:
+        self._folder, self._entry, self._metadata = folder, entry, metadata
         identity = identity_of(folder / entry.path)
         self.key = None if identity is None else (identity, entry.path, entry.size_bytes, entry.xxh3_128)
 
     def __call__(self, progress: ReadProgress | None) -> Judgement:
         folder, entry = self._folder, self._entry
         compare = partial(verify_entry, folder, entry, cached=None, links=True, progress=progress)
-        return _compared(folder, entry, compare, folder.exists) or _located(folder, entry.path, entry.size_bytes)
+        judgement = _compared(folder, entry, compare, folder.exists)
+        if judgement is None:
+            return _located(folder, entry.path, entry.size_bytes)
+        return _looked_through(judgement, inside(folder, entry.path), self._metadata)
 
 
 def _compared(
@@ -307,9 +318,41 @@ def _compared(
 
 def _archive(path: Path, progress: ReadProgress | None) -> Judgement:
     try:
-        return valid(path.name, verify_archive(path, cached=None, progress=progress))
+        judgement = valid(path.name, verify_archive(path, cached=None, progress=progress))
     except CorruptCheckpointError:
         return _located(path.parent, path.name, path.stat().st_size)
+    return _looked_through(judgement, path, _metadata)
+
+
+def _looked_through(judgement: Judgement, place: Path, metadata: Callable[[Path], Metadata]) -> Judgement:
+    """Of a file whose bytes are those that were written: whether a resume would refuse it, for it would run code."""
+    if judgement.state != "valid":
+        return judgement
+    name, size = judgement.file, judgement.size_bytes
+    try:
+        if place.name == DCP_METADATA and isinstance(found := metadata(place.parent), HostileCheckpointError):
+            raise found
+        with Window(place) as window:
+            if place.suffix == ".distcp":
+                _look_at_objects(place, metadata, window)
+            elif is_read(place.name):
+                torch_reader.root_of(window)
+    except HostileCheckpointError as error:
+        return damaged(name, error.message, size=size)
+    except (CorruptCheckpointError, UnsupportedFormatError):
+        return judgement  # no pickle, or one too long for a command: a resume looks through any
+    return judgement
+
+
+def _look_at_objects(place: Path, metadata: Callable[[Path], Metadata], window: Window) -> None:
+    for folder in place.parents[:2]:  # of an item alone, or of all
+        if isinstance(found := metadata(folder), dcp_reader.Directory):
+            for item in found.items.get(place.relative_to(folder).as_posix(), ()):
+                if item.name not in found.tensors and torch_reader.looks_like_archive(
+                    part := window.part(item.offset, item.size)
+                ):
+                    torch_reader.open_archive(part)
+            return
 
 
 def _located(folder: Path, name: str, size: int) -> Judgement:

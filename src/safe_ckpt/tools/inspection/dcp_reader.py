@@ -77,7 +77,7 @@ def read_directory(folder: Path) -> Directory:
     with Window(folder / DCP_METADATA) as window:
         if window.size > MOST_BYTES:
             raise CorruptCheckpointError(path=str(folder), file=DCP_METADATA, message="is too large")
-        metadata = read_pickle(window.read(0, window.size), str(folder / DCP_METADATA))
+        metadata = read_pickle(window.read(0, window.size), str(folder / DCP_METADATA), records=True)
     try:
         return _directory(folder, metadata)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

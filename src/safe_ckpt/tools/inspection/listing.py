@@ -27,7 +27,7 @@ from safe_ckpt.layouts.table import Layout
 from safe_ckpt.layouts.top_level import look_inside
 from safe_ckpt.text import listed
 from safe_ckpt.tools.inspection.files import CheckpointFile, Window
-from safe_ckpt.tools.inspection.torch_reader import looks_like_archive, open_archive, read_old_file
+from safe_ckpt.tools.inspection.torch_reader import root_of
 
 NOT_COMMITTED = "not committed"
 FOUND_DAMAGED = "found damaged by a resume"
@@ -304,9 +304,7 @@ def read_layout(path: Path) -> Layout:
     layout = layouts.lightning_layout_of(path)
     try:
         with Window(layouts.facts_file(path)) as window:
-            return layout.with_content(
-                open_archive(window).root if looks_like_archive(window) else read_old_file(window)
-            )
+            return layout.with_content(root_of(window))
     except HostileCheckpointError as error:
         return replace(layout, problem=f"is no checkpoint: {error.message}")
     except CorruptCheckpointError:

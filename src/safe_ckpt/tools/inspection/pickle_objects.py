@@ -20,15 +20,24 @@ class Global:
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
 
+    @property
+    def is_getattr(self) -> bool:
+        """Whether it is Python's own function of this name."""
+        return self.name == "getattr" and self.module in ("builtins", "__builtin__")
+
 
 @dataclass(eq=False, slots=True)
 class Opaque:
-    """The result of a class or function that was not called: its name, its arguments, and what was put into it later."""
+    """The result of a class or function that was not called: its name, its arguments, and what was put into it later.
+
+    How far it is with that: ``core.formats.pickles.next_stage``.
+    """
 
     made_by: Global
     args: object = ()
     state: object = None
     items: list[Any] = field(default_factory=list)
+    stage: int = 0
 
 
 class Ordered(dict[Any, Any]):

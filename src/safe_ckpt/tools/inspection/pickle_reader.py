@@ -1,8 +1,8 @@
-"""The structure of a pickle, without running it: no class is imported, no function is called.
+"""The structure of a pickle, without running it: no class of it is imported, no function is called.
 
 A pickle is a program for a stack machine. This one knows its opcodes (from ``pickletools``, Python's own description) and
 builds plain containers. For a class or a function it builds an inert ``Opaque`` with its name. It understands what
-``torch.save`` writes for tensors.
+``torch.save`` writes for tensors. It notes what would run code, and what that is ``core.formats.pickles`` says.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import pickletools
 from collections.abc import Callable
 from typing import Any
 
+from safe_ckpt.core.formats.pickles import Names, Odd, is_asked, next_stage
 from safe_ckpt.errors import HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.tools.inspection.pickle_objects import (
     DICTS,
@@ -32,8 +33,9 @@ _MARK = object()
 
 
 class _Machine:
-    def __init__(self, data: bytes, path: str) -> None:
+    def __init__(self, data: bytes, path: str, names: Names) -> None:
         self._path = path
+        self._names = names
         self._data = data
         self._left = _MOST_WORK
         self.stack: list[Any] = []
@@ -84,35 +86,77 @@ class _Machine:
     def add_items(self, target: object, items: list[Any]) -> None:
         if isinstance(target, list):
             target.extend(items)
-        elif isinstance(target, Opaque):
+            return
+        self.changes(target, 0)
+        if isinstance(target, Opaque):
             target.items.extend(items)
 
     def set_items(self, target: object, items: list[Any]) -> None:
         pairs = list(zip(items[::2], items[1::2], strict=True))
         if isinstance(target, dict):
             target.update((key_of(key), value) for key, value in pairs)
-        elif isinstance(target, Opaque):
+            return
+        self.changes(target, 1)
+        if isinstance(target, Opaque):
             target.items.extend(pairs)
+            target.stage = 3 if is_asked(items[::2]) else target.stage
 
     def build(self, _: object) -> None:
         state = self.stack.pop()
-        if isinstance(self.stack[-1], Opaque | Ordered):
-            self.stack[-1].state = state
+        target = self.stack[-1]
+        if isinstance(target, Ordered):
+            target.state = state
+            return
+        self.changes(target, 2)
+        if isinstance(target, Opaque):
+            target.state, target.stage = state, 3
+
+    def changes(self, target: object, stage: int) -> None:
+        """What is put into an object is given to methods of it: they may be what the pickle has put there before."""
+        if isinstance(target, Opaque):
+            target.stage = next_stage(target.stage, stage, str(target.made_by))
+        elif isinstance(target, Global | Ordered):
+            raise Odd(f"changes {target if isinstance(target, Global) else 'a dict as if it were something else'}")
 
     def reduce(self, _: object) -> None:
+        args = self.stack.pop()
+        self.stack.append(self.called(self.stack.pop(), args))
+
+    def new(self, _: object) -> None:
         args = self.stack.pop()
         self.stack.append(self.made(self.stack.pop(), args))
 
     def new_with_keywords(self, _: object) -> None:
-        del self.stack[-1:]
-        self.reduce(None)
+        given, args = self.stack.pop(), self.stack.pop()
+        made = self.made(self.stack.pop(), args)
+        if isinstance(made, Opaque) and isinstance(given, dict) and is_asked(given):
+            made.stage = 3
+        self.stack.append(made)
 
     def make(self, _: object) -> None:
         made_by, *args = self.since_mark()
-        self.stack.append(self.made(made_by, tuple(args)))
+        self.stack.append(self.called(made_by, tuple(args)))
 
     def make_named(self, name: str) -> None:
-        self.stack.append(self.made(_global(name), tuple(self.since_mark())))
+        self.stack.append(self.called(self.named(_global(name)), tuple(self.since_mark())))
+
+    def named(self, found: Global) -> Global:
+        self._names.add(found.module, found.name)
+        return found
+
+    def called(self, made_by: object, args: object) -> object:
+        """What a call would return, and a note that the pickle makes it."""
+        first = args[0] if isinstance(args, tuple) and args else None
+        if isinstance(made_by, Opaque):
+            raise Odd(f"calls what it makes of {made_by.made_by}")
+        if isinstance(made_by, Global):
+            if made_by.is_getattr and isinstance(first, Global) and isinstance(args, tuple) and len(args) == 2:
+                # A class within a class; a value of an enum.
+                return self.named(Global(first.module, f"{first.name}.{args[1]}"[:200]))
+            self._names.called.add(self._names.add(made_by.module, made_by.name))
+            if made_by.name == "_rebuild_from_type_v2" and isinstance(first, Global):
+                self._names.called.add(self._names.add(first.module, first.name))
+        return self.made(made_by, args)
 
     def opaque(self, made_by: Global, items: list[Any]) -> Opaque:
         self.spend(_WORK_OF_OBJECT)
@@ -120,19 +164,20 @@ class _Machine:
 
     def made(self, made_by: object, args: object) -> object:
         self.spend(_WORK_OF_OBJECT)
-        if isinstance(made_by, Global) and _acts(made_by):
-            raise self.refused(f"it would run {made_by} when it is loaded")
         if isinstance(made_by, Global) and str(made_by) in DICTS:
             pairs = pairs_of(args)
             self.spend(len(pairs))
             return Ordered((key_of(pair[0]), pair[1]) for pair in pairs)
-        return made_of(made_by, args)
+        made = made_of(made_by, args)
+        if isinstance(made, Opaque) and isinstance(args, tuple):
+            made.stage = 3 if any(isinstance(one, dict) and is_asked(one) for one in args) else 0
+        return made
 
     def name(self, _: object) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if not isinstance(module, str) or not isinstance(name, str):
             raise self.refused("the name of a class in it is no text")
-        self.stack.append(Global(module[:200], name[:200]))
+        self.stack.append(self.named(Global(module[:200], name[:200])))
 
     def refer(self, key: object) -> None:
         self.stack.append(storage_of(key))
@@ -151,18 +196,6 @@ class _Machine:
         self.set_items(self.stack[-1], items)
 
 
-def _acts(made_by: Global) -> bool:
-    # No such list is complete. Here nothing is run; the refusal protects the tool that loads the file next.
-    module = made_by.module.partition(".")[0]
-    if module in ("builtins", "__builtin__"):
-        return made_by.name in _ACTING
-    return module in _ACTING_MODULES and not made_by.name.endswith(("_result", "_size"))
-
-
-_ACTING = frozenset({"eval", "exec", "compile", "open", "__import__", "execfile", "input", "breakpoint"})
-_ACTING_MODULES = frozenset({
-    "os", "posix", "nt", "subprocess", "pty", "runpy", "socket", "ctypes", "shutil", "importlib", "sys", "pdb", "webbrowser",
-})  # fmt: skip
 _Step = Callable[[_Machine, Any], object]
 _SET, _FROZENSET = Global("builtins", "set"), Global("builtins", "frozenset")
 _EXTENSION = Global("copyreg", "extension")
@@ -214,11 +247,12 @@ _STEPS: dict[str, _Step] = {
     "MEMOIZE": lambda machine, _: machine.put(len(machine.memo)),
     **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), _Machine.put),
     **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _Machine.get),
-    "GLOBAL": lambda machine, name: machine.stack.append(_global(name)),
+    "GLOBAL": lambda machine, name: machine.stack.append(machine.named(_global(name))),
     "STACK_GLOBAL": _Machine.name,
     "INST": _Machine.make_named,
     "OBJ": _Machine.make,
-    **dict.fromkeys(("REDUCE", "NEWOBJ"), _Machine.reduce),
+    "REDUCE": _Machine.reduce,
+    "NEWOBJ": _Machine.new,
     "NEWOBJ_EX": _Machine.new_with_keywords,
     "BUILD": _Machine.build,
     "PERSID": _Machine.refer,
@@ -227,17 +261,22 @@ _STEPS: dict[str, _Step] = {
 }
 
 
-def read_pickle(data: bytes, path: str) -> Any:
+def read_pickle(data: bytes, path: str, *, records: bool = False) -> Any:
     """What a pickle would build, as plain containers, ``Opaque``, ``Storage`` and ``Tensor``.
 
+    Args:
+        data: the pickle.
+        path: what an error calls it.
+        records: it is DCP's ``.metadata``: nothing else has a place in it.
+
     Raises:
-        HostileCheckpointError: it is no pickle, or none that a checkpoint would hold.
+        HostileCheckpointError: it is no pickle, or none that a checkpoint would hold: it would run code.
         UnsupportedFormatError: it is too long to be read.
     """
-    return read_pickles(data, path, count=1)[0][0]
+    return read_pickles(data, path, count=1, records=records)[0][0]
 
 
-def read_pickles(data: bytes, path: str, *, count: int) -> tuple[list[Any], int]:
+def read_pickles(data: bytes, path: str, *, count: int, records: bool = False) -> tuple[list[Any], int]:
     """The first ``count`` of several pickles that follow each other, as torch wrote them before its zip format.
 
     Returns:
@@ -249,17 +288,21 @@ def read_pickles(data: bytes, path: str, *, count: int) -> tuple[list[Any], int]
     """
     if len(data) > MOST_BYTES:
         raise HostileCheckpointError(path=path, message=f"its pickle is refused: larger than {MOST_BYTES >> 20} MiB")
-    values, at = [], 0
+    values, at, names = [], 0, Names(anywhere=True)
     for _ in range(count):
-        machine = _Machine(data[at:] if at else data, path)
+        machine = _Machine(data[at:] if at else data, path, names)
         try:
             value, length = machine.run()
+        except Odd as error:
+            raise machine.refused(f"it {error}") from error
         except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
             if isinstance(error, HostileCheckpointError | UnsupportedFormatError):
                 raise
             raise machine.refused(f"it is damaged ({str(error)[:200]})") from error
         values.append(value)
         at += length
+    for problem in (names.other_than_records() if records else names.problems())[:1]:
+        raise machine.refused(f"it {problem}")
     return values, at
 
 

@@ -151,6 +151,18 @@ def names_in(archive: Archive, bad: Iterable[Span]) -> list[str]:
     return names or [member.name for member in records]
 
 
+def root_of(source: Window) -> Any | None:
+    """What a file of either format would build; None when it is none.
+
+    Raises:
+        CorruptCheckpointError: it contradicts itself.
+        HostileCheckpointError: no tool writes such a file: it would run code.
+        UnsupportedFormatError: its pickle is too long.
+        OSError: it could not be read.
+    """
+    return open_archive(source).root if looks_like_archive(source) else read_old_file(source)
+
+
 def read_old_file(source: Window) -> Any | None:
     """What a file from before the zip format would build; None when it is none. Plain pickles are read too.
 

@@ -1,0 +1,367 @@
+"""What in a pickle would run code: the one rule of a save, a resume and the commands. Nothing in it is run meanwhile.
+
+A pickle calls what it names. Stock Lightning, Accelerate and DeepSpeed read some of their files so. What is refused here: a
+call of a function, except those that rebuild tensors, arrays and other data; and most of Python's own library. What is
+admitted: classes of packages that the program has imported, since states may hold objects of the user's. So a class that does
+harm when it is made is not recognized. ``docs/clusters.md`` says so. A command runs without the user's program: there what is
+of no package that it knows counts as the user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pickle
+import re
+import sys
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import IO, Any
+
+from typing_extensions import Self
+
+from safe_ckpt.core.formats.dtypes import ITEM_BYTES, STORAGES
+
+_READ = re.compile(
+    r"(?!training_args\.bin$).*\.(pt|pth|bin|ckpt|metadata)|(random_states|custom_checkpoint)_.*\.pkl", re.DOTALL
+)
+_LIBRARY = frozenset({
+    "abc", "argparse", "array", "collections", "copy", "copyreg", "dataclasses", "datetime", "decimal",
+    "enum", "fractions", "functools", "ipaddress", "itertools", "math", "numbers", "operator", "pathlib", "random", "re",
+    "string", "time", "typing", "uuid", "zoneinfo",
+})  # fmt: skip
+_KNOWN = frozenset({
+    "_codecs.encode", "array._array_reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__", "copyreg._reconstructor",
+    "_io.BytesIO", "_io.StringIO", "http.HTTPStatus", "logging.getLogger",
+    "numpy.ma.core._mareconstruct",
+    "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar", "numpy._core.numeric._frombuffer",
+    "numpy.core.multiarray._reconstruct", "numpy.core.multiarray.scalar", "numpy.core.numeric._frombuffer",
+    "numpy.random._pickle.__bit_generator_ctor", "numpy.random._pickle.__generator_ctor",
+    "numpy.random._pickle.__randomstate_ctor",
+    "pandas._libs.internals._unpickle_block", "pandas._libs.tslibs.timedeltas._timedelta_unpickle",
+    "pandas._libs.tslibs.timestamps._unpickle_timestamp", "pandas.core.indexes.base._new_Index",
+    "pandas.core.indexes.datetimes._new_DatetimeIndex", "pandas.core.indexes.period._new_PeriodIndex",
+    "pyarrow.lib._reconstruct_record_batch", "pyarrow.lib._reconstruct_table", "pyarrow.lib._restore_array",
+    "pyarrow.lib.chunked_array", "pyarrow.lib.field", "pyarrow.lib.list_", "pyarrow.lib.py_buffer", "pyarrow.lib.schema",
+    "pyarrow.lib.struct", "pyarrow.lib.type_for_alias",
+    "re._compile", "signal.Signals", "statistics.NormalDist",
+    "torch._tensor._rebuild_from_type_v2", "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",  # an enum: DCP may not be imported yet
+    "urllib.parse.ParseResult", "urllib.parse.SplitResult", "zoneinfo.ZoneInfo._unpickle",
+})  # fmt: skip
+_BUILTINS = frozenset({
+    "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "getattr", "int", "list", "object", "range", "set",
+    "slice", "str", "tuple",
+})  # fmt: skip
+_NAMED = frozenset({"abs", "all", "any", "len", "max", "min", "pow", "round", "sorted", "sum"})
+# They call what they are given.
+_CALLING = frozenset({"accumulate", "dropwhile", "filterfalse", "groupby", "starmap", "takewhile"})
+_ASKED = frozenset({"__setstate__", "add", "append", "extend"})  # of an object, when it is unpickled
+_TYPES = frozenset({"GenericAlias", "MappingProxyType", "NoneType", "SimpleNamespace", "UnionType"})
+_OF_TORCH = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.fx",
+    "torch.hub",
+    "torch.jit",
+    "torch.package",
+    "torch.utils.cpp_extension",
+)
+
+
+_LOOKED_UP = {
+    "torch": ("torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+    "numpy": ("numpy",),
+}
+"""What a command imports of a package where a pickle names more of it than tensors and arrays take."""
+_OF_TENSORS = frozenset({"torch.Size", "torch.device", "torch.storage.TypedStorage", "torch.storage.UntypedStorage"})
+HOMES_OF_RECORDS = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed._shard.sharded_tensor.metadata",  # older releases had a part of the first one there
+)
+"""Where DCP has what its ``.metadata`` is made of: dataclasses, and an enumeration."""
+OTHER_RECORDS = {
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *ITEM_BYTES},
+    "collections": {"OrderedDict", "defaultdict"},
+    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
+}
+"""What else is in it."""
+
+
+def is_read(name: str) -> bool:
+    """Whether a framework unpickles a file of this name, without folders. Other pickles beside them the user alone reads."""
+    return _READ.fullmatch(name) is not None
+
+
+class Odd(Exception):
+    """A pickle does what no object asks for when it is pickled. Its text follows "its pickle"."""
+
+
+class Names:
+    """What a pickle names and what it would call.
+
+    Args:
+        anywhere: this process is not the one that will read it, such as a command's: what is of a package that is not
+            imported here may be the user's.
+
+    Attributes:
+        called: of the names, those that it calls.
+    """
+
+    def __init__(self, *, anywhere: bool = False) -> None:
+        self._anywhere = anywhere
+        self._found: dict[tuple[str, str], None] = {}
+        self.called: set[tuple[str, str]] = set()
+
+    def add(self, module: str, name: str) -> tuple[str, str]:
+        """Note that it names this. Returns it by its name of today: torch's pickles call Python's library as Python 2 did."""
+        key = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        self._found[key] = None
+        return key
+
+    def other_than_records(self) -> list[str]:
+        """What has no place in DCP's ``.metadata``, by its name: a resume looks at what it is, too."""
+        found = []
+        for module, name in self._found:
+            in_place = name in OTHER_RECORDS.get("pathlib" if module == "pathlib._local" else module, ())
+            made = (module, name) in self.called and not name.endswith("_ENCODING")
+            if not in_place and (made or module not in HOMES_OF_RECORDS or "." in name):
+                found.append(f"names {module}.{name}, which has no place in a checkpoint's metadata"[:300])
+        return found
+
+    def problems(self) -> list[str]:
+        """What is wrong with the names, in words that follow "its pickle"."""
+        own, found = _own_names(), []
+        for module, name in self._found:
+            text, called = f"{module}.{name}", (module, name) in self.called
+            if text not in own and not _is_data(module, name, called=called, anywhere=self._anywhere):
+                found.append(f"{'calls' if called else 'names'} {text[:200]}, which is no data")
+        return found
+
+
+def _own_names() -> set[str]:
+    """What ``torch.serialization.add_safe_globals`` has admitted."""
+    if "torch" not in sys.modules:
+        return set()
+    import torch
+
+    safe = torch.serialization.get_safe_globals()
+    return {str(one[1]) if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in safe}
+
+
+def problems_in(streams: Iterable[IO[bytes]]) -> list[str]:
+    """What would run code in pickles that follow each other, in words that follow "its pickle"; none for data.
+
+    Args:
+        streams: with one pickle each; the same again for a stream with several. The first that has no end is the last.
+    """
+    names = _Looked()
+    for stream in streams:
+        if not names.read(stream):
+            break
+    return names.problems()
+
+
+def next_stage(stage: int, wanted: int, what: str) -> int:
+    """What is done to an object comes in the order in which an object is pickled: items, then keys, then its state.
+
+    In another order, what it was given would be called: an attribute in the place of its ``append``.
+
+    Raises:
+        Odd: it comes too late.
+    """
+    if stage > wanted:
+        raise Odd(f"changes what it has made of {what}")
+    return wanted
+
+
+def is_asked(keys: Iterable[object]) -> bool:
+    """Whether one of the keys is a method that is asked of an object when it is unpickled."""
+    return any(isinstance(key, str) and key in _ASKED for key in keys)
+
+
+class _Looked(Names):
+    """Reads pickles with stand-ins: of any length, and as quickly as they are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stand_ins: dict[tuple[str, str], Any] = {}
+        self._odd: list[str] = []
+        self.find("collections", "OrderedDict")
+
+    def read(self, stream: IO[bytes]) -> bool:
+        """Look through one pickle. Whether there is an end of it, and so perhaps another one."""
+        try:
+            StandIns(stream, self.find, self.find("collections", "OrderedDict")).load()
+        except Odd as error:
+            self._odd.append(str(error))
+        except EOFError:
+            pass  # whoever reads it meets the same end
+        except Exception as error:
+            # What is no pickle, or a damaged one: whoever reads it says so. But here it may end where it does not for others.
+            if len(self._stand_ins) > 1 and "truncated" not in str(error):
+                self._odd.append(f"cannot be looked through ({type(error).__name__}: {error})"[:300])
+        else:
+            return True
+        return False
+
+    def find(self, module: str, name: str) -> Any:
+        """What stands for a class or function."""
+        key = self.add(module, name)
+        if key not in self._stand_ins:
+            facts = {"names": self, "module": key[0], "name": key[1]}
+            own = key == ("collections", "OrderedDict")
+            self._stand_ins[key] = OrderedDict if own else _Named("Named", (_Made,), facts)
+        return self._stand_ins[key]
+
+    def problems(self) -> list[str]:
+        """See ``Names``: before it what it does that no object asks for."""
+        return [*self._odd, *super().problems()]
+
+
+class StandIns(pickle.Unpickler):  # unpickles: stand-ins alone
+    """Reads a pickle with what stands for the classes, functions and storages that it names.
+
+    Args:
+        stream: with the pickle.
+        find: gives what stands for a class or function, by module and name.
+        storage: makes what stands for a storage.
+    """
+
+    def __init__(self, stream: IO[bytes], find: Callable[[str, str], Any], storage: Callable[[], Any]) -> None:
+        super().__init__(stream, encoding="latin-1")
+        self._find = find
+        self._storage = storage
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands for it."""
+        return self._find(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        """What stands for a storage; before torch 1.6 also a class of a module, with its source."""
+        if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module":
+            return pid[1]
+        return self._storage()
+
+
+class _Named(type):
+    """Stands for a class or function that a pickle names. Calling it calls nothing, and is noted."""
+
+    names: _Looked
+    module: str
+    name: str
+
+    def _refuse(cls) -> Any:
+        raise Odd(f"changes {cls.module}.{cls.name}")
+
+    __setstate__ = append = extend = add = property(_refuse)
+
+    def __call__(cls, *args: Any, **_: Any) -> Any:
+        text = f"{cls.module}.{cls.name}"
+        if text == "builtins.getattr" and len(args) == 2 and isinstance(args[0], _Named):
+            # A class within a class; a value of an enum.
+            return cls.names.find(args[0].module, f"{args[0].name}.{args[1]}")
+        cls.names.called.add((cls.module, cls.name))
+        if cls.name == "_rebuild_from_type_v2" and args and isinstance(args[0], _Named):
+            cls.names.called.add((args[0].module, args[0].name))
+        made: Any = cls.__new__
+        return made(cls, *args)
+
+
+class _Made(dict):  # type: ignore[type-arg]
+    """Stands for what a class would make. It accepts what is done to an object in the order in which it is pickled.
+
+    See ``next_stage``.
+    """
+
+    stage: int
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        made = super().__new__(cls)
+        given = [one for one in (*args, kwargs) if isinstance(one, dict)]
+        made.stage = 3 if any(map(is_asked, given)) else 0
+        return made
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+    def __call__(self, *_: object, **__: object) -> Any:
+        raise Odd(f"calls what it makes of {self._text}")
+
+    def append(self, *_: object) -> None:
+        """Nothing."""
+        self._go_on_to(0)
+
+    extend = add = append
+
+    def __setitem__(self, key: object, _: object) -> None:
+        self._go_on_to(1)
+        if is_asked([key]):
+            self.stage = 3
+
+    def __setstate__(self, _: object) -> None:
+        self._go_on_to(2)
+        self.stage = 3
+
+    def _go_on_to(self, stage: int) -> None:
+        self.stage = next_stage(self.stage, stage, self._text)
+
+    @property
+    def _text(self) -> str:
+        kind: Any = type(self)
+        return f"{kind.module}.{kind.name}"
+
+
+def _is_data(module: str, name: str, *, called: bool, anywhere: bool) -> bool:
+    if f"{module}.{name}" in _KNOWN or f"{module}.{name}".startswith("torch._utils._rebuild_"):
+        return True
+    of_torch = module == "torch" and (name in STORAGES or name in ITEM_BYTES)
+    if of_torch or f"{module}.{name}" in _OF_TENSORS:
+        return True
+    top = module.partition(".")[0]
+    _import([module] if top in _LIBRARY else _LOOKED_UP.get(top, ()) if anywhere else ())
+    of_others = module not in sys.modules and top not in {*sys.stdlib_module_names, *_LOOKED_UP}
+    if anywhere and (of_others or top == "__main__"):
+        return True  # the user's
+    known = module in sys.modules
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None) if known else None
+    return _is_harmless(found, module, name, called=called)
+
+
+def _import(modules: Iterable[str]) -> None:
+    """Only of what is named above: a pickle does not choose what is imported."""
+    for module in modules:
+        with contextlib.suppress(Exception):  # it is not there, or this release has no such part
+            importlib.import_module(module)
+
+
+def _is_harmless(found: Any, module: str, name: str, *, called: bool) -> bool:
+    """By what it is in this process: None where its module is not imported."""
+    is_class = isinstance(found, type)
+    # Where it was made: a module may have it from another one.
+    home = str(getattr(found, "__module__", None) or module)
+    package = home.partition(".")[0]
+    if package == "builtins":
+        exception = is_class and issubclass(found, BaseException)
+        return (
+            name in _BUILTINS
+            or (name in _NAMED and not called)
+            or exception
+            or (found is not None and not callable(found))
+        )
+    if package == "types":
+        return name in _TYPES
+    if package in sys.stdlib_module_names:
+        # ``typing.Any`` is no class before Python 3.11.
+        harmless = home.removeprefix("_") in ("operator", "math", "typing") and not called
+        plain = is_class or harmless or (found is not None and not callable(found))
+        return package.removeprefix("_") in _LIBRARY and plain and name not in _CALLING
+    if home.startswith(_OF_TORCH) or (package == "torch" and name.endswith("Store")):
+        return False
+    # What Cython makes for a class of its own sets its attributes.
+    return is_class or not called or (found is not None and name.startswith("__pyx_unpickle_"))
