@@ -101,8 +101,13 @@ def one(dataset=Noisy, made=resumable, **more):
     return lambda pl: made(DataLoader(dataset(), **{"batch_size": 2, **more}))
 
 
-def combined(mode):
+def combined(mode, *, streams=False):
     def loaders(pl):
+        if streams:
+            parts = {
+                name: resumable(DataLoader(Stream(size), batch_size=2)) for name, size in (("long", 13), ("short", 5))
+            }
+            return pl.utilities.CombinedLoader(parts, mode)
         long = resumable(DataLoader(Noisy(13), batch_size=2, shuffle=True))
         short = resumable(DataLoader(Noisy(5, offset=100), batch_size=2, shuffle=True, num_workers=1))
         return pl.utilities.CombinedLoader({"long": long, "short": short}, mode)
@@ -193,6 +198,68 @@ def test_the_place_of_a_loader_that_is_at_its_end_before_another_is_plain_data(t
     long, short = (one["safe_ckpt.position"]["places"] for one in saved)
     assert (long[0]["batches"], short[0]["batches"]) == (5, 3)
     assert "undo" not in json.dumps([long, short])
+
+
+BESIDE = {
+    "longest": (combined("max_size_cycle"), {}),
+    "shortest": (combined("min_size"), {}),
+    "streams, shortest": (combined("min_size", streams=True), {}),
+    "all of all": (combined("max_size"), {}),
+    "streams, all of all": (combined("max_size", streams=True), {}),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_an_exception_gives_again_what_each_loader_had_a_part_in(tmp_path, monkeypatch, case):
+    """Before any batch of an epoch: that batch comes again, of each loader that has a batch in it, and no other does."""
+    monkeypatch.setitem(CASES, case, BESIDE[case])
+
+    def saving(folder):
+        return SafeCheckpointCallback(dirpath=folder, filename="{epoch}-{step}", resume="auto", save_on_exception=True)
+
+    weights, seen, _ = run(tmp_path / "whole", case, seed=1, callback=saving(tmp_path / "whole"))
+    last = (max(step for step, _ in seen) + 1) // 3 - 1
+    # A stream that is left in an epoch goes on there in the next one: docs/data.md.
+    for stop in sorted({2, 3, last, last + 1} if "streams" not in case else {2, min(3, last), last}):
+        folder = tmp_path / str(stop)
+        _, before, _ = run(folder, case, seed=1, stop=stop, callback=saving(folder))
+        found, after, _ = run(folder, case, seed=77, callback=saving(folder))
+        assert json.dumps(before + after) == json.dumps(seen), (case, stop)
+        assert found == weights
+
+
+@pytest.mark.parametrize("where", ["its data set", "a hook that moves it"])
+def test_an_exception_while_a_batch_is_made_has_it_made_again_as_it_would_have_been(tmp_path, where):
+    """With what was drawn for it before the exception, in its data set or in the hooks that move it."""
+    pl = package(PACKAGES[0])
+
+    def weights(folder, *, seed, raises):
+        def fails_at(place):
+            if raises and place == where and module.trainer.global_step == 9:
+                raise Stop
+
+        class Fails(Noisy):
+            def __getitem__(self, index):
+                made = super().__getitem__(index)
+                fails_at("its data set")
+                return made
+
+        def on_before_batch_transfer(batch, dataloader_idx):
+            batch = batch + torch.rand(())
+            fails_at("a hook that moves it")
+            return batch
+
+        pl.seed_everything(seed, verbose=False)
+        module = module_of(pl, one(Fails, shuffle=True))
+        module.on_before_batch_transfer = on_before_batch_transfer
+        callback = SafeCheckpointCallback(dirpath=folder, resume="auto", save_on_exception=True)
+        with pytest.raises(Stop) if raises else contextlib.nullcontext():
+            trainer(pl, [callback], folder, limit_val_batches=0).fit(module)
+        return fingerprint(module)
+
+    whole = weights(tmp_path / "whole", seed=1, raises=False)
+    weights(tmp_path / "stopped", seed=1, raises=True)
+    assert weights(tmp_path / "stopped", seed=77, raises=False) == whole
 
 
 @pytest.mark.parametrize("name", PACKAGES)

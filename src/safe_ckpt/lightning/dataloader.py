@@ -155,18 +155,20 @@ def refuse_unused(fit_loop: Any) -> None:
         raise RestoreError(key="train_dataloader", message=message)
 
 
-def states(loaders: Any, *, ended: bool, unseen: int, now: dict[str, Any]) -> list[dict[str, Any]]:
+def states(loaders: Any, *, ended: bool, unseen: int, trained: int, now: dict[str, Any]) -> list[dict[str, Any]]:
     """What to save of the loaders of a loop.
 
     Args:
         loaders: Lightning's ``CombinedLoader``.
         ended: whether this is the end of an epoch.
         unseen: how many of the batches that they gave were not trained on; they are given again.
+        trained: how many of this epoch were.
         now: what the generators were when training stopped, which may be a while ago.
     """
     found = [one for one in loaders.flattened if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
-    places = {id(one): one.position(unseen) for one in found if isinstance(one, Resumable)}
+    places = {id(one): one.position() for one in found if isinstance(one, Resumable)}
     epoch = max((place.epoch for place in places.values() if place.begun), default=0)
+    in_step = len(loaders.flattened) > 1 and loaders._mode != "max_size_cycle"  # until one has come to its end
     saved = []
     for loader in found:
         place = places.get(id(loader))
@@ -174,10 +176,11 @@ def states(loaders: Any, *, ended: bool, unseen: int, now: dict[str, Any]) -> li
             saved.append(loader.state_dict())
             continue
         last = loader.ended()
+        over = last if not place.begun and last is not None and last.epoch >= epoch else None  # and others go on
+        again = max(0, (over or place).batches - trained) if in_step else unseen
+        place = over.without(again) if over is not None else loader.position(again)
         if ended:
             place = place.at_end()
-        elif not place.begun and last is not None and last.epoch >= epoch:
-            place = last.without(0)  # it has given all it has, and others go on
         is_lightnings = isinstance(loader, ForLightning)  # else safe_ckpt.data.resumable made it
         saved.append({_KEY: {_PLACES: [place.to_json()], _NOW: now}} if is_lightnings else place.to_json())
     return saved

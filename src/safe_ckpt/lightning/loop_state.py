@@ -36,7 +36,8 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
     ended = at_end(loop)
     broken_off = None if ended else noted.broken_off
     place = broken_off or noted.validation or _place(trainer)
-    if noted.batch is not None and unprocessed(vars(loop.epoch_loop.batch_progress.current)):
+    batches = loop.epoch_loop.batch_progress.current
+    if noted.batch is not None and noted.trained == batches.processed:
         place |= noted.batch  # that batch is trained again
         if noted.versions != versions_of_buffers(trainer.lightning_module):
             logger.warning(
@@ -46,8 +47,8 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
     rng, states, own = place["rng"], [], []
     if loop._combined_loader is not None:
         own = dataloader.own_generators(loop._combined_loader) if ended else []
-        unseen = unprocessed(vars(loop.epoch_loop.batch_progress.current)) + _ahead(loop)
-        states = dataloader.states(loop._combined_loader, ended=ended, unseen=unseen, now=rng)
+        unseen, trained = unprocessed(vars(batches)) + _ahead(loop), batches.processed
+        states = dataloader.states(loop._combined_loader, ended=ended, unseen=unseen, trained=trained, now=rng)
     again = broken_off is None and noted.validation is not None
     count = trainer.accumulate_grad_batches
     if loop.epoch_progress.current.processed > loop.epoch_progress.current.completed and ended and not noted.told:
@@ -386,7 +387,9 @@ class Noted:
     Attributes:
         broken_off: what they were when this epoch was broken off; None while it goes on.
         validation: what they were before the validation that is under way; None where there is none, or it is over.
-        batch: what they and what is logged were before the batch that is trained on, where an exception is to be saved at.
+        batch: what is logged before the batch that is trained on, where an exception is to be saved at, and what the
+            generators were once that batch was made, or before it is: a resume makes it again with what it drew then.
+        trained: how many batches of the epoch were trained on before that one.
         versions: of the module's buffers there, as torch counts their changes.
         accumulates: how many batches made a step when ``fit`` began; what differs from that was set by something.
         following: whether what follows a batch is under way.
@@ -397,6 +400,7 @@ class Noted:
         self.broken_off: dict[str, Any] | None = None
         self.validation: dict[str, Any] | None = None
         self.batch: dict[str, Any] | None = None
+        self.trained = 0
         self.versions: list[int] = []
         self.accumulates: int | None = None
         self.following = self.told = False
@@ -407,14 +411,6 @@ class Noted:
         val_loop = epoch_loop.val_loop
         self.accumulates = trainer.accumulate_grad_batches
         advanced, run, ended = epoch_loop.on_advance_end, val_loop.run, val_loop._on_evaluation_end
-        train = epoch_loop.advance
-
-        def advance(data_fetcher: Any) -> None:
-            # On the device: to look at it here would have each batch wait.
-            self.batch = {"rng": get_rng_state(), "results": results.gather(trainer, device=None)}
-            self.versions = versions_of_buffers(trainer.lightning_module)
-            train(data_fetcher)
-            self.batch = None
 
         def on_advance_end(data_fetcher: Any) -> None:
             self.following, self.told = True, False
@@ -437,9 +433,33 @@ class Noted:
             ended(*args, **kwargs)
 
         if any(getattr(one, "save_on_exception", False) for one in trainer.checkpoint_callbacks):
-            undo.put_methods(epoch_loop, {"advance": advance})
+            self._watch_batches(trainer, undo)
         undo.put_methods(epoch_loop, {"on_advance_end": on_advance_end})
         undo.put_methods(val_loop, {"run": validate, "_on_evaluation_end": on_evaluation_end})
+
+    def _watch_batches(self, trainer: Any, undo: Patch) -> None:
+        epoch_loop, precision = trainer.fit_loop.epoch_loop, trainer.precision_plugin
+        train, convert = epoch_loop.advance, precision.convert_input
+
+        def advance(data_fetcher: Any) -> None:
+            # On the device: to look at it here would have each batch wait.
+            self.batch = {"rng": get_rng_state(), "results": results.gather(trainer, device=None)}
+            self.trained = epoch_loop.batch_progress.current.processed
+            self.versions = versions_of_buffers(trainer.lightning_module)
+            try:
+                train(data_fetcher)
+            except StopIteration:  # the epoch is over
+                self.batch = None
+                raise
+            self.batch = None
+
+        def convert_input(batch: Any) -> Any:
+            if self.batch is not None:
+                self.batch["rng"] = get_rng_state()  # the batch is there, and nothing was done with it
+            return convert(batch)
+
+        undo.put_methods(epoch_loop, {"advance": advance})
+        undo.put_methods(precision, {"convert_input": convert_input})
 
 
 def _adds_a_validation(trainer: Any, data_fetcher: Any) -> bool:
