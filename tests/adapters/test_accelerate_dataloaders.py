@@ -4,6 +4,7 @@ import contextlib
 import random
 import weakref
 
+import accelerate
 import numpy
 import pytest
 import torch
@@ -11,6 +12,7 @@ from accelerate.utils import DataLoaderConfiguration
 
 from accelerate_runs import (
     CONFIG,
+    Counter,
     Training,
     forget,
     fresh,
@@ -248,3 +250,129 @@ def test_a_loader_prepared_by_two_accelerators_resumes_exactly(tmp_path, order):
     assert run(tmp_path / "broken", save=(2, 0)) == straight[:2]
     assert run(tmp_path / "broken", load=0, save=(4, 1)) == straight[2:4]
     assert run(tmp_path / "broken", load=1) == straight[4:]
+
+
+PLAIN = {
+    "generator": ({}, {}, True),
+    "generator, dispatched": ({"dispatch_batches": True}, {}, True),
+    "generator, workers stay": ({}, {"num_workers": 1, "persistent_workers": True}, True),
+    "seedable": ({"use_seedable_sampler": True}, {}, False),
+    "workers stay": ({}, {"num_workers": 1, "persistent_workers": True}, False),
+}
+
+
+def plain_epochs(folder, case, *, stop=None, where="behind", skips=None, stays=False):
+    """The batches of a loader that knows no place, and the generators at the end; three epochs of three batches.
+
+    A script that ``stays`` in an epoch behind its last step leaves out all of its batches.
+    """
+    how, loading, generator = PLAIN[case]
+    with registered(folder, dataloader_config=DataLoaderConfiguration(**how)) as (accelerator, _):
+        torch.manual_seed(3)
+        own = torch.Generator().manual_seed(4) if generator else None
+        data = torch.utils.data.TensorDataset(torch.arange(12.0))
+        loader = accelerator.prepare(torch.utils.data.DataLoader(data, 4, shuffle=True, generator=own, **loading))
+        at = Counter()
+        accelerator.register_for_checkpointing(at)
+        with contextlib.suppress(NoValidCheckpointError):
+            accelerator.load_state()
+        seen, first, skip = [], at.count // 3, at.count % 3
+        if stays and at.count and not skip:
+            first, skip = first - 1, 3
+        for epoch in range(first, 3):
+            batches = skips(accelerator, loader, skip) if epoch == first and skip else loader
+            for (batch,) in batches:
+                seen.append(batch.tolist())
+                at.count += 1
+                if where == "within" and at.count == stop:
+                    accelerator.save_state()
+                    break
+            if where == "behind" and at.count == stop:
+                accelerator.save_state()
+            if at.count == stop:
+                break
+        found = seen, torch.get_rng_state().tolist() if where == "behind" else None
+    forget()
+    return found
+
+
+@pytest.mark.parametrize("case", PLAIN)
+@pytest.mark.quick
+def test_a_loader_that_knows_no_place_goes_on_with_the_next_epoch(tmp_path, case):
+    """Saved between two: in the order, and with the random numbers, that it would have had."""
+    straight, end = plain_epochs(tmp_path / "straight", case)
+    assert straight[:3] != straight[3:6] != straight[6:]
+    seen = []
+    for stop in (3, 6, None):
+        more, then = plain_epochs(tmp_path / "broken", case, stop=stop)
+        seen += more
+    assert (seen, then) == (straight, end)
+
+
+def by_method(accelerator, *args):
+    return accelerator.skip_first_batches(*args)
+
+
+def by_function(_, *args):
+    return accelerate.skip_first_batches(*args)
+
+
+@pytest.mark.parametrize(
+    ("case", "skips", "stays"),
+    [
+        ("generator", by_method, True),
+        ("generator", by_function, False),
+        ("generator, dispatched", by_method, False),  # Accelerate raises where no batch is left
+        ("seedable", by_method, False),
+        ("seedable", by_function, True),
+    ],
+)
+@pytest.mark.quick
+def test_a_script_that_leaves_batches_out_gets_the_order_of_that_epoch(tmp_path, case, skips, stays):
+    """With the method or the function: twice in one epoch, in its last step, and the epochs behind it."""
+    straight, _ = plain_epochs(tmp_path / "straight", case)
+    seen = []
+    for stop in (4, 5, 6, 8, None):
+        seen += plain_epochs(tmp_path / "broken", case, stop=stop, where="within", skips=skips, stays=stays)[0]
+    assert seen == straight
+
+
+@pytest.mark.quick
+def test_an_evaluation_that_was_left_is_not_in_the_order_of_its_last_time(tmp_path):
+    """Of a loader that knows no place, with a generator of its own: the next one is drawn as it would have been."""
+
+    def run(folder, times):
+        with registered(folder) as (accelerator, _):
+            own = torch.Generator().manual_seed(4)
+            data = torch.utils.data.TensorDataset(torch.arange(12.0))
+            loader = accelerator.prepare(torch.utils.data.DataLoader(data, 2, shuffle=True, generator=own))
+            with contextlib.suppress(NoValidCheckpointError):
+                accelerator.load_state()
+            seen = [next(iter(loader))[0].tolist() for _ in range(times)]
+            accelerator.save_state()
+        forget()
+        return seen
+
+    assert run(tmp_path / "a", 1) + run(tmp_path / "a", 2) == run(tmp_path / "b", 3)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.quick
+def test_a_stateful_loader_that_was_not_read_yet_draws_as_it_would_have(tmp_path, workers):
+    """Its first epoch behind a resume: the order, and the random numbers behind it."""
+
+    def run(folder, *, stops):
+        with registered(folder, dataloader_config=stateful()) as (accelerator, _):
+            torch.manual_seed(3)
+            data = torch.utils.data.TensorDataset(torch.arange(12.0))
+            loader = accelerator.prepare(torch.utils.data.DataLoader(data, 4, shuffle=True, num_workers=workers))
+            torch.rand(1)
+            with contextlib.suppress(NoValidCheckpointError):
+                accelerator.load_state()
+            if stops:
+                accelerator.save_state()
+            found = [batch.tolist() for (batch,) in loader], torch.rand(1)
+        forget()
+        return found
+
+    assert run(tmp_path, stops=True) == run(tmp_path, stops=False)

@@ -307,16 +307,11 @@ class Program:
         """To the end."""
         one, at = self.one, self.at
         begins = at.epoch
-        if at.batches and one.loader == "stateful" and at.batches == self.length():
-            at.epoch, at.batches = at.epoch + 1, 0  # the loader takes the next epoch, as the page says
-            begins = -1
+        # Then the loader takes the next epoch, as the page says; what comes behind the loop is still to be done.
+        is_over = bool(at.batches) and one.loader == "stateful" and at.batches == self.length()
         for epoch in range(at.epoch, _EPOCHS):
-            loader = self.loader
-            if one.set_epoch:
-                loader.set_epoch(epoch)
-            if epoch == begins and one.skip:
-                loader = self.accelerator.skip_first_batches(loader, at.batches)
-            self._epoch(loader)
+            if epoch > begins or not is_over:
+                self._epoch(self._begun(epoch, is_first=epoch == begins))
             at.epoch, at.batches = epoch + 1, 0
             if one.second == "behind":
                 for batch in self.second:
@@ -325,6 +320,12 @@ class Program:
                 self.evaluate()
             if one.saves != "steps":
                 self.save()
+
+    def _begun(self, epoch: int, *, is_first: bool) -> Any:
+        one, loader = self.one, self.loader
+        if one.set_epoch:
+            loader.set_epoch(epoch)
+        return self.accelerator.skip_first_batches(loader, self.at.batches) if is_first and one.skip else loader
 
     def length(self) -> int:
         return len(self.loader)

@@ -9,7 +9,6 @@ states and fetches its first batch with the second. Then the generators get the 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
@@ -22,7 +21,8 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderStateMixin, S
 from accelerate.state import PartialState
 
 from safe_ckpt.accelerate import contents
-from safe_ckpt.accelerate.loops import Loop
+from safe_ckpt.accelerate.epochs import Epochs, Watch, seed, seed_as
+from safe_ckpt.accelerate.loops import Loop, is_within
 from safe_ckpt.adapters import Engine, Patch
 from safe_ckpt.adapters.data_position import DataPosition
 from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
@@ -44,10 +44,11 @@ class Loaders:
 
     def __init__(self) -> None:
         self._watched: dict[int, Placed | _Watched] = {}
+        self._epochs: dict[int, Epochs] = {}  # of those that know no place
         self._said = False
         self._late: list[dict[str, Any] | None] = []  # of loaders that were not prepared yet
         _living.add(self)
-        replace_for_good(DataLoaderStateMixin, "begin", _refusing_others)
+        replace_for_good(DataLoaderStateMixin, "begin", _announced)
 
     def watch(self, loader: Any, given: Any = None) -> None:
         """From now on record the state with which ``loader`` can be continued.
@@ -66,6 +67,8 @@ class Loaders:
         if self._of(loader) is None and (stateful or isinstance(inner, ForAccelerate)):
             placed = isinstance(inner, ForAccelerate)
             self._watched[id(inner)] = Placed(loader, self._watched) if placed else _Watched.on(loader)
+        elif inner is not None and id(inner) not in {**self._watched, **self._epochs}:
+            self._epochs[id(inner)] = Epochs.on(loader)
         if given is not None and self._late:
             self._go_to(loader, self._late.pop(0) or {})
 
@@ -112,7 +115,8 @@ class Loaders:
                 "register(accelerator), or use DataLoaderConfiguration(use_stateful_dataloader=True)",
                 " and ".join(blind),
             )
-        return [one.state() if one is not None else None for one in watched]
+        known = [one or self._epochs_of(loader) for loader, one in zip(loaders, watched, strict=True)]
+        return [one.state() if one is not None else None for one in known]
 
     def resume(self, loaders: Sequence[Any], states: Sequence[dict[str, Any] | None]) -> None:
         """After Accelerate has restored everything: loaders in mid-epoch continue exactly, the others begin anew."""
@@ -142,17 +146,32 @@ class Loaders:
 
     def _go_to(self, loader: Any, state: dict[str, Any]) -> None:
         self._refuse(loader, state)
-        if (watched := self._of(loader)) is not None:
+        if (watched := self._of(loader) or self._epochs_of(loader)) is not None:
             watched.resume(state)
 
     def forget(self) -> None:
         """Leave the loaders as they were."""
-        for watched in self._watched.values():
+        for watched in (*self._watched.values(), *self._epochs.values()):
             watched.forget()
         self._watched.clear()
+        self._epochs.clear()
+
+    def begins(self, loop: Any) -> None:
+        """A loop over a prepared loader begins, or over one that leaves out batches of it.
+
+        Raises:
+            RestoreError: that one goes on at its place by itself.
+        """
+        self.refuse_beside(loop)
+        for one in self._epochs.values():
+            if one.base is loop.base_dataloader or _leaves_out_of(loop, one.base):
+                one.begins(loop)
 
     def _of(self, loader: Any) -> Placed | _Watched | None:
         return self._watched.get(id(getattr(loader, "base_dataloader", None)))
+
+    def _epochs_of(self, loader: Any) -> Epochs | None:
+        return self._epochs.get(id(getattr(loader, "base_dataloader", None)))
 
     def refuse_beside(self, loader: Any) -> None:
         """Raise ``RestoreError`` where ``loader`` leaves out batches of one that begins at a place: that is begun, too."""
@@ -177,10 +196,10 @@ def agreed(placed: Placed | _Watched, loader: Any, batches: int, engine: Engine)
     return answer
 
 
-def _refusing_others(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+def _announced(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     def begin(self: Any) -> None:
         for loaders in list(_living):
-            loaders.refuse_beside(self)
+            loaders.begins(self)
         stock(self)
 
     return begin
@@ -199,35 +218,19 @@ def _told(loader: Any) -> str:
     return f"{type(loader).__name__} over {type(loader.dataset).__name__}"
 
 
-class _Watched(DataPosition):
-    """The record of one loader. All Accelerators that prepared it share this; the last one to forget it restores the loader."""
+class _Watched(Watch):
+    """The record of a stateful one."""
 
     over = None  # a place behind the last batch of an epoch is one between two
 
     def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
         self.ahead: Mapping[str, Any] | None = None
-        self._users = 0
-        self._loader = loader
-        self.base = loader.base_dataloader
-        self._iterate: Callable[[], Iterator[Any]] = self.base.__iter__
         self._begun: Mapping[str, Any] | None = None
         self._pending: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
-        self._loop = Loop()
-        self._was_warm = False
         if self.base.num_workers and self._is_ready():
             # Its workers have asked for their first batches, so the order was drawn before anybody noted the generators.
             self.base.load_state_dict({})
-        # Accelerate calls __iter__ as an attribute of the inner loader, so one of the instance is called.
-        self._patch = Patch(self.base, {"__iter__": self._begin})
-
-    @classmethod
-    def on(cls, loader: Any) -> _Watched:
-        """The record of ``loader``, which another Accelerator may have made. Call ``forget`` once for each call of this."""
-        replacement = vars(loader.base_dataloader).get("__iter__")
-        present = getattr(replacement, "__self__", None)
-        watched = present if isinstance(present, cls) else cls(loader)
-        watched._users += 1
-        return watched
 
     def state(self) -> dict[str, Any]:
         if self._pending is not None:
@@ -246,7 +249,7 @@ class _Watched(DataPosition):
         }
 
     def resume(self, state: dict[str, Any]) -> None:
-        now = contents.random_states(0)
+        now, state = contents.random_states(0), {} if "epoch" in state else state  # it knew no place then
         self._was_warm = bool(state.get("warm"))
         if state:
             seed_as(self._loader, state)
@@ -259,7 +262,7 @@ class _Watched(DataPosition):
         over = bool(position.get(_FINISHED))
         if state.get("iteration") is not None:
             self._loader.iteration = state["iteration"] + (over and state["within"])
-        if not over and position.get("_num_yielded") != 0:
+        if not over and _given(position):
             self._pending = (state, now)
             return
         # A continued iterator without further batches is started twice, and draws twice.
@@ -269,19 +272,11 @@ class _Watched(DataPosition):
             self.base.state_dict()  # starts the iterator, which was started at the save
             contents.restore_random_states(now)
 
-    def forget(self) -> None:
-        self._users -= 1
-        if not self._users:
-            self._patch.give_back()
-
     def pending(self) -> int | None:
         """How many batches of the epoch were given before the place that is gone to next; None where none is."""
         if self._pending is None:
             return None
-        state = self.base.next_iter_state
-        if "_num_yielded" in state:
-            return int(state["_num_yielded"]) // _ahead(self._loader)
-        return int(state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"]) // _ahead(self._loader)
+        return _given(self.base.next_iter_state) // _ahead(self._loader)
 
     def begin_anew(self) -> None:
         """Have the next loop begin an epoch, not at the place that was loaded."""
@@ -333,17 +328,6 @@ class _Watched(DataPosition):
             first = then = None
             yield batch.pop()  # bound to no name here: the loop lets go of it
 
-    @contextlib.contextmanager
-    def _drawing_nothing(self, there: bool) -> Iterator[None]:
-        """Where the iterator was there before the epoch began, starting it now must not draw from the generators."""
-        own, self._was_warm = self.base.generator, False
-        if there:
-            self.base.generator = torch.Generator()
-        try:
-            yield
-        finally:
-            self.base.generator = own
-
     def _now(self) -> dict[str, Any]:
         generator = self._generator()
         state = generator.get_state() if generator is not None else None
@@ -365,6 +349,13 @@ class _Watched(DataPosition):
             sampler = sampler.batch_sampler
         generator = getattr(getattr(sampler, "sampler", sampler), "generator", None)
         return generator if isinstance(generator, torch.Generator) else None
+
+
+def _given(position: Mapping[str, Any]) -> int:
+    """How many batches of the epoch torchdata had given then."""
+    if "_num_yielded" in position:
+        return int(position["_num_yielded"])
+    return int(position["_snapshot"]["_snapshot_step"] + position["_steps_since_snapshot"])  # with workers
 
 
 class ForAccelerate(Resumable):
@@ -410,24 +401,6 @@ def count(loader: Any, skip: Skip, held: int = 0) -> bool:
     counted.__dict__["looks_ahead"] = (2 + held) * _ahead(loader) - 1
     loader.base_dataloader = counted
     return True
-
-
-def is_within(loader: Any) -> bool:
-    """Whether a loop is iterating over a prepared loader."""
-    active = getattr(getattr(loader, "gradient_state", None), "dataloader_references", ())
-    return any(one is loader for one in active)
-
-
-def seed(loader: Any) -> dict[str, int]:
-    """What the order of each epoch comes from, where Accelerate gave a prepared loader a seedable sampler."""
-    found = getattr(loader.get_sampler(), "initial_seed", None)
-    return {"seed": found} if isinstance(found, int) else {}
-
-
-def seed_as(loader: Any, state: Mapping[str, Any]) -> None:
-    """Have that be what it was at the save: a script may begin with another seed."""
-    if "seed" in state and seed(loader):
-        loader.get_sampler().initial_seed = state["seed"]
 
 
 class Placed(DataPosition):
@@ -484,6 +457,10 @@ class Placed(DataPosition):
             RestoreError: another kind of loader was saved.
         """
         if not state:
+            return
+        if "epoch" in state:  # it knew no place then, and begins an epoch
+            seed_as(self.loader, state)
+            self.loader.iteration = state["epoch"]
             return
         if "position" not in state:
             message = "the checkpoint has the place of a loader of another kind: prepare it as it was prepared then"

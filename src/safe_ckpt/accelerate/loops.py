@@ -41,13 +41,26 @@ class Loop:
 
     def is_new(self) -> bool:
         """Whether somebody goes through it now, and from the beginning of an epoch."""
-        return not self._resumed and self._batches is not None and self._batches() is not None
+        return not self._resumed and self._is_gone_through()
+
+    def is_place(self) -> bool:
+        """Whether somebody goes through it now, or it began at a place that was loaded."""
+        return self._resumed or self._is_gone_through()
+
+    def _is_gone_through(self) -> bool:
+        return self._batches is not None and self._batches() is not None
 
     def _end(self, _: object) -> None:
         self._left = self._steps == _steps
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Loop, ()  # of a copy of the loader nothing is known
+
+
+def is_within(loader: Any) -> bool:
+    """Whether a loop is iterating over a prepared loader."""
+    active = getattr(getattr(loader, "gradient_state", None), "dataloader_references", ())
+    return any(one is loader for one in active)
 
 
 def _after_step(*_: object) -> None:
