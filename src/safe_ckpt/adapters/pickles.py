@@ -17,6 +17,7 @@ import pickle
 import re
 import sys
 import tarfile
+import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, StateError, TamperedError
 from safe_ckpt.layouts.top_level import StandIns
 
-__all__ = ["from_text", "load_data", "refuse_code", "refusing", "to_text", "warn_if_refused"]
+__all__ = ["from_text", "load_data", "refuse_code", "refusing", "to_text", "warn_if_no_data", "warn_if_refused"]
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,31 @@ def warn_if_refused(name: str, data: bytes, key: str) -> None:
             key,
             "; it ".join(problems),
         )
+
+
+_data_alone: set[tuple[bytes, bytes]] = set()
+
+
+def warn_if_no_data(data: bytes, key: str, advice: str) -> None:
+    """Log, once for each name, that ``torch.load(weights_only=True)`` will refuse what is saved.
+
+    Args:
+        data: the pickle of a file.
+        key: what the warning calls it.
+        advice: how the file can be read all the same.
+    """
+    names = set(_GLOBALS.findall(data))
+    if names <= _data_alone:
+        return
+    _data_alone.update(names)
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:  # as torch asks for: it looks at no tensor
+        file.writestr("archive/version", "3\n")
+        file.writestr("archive/data.pkl", data)
+    archive.seek(0)
+    with contextlib.suppress(pickle.UnpicklingError):  # such as an integer of thousands of digits
+        if found := sorted(torch.serialization.get_unsafe_globals_in_checkpoint(archive)):
+            logger.warning("%s: a resume will refuse this file, as it has %s: %s", key, ", ".join(found), advice)
 
 
 def to_text(value: object, key: str) -> str:
