@@ -91,6 +91,19 @@ def test_save_model_writes_every_tensor_once(tmp_path, handle, offload, used):
         assert model(torch.tensor([1, 2])).equal(before)
 
 
+@pytest.mark.parametrize("is_safe", [True, False])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_save_model_names_a_tensor_that_has_no_memory_of_its_own(tmp_path, handle, is_safe, layout):
+    """A sparse one, which Accelerate meets with torch's NotImplementedError, in either format."""
+    model = torch.nn.Linear(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that these layouts may change
+        model.register_buffer("mask", torch.eye(2).to_sparse(layout=layout))
+    with pytest.raises(StateError, match=f"mask.*{layout}"):
+        handle.save_model(model, tmp_path / "weights", safe_serialization=is_safe)
+    assert not (tmp_path / "weights").exists()
+
+
 def test_a_home_directory_is_meant_by_its_sign(tmp_path, monkeypatch):
     """``~`` is what a shell takes it for: of a project, of a checkpoint and of weights."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -2,7 +2,9 @@
 
 import copy
 import errno
+import inspect
 import json
+import logging
 import os
 import pickle
 import threading
@@ -10,6 +12,7 @@ import time
 import warnings
 import zipfile
 
+import numpy
 import pytest
 import torch
 from lightning_runs import PACKAGES, QUICK, fingerprint, fit, module_class, names, package, trainer
@@ -354,8 +357,6 @@ def test_the_learning_rate_finder_restores_and_removes_its_checkpoint(tmp_path):
 
 def test_arbitrary_objects_are_saved_as_they_are_at_the_call(tmp_path):
     """Hyperparameters, numpy arrays and custom objects are saved as they are when save is called."""
-    import numpy
-
     pl = package("lightning.pytorch")
     module = module_class(pl)()
     box = {"array": numpy.zeros(3), "set": {1}}
@@ -368,6 +369,47 @@ def test_arbitrary_objects_are_saved_as_they_are_at_the_call(tmp_path):
     fit(tmp_path, module=module, save_top_k=-1, filename="{epoch}")
     arrays = [torch.load(tmp_path / f"epoch={e}.ckpt", weights_only=False)["box"]["array"].tolist() for e in range(3)]
     assert arrays == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
+
+
+class Scored:
+    """A callback with a number of numpy's in its state, as what has summed up a metric has."""
+
+    def state_dict(self):
+        return {"best": numpy.float64(0.5)}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("is_free", [False, True])
+def test_a_save_says_what_a_resume_will_refuse(tmp_path, caplog, is_free):
+    """Lightning 2.6 resumes with ``weights_only=True`` unless ``fit`` says otherwise: an object is named when it is saved.
+
+    Where ``fit`` says so nothing is refused, and nothing is said.
+    """
+    pl = package("lightning.pytorch")
+    if "weights_only" not in inspect.signature(pl.Trainer.fit).parameters:
+        pytest.skip("this release reads whatever there is")
+    callback = type("Callback", (Scored, pl.Callback), {})
+    given = {"weights_only": False} if is_free else {}
+
+    def train(epochs):
+        made = trainer(
+            pl, [SafeCheckpointCallback(dirpath=tmp_path, config=QUICK, resume="auto"), callback()], tmp_path,
+            max_epochs=epochs,
+        )  # fmt: skip
+        made.fit(module_class(pl)(), **given)
+        return made.global_step
+
+    with caplog.at_level(logging.WARNING, "safe_ckpt"):
+        train(2)
+    said = [text for text in caplog.messages if "weights_only=False" in text]
+    if is_free:
+        assert not said
+        assert train(3) == 9
+    else:
+        assert "numpy._core.multiarray.scalar" in said[0]
+        assert len(said) == 1
+        with pytest.raises(pickle.UnpicklingError):
+            train(3)
 
 
 def test_settings_that_contradict_lightning_are_refused_at_once(tmp_path):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +14,29 @@ from programs_of.draw import Draw
 from programs_of.modules import Objects
 from programs_of.runner import Verdict
 from programs_of.same import difference
-from programs_of.trees import Stateful, Trees
-from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, RngState, Timeouts, dcp
+from programs_of.state_oracle import (
+    QUICK,
+    config_of,
+    expected_of,
+    held_tensors,
+    judge,
+    likeness,
+    refusing,
+    state_of,
+    values_of,
+    warned_of,
+)
+from programs_of.state_published import published
+from programs_of.trees import Trees
+from safe_ckpt import CheckpointConfig, Checkpointer, dcp
 from safe_ckpt.core.sharding import dcp_load
-from safe_ckpt.errors import HostileCheckpointError, SafeCheckpointError, StateError
+from safe_ckpt.errors import HostileCheckpointError, SafeCheckpointError
 from safe_ckpt.testing import inline_saves
 
-_QUICK = Timeouts(barrier_s=20, peer_stall_s=10, lengthy_s=60)
+OF_FRAMEWORKS = 200
+"""From this seed on the doors of frameworks are among those that are tried: to import them takes longer than 200 states do."""
+FIXED = (207, 211, 212, 215)
+"""Seeds at doors of frameworks."""
 
 
 class States:
@@ -32,174 +44,40 @@ class States:
 
     def run(self, draw: Draw, folder: Path) -> Verdict:
         """Save a state at a door, and take it back."""
-        door = draw.among("door", _resume, _resume, _load, _export, _dcp)
+        doors = [_resume, _resume, _load, _export, _dcp, published]
+        if draw.seed >= OF_FRAMEWORKS:
+            from programs_of.state_frameworks import DOORS
+
+            doors += DOORS
+        door = draw.among("door", *doors)
         with inline_saves(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return door(draw, folder)
 
 
-def _config(draw: Draw) -> CheckpointConfig:
-    snapshot = draw.among("snapshot", "auto", "eager", "overlapped")
-    return CheckpointConfig(
-        timeouts=_QUICK, snapshot=snapshot, max_host_bytes=draw.among("most bytes", None, None, 1 << 20)
-    )
-
-
-def _state(draw: Draw, values: int) -> dict[str, Any]:
-    """Items; with other values, the same kinds."""
-    trees, objects = Trees(draw, values), Objects(draw, values)
-    state: dict[str, Any] = {}
-    for n in range(draw.number("items", 1, 4)):
-        name = draw.among(f"{n}/name", f"item{n}", f"item{n}", f"my.{n}", f"ümlaut{n}", f"item-{n + 9}")
-        kind = draw.among(
-            f"{n}/item", "tree", "tree", "tensors", "module", "optimizer", "scheduler", "stateful", "rng", "per rank"
-        )
-        state[name] = {
-            "tree": lambda n=n: trees.tree(str(n), 3),
-            "tensors": lambda n=n: trees.tensors(str(n), draw.number(f"{n}/tensors", 0, 5)),
-            "module": lambda n=n: objects.module(str(n)),
-            "optimizer": lambda n=n: objects.optimizer(str(n)),
-            "scheduler": lambda n=n: objects.scheduler(str(n)),
-            "stateful": lambda n=n: Stateful(trees.tree(str(n), 2)),
-            "rng": RngState,
-            "per rank": lambda n=n: PerRank(trees.tree(str(n), 2)),
-        }[kind]()
-    return state
-
-
-def _values(one: Any) -> Any:
-    """What of an item is saved."""
-    if isinstance(one, PerRank):
-        return _values(one.value)
-    return one.state_dict() if hasattr(one, "state_dict") else one
-
-
-def _as_torch_has_it(value: Any) -> Any:
-    """Through torch.save and torch.load."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-def _expected(state: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
-    """Item by item, what stock gives; ``fresh`` are objects of its own to load into."""
-    found = {}
-    for name, one in state.items():
-        kept = _as_torch_has_it(_values(one))
-        if hasattr(one, "load_state_dict") and not isinstance(one, RngState):
-            fresh[name].load_state_dict(kept)
-            found[name] = _as_torch_has_it(fresh[name].state_dict())
-        else:
-            found[name] = kept
-    return found
-
-
-@contextlib.contextmanager
-def _refusing(told: list[str], names: Any) -> Iterator[None]:
-    """A refusal of a save, which names what cannot be saved."""
-    try:
-        yield
-    except StateError as error:
-        told.append(str(error))
-        if not any(str(name) in str(error) for name in names):
-            raise
-
-
-def _judge(
-    expected: dict[str, Any], found: dict[str, Any], came_to: str, saved: dict[str, Any] | None = None
-) -> Verdict:
-    """Each item is as stock gives it, or as it was saved, which stock may not give."""
-    for name, wanted in expected.items():
-        how = difference(wanted, _values(found[name]))
-        if how and saved is not None and not difference(saved[name], _values(found[name])):
-            continue
-        if how.startswith(("object: one object", "attribute")) and is_tensors_only(wanted):
-            came_to = "as formats.md says"
-        elif how:
-            kind, _, rest = how.partition(":")
-            return Verdict(
-                came_to="differs",
-                wrong=f"{kind}: {name}{rest}",
-                detail=f"{expected[name]!r:.900}\n{_values(found[name])!r:.900}",
-            )
-    return Verdict(came_to=came_to)
-
-
-def is_tensors_only(value: Any) -> bool:
-    """Of a safetensors file: several names of one view are one tensor after it, and attributes of one's own are lost."""
-    return isinstance(value, torch.Tensor) or (
-        isinstance(value, dict) and all(isinstance(one, torch.Tensor) for one in value.values())
-    )
-
-
-class Warned(logging.Handler):
-    """What a load will refuse is a warning of a dcp save, as stock saves it: its class may be allowed by then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See the class."""
-        self.said += record.getMessage()
-
-
-@contextlib.contextmanager
-def _warned() -> Iterator[Warned]:
-    handler, logger = Warned(), logging.getLogger("safe_ckpt")
-    logger.addHandler(handler)
-    try:
-        yield handler
-    finally:
-        logger.removeHandler(handler)
-
-
-def _into(draw: Draw) -> dict[str, Any]:
-    """What is resumed into: likenesses with other values, or nothing where that is enough."""
-    other = _state(Draw(draw.seed, draw.made), 1)
-    objects = {name: one for name, one in other.items() if hasattr(_bare(one), "load_state_dict")}
-    if draw.flag("into nothing"):
-        other = {
-            name: objects.get(name, PerRank(None) if isinstance(one, PerRank) else None) for name, one in other.items()
-        }
-    return other
-
-
-def _bare(one: Any) -> Any:
-    return one.value if isinstance(one, PerRank) else one
-
-
-def _held(state: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
-    """Tensors that have to be the same objects afterwards: parameters and buffers of modules."""
-    return {
-        name: [*one.parameters(), *one.buffers()] for name, one in state.items() if isinstance(one, torch.nn.Module)
-    }
-
-
 def _save_and(draw: Draw, folder: Path, take: Any) -> Verdict:
-    state, told = _state(draw, 0), []
-    config = _config(draw)
+    state, told = state_of(draw, 0), []
+    config = config_of(draw)
     steps = draw.among("steps", [9], [9, 10], [9, 10, 11])
-    into = _into(draw)
+    into = likeness(draw)
     # What torch itself does not save or load is no matter of ours; but a save that is made is resumed from.
     try:
-        expected = _expected(state, _state(Draw(draw.seed, draw.made), 2))
+        expected = expected_of(state, state_of(Draw(draw.seed, draw.made), 2))
     except Exception:
-        expected = {name: _values(one) for name, one in state.items()}
+        expected = {name: values_of(one) for name, one in state.items()}
     with Checkpointer(folder / "run", config) as ckpt:
-        with _refusing(told, state):
+        with refusing(told, state):
             for step in steps:
                 ckpt.save(step, state).result(timeout_s=60)
         if told:
             return Verdict(came_to="refused at the save")
-    held = _held(into)
+    held = held_tensors(into)
     take(folder, config, steps[-1], into)
     for name, tensors in held.items():
         now = [*into[name].parameters(), *into[name].buffers()]
         if any(one is not other for one, other in zip(tensors, now, strict=True)):
             return Verdict(came_to="differs", wrong=f"identity: {name}: tensors of a module were replaced")
-    return _judge(expected, into, "equal", {name: _values(one) for name, one in state.items()})
+    return judge(expected, into, "equal", {name: values_of(one) for name, one in state.items()})
 
 
 def _resume(draw: Draw, folder: Path) -> Verdict:
@@ -229,8 +107,8 @@ def _export(draw: Draw, folder: Path) -> Verdict:
     told: list[str] = []
     tensors = given.state_dict() if isinstance(given, torch.nn.Module) else dict(given)
     most = draw.among("shard bytes", None, 1 << 10, "1MB")
-    with Checkpointer(folder / "run", CheckpointConfig(timeouts=_QUICK)) as ckpt:
-        with _refusing(told, [*tensors, "x"]):
+    with Checkpointer(folder / "run", CheckpointConfig(timeouts=QUICK)) as ckpt:
+        with refusing(told, [*tensors, "x"]):
             ckpt.export(given, folder / "weights", **({} if most is None else {"max_shard_size": most})).result(
                 timeout_s=60
             )
@@ -260,11 +138,11 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _dcp(draw: Draw, folder: Path) -> Verdict:
     """In place, as stock dcp.load does: state dicts of modules and optimizers, and values of other kinds."""
-    state = {name: _values(one) for name, one in _state(draw, 0).items()}
-    into = {name: _values(one) for name, one in _state(Draw(draw.seed, draw.made), 1).items()}
+    state = {name: values_of(one) for name, one in state_of(draw, 0).items()}
+    into = {name: values_of(one) for name, one in state_of(Draw(draw.seed, draw.made), 1).items()}
     told: list[str] = []
     dcp_load._judged.clear()  # it warns once for each class
-    with _refusing(told, state), _warned() as warned:
+    with refusing(told, state), warned_of() as warned:
         dcp.save(state, checkpoint_id=folder / "saved", no_dist=True)
     if told:
         return Verdict(came_to="refused at the save")
@@ -279,14 +157,14 @@ def _dcp(draw: Draw, folder: Path) -> Verdict:
     expected = _stock_dcp(draw, folder)
     if expected is None:
         return Verdict(came_to="loaded where stock is not")
-    return _judge(expected, into, "equal", state)
+    return judge(expected, into, "equal", state)
 
 
 def _stock_dcp(draw: Draw, folder: Path) -> dict[str, Any] | None:
     import torch.distributed.checkpoint as stock
 
-    state = {name: _values(one) for name, one in _state(Draw(draw.seed, draw.made), 0).items()}
-    into = {name: _values(one) for name, one in _state(Draw(draw.seed, draw.made), 1).items()}
+    state = {name: values_of(one) for name, one in state_of(Draw(draw.seed, draw.made), 0).items()}
+    into = {name: values_of(one) for name, one in state_of(Draw(draw.seed, draw.made), 1).items()}
     try:
         stock.save(state, checkpoint_id=folder / "stock", no_dist=True)
         stock.load(into, checkpoint_id=folder / "stock", no_dist=True)

@@ -146,12 +146,12 @@ def _once(values: Mapping[str, Value], dtype: torch.dtype | None) -> dict[str, L
     lazies: dict[str, LazyTensor] = {}
     seen: set[object] = set()
     for name, value in values.items():
+        tensor, fetch = value.tensor, value.fetch
+        final = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        hugging_face.admit(name, tensor, final)  # first: a sparse one has no memory to be known by
         if seen & value.identity:
             continue
         seen |= value.identity
-        tensor, fetch = value.tensor, value.fetch
-        final = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        hugging_face.admit(name, tensor, final)
         if final != tensor.dtype:
             if value.held is not tensor:
                 raise StateError(key=name, message="an offloaded model is saved in its own dtype: leave dtype out")
@@ -161,11 +161,17 @@ def _once(values: Mapping[str, Value], dtype: torch.dtype | None) -> dict[str, L
 
 
 def _fetched(values: Mapping[str, Value]) -> dict[str, torch.Tensor]:
-    """The tensors themselves, all offloaded ones in host memory at once: a torch archive keeps ties."""
+    """The tensors themselves, all offloaded ones in host memory at once: a torch archive keeps ties.
+
+    Raises:
+        StateError: one has no memory of its own, by which Accelerate divides the tensors into files.
+    """
     by_home: dict[int, torch.Tensor] = {}
     fetched: dict[str, torch.Tensor] = {}
     for name, value in values.items():
         tensor = value.fetch()
+        if tensor.layout is not torch.strided:
+            raise StateError(key=name, message=f"a {tensor.layout} tensor cannot be in weights: save tensor.to_dense()")
         home = tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
         fetched[name] = tensor if value.held is value.tensor else by_home.setdefault(home, tensor)
     return fetched

@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import tarfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +25,7 @@ from safe_ckpt.core.formats.torch_reading import load_data, refusing
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, StateError, TamperedError
 
-__all__ = ["from_text", "load_data", "refuse_code", "refusing", "to_text", "warn_if_refused"]
+__all__ = ["from_text", "load_data", "refuse_code", "refusing", "to_text", "warn_if_no_data", "warn_if_refused"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,31 @@ def warn_if_refused(name: str, data: bytes, key: str) -> None:
             key,
             "; it ".join(problems),
         )
+
+
+_data_alone: set[tuple[bytes, bytes]] = set()
+
+
+def warn_if_no_data(data: bytes, key: str, advice: str) -> None:
+    """Log, once for each name, that ``torch.load(weights_only=True)`` will refuse what is saved.
+
+    Args:
+        data: the pickle of a file.
+        key: what the warning calls it.
+        advice: how the file can be read all the same.
+    """
+    names = set(_GLOBALS.findall(data))
+    if names <= _data_alone:
+        return
+    _data_alone.update(names)
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:  # as torch asks for: it looks at no tensor
+        file.writestr("archive/version", "3\n")
+        file.writestr("archive/data.pkl", data)
+    archive.seek(0)
+    with contextlib.suppress(pickle.UnpicklingError):  # such as an integer of thousands of digits
+        if found := sorted(torch.serialization.get_unsafe_globals_in_checkpoint(archive)):
+            logger.warning("%s: a resume will refuse this file, as it has %s: %s", key, ", ".join(found), advice)
 
 
 def to_text(value: object, key: str) -> str:

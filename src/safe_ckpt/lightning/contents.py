@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 UNEXAMINED = tuple(f"{part}.*" for part in ("callbacks", "loops", "lr_schedulers", "hyper_parameters", loop_state.KEY))
 """Of a checkpoint: a score that is infinite before the first validation is no sign that training went bad."""
+_NO_DATA = (
+    "call torch.serialization.add_safe_globals([...]) with these at the start of the script, give fit(weights_only=False), or "
+    "have state_dict() and the hyperparameters return numbers, text, tensors and containers of them"
+)
 _SWAPPERS = frozenset({"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"})
 
 
@@ -41,10 +45,10 @@ def planned(saver: TrainerSaver, path: Path, *, weights_only: bool | None, whole
         arguments = strategies.for_engine(trainer.strategy, checkpoint or {})
         return strategies.engine_of(engine, trainer.strategy).plan(arguments, attempt)
     if form is not None and form.sharded:
-        return _sharded(saver, form, checkpoint, attempt)
+        return _sharded(saver, form, checkpoint, attempt, resumes=not weights_only)
 
     def files_of(complete: Mapping[str, Any]) -> list[FilePlan]:
-        return [file_plan.single(torch_file(path.name, complete, key="checkpoint"), path.name)]
+        return [file_plan.single(_file(saver, path.name, complete, resumes=not weights_only), path.name)]
 
     if form is not None and form.gathers:
         given = checkpoint or {}
@@ -81,15 +85,23 @@ def _whole_checkpoint(
     return checkpoint
 
 
+def _file(saver: TrainerSaver, name: str, checkpoint: Mapping[str, Any], *, resumes: bool) -> FilePlan:
+    """A file of Lightning's; warns of what a resume from it will refuse, where it ``resumes`` at all."""
+    image = torch_file(name, checkpoint, key="checkpoint")
+    if resumes and not saver.reads_freely:
+        pickles.warn_if_no_data(image.pieces[-1][1], "checkpoint", _NO_DATA)
+    return image
+
+
 def _sharded(
-    saver: TrainerSaver, form: strategies.Form, checkpoint: dict[str, Any] | None, attempt: Attempt
+    saver: TrainerSaver, form: strategies.Form, checkpoint: dict[str, Any] | None, attempt: Attempt, *, resumes: bool
 ) -> Planned:
     states: dict[str, Any] = {}
     files: list[FilePlan] = []
     with attempt:
         states, rest = strategies.split(checkpoint or {"state_dict": {}}, form)
         if saver.engine.rank == 0 and attempt.error is None:
-            files.append(torch_file(META, rest, key="checkpoint"))
+            files.append(_file(saver, META, rest, resumes=resumes))
     shards = saver.sharded.plan({"": states}, attempt, {"": saver.trainer.lightning_module})
     return Planned.joined([Planned(files=files), shards])
 

@@ -87,6 +87,7 @@ def arrange(trainer: Any, saver: TrainerSaver, directory: Path, suffix: str) -> 
 
     # Lightning has no public seam here: when setup() runs, ckpt_path is a local variable of the Trainer already.
     def restore(original: Callable[..., None], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        saver.reads_freely |= False in (*args, *kwargs.values())  # weights_only, since 2.6
         rival = signals.requeue_resume_path(trainer) if checkpoint_path is not None else None
         none_given = checkpoint_path is None or (rival is not None and rival == Path(os.path.abspath(checkpoint_path)))
         # What a finder of learning rates did, it has given back.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import threading
@@ -58,6 +59,7 @@ class TrainerSaver(FileSaver):
         stopping: whether a signal ended the run: a later checkpoint would be resumed from instead of ``stopped.ckpt``.
         stopper: the callback that asks for signals: the last one, after all others have saved.
         continuation: what remains to be done before a resumed loop continues.
+        reads_freely: whether a resume runs what a pickle names: Lightning's before 2.6, or when ``fit`` was told to.
         requeue_due: whether SLURM requeues the job after ``fit``.
     """
 
@@ -76,6 +78,7 @@ class TrainerSaver(FileSaver):
         self._warned = False
         self.continuation: Continuation | None = None
         self.noted = Noted()
+        self.reads_freely = "weights_only" not in inspect.signature(trainer.fit).parameters
         self.swapped: list[Callable[[Any], None]] = []
         self._requeue_wished = threading.Event()
         self._alone: SafeCheckpointError | None = None
