@@ -58,9 +58,8 @@ class Finding:
     def __str__(self) -> str:
         after = self.step - self.resumed_at
         when = "the first after the resume" if not after else f"{after} behind the first after the resume"
-        names = ", ".join(self.names[:6]) + (f" and {len(self.names) - 6} more" if len(self.names) > 6 else "")
         detail = f" ({self.detail})" if self.detail else ""
-        what = self.detail if self.names == (self.category,) else f"{names}{detail}"
+        what = self.detail if self.names == (self.category,) else f"{_listed(self.names)}{detail}"
         return f"step {self.step}, {when}, rank {self.rank}: {MEANS[self.category][0]}: {what}\n  -> {self.means}"
 
 
@@ -190,10 +189,9 @@ def _how(category: str, rows: Sequence[str], whole: Sequence[Line], number: int,
             return f"{detail}; missing", means
         return f"{detail}; all zero" if keys <= set(other["zero"]) - set(one["zero"]) else detail, means
     if category == "data":
-        return _where(whole, other["batch"], number) or (
-            "no step of the run that was not stopped had this batch",
-            means,
-        )
+        none = "no step of the run that was not stopped had this batch"
+        detail, means = _where(whole, other["batch"], number) or (none, means)
+        return detail + _samples(one, other), means
     if category in ("groups", "calls", "scaler", "logged", "frozen"):
         name = category if category == "calls" else f"{category}.{rows[0]}"
         return f"{_short(theirs.get(name))} instead of {_short(ours.get(name))}", means
@@ -202,6 +200,19 @@ def _how(category: str, rows: Sequence[str], whole: Sequence[Line], number: int,
 
 def _short(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _listed(names: Sequence[object]) -> str:
+    return ", ".join(map(str, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def _samples(one: Line, other: Line) -> str:
+    """Which ones went in, where both tell all of theirs."""
+    ours, theirs = (line.get("samples") or [None] for line in (one, other))
+    if None in ours or None in theirs:
+        return ""
+    told = (_listed([n for ids in part for n in (ids if isinstance(ids, list) else [ids])]) for part in (theirs, ours))
+    return f": samples {' instead of '.join(told)}"
 
 
 def _where(whole: Sequence[Line], batch: Sequence[str], number: int) -> tuple[str, str] | None:

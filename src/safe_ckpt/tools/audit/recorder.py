@@ -20,10 +20,11 @@ import sys
 import sysconfig
 import threading
 import warnings
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import ModuleSpec
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 try:
@@ -33,7 +34,7 @@ except ImportError:  # the script's environment is not ours
 
 SMALL_BYTES = 10 << 20
 """Up to so much state every byte is digested; above, values that lie evenly over each tensor."""
-_LOOKS = {4**power for power in range(12)}  # steps; each takes as long as a look at all objects of the process
+_LOOKS = {16**power for power in range(7)}  # steps; each takes as long as a walk over all objects of the process
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, _OURS, "<frozen")
 # Where numbers are logged: module -> class and method.
@@ -70,8 +71,9 @@ class After(importlib.abc.MetaPathFinder):
 
 def watch() -> None:
     """Register the hooks when torch is imported."""
-    recorder = Recorder(os.environ["SAFE_CKPT_AUDIT"], int(os.environ.get("SAFE_CKPT_AUDIT_STOP", "0")))
+    recorder = Recorder(os.environ["SAFE_CKPT_AUDIT"], int(os.environ["SAFE_CKPT_AUDIT_STOP"]))
     wanted: dict[str, Callable[[ModuleType], None]] = {"torch.optim": lambda _: recorder.register()}
+    wanted["safe_ckpt.data.batches"] = recorder.follow
     for name, (owner, method) in LOGGERS.items():
         wanted[name] = lambda module, owner=owner, method=method: recorder.listen(getattr(module, owner), method)  # type: ignore[misc]
     sys.meta_path.insert(0, After(wanted))
@@ -90,10 +92,13 @@ class Recorder:
         self._pid, self._step = os.getpid(), 0
         self._file: io.TextIOBase | None = None
         self._batch: list[str] = []
+        self._asked: weakref.WeakKeyDictionary[Any, deque[Any]] = weakref.WeakKeyDictionary()
+        self._given: deque[tuple[set[str], Any]] = deque(maxlen=256)
         self._logged: dict[str, list[Any]] = {}
         self._names: dict[int, str] = {}
         self._trained: list[Any] = []
         self._others: dict[str, Any] = {}
+        self._scalers: list[Any] = []
         self._own: list[tuple[str, Any]] = []
         self._line: dict[str, Any] = {}
         self._most = SMALL_BYTES
@@ -123,6 +128,32 @@ class Recorder:
 
         setattr(owner, method, noting)
 
+    def follow(self, batches: ModuleType) -> None:
+        """Note which samples are in what ``resumable`` loaders give; the batch of a step is found by its values."""
+        ask, give = batches.Remaining.__iter__, batches.Batches._given
+
+        def asking(remaining: Any) -> Iterator[Any]:
+            waiting: deque[Any] = deque()
+            if (loader := remaining._loader()) is not None:
+                self._asked[loader] = waiting
+            return _noting(iter(ask(remaining)), waiting)
+
+        def giving(given: Any, inner: Any) -> Any:
+            waiting = self._asked.get(given._loader)
+            try:
+                batch = give(given, inner)
+            finally:  # a data set that raised had its indices, too
+                samples = waiting.popleft() if waiting else None
+            if samples is not None:
+                self._given.append(({digest(one, SMALL_BYTES) for one in tensors_of(batch)}, samples))
+            return batch
+
+        batches.Remaining.__iter__, batches.Batches._given = asking, giving
+
+    def _samples(self) -> list[Any]:
+        """Those of each batch of the step; None where no ``resumable`` loader gave it as it is."""
+        return [next((ids for values, ids in self._given if one in values), None) for one in self._batch]
+
     def _called(self, module: Any, args: Any) -> None:
         """What goes into the outermost module, or the first within it that is given tensors by position."""
         import torch
@@ -148,17 +179,17 @@ class Recorder:
         if self._pid != os.getpid():  # forked: a file of its own
             self._pid, self._step, self._file = os.getpid(), 0, None
         self._step += 1
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        parameters = _parameters(optimizer)
         if self._step in _LOOKS or not set(map(id, parameters)) <= self._names.keys():
-            self._look_around(parameters)
+            self._look_around()
         self._line = {"step": self._step, "rank": _rank(), **self._of(optimizer, parameters)}
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """What a closure has computed is there only now."""
         values = {**self._line["values"], **self._logged, **{f"generators.{name}": one for name, one in _generators()}}
-        for one in (one for group in optimizer.param_groups for one in group["params"]):
+        for one in _parameters(optimizer):
             values[f"gradients.{self._names[id(one)]}"] = "" if one.grad is None else digest(one.grad, self._most)
-        line = {**self._line, "batch": self._batch, "values": values}
+        line = {**self._line, "batch": self._batch, "samples": self._samples(), "values": values}
         self._batch, self._logged = [], {}
         if self._file is None:
             self._file = open(os.path.join(self._folder, f"{os.getpid()}.jsonl"), "a", encoding="utf-8")  # noqa: SIM115 - of the process
@@ -167,14 +198,18 @@ class Recorder:
         if self._step == self._stop:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _look_around(self, parameters: list[Any]) -> None:
-        """Names of the parameters, and which modules no optimizer steps."""
+    def _look_around(self) -> None:
+        """Names of what is trained, by any optimizer; which modules none of them steps; what scales the losses."""
         import torch
 
-        modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]  # __class__ may warn
-        inner = {id(part) for one in modules for part in one.children()}
-        own = set(map(id, parameters))
-        self._names, self._others, self._trained = {id(one): str(n) for n, one in enumerate(parameters)}, {}, []
+        kinds = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
+        alive = [one for one in gc.get_objects() if issubclass(type(one), kinds)]  # __class__ may warn
+        modules = [one for one in alive if isinstance(one, torch.nn.Module)]
+        self._scalers = [one for one in alive if isinstance(one, torch.amp.GradScaler)]
+        optimizers = [one for one in alive if isinstance(one, torch.optim.Optimizer)]
+        self._names = {id(part): str(n) for one in optimizers for n, part in enumerate(_parameters(one))}
+        own, inner = set(self._names), {id(part) for one in modules for part in one.children()}
+        self._others, self._trained = {}, []
         for root in (one for one in modules if id(one) not in inner):
             found = dict(root.named_parameters())
             if not own.isdisjoint(map(id, found.values())):
@@ -199,14 +234,15 @@ class Recorder:
         for number, group in enumerate(optimizer.param_groups):
             of = f" of group {number}" if number else ""
             found |= {f"groups.{key}{of}": _plain(one) for key, one in group.items() if key != "params"}
-        for root in self._trained:
-            found |= {f"frozen.{name}": not one.requires_grad for name, one in root.named_parameters()}
-            found |= {f"buffers.{name}": digest(one, most) for name, one in root.named_buffers()}
+        for number, root in enumerate(self._trained):
+            of = str(number or "")
+            found |= {f"frozen.{name}": not one.requires_grad for name, one in root.named_parameters(of)}
+            found |= {f"buffers.{name}": digest(one, most) for name, one in root.named_buffers(of)}
         for name, root in self._others.items():
             found[f"copies.{name}"] = [digest(one, most) for one in (*root.parameters(), *root.buffers())]
         variables = dict(variables_of_the_script(self._own))
         found |= {f"copies.{name}": one for name, one in _copies(variables, parameters, most)}
-        found |= {f"scaler.{name}": one for name, one in _scaler().items()}
+        found |= {f"scaler.{key}": one for scaler in self._scalers for key, one in scaler.state_dict().items()}
         return {
             "values": found,
             "zero": [key for key, is_zero in zero.items() if is_zero],
@@ -214,28 +250,36 @@ class Recorder:
         }
 
 
+def _noting(values: Iterator[Any], noted: deque[Any]) -> Iterator[Any]:
+    for one in values:
+        noted.append(one)
+        yield one
+
+
 def digest(tensor: Any, most: int) -> str:
     """Of the values, on whatever device, of at most so many bytes spread over it; of this rank's part of a DTensor."""
     import torch
 
-    with torch.no_grad():
-        tensor = _local(tensor.detach())
-        if tensor.is_meta:
-            return "meta"
-        try:
-            flat = tensor.reshape(-1)
-            if tensor.nbytes > most:
-                flat = flat[:: -(-tensor.nbytes // most)]
-            data: Any = memoryview(flat.contiguous().cpu().view(torch.uint8).numpy())
-        except (RuntimeError, TypeError, NotImplementedError):  # sparse, quantized, lazily conjugated
-            buffer = io.BytesIO()
-            torch.save(tensor, buffer)
-            data = buffer.getvalue()
-        return f"{list(tensor.shape)}{_hash(data).hexdigest()[:12]}"
+    tensor = _local(tensor).detach()
+    if tensor.is_meta:
+        return "meta"
+    try:
+        values = tensor if tensor.nbytes <= most else tensor.reshape(-1)[:: -(-tensor.nbytes // most)]
+        values = values.cpu().contiguous()
+        data: Any = (values.view(torch.int16) if values.dtype is torch.bfloat16 else values).numpy()
+    except (RuntimeError, TypeError, NotImplementedError):  # sparse, quantized, lazily conjugated
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        data = buffer.getvalue()
+    return f"{list(tensor.shape)}{_hash(data).hexdigest()[:12]}"
 
 
 def _local(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [one for group in getattr(optimizer, "param_groups", ()) for one in group["params"]]
 
 
 def tensors_of(value: Any, depth: int = 4) -> Iterator[Any]:
@@ -306,17 +350,6 @@ def _rank() -> int:
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_rank())
     return int(os.environ.get("RANK", "0"))
-
-
-def _scaler() -> Mapping[str, Any]:
-    """The state of the GradScaler that calls this step."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        scaler = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if scaler is not None and type(scaler).__name__.endswith("GradScaler"):
-            return dict(_plain(scaler.state_dict()))
-        frame = frame.f_back
-    return {}
 
 
 def variables_of_the_script(modules: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

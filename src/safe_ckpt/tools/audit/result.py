@@ -16,18 +16,23 @@ class Audit:
     """All that an audit came to.
 
     Attributes:
-        stop: behind how many optimizer steps each start was killed.
+        killed: behind how many optimizer steps; several, where nothing was resumed after the kills before the last.
         comparisons: one for each resume; none if nothing can be compared.
         ignored: what differs between two runs that nothing stopped.
         cannot: why nothing can be compared; empty if it can.
         findings: what differs behind any resume, once.
     """
 
-    stop: int
+    killed: tuple[int, ...]
     comparisons: tuple[Comparison, ...]
     ignored: tuple[str, ...]
     cannot: str
     findings: tuple[Finding, ...]
+
+    @property
+    def stop(self) -> int:
+        """Behind how many optimizer steps it was killed in what was compared."""
+        return self.killed[-1]
 
     @property
     def equal(self) -> bool:
@@ -51,6 +56,8 @@ class Audit:
             yield f"cannot compare: {self.cannot}"
         elif self.ignored:
             yield f"not compared, for it differs between two runs that nothing stopped: {', '.join(self.ignored)}"
+        if in_vain := ", ".join(map(str, self.killed[:-1])):
+            yield f"nothing was resumed after a kill behind {in_vain} steps, so it was killed behind {self.stop} as well"
         yield from map(str, self.findings)
         notes = dict.fromkeys(note for one in self.comparisons for note in one.notes)
         if notes:

@@ -98,21 +98,30 @@ def audit(options: Options) -> Audit:
         raise AuditError(message=f"the script makes {made} optimizer steps: stop it behind fewer (--stop)")
     ignored = noise(whole, second)
     blind = sorted({category_of(name) for name in ignored} & {"weights", "data"})
-    starts, stop = _stopped(runner, options, [] if blind else whole[min(whole)])
+    starts, killed = _stopped(runner, options, [] if blind else whole[min(whole)])
     named = tuple(sorted({f"{MEANS[category_of(name)][0]} {name.partition('.')[2]}".strip() for name in ignored}))
     if blind:
         cannot = f"the {' and the '.join(blind)} differ between two runs that nothing stopped: seed them"
-        return Audit(stop=stop, comparisons=(), ignored=named, cannot=cannot, findings=without_equality(starts[-1]))
+        return Audit(
+            killed=tuple(killed), comparisons=(), ignored=named, cannot=cannot, findings=without_equality(starts[-1])
+        )
     found = tuple(compare(whole, one, ignored) for one in starts)
     once = {(one.category, one.names): one for part in reversed(found) for one in reversed(part.findings)}
-    return Audit(stop=stop, comparisons=found, ignored=named, cannot="", findings=tuple(reversed(once.values())))
+    return Audit(
+        killed=tuple(killed), comparisons=found, ignored=named, cannot="", findings=tuple(reversed(once.values()))
+    )
 
 
-def _stopped(runner: Runner, options: Options, whole: Sequence[Line]) -> tuple[list[Run], int]:
-    """Kill it and start it again; later, where it began at the beginning because nothing had been committed."""
-    stop = options.stop
+def _stopped(runner: Runner, options: Options, whole: Sequence[Line]) -> tuple[list[Run], list[int]]:
+    """Kill it and start it again; later, where it began at the beginning, for nothing may have been committed.
+
+    Returns:
+        What each start told, and behind how many steps it was killed: the last of these counts.
+    """
+    killed = [options.stop]
     while True:
-        out, last = f"stopped-{stop}", 2 * stop >= options.until
+        stop, out = killed[-1], f"stopped-{killed[-1]}"
+        is_last = stop == options.until - 1
         runner.run(out, f"{out}-0", stop)
         if any(path.is_file() for path in (options.folder / out).rglob("*")):
             starts = []
@@ -121,12 +130,13 @@ def _stopped(runner: Runner, options: Options, whole: Sequence[Line]) -> tuple[l
                 steps = options.until if ends else max(1, (options.until - stop) // (2 * options.stops))
                 within = options.within_save and number % 2 == 1 and not ends
                 starts.append(runner.run(out, f"{out}-{number}", steps, options.resume_args, within=within))
-            if last or not whole or place(whole, starts[0][min(starts[0])][0]):
-                return starts, stop
-        elif last:
-            raise AuditError(message=f"nothing was saved below {OUT} within {stop} steps: stop it later (--stop)")
-        stop = min(2 * stop, options.until - 1)
-        options.told("nothing had been committed: stopped later", 0, stop)
+            if is_last or not whole or place(whole, starts[0][min(starts[0])][0]) != 0:
+                return starts, killed
+        elif is_last:
+            raise AuditError(
+                message=f"nothing was saved below {OUT} within {stop} steps: save earlier, or raise --until"
+            )
+        killed.append(min(2 * stop, options.until - 1))
 
 
 class Runner:
