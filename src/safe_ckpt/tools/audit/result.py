@@ -30,11 +30,6 @@ class Audit:
     findings: tuple[Finding, ...]
 
     @property
-    def stop(self) -> int:
-        """Behind how many optimizer steps it was killed in what was compared."""
-        return self.killed[-1]
-
-    @property
     def equal(self) -> bool:
         """Whether everything could be compared, and nothing differs."""
         return not self.findings and not self.cannot
@@ -56,15 +51,16 @@ class Audit:
             yield f"cannot compare: {self.cannot}"
         elif self.ignored:
             yield f"not compared, for it differs between two runs that nothing stopped: {', '.join(self.ignored)}"
-        if in_vain := ", ".join(map(str, self.killed[:-1])):
-            yield f"nothing was resumed after a kill behind {in_vain} steps, so it was killed behind {self.stop} as well"
+        *in_vain, last = map(str, self.killed)
+        if in_vain:
+            yield f"nothing was resumed after a kill behind {', '.join(in_vain)} steps, so it was killed behind {last} as well"
         yield from map(str, self.findings)
         notes = dict.fromkeys(note for one in self.comparisons for note in one.notes)
         if notes:
             yield f"variables of the script that differ at the first step after a resume: {'; '.join(notes)}"
         if self.equal:
             steps = sum(one.steps for one in self.comparisons)
-            yield f"equal: {steps} optimizer steps after {len(self.comparisons)} resumes, killed behind {self.stop} steps"
+            yield f"equal: {steps} optimizer steps after {len(self.comparisons)} resumes, killed behind {last} steps"
 
     def as_json(self) -> dict[str, object]:
         """A document of JSON: its fields, and ``equal``."""

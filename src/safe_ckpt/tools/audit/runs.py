@@ -17,22 +17,13 @@ from typing import NoReturn
 
 from safe_ckpt.errors import AuditError
 from safe_ckpt.machine import process_state
-from safe_ckpt.tools.audit.compare import (
-    MEANS,
-    Line,
-    Run,
-    category_of,
-    compare,
-    noise,
-    place,
-    without_equality,
-)
+from safe_ckpt.tools.audit.compare import MEANS, Line, Run, category_of, compare, noise, place, without_equality
 from safe_ckpt.tools.audit.result import Audit
 
 OUT = "{out}"
 _POLL_S = 0.02
+_MARKER = "SAFE_CKPT_AUDIT_ID"  # by which what a run has started is found
 _HOOK = Path(__file__).with_name("hook")
-Told = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +50,7 @@ class Options:
     within_save: bool = False
     until: int = 60
     timeout_s: float = 3600.0
-    told: Told = lambda *_: None
+    told: Callable[[str, int, int], None] = lambda *_: None
 
     def __post_init__(self) -> None:
         if self.folder.exists() and any(self.folder.iterdir()):
@@ -163,7 +154,9 @@ class Runner:
         records, target, log = (options.folder / one for one in (f"{name}.steps", out, f"{name}.log"))
         records.mkdir(parents=True)
         target.mkdir(exist_ok=True)
-        own = _environment(records, marker, 2 * steps if within else steps)  # none may leave what is compared
+        path = os.pathsep.join([str(_HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
+        own = {**os.environ, "PYTHONPATH": path, "SAFE_CKPT_AUDIT": str(records), _MARKER: marker}
+        own["SAFE_CKPT_AUDIT_STOP"] = str(2 * steps if within else steps)  # none may leave what is compared
         command = [part.replace(OUT, str(target)) for part in options.command] + list(more)
         with log.open("wb") as output:
             try:
@@ -189,7 +182,7 @@ class Runner:
         return found
 
     def _wait(
-        self, process: subprocess.Popen[bytes], records: Path, name: str, steps: int, changing: Path | None
+        self, process: subprocess.Popen[bytes], records: Path, name: str, steps: int, within: Path | None
     ) -> bool:
         """Until it ends or is to be killed. Returns whether it is."""
         before = None
@@ -198,8 +191,8 @@ class Runner:
             made = {int(file.stem): file.read_bytes().count(b"\n") for file in records.iterdir()}
             self._options.told(name, max(made.values(), default=0), steps)
             reached = [pid for pid, number in made.items() if number >= steps]
-            if changing and reached:
-                now = {(str(path), path.stat().st_mtime_ns) for path in changing.rglob("*") if path.exists()}
+            if within and reached:
+                now = {(str(path), path.stat().st_mtime_ns) for path in within.rglob("*") if path.exists()}
                 if now != (before := before or now):
                     return True
             if any(not _runs(pid) for pid in reached):
@@ -209,13 +202,6 @@ class Runner:
             if time.monotonic() > self._deadline:
                 raise AuditError(message=f"not over after {self._options.timeout_s:.0f} s (--timeout-s)")
             time.sleep(_POLL_S)
-
-
-def _environment(records: Path, marker: str, stop: int) -> dict[str, str]:
-    """What has a process, and all that it starts, look in, and be found."""
-    path = os.pathsep.join([str(_HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"PYTHONPATH": path, "SAFE_CKPT_AUDIT": str(records), "SAFE_CKPT_AUDIT_ID": marker}
-    return {**os.environ, **own, "SAFE_CKPT_AUDIT_STOP": str(stop)}
 
 
 def _failed(why: str, log: Path) -> NoReturn:
@@ -229,16 +215,14 @@ def _runs(pid: int) -> bool:
 
 def _kill(process: subprocess.Popen[bytes], marker: str) -> None:
     """SIGKILL for it and for all that it has started, also in sessions of their own."""
-    looked = f"SAFE_CKPT_AUDIT_ID={marker}".encode()
+    looked = f"{_MARKER}={marker}".encode()
     for _ in range(100):
-        found = []
+        found = False
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
                 if looked in (entry / "environ").read_bytes().split(b"\0") and _runs(int(entry.name)):
-                    found.append(int(entry.name))
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                    found = True
+                    os.kill(int(entry.name), signal.SIGKILL)
         if not found:
             break
         time.sleep(_POLL_S)

@@ -83,6 +83,37 @@ def test_a_copy_of_the_weights_that_is_made_later_is_seen_later(tmp_path):
     assert [len(names(line, "copies")) for line in told] == [0] * 15 + [1, 1]
 
 
+_FROZEN = """
+import gc
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+gc.freeze()
+model(torch.ones(4, 3)).sum().backward()
+optimizer.step()
+"""
+
+
+def test_what_the_garbage_collector_does_not_tell_ends_no_script(tmp_path):
+    """Behind ``gc.freeze`` no module is found: parameters have numbers then."""
+    (line,) = lines(_FROZEN, tmp_path)
+    assert names(line, "weights") == ["weights.0", "weights.1"]
+
+
+_SCALED = """
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+scaler.scale(model(torch.ones(4, 3)).sum()).backward()
+scaler.step(optimizer)
+"""
+
+
+def test_the_state_of_what_scales_the_losses_is_told(tmp_path):
+    """A GradScaler is found wherever it is kept."""
+    (line,) = lines(_SCALED, tmp_path)
+    assert (line["values"]["scaler.scale"], line["values"]["scaler._growth_tracker"]) == (8.0, 0)
+
+
 _SAMPLES = """
 import safe_ckpt.data.batches
 from safe_ckpt.data import resumable
