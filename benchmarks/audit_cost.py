@@ -35,7 +35,7 @@ print((time.perf_counter() - begun) / steps, (time.process_time() - worked) / st
 def seconds_a_step(steps: int, pause: float, *, audited: bool) -> tuple[float, float]:
     """Of a process of its own: as a clock has it, and of the processor, which other jobs of the machine disturb less."""
     with tempfile.TemporaryDirectory() as records:
-        more = {"PYTHONPATH": str(HOOK), "SAFE_CKPT_AUDIT": records} if audited else {}
+        more = {"PYTHONPATH": str(HOOK), "SAFE_CKPT_AUDIT": records, "SAFE_CKPT_AUDIT_STOP": "0"} if audited else {}
         command = [sys.executable, "-c", LOOP, str(steps), str(pause), str(WIDTH)]
         ended = subprocess.run(command, env={**os.environ, **more}, check=True, capture_output=True, text=True)
         told = sum(file.read_bytes().count(b"\n") for file in Path(records).iterdir())

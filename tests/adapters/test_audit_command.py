@@ -80,6 +80,7 @@ def test_a_script_that_does_not_resume_differs_though_its_steps_are_those_of_the
     """All that it does after the second start equals the beginning: no success."""
     done = command("--", *script(tmp_path, load="pass"))
     assert (done.returncode, "began at the beginning" in done.stdout) == (1, True)
+    assert "nothing was resumed after a kill behind 6 steps, so it was killed behind 11 as well" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,11 @@ def test_a_script_that_does_not_resume_differs_though_its_steps_are_those_of_the
         ("raise SystemExit('no data here')", {}, "the script ended with 1; the last lines of .*no data here"),
         ("print('done')", {}, "made no step with an optimizer"),
         (SCRIPT.replace("step < 30", "step < 5"), {}, "makes 5 optimizer steps: stop it behind fewer"),
-        (SCRIPT.replace("% 4", "% 99"), {}, "nothing was saved below {out} within 6 steps"),
+        (
+            SCRIPT.replace("% 4", "% 99"),
+            {},
+            "nothing was saved below {out} within 11 steps: save earlier, or raise --until",
+        ),
         ("import time; time.sleep(999)", {"timeout_s": 2.0}, "not over after 2 s"),
     ],
 )
@@ -113,10 +118,17 @@ def test_what_is_wrong_before_anything_runs_is_told(words, options, said):
         safe_ckpt.testing.audit(words, **options)
 
 
-def test_a_kill_before_the_first_save_comes_later(tmp_path):
-    """Where nothing was committed behind --stop, it is killed later, until there is something to resume from."""
-    found = safe_ckpt.testing.audit(script(tmp_path), stop=2, until=12)
-    assert (found.stop, found.equal) == (4, True) or (found.stop, found.equal) == (8, True)
+@pytest.mark.parametrize(("stop", "until"), [(2, 12), (4, 7)])
+@pytest.mark.parametrize("logged", ["", 'open(sys.argv[1] + "/log", "a").close()'])
+def test_a_kill_before_the_first_save_comes_later(tmp_path, stop, until, logged):
+    """Up to the last step but one, also where a file that is no checkpoint lies there already; and it is said."""
+    text = SCRIPT.replace("SEED", f"SEED\n{logged}")
+    found = safe_ckpt.testing.audit(script(tmp_path, text=text), stop=stop, until=until)
+    assert found.equal, str(found)
+    assert found.killed == {(2, 12): (2, 4, 8), (4, 7): (4, 6)}[stop, until]
+    assert str(found).startswith(
+        f"nothing was resumed after a kill behind {', '.join(map(str, found.killed[:-1]))} steps"
+    )
 
 
 def test_the_script_sees_nothing_of_it(tmp_path):

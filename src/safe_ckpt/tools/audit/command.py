@@ -14,11 +14,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TaskID
 
 from safe_ckpt.errors import AuditError
-from safe_ckpt.tools.audit.result import Audit
 from safe_ckpt.tools.audit.runs import Options
 from safe_ckpt.tools.audit.runs import audit as run
-
-DIFFERS, CANNOT = 1, 2
 
 
 def audit(
@@ -58,8 +55,12 @@ def audit(
             result = run(options)
         except AuditError as error:
             typer.echo(error, err=True)
-            raise typer.Exit(CANNOT) from error
-    _say(result, junit, as_json=as_json)
+            raise typer.Exit(2) from error
+    typer.echo(json.dumps(result.as_json(), indent=1) if as_json else str(result))
+    if junit is not None:
+        junit.write_text(result.as_junit(), encoding="utf-8")
+    if not result.equal:
+        raise typer.Exit(2 if result.cannot else 1)
 
 
 def _progress() -> Progress:
@@ -67,11 +68,3 @@ def _progress() -> Progress:
     return Progress(
         *Progress.get_default_columns()[:2], MofNCompleteColumn(), console=console, disable=not console.is_terminal
     )
-
-
-def _say(result: Audit, junit: Path | None, *, as_json: bool) -> None:
-    typer.echo(json.dumps(result.as_json(), indent=1) if as_json else str(result))
-    if junit is not None:
-        junit.write_text(result.as_junit(), encoding="utf-8")
-    if result.cannot or result.findings:
-        raise typer.Exit(CANNOT if result.cannot else DIFFERS)

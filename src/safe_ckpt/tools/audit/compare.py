@@ -58,9 +58,8 @@ class Finding:
     def __str__(self) -> str:
         after = self.step - self.resumed_at
         when = "the first after the resume" if not after else f"{after} behind the first after the resume"
-        names = ", ".join(self.names[:6]) + (f" and {len(self.names) - 6} more" if len(self.names) > 6 else "")
         detail = f" ({self.detail})" if self.detail else ""
-        what = self.detail if self.names == (self.category,) else f"{names}{detail}"
+        what = self.detail if self.names == (self.category,) else f"{_listed(self.names)}{detail}"
         return f"step {self.step}, {when}, rank {self.rank}: {MEANS[self.category][0]}: {what}\n  -> {self.means}"
 
 
@@ -108,14 +107,13 @@ def noise(first: Run, second: Run) -> frozenset[str]:
 def place(whole: Sequence[Line], first: Line) -> int | None:
     """Which line of the whole run has the weights of a resumed run's first; of several, that with most of the rest equal."""
 
-    def of(line: Line, *categories: str) -> set[str]:
-        return {f"{name}={value}" for name, value in values_of(line).items() if category_of(name) in categories}
+    def same(line: Line, *categories: str) -> list[bool]:
+        """For each value of the first line, whether this line has it."""
+        values = values_of(line)
+        return [values.get(name) == one for name, one in values_of(first).items() if category_of(name) in categories]
 
-    weights, rest = of(first, "weights"), of(first, "state", "groups", "data")
-    same = [number for number, line in enumerate(whole) if of(line, "weights") == weights]
-    return max(
-        same, key=lambda number: (len(rest & of(whole[number], "state", "groups", "data")), number), default=None
-    )
+    found = [number for number, line in enumerate(whole) if all(same(line, "weights"))]
+    return max(found, key=lambda number: (sum(same(whole[number], "state", "groups", "data")), number), default=None)
 
 
 def compare(whole: Run, resumed: Run, ignored: frozenset[str]) -> Comparison:
@@ -134,8 +132,7 @@ def compare(whole: Run, resumed: Run, ignored: frozenset[str]) -> Comparison:
         for finding in _of_rank(whole[rank], pairs, at, rank, ignored):
             findings.setdefault(f"{finding.category} {finding.names}", finding)
         notes |= dict.fromkeys(_counters(whole[rank], *pairs[0]) if pairs else ())
-    order = list(MEANS)
-    told = sorted(findings.values(), key=lambda one: (order.index(one.category), one.step))
+    told = sorted(findings.values(), key=lambda one: (list(MEANS).index(one.category), one.step))
     return Comparison(findings=tuple(one for one in told if not _is_result(one, told)), notes=tuple(notes), steps=steps)
 
 
@@ -190,10 +187,8 @@ def _how(category: str, rows: Sequence[str], whole: Sequence[Line], number: int,
             return f"{detail}; missing", means
         return f"{detail}; all zero" if keys <= set(other["zero"]) - set(one["zero"]) else detail, means
     if category == "data":
-        return _where(whole, other["batch"], number) or (
-            "no step of the run that was not stopped had this batch",
-            means,
-        )
+        detail, means = _where(whole, other["batch"], number)
+        return detail + _samples(one, other), means
     if category in ("groups", "calls", "scaler", "logged", "frozen"):
         name = category if category == "calls" else f"{category}.{rows[0]}"
         return f"{_short(theirs.get(name))} instead of {_short(ours.get(name))}", means
@@ -204,12 +199,25 @@ def _short(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _where(whole: Sequence[Line], batch: Sequence[str], number: int) -> tuple[str, str] | None:
+def _listed(names: Sequence[object]) -> str:
+    return ", ".join(map(str, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def _samples(one: Line, other: Line) -> str:
+    """Which ones went in, where both tell all of theirs."""
+    ours, theirs = (line.get("samples") or [None] for line in (one, other))
+    if None in ours or None in theirs:
+        return ""
+    told = (_listed([n for ids in part for n in (ids if isinstance(ids, list) else [ids])]) for part in (theirs, ours))
+    return f": samples {' instead of '.join(told)}"
+
+
+def _where(whole: Sequence[Line], batch: Sequence[str], number: int) -> tuple[str, str]:
     """Which step of the whole run had this batch, and what that means."""
     places = [n for n, line in enumerate(whole) if batch == line["batch"]]
     places = places or [n for n, line in enumerate(whole) if set(batch) & set(line["batch"])]
     if not places:
-        return None
+        return "no step of the run that was not stopped had this batch", MEANS["data"][1]
     nearest = min(places, key=lambda n: abs(n - number))
     detail = f"the batch of step {number + 1} is that of step {nearest + 1} of the run that was not stopped"
     if nearest == number:

@@ -12,18 +12,20 @@ import hashlib
 import importlib.abc
 import importlib.util
 import io
+import itertools
 import json
 import os
+import pickle
 import random
 import signal
 import sys
 import sysconfig
 import threading
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import ModuleSpec
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 try:
@@ -33,7 +35,7 @@ except ImportError:  # the script's environment is not ours
 
 SMALL_BYTES = 10 << 20
 """Up to so much state every byte is digested; above, values that lie evenly over each tensor."""
-_LOOKS = {4**power for power in range(12)}  # steps; each takes as long as a look at all objects of the process
+_LOOKS = {16**power for power in range(7)}  # steps; each takes as long as a walk over all objects of the process
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, _OURS, "<frozen")
 # Where numbers are logged: module -> class and method.
@@ -56,22 +58,21 @@ class After(importlib.abc.MetaPathFinder):
         """See ``importlib.abc.MetaPathFinder``."""
         then = self._wanted.pop(name, None)
         spec = importlib.util.find_spec(name) if then else None  # of the finders behind this one
-        if then is None or spec is None or spec.loader is None:
-            return spec
-        run = spec.loader.exec_module
+        if then and spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            then(module)
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                then(module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 def watch() -> None:
     """Register the hooks when torch is imported."""
-    recorder = Recorder(os.environ["SAFE_CKPT_AUDIT"], int(os.environ.get("SAFE_CKPT_AUDIT_STOP", "0")))
-    wanted: dict[str, Callable[[ModuleType], None]] = {"torch.optim": lambda _: recorder.register()}
+    recorder = Recorder(os.environ["SAFE_CKPT_AUDIT"], int(os.environ["SAFE_CKPT_AUDIT_STOP"]))
+    wanted = {"torch.optim": lambda _: recorder.register(), "safe_ckpt.data.batches": recorder.follow}
     for name, (owner, method) in LOGGERS.items():
         wanted[name] = lambda module, owner=owner, method=method: recorder.listen(getattr(module, owner), method)  # type: ignore[misc]
     sys.meta_path.insert(0, After(wanted))
@@ -90,11 +91,10 @@ class Recorder:
         self._pid, self._step = os.getpid(), 0
         self._file: io.TextIOBase | None = None
         self._batch: list[str] = []
+        self._asked: dict[int, Iterator[Any]] = {}
+        self._given: deque[tuple[set[str], Any]] = deque(maxlen=256)
         self._logged: dict[str, list[Any]] = {}
         self._names: dict[int, str] = {}
-        self._trained: list[Any] = []
-        self._others: dict[str, Any] = {}
-        self._own: list[tuple[str, Any]] = []
         self._line: dict[str, Any] = {}
         self._most = SMALL_BYTES
         self._call = threading.local()
@@ -117,11 +117,32 @@ class Recorder:
 
         def noting(logger: Any, *args: Any, **kwargs: Any) -> Any:
             name = next((one for one in args if isinstance(one, str)), "")
-            for key, value in _numbers([*args, kwargs], name):
-                self._logged.setdefault(f"logged.{key}", []).append(value)
+            for key, value in _leaves([*args, kwargs], name):
+                with contextlib.suppress(TypeError, ValueError, RuntimeError):  # no number, or a tensor of several
+                    if key and not isinstance(value, str):
+                        self._logged.setdefault(f"logged.{key}", []).append(float(value))
             return original(logger, *args, **kwargs)
 
         setattr(owner, method, noting)
+
+    def follow(self, batches: ModuleType) -> None:
+        """Note which samples are in what ``resumable`` loaders give; the batch of a step is found by its values."""
+        ask, give = batches.Remaining.__iter__, batches.Batches._given
+
+        def asking(remaining: Any) -> Iterator[Any]:
+            self._asked[id(remaining._loader())], indices = itertools.tee(ask(remaining))
+            return indices
+
+        def giving(given: Any, inner: Any) -> Any:
+            try:
+                batch = give(given, inner)
+            finally:  # a data set that raised had its indices, too
+                samples = next(self._asked.get(id(given._loader), iter(())), None)
+            if samples is not None:
+                self._given.append(({digest(one, SMALL_BYTES) for one in tensors_of(batch)}, samples))
+            return batch
+
+        batches.Remaining.__iter__, batches.Batches._given = asking, giving
 
     def _called(self, module: Any, args: Any) -> None:
         """What goes into the outermost module, or the first within it that is given tensors by position."""
@@ -148,17 +169,18 @@ class Recorder:
         if self._pid != os.getpid():  # forked: a file of its own
             self._pid, self._step, self._file = os.getpid(), 0, None
         self._step += 1
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        parameters = _parameters(optimizer)
         if self._step in _LOOKS or not set(map(id, parameters)) <= self._names.keys():
-            self._look_around(parameters)
+            self._look_around(optimizer)
         self._line = {"step": self._step, "rank": _rank(), **self._of(optimizer, parameters)}
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """What a closure has computed is there only now."""
         values = {**self._line["values"], **self._logged, **{f"generators.{name}": one for name, one in _generators()}}
-        for one in (one for group in optimizer.param_groups for one in group["params"]):
+        for one in _parameters(optimizer):
             values[f"gradients.{self._names[id(one)]}"] = "" if one.grad is None else digest(one.grad, self._most)
-        line = {**self._line, "batch": self._batch, "values": values}
+        samples = [next((ids for batch, ids in self._given if one in batch), None) for one in self._batch]
+        line = {**self._line, "batch": self._batch, "samples": samples, "values": values}
         self._batch, self._logged = [], {}
         if self._file is None:
             self._file = open(os.path.join(self._folder, f"{os.getpid()}.jsonl"), "a", encoding="utf-8")  # noqa: SIM115 - of the process
@@ -167,14 +189,22 @@ class Recorder:
         if self._step == self._stop:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _look_around(self, parameters: list[Any]) -> None:
-        """Names of the parameters, and which modules no optimizer steps."""
+    def _look_around(self, optimizer: Any) -> None:
+        """Names of what is trained, by any optimizer; which modules none of them steps; what scales the losses."""
         import torch
 
-        modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]  # __class__ may warn
-        inner = {id(part) for one in modules for part in one.children()}
-        own = set(map(id, parameters))
-        self._names, self._others, self._trained = {id(one): str(n) for n, one in enumerate(parameters)}, {}, []
+        kinds = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
+        alive = [one for one in gc.get_objects() if issubclass(type(one), kinds)]  # __class__ may warn
+        modules = [one for one in alive if isinstance(one, torch.nn.Module)]
+        self._scalers: list[Any] = [one for one in alive if isinstance(one, torch.amp.GradScaler)]
+        optimizers = [
+            optimizer,
+            *(one for one in alive if isinstance(one, torch.optim.Optimizer)),
+        ]  # gc.freeze hides it
+        self._names = {id(part): str(n) for one in optimizers for n, part in enumerate(_parameters(one))}
+        own, inner = set(self._names), {id(part) for one in modules for part in one.children()}
+        self._others: dict[str, Any] = {}
+        self._trained: list[Any] = []
         for root in (one for one in modules if id(one) not in inner):
             found = dict(root.named_parameters())
             if not own.isdisjoint(map(id, found.values())):
@@ -183,33 +213,32 @@ class Recorder:
             elif found:
                 self._others[f"{type(root).__name__}-{len(self._others)}"] = root
         named = (item for root in self._trained for item in root.named_modules(prefix="module"))
-        self._own = [(name, one) for name, one in named if is_of_the_script(type(one))]
+        self._own: list[tuple[str, Any]] = [(name, one) for name, one in named if is_of_the_script(type(one))]
 
     def _of(self, optimizer: Any, parameters: list[Any]) -> dict[str, Any]:
         is_small = 3 * sum(one.nbytes for one in parameters) <= SMALL_BYTES
         self._most = most = SMALL_BYTES if is_small else max(256, SMALL_BYTES // (3 * len(parameters)))
         found: dict[str, Any] = {}
-        zero: dict[str, bool] = {}
-        for one in parameters:
+        states = [optimizer.state.get(one, {}) for one in parameters]
+        for one, state in zip(parameters, states, strict=True):
             name = self._names[id(one)]
             found[f"weights.{name}"] = digest(one, most)
-            for key, value in optimizer.state.get(one, {}).items():
-                found[f"state.{key}.{name}"] = _plain(value, most)
-                zero[str(key)] = zero.get(str(key), True) and _is_zero(value)
+            found |= {f"state.{key}.{name}": _plain(value, most) for key, value in state.items()}
         for number, group in enumerate(optimizer.param_groups):
             of = f" of group {number}" if number else ""
             found |= {f"groups.{key}{of}": _plain(one) for key, one in group.items() if key != "params"}
-        for root in self._trained:
-            found |= {f"frozen.{name}": not one.requires_grad for name, one in root.named_parameters()}
-            found |= {f"buffers.{name}": digest(one, most) for name, one in root.named_buffers()}
+        for number, root in enumerate(self._trained):
+            of = str(number or "")
+            found |= {f"frozen.{name}": not one.requires_grad for name, one in root.named_parameters(of)}
+            found |= {f"buffers.{name}": digest(one, most) for name, one in root.named_buffers(of)}
         for name, root in self._others.items():
             found[f"copies.{name}"] = [digest(one, most) for one in (*root.parameters(), *root.buffers())]
         variables = dict(variables_of_the_script(self._own))
         found |= {f"copies.{name}": one for name, one in _copies(variables, parameters, most)}
-        found |= {f"scaler.{name}": one for name, one in _scaler().items()}
+        found |= {f"scaler.{key}": one for scaler in self._scalers for key, one in scaler.state_dict().items()}
         return {
             "values": found,
-            "zero": [key for key, is_zero in zero.items() if is_zero],
+            "zero": [key for key in {*itertools.chain(*states)} if all(_is_zero(one.get(key)) for one in states)],
             "variables": {name: one for name, one in variables.items() if isinstance(one, bool | int | float)},
         }
 
@@ -218,35 +247,45 @@ def digest(tensor: Any, most: int) -> str:
     """Of the values, on whatever device, of at most so many bytes spread over it; of this rank's part of a DTensor."""
     import torch
 
-    with torch.no_grad():
-        tensor = _local(tensor.detach())
-        if tensor.is_meta:
-            return "meta"
-        try:
-            flat = tensor.reshape(-1)
-            if tensor.nbytes > most:
-                flat = flat[:: -(-tensor.nbytes // most)]
-            data: Any = memoryview(flat.contiguous().cpu().view(torch.uint8).numpy())
-        except (RuntimeError, TypeError, NotImplementedError):  # sparse, quantized, lazily conjugated
-            buffer = io.BytesIO()
-            torch.save(tensor, buffer)
-            data = buffer.getvalue()
-        return f"{list(tensor.shape)}{_hash(data).hexdigest()[:12]}"
+    tensor = _local(tensor).detach()
+    if tensor.is_meta:
+        return "meta"
+    try:
+        values = tensor if tensor.nbytes <= most else tensor.reshape(-1)[:: -(-tensor.nbytes // most)]
+        values = values.cpu().contiguous()
+        data: Any = (values.view(torch.int16) if values.dtype is torch.bfloat16 else values).numpy()
+    except (RuntimeError, TypeError, NotImplementedError):  # sparse, quantized, lazily conjugated
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        data = buffer.getvalue()
+    return f"{list(tensor.shape)}{_hash(data).hexdigest()[:12]}"
 
 
 def _local(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def tensors_of(value: Any, depth: int = 4) -> Iterator[Any]:
+def _parameters(optimizer: Any) -> list[Any]:
+    return [one for group in getattr(optimizer, "param_groups", ()) for one in group["params"]]
+
+
+def _leaves(value: Any, name: str = "", depth: int = 6) -> Iterator[tuple[str, Any]]:
+    """What containers hold, with the innermost key above it."""
+    if depth and isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _leaves(one, str(key), depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for one in value:
+            yield from _leaves(one, name, depth - 1)
+    else:
+        yield name, value
+
+
+def tensors_of(value: Any) -> Iterator[Any]:
     """The tensors in containers."""
     import torch
 
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and isinstance(value, Mapping | list | tuple):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_of(one, depth - 1)
+    return (one for _, one in _leaves(value) if isinstance(one, torch.Tensor))
 
 
 def _is_zero(value: Any) -> bool:
@@ -274,31 +313,15 @@ def _plain(value: Any, most: int = SMALL_BYTES) -> Any:
     return float(value) if hasattr(value, "__float__") else type(value).__name__
 
 
-def _numbers(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The numbers in what a logger is given, with their keys."""
-    if isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _numbers(one, str(key))
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _numbers(one, name)
-    elif name and hasattr(value, "__float__"):
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # an array, a tensor without values
-            yield name, float(value)
-
-
 def _generators() -> Iterator[tuple[str, str]]:
     import torch
 
-    found: dict[str, Any] = {"python": repr(random.getstate()).encode(), "torch": torch.get_rng_state().numpy()}
+    found: dict[str, Any] = {"python": pickle.dumps(random.getstate()), "torch": torch.get_rng_state().numpy()}
     if "numpy" in sys.modules:
-        state = sys.modules["numpy"].random.get_state(legacy=False)["state"]
-        found["numpy"] = repr(
-            [(key, bytes(one) if hasattr(one, "dtype") else one) for key, one in state.items()]
-        ).encode()
+        found["numpy"] = pickle.dumps(sys.modules["numpy"].random.get_state(legacy=False))
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found |= {f"cuda:{n}": one.numpy() for n, one in enumerate(torch.cuda.get_rng_state_all())}
-    return ((name, _hash(memoryview(one)).hexdigest()[:12]) for name, one in found.items())
+    return ((name, _hash(one).hexdigest()[:12]) for name, one in found.items())
 
 
 def _rank() -> int:
@@ -308,31 +331,18 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _scaler() -> Mapping[str, Any]:
-    """The state of the GradScaler that calls this step."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        scaler = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if scaler is not None and type(scaler).__name__.endswith("GradScaler"):
-            return dict(_plain(scaler.state_dict()))
-        frame = frame.f_back
-    return {}
-
-
 def variables_of_the_script(modules: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """The variables of its functions that run, and the attributes of the objects of its classes there, and of ``modules``."""
-    objects, frame = list(modules), sys._getframe(1)
+    objects, frame = {id(one): (name, one) for name, one in modules}, sys._getframe(1)
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
         if not frame.f_code.co_filename.startswith(_LIBRARIES):
-            found = [
-                (name, one) for name, one in list(frame.f_locals.items()) if not isinstance(one, ModuleType | type)
-            ]
-            objects += found
-            yield from (item for item in found if not item[0].startswith("_"))
-    seen: set[int] = set()
-    for name, one in objects:
-        if id(one) not in seen and is_of_the_script(type(one)):
-            seen.add(id(one))
+            for name, one in list(frame.f_locals.items()):
+                if not isinstance(one, ModuleType | type):
+                    objects.setdefault(id(one), (name, one))
+                    if not name.startswith("_"):
+                        yield name, one
+    for name, one in objects.values():
+        if is_of_the_script(type(one)):
             yield from ((f"{name}.{key}", value) for key, value in vars(one).items() if not key.startswith("_"))
 
 
@@ -349,19 +359,18 @@ def _copies(variables: Mapping[str, Any], parameters: list[Any], most: int) -> I
     """What among them has all the shapes of what is trained, and is not that: an average of the weights, for example."""
     shapes, own = Counter(tuple(one.shape) for one in parameters), {_local(one).data_ptr() for one in parameters}
     # What holds a module, an optimizer or the like is the list of what is saved: its parts may be copies.
-    left = [(name, value) for name, value in variables.items() if isinstance(value, Mapping | list | tuple)]
+    left, limit = list(variables.items()), 100 + 10 * len(parameters)  # what has more parts is the data
     seen: set[int] = set()
     for name, value in left:
-        if id(value) in seen:
+        if id(value) in seen or not isinstance(value, Mapping | list | tuple) or len(value) > limit:
             continue
         seen.add(id(value))
         parts = list(value.items() if isinstance(value, Mapping) else enumerate(value))
         if not all(isinstance(part, _PLAIN) or hasattr(part, "data_ptr") for _, part in parts):
-            left += [(f"{name}.{key}", part) for key, part in parts if isinstance(part, Mapping | list | tuple)]
+            left += [(f"{name}.{key}", part) for key, part in parts]
         elif len(value) >= len(parameters):
             # In the order of the keys: a checkpoint of JSON may have another than the run.
-            ordered = [value[key] for key in sorted(value, key=str)] if isinstance(value, Mapping) else value
-            inside = list(tensors_of(ordered))
+            inside = list(tensors_of([part for _, part in sorted(parts, key=lambda item: str(item[0]))]))
             whole = not shapes - Counter(tuple(one.shape) for one in inside)
             if whole and own.isdisjoint(_local(one).data_ptr() for one in inside if not one.is_sparse):
                 yield name, [digest(one, most) for one in inside]

@@ -16,14 +16,14 @@ class Audit:
     """All that an audit came to.
 
     Attributes:
-        stop: behind how many optimizer steps each start was killed.
+        killed: behind how many optimizer steps; several, where nothing was resumed after the kills before the last.
         comparisons: one for each resume; none if nothing can be compared.
         ignored: what differs between two runs that nothing stopped.
         cannot: why nothing can be compared; empty if it can.
         findings: what differs behind any resume, once.
     """
 
-    stop: int
+    killed: tuple[int, ...]
     comparisons: tuple[Comparison, ...]
     ignored: tuple[str, ...]
     cannot: str
@@ -51,13 +51,16 @@ class Audit:
             yield f"cannot compare: {self.cannot}"
         elif self.ignored:
             yield f"not compared, for it differs between two runs that nothing stopped: {', '.join(self.ignored)}"
+        *in_vain, last = map(str, self.killed)
+        if in_vain:
+            yield f"nothing was resumed after a kill behind {', '.join(in_vain)} steps, so it was killed behind {last} as well"
         yield from map(str, self.findings)
         notes = dict.fromkeys(note for one in self.comparisons for note in one.notes)
         if notes:
             yield f"variables of the script that differ at the first step after a resume: {'; '.join(notes)}"
         if self.equal:
             steps = sum(one.steps for one in self.comparisons)
-            yield f"equal: {steps} optimizer steps after {len(self.comparisons)} resumes, killed behind {self.stop} steps"
+            yield f"equal: {steps} optimizer steps after {len(self.comparisons)} resumes, killed behind {last} steps"
 
     def as_json(self) -> dict[str, object]:
         """A document of JSON: its fields, and ``equal``."""

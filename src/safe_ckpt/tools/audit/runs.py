@@ -17,22 +17,13 @@ from typing import NoReturn
 
 from safe_ckpt.errors import AuditError
 from safe_ckpt.machine import process_state
-from safe_ckpt.tools.audit.compare import (
-    MEANS,
-    Line,
-    Run,
-    category_of,
-    compare,
-    noise,
-    place,
-    without_equality,
-)
+from safe_ckpt.tools.audit.compare import MEANS, Line, Run, category_of, compare, noise, place, without_equality
 from safe_ckpt.tools.audit.result import Audit
 
 OUT = "{out}"
 _POLL_S = 0.02
+_MARKER = "SAFE_CKPT_AUDIT_ID"  # by which what a run has started is found
 _HOOK = Path(__file__).with_name("hook")
-Told = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +50,7 @@ class Options:
     within_save: bool = False
     until: int = 60
     timeout_s: float = 3600.0
-    told: Told = lambda *_: None
+    told: Callable[[str, int, int], None] = lambda *_: None
 
     def __post_init__(self) -> None:
         if self.folder.exists() and any(self.folder.iterdir()):
@@ -98,21 +89,30 @@ def audit(options: Options) -> Audit:
         raise AuditError(message=f"the script makes {made} optimizer steps: stop it behind fewer (--stop)")
     ignored = noise(whole, second)
     blind = sorted({category_of(name) for name in ignored} & {"weights", "data"})
-    starts, stop = _stopped(runner, options, [] if blind else whole[min(whole)])
+    starts, killed = _stopped(runner, options, [] if blind else whole[min(whole)])
     named = tuple(sorted({f"{MEANS[category_of(name)][0]} {name.partition('.')[2]}".strip() for name in ignored}))
     if blind:
         cannot = f"the {' and the '.join(blind)} differ between two runs that nothing stopped: seed them"
-        return Audit(stop=stop, comparisons=(), ignored=named, cannot=cannot, findings=without_equality(starts[-1]))
+        return Audit(
+            killed=tuple(killed), comparisons=(), ignored=named, cannot=cannot, findings=without_equality(starts[-1])
+        )
     found = tuple(compare(whole, one, ignored) for one in starts)
     once = {(one.category, one.names): one for part in reversed(found) for one in reversed(part.findings)}
-    return Audit(stop=stop, comparisons=found, ignored=named, cannot="", findings=tuple(reversed(once.values())))
+    return Audit(
+        killed=tuple(killed), comparisons=found, ignored=named, cannot="", findings=tuple(reversed(once.values()))
+    )
 
 
-def _stopped(runner: Runner, options: Options, whole: Sequence[Line]) -> tuple[list[Run], int]:
-    """Kill it and start it again; later, where it began at the beginning because nothing had been committed."""
-    stop = options.stop
+def _stopped(runner: Runner, options: Options, whole: Sequence[Line]) -> tuple[list[Run], list[int]]:
+    """Kill it and start it again; later, where it began at the beginning, for nothing may have been committed.
+
+    Returns:
+        What each start told, and behind how many steps it was killed: the last of these counts.
+    """
+    killed = [options.stop]
     while True:
-        out, last = f"stopped-{stop}", 2 * stop >= options.until
+        stop, out = killed[-1], f"stopped-{killed[-1]}"
+        is_last = stop == options.until - 1
         runner.run(out, f"{out}-0", stop)
         if any(path.is_file() for path in (options.folder / out).rglob("*")):
             starts = []
@@ -121,12 +121,13 @@ def _stopped(runner: Runner, options: Options, whole: Sequence[Line]) -> tuple[l
                 steps = options.until if ends else max(1, (options.until - stop) // (2 * options.stops))
                 within = options.within_save and number % 2 == 1 and not ends
                 starts.append(runner.run(out, f"{out}-{number}", steps, options.resume_args, within=within))
-            if last or not whole or place(whole, starts[0][min(starts[0])][0]):
-                return starts, stop
-        elif last:
-            raise AuditError(message=f"nothing was saved below {OUT} within {stop} steps: stop it later (--stop)")
-        stop = min(2 * stop, options.until - 1)
-        options.told("nothing had been committed: stopped later", 0, stop)
+            if is_last or not whole or place(whole, starts[0][min(starts[0])][0]) != 0:
+                return starts, killed
+        elif is_last:
+            raise AuditError(
+                message=f"nothing was saved below {OUT} within {stop} steps: save earlier, or raise --until"
+            )
+        killed.append(min(2 * stop, options.until - 1))
 
 
 class Runner:
@@ -153,7 +154,9 @@ class Runner:
         records, target, log = (options.folder / one for one in (f"{name}.steps", out, f"{name}.log"))
         records.mkdir(parents=True)
         target.mkdir(exist_ok=True)
-        own = _environment(records, marker, 2 * steps if within else steps)  # none may leave what is compared
+        path = os.pathsep.join([str(_HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
+        own = {**os.environ, "PYTHONPATH": path, "SAFE_CKPT_AUDIT": str(records), _MARKER: marker}
+        own["SAFE_CKPT_AUDIT_STOP"] = str(2 * steps if within else steps)  # none may leave what is compared
         command = [part.replace(OUT, str(target)) for part in options.command] + list(more)
         with log.open("wb") as output:
             try:
@@ -179,7 +182,7 @@ class Runner:
         return found
 
     def _wait(
-        self, process: subprocess.Popen[bytes], records: Path, name: str, steps: int, changing: Path | None
+        self, process: subprocess.Popen[bytes], records: Path, name: str, steps: int, within: Path | None
     ) -> bool:
         """Until it ends or is to be killed. Returns whether it is."""
         before = None
@@ -188,8 +191,8 @@ class Runner:
             made = {int(file.stem): file.read_bytes().count(b"\n") for file in records.iterdir()}
             self._options.told(name, max(made.values(), default=0), steps)
             reached = [pid for pid, number in made.items() if number >= steps]
-            if changing and reached:
-                now = {(str(path), path.stat().st_mtime_ns) for path in changing.rglob("*") if path.exists()}
+            if within and reached:
+                now = {(str(path), path.stat().st_mtime_ns) for path in within.rglob("*") if path.exists()}
                 if now != (before := before or now):
                     return True
             if any(not _runs(pid) for pid in reached):
@@ -199,13 +202,6 @@ class Runner:
             if time.monotonic() > self._deadline:
                 raise AuditError(message=f"not over after {self._options.timeout_s:.0f} s (--timeout-s)")
             time.sleep(_POLL_S)
-
-
-def _environment(records: Path, marker: str, stop: int) -> dict[str, str]:
-    """What has a process, and all that it starts, look in, and be found."""
-    path = os.pathsep.join([str(_HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"PYTHONPATH": path, "SAFE_CKPT_AUDIT": str(records), "SAFE_CKPT_AUDIT_ID": marker}
-    return {**os.environ, **own, "SAFE_CKPT_AUDIT_STOP": str(stop)}
 
 
 def _failed(why: str, log: Path) -> NoReturn:
@@ -219,16 +215,14 @@ def _runs(pid: int) -> bool:
 
 def _kill(process: subprocess.Popen[bytes], marker: str) -> None:
     """SIGKILL for it and for all that it has started, also in sessions of their own."""
-    looked = f"SAFE_CKPT_AUDIT_ID={marker}".encode()
+    looked = f"{_MARKER}={marker}".encode()
     for _ in range(100):
-        found = []
+        found = False
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
                 if looked in (entry / "environ").read_bytes().split(b"\0") and _runs(int(entry.name)):
-                    found.append(int(entry.name))
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                    found = True
+                    os.kill(int(entry.name), signal.SIGKILL)
         if not found:
             break
         time.sleep(_POLL_S)

@@ -88,6 +88,22 @@ def test_where_a_wrong_batch_comes_from_is_told():
     assert means("b99")[0] == "the order of the data was not restored, or the seeds of its workers"
 
 
+def test_the_samples_of_a_wrong_batch_are_told_where_they_are_known():
+    """Some of them, and how many more; those of a loader without batches, too."""
+
+    def detail(ours, theirs):
+        whole = run()
+        whole[7] |= {"samples": ours}
+        resumed = run(first=8, s8={"batch": ["b1"], "gradients__w": "other"})
+        resumed[0] |= {"samples": theirs}
+        return told(resumed, whole).findings[0].detail.partition(" not stopped")[2]
+
+    assert detail([[70, 71]], [[0, 1]]) == ": samples 0, 1 instead of 70, 71"
+    assert detail([[70], [71]], [list(range(8))]) == ": samples 0, 1, 2, 3, 4, 5 and 2 more instead of 70, 71"
+    assert detail([7], [0]) == ": samples 0 instead of 7"
+    assert detail([[70, 71]], [None]) == detail([], [[0, 1]]) == ""
+
+
 def test_a_save_within_an_accumulation_is_right_with_its_gradients_and_wrong_without():
     """The batches before the save are no part of the step after the resume; their gradients must be."""
     whole = run(s8={"batch": ["b8", "c8"]})

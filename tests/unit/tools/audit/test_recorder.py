@@ -1,4 +1,4 @@
-"""What the recorder in an audited process takes for a batch."""
+"""What the recorder in an audited process tells of a step."""
 
 import json
 import sys
@@ -29,6 +29,125 @@ for _ in range(2):
     model(torch.ones(4, 3)).sum().backward()
     optimizer.step()
 """
+
+
+def lines(script, folder):
+    """What a script tells whose first argument is the folder of its lines."""
+    begin = (
+        "import sys, torch\nfrom safe_ckpt.tools.audit.recorder import Recorder\nrecorder = Recorder(sys.argv[1], 0)\n"
+    )
+    done = warm.run([sys.executable, "-c", f"{begin}recorder.register()\n{script}", str(folder)], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    (file,) = folder.glob("*.jsonl")
+    return list(map(json.loads, file.read_text().splitlines()))
+
+
+def names(line, category):
+    return sorted(name for name in line["values"] if name.startswith(f"{category}."))
+
+
+_TWO = """
+one, other = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
+optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (one, other)]
+for _ in range(2):
+    for module, optimizer in zip((one, other), optimizers):
+        module(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_what_another_optimizer_trains_is_no_copy_of_the_weights(tmp_path):
+    """A generator and a discriminator: a step tells its own weights, and the buffers of both, each under its name."""
+    told = lines(_TWO, tmp_path)
+    assert [names(line, "weights") for line in told] == [["weights.bias", "weights.weight"]] * 4
+    assert [names(line, "copies") for line in told] == [[]] * 4
+    assert {"buffers.running_mean", "buffers.1.running_mean"} <= set(names(told[0], "buffers"))
+    assert told[0]["values"]["buffers.running_mean"] != told[0]["values"]["buffers.1.running_mean"]
+
+
+_LATE = """
+import copy
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(17):
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    if step == 3:
+        holder = [[torch.optim.swa_utils.AveragedModel(model)]]
+"""
+
+
+def test_a_copy_of_the_weights_that_is_made_later_is_seen_later(tmp_path):
+    """Modules are looked for at some steps only, for it takes as long as a look at all objects."""
+    told = lines(_LATE, tmp_path)
+    assert [len(names(line, "copies")) for line in told] == [0] * 15 + [1, 1]
+
+
+_FROZEN = """
+import gc
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+gc.freeze()
+model(torch.ones(4, 3)).sum().backward()
+optimizer.step()
+"""
+
+
+def test_what_the_garbage_collector_does_not_tell_ends_no_script(tmp_path):
+    """Behind ``gc.freeze`` no module is found: parameters have numbers then."""
+    (line,) = lines(_FROZEN, tmp_path)
+    assert names(line, "weights") == ["weights.0", "weights.1"]
+
+
+_SCALED = """
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+scaler.scale(model(torch.ones(4, 3)).sum()).backward()
+scaler.step(optimizer)
+"""
+
+
+def test_the_state_of_what_scales_the_losses_is_told(tmp_path):
+    """A GradScaler is found wherever it is kept."""
+    (line,) = lines(_SCALED, tmp_path)
+    assert (line["values"]["scaler.scale"], line["values"]["scaler._growth_tracker"]) == (8.0, 0)
+
+
+_SAMPLES = """
+import safe_ckpt.data.batches
+from safe_ckpt.data import resumable
+recorder.follow(safe_ckpt.data.batches)
+model = torch.nn.Linear(1, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10
+    def __getitem__(self, at):
+        if at == 3:
+            raise ValueError("unreadable")
+        return torch.tensor([float(at)])
+
+for workers in (0, 1):
+    loader = resumable(torch.utils.data.DataLoader(Numbers(), batch_size=2, num_workers=workers))
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            break
+        except ValueError:
+            continue
+        model(batch * (batch[0] != 4)).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_the_samples_of_a_resumable_loader_are_told(tmp_path):
+    """Also behind a batch that could not be made; a batch that the script changes is none of the loader's."""
+    told = [line["samples"] for line in lines(_SAMPLES, tmp_path)]
+    assert told == [[[0, 1]], [None], [[6, 7]], [[8, 9]]] * 2
 
 
 def test_the_items_of_a_checkpoint_are_looked_at_one_by_one_for_copies_of_the_weights(tmp_path):

@@ -13,10 +13,12 @@ from safe_ckpt.tools.audit.result import Audit
 FINDING = Finding(
     category="state", names=("exp_avg",), step=14, resumed_at=14, rank=0, detail="all zero", means="it was not restored"
 )
-EQUAL = Audit(stop=13, comparisons=(Comparison(findings=(), steps=20),), ignored=(), cannot="", findings=())
+EQUAL = Audit(killed=(13,), comparisons=(Comparison(findings=(), steps=20),), ignored=(), cannot="", findings=())
 RESUME = Comparison(findings=(FINDING,), notes=("n: 1 instead of 2",), steps=20)
-DIFFERS = Audit(stop=13, comparisons=(RESUME,), ignored=("logged time",), cannot="", findings=(FINDING,))
-CANNOT = Audit(stop=13, comparisons=(), ignored=("weights a",), cannot="the weights differ: seed them", findings=())
+DIFFERS = Audit(killed=(13,), comparisons=(RESUME,), ignored=("logged time",), cannot="", findings=(FINDING,))
+CANNOT = Audit(
+    killed=(13,), comparisons=(), ignored=("weights a",), cannot="the weights differ: seed them", findings=()
+)
 
 
 def test_text_says_what_differs_what_is_ignored_and_what_may_matter():
