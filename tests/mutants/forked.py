@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import select
@@ -34,10 +35,12 @@ class Ran:
     Attributes:
         took_s: with its fixtures, and while it was recorded.
         lines: of each module, those it enters.
+        failed: it did; so nothing is known of a mutant with which it fails.
     """
 
     took_s: float
     lines: Mapping[str, frozenset[int]]
+    failed: bool = False
 
     @property
     def limit_s(self) -> float:
@@ -73,6 +76,12 @@ class Recorder:
         ] = {}  # of one test: of each code of the package, what it has not entered yet
         self._all: dict[CodeType, frozenset[int] | None] = {}
         self._ran: Record = {}
+        self._failed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A part of a test is over."""
+        if report.failed:
+            self._failed.add(report.nodeid)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -90,7 +99,8 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         """Write it."""
-        self._into.write_bytes(pickle.dumps(self._ran))
+        ran = {test: dataclasses.replace(one, failed=test in self._failed) for test, one in self._ran.items()}
+        self._into.write_bytes(pickle.dumps(ran))
 
     def _entered(self) -> dict[str, frozenset[int]]:
         found: dict[str, set[int]] = {}
@@ -174,8 +184,8 @@ class _Heard:
             self.now, self.end = f"what comes behind {test}", time.monotonic() + _BETWEEN_S
 
 
-def tested(tree: Path, paths: list[str], plugin: object, record: Record, scratch: Path) -> End:
-    """Run tests of a tree, as far as the first that fails, or takes longer than the record allows."""
+def tested(tree: Path, paths: list[str], plugin: Chosen | Recorder, record: Record, scratch: Path) -> End:
+    """Run tests of a tree: the chosen ones as far as the first that fails, or takes longer than the record allows."""
     output = scratch / "output.txt"
     told, telling = os.pipe()
     pid = os.fork()
@@ -231,7 +241,8 @@ def _run_in(tree: Path, paths: list[str], plugins: list[object], output: Path) -
     sys.path_importer_cache.clear()
     left_out = [word for name in ("cacheprovider", "xdist", "anyio") for word in ("-p", f"no:{name}")]
     # Nobody reads why a test fails, and assertions that tell it take long to compile.
-    return int(pytest.main(["-x", "-q", "--quick", "--assert=plain", *left_out, *paths], plugins=plugins))
+    until = ["-x"] if isinstance(plugins[0], Chosen) else []
+    return int(pytest.main([*until, "-q", "--quick", "--assert=plain", *left_out, *paths], plugins=plugins))
 
 
 def _ended_with(work: Callable[[], int]) -> None:

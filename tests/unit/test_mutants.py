@@ -70,12 +70,17 @@ def test_a_mutant_dies_where_a_test_notices_it_and_lives_where_none_can(tmp_path
 
 
 @pytest.mark.slow
-def test_tests_that_fail_without_a_mutant_are_named(tmp_path):
-    """Nothing is tried then: whatever a mutant did, they would fail."""
-    bad = TINY["tests/unit/test_small.py"].replace("== 4", "== 5")
-    done = tried(tmp_path, {**TINY, "tests/unit/test_small.py": bad})
+def test_a_test_that_fails_without_a_mutant_is_named_and_notices_none(tmp_path):
+    """Whatever a mutant did, it would fail. Where nothing can be run at all, nothing is tried."""
+    name = "tests/unit/test_small.py"
+    done = tried(tmp_path, {**TINY, name: TINY[name].replace("== 4", "== 5")})
+    first, said = done.stdout.splitlines()
+    assert first == f"left out, for they fail without a mutant: {name}::test_half"
+    assert {(alive, *tests) for *_, tests, alive, _ in json.loads(said)} == {(True,)}
+    done = tried(tmp_path, {**TINY, name: "import nothing_of_this_name"})
     assert (done.returncode, done.stdout) == (1, "")
-    assert "without a mutant there fails: tests/unit/test_small.py::test_half" in done.stderr
+    assert "the tests do not run without a mutant" in done.stderr
+    assert "nothing_of_this_name" in done.stderr
 
 
 @pytest.mark.parametrize(

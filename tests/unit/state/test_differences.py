@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from safe_ckpt.core.state.items import items_of
-from safe_ckpt.core.state.planner import held, refuse_differences
-from safe_ckpt.errors import DesyncError
+from safe_ckpt.core.state.items import Restoring, items_of
+from safe_ckpt.core.state.planner import Planner, held, refuse_differences
+from safe_ckpt.errors import DesyncError, RestoreError
 
 
 def two(**changed):
@@ -86,3 +86,23 @@ def test_the_first_item_that_differs_is_named_and_each_rank_told_apart():
     said = caught.value.values
     assert said["0"] != said["1"]
     assert all(text.startswith("data with 2 names, such as ('a',) torch.float32 (2,)") for text in said.values())
+
+
+@pytest.mark.parametrize("value", [two(), {"n": 1}, torch.nn.Linear(2, 2)], ids=["tensors", "data", "a module"])
+def test_what_is_planned_as_before_is_compared_again(value):
+    """A rank says at each save what it holds, also of an item that has not changed since."""
+    planner = Planner(1)
+    first, again = (planner.plan(items_of({"x": value})).held for _ in range(2))
+    assert first.keys() == {"x"}
+    assert again == first
+
+
+def test_names_that_no_rank_has_a_place_for_are_refused_with_the_checkpoint_and_the_item(tmp_path):
+    """Where one rank has a place, nothing is wrong; else the error names the checkpoint, the item and the names."""
+    restoring = Restoring({}, {}, tmp_path / "step-00000001")
+    said = {"m": {"besides": ["a", "b"], "refusal": "there is no place for"}}
+    assert restoring.agree({0: said, 1: {}}) == {"m": []}
+    with pytest.raises(RestoreError, match=r"there is no place for \['b'\]") as caught:
+        restoring.agree({0: said, 1: {"m": {"besides": ["b"], "refusal": ""}}})
+    assert (caught.value.path, caught.value.key) == (str(tmp_path / "step-00000001"), "state['m']")
+    assert restoring.agree({0: {"m": {**said["m"], "refusal": ""}}, 1: said}) == {"m": ["a", "b"]}
