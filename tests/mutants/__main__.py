@@ -1,6 +1,6 @@
 """Draws mutants of a room of the package and runs the room's tests against each, until one fails.
 
-    python -m mutants ROOM [--seed 1] [--count 50] [--limit-s SECONDS]
+    python -m mutants ROOM [--seed 1] [--count 50] [--only NUMBER ...]
 
 Each runs in a fork and a copy of the tree, against the tests that enter its line: a run without a mutant records them. What
 only a process that a test started enters is not recorded. It prints a line for each mutant, and the difference of each that
@@ -11,28 +11,35 @@ one survived.
 from __future__ import annotations
 
 import argparse
+import compileall
 import difflib
-import json
+import hashlib
+import importlib.util
+import itertools
+import os
+import pickle
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from mutants.change import Change, changes
-from mutants.forked import Chosen, Record, Recorder, passes
+from mutants.forked import Chosen, End, Record, Recorder, tested
 
 ROOT = Path(__file__).parents[2]
 SRC = Path("src/safe_ckpt")
+_MOST_FAILED = 5  # more are no accident of the machine
 _SAVING = ["tests/unit/saving/test_checkpointer.py", "tests/unit/saving/test_resume.py"]
 # Which tests are those of a room. They are what is quick of it: see ``pytest --quick``.
 ROOMS = {
     "core/home": ["tests/unit/home"],
     "core/saving": ["tests/unit/saving"],
     "core/resuming": [*_SAVING, "tests/unit/saving/test_starts.py", "tests/unit/saving/test_reading_frameworks.py"],
-    "core/state": ["tests/unit/state", *_SAVING],
+    "core/state": ["tests/unit/state", "tests/unit/saving/test_as_it_was.py", *_SAVING],
     "core/formats": ["tests/unit/formats", "tests/unit/tools/inspection", *_SAVING],
     "core/staging": ["tests/unit/staging", "tests/unit/test_cuda.py", *_SAVING],
     "core/storage": ["tests/unit/storage", "tests/unit/home/test_file_home.py"],
@@ -44,60 +51,164 @@ ROOMS = {
 }
 
 
-def drawn(room: str, count: int, seed: int) -> list[tuple[Path, Change]]:
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A changed module: where it lies in the tree, what was changed, and its text."""
+
+    name: Path
+    change: Change
+    source: str
+
+
+def drawn(room: str, count: int, seed: int) -> list[Mutant]:
     """So many mutants of a room, by chance: every one of all its modules is as likely."""
-    everything = []
-    for path in sorted((ROOT / SRC / room).rglob("*.py")):
-        name = path.relative_to(ROOT)
-        everything += [(name, change) for change in changes(path.read_text(encoding="utf-8"))]
-    print(f"{room}: {len(everything)} mutants, {min(count, len(everything))} drawn with the seed {seed}", flush=True)
-    return random.Random(seed).sample(everything, min(count, len(everything)))
+    names = [path.relative_to(ROOT) for path in sorted((ROOT / SRC / room).rglob("*.py"))]
+    sources = {name: (ROOT / name).read_text(encoding="utf-8") for name in names}
+    everything = [(name, change) for name in names for change in changes(sources[name])]
+    shuffled = random.Random(seed).sample(everything, len(everything))
+    mutants = (Mutant(name=name, change=one, source=one.of(sources[name])) for name, one in shuffled)
+    taken = list(itertools.islice((one for one in mutants if one.source != sources[one.name]), count))
+    print(f"{room}: {len(everything)} mutants, {len(taken)} drawn with the seed {seed}", flush=True)
+    return taken
 
 
-def copied(folder: Path) -> Path:
+def copied(folder: Path, root: Path) -> Path:
     """What git has of the tree, and what it does not ignore."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\0")
+    names = subprocess.run(listed, cwd=root, check=True, capture_output=True).stdout.decode().split("\0")
     for name in filter(None, names):
-        if (ROOT / name).is_file():
+        if (root / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+            shutil.copy2(root / name, folder / name, follow_symlinks=False)
     return folder
 
 
-def noticing(record: Record, name: Path, change: Change) -> list[str]:
+def measure_patience() -> None:
+    """Once for all that is forked: see ``kit/patience.py``."""
+    measure = [sys.executable, "-c", "from kit import patience; print(patience.factor())"]
+    found = subprocess.run(measure, cwd=ROOT / "tests", check=True, capture_output=True, text=True)
+    os.environ["RANKS_PATIENCE"] = found.stdout.strip()
+
+
+def noticing(record: Record, mutant: Mutant) -> list[str]:
     """The tests that enter the statement, the quickest first: all, where the import of the module runs it."""
-    module = str(name.relative_to(SRC))
-    if not change.entered:
+    module, entered = str(mutant.name.relative_to(SRC)), mutant.change.entered
+    if not entered:
         return list(record)
-    return [test for test, lines in record.items() if any(line in change.entered for line in lines.get(module, ()))]
+    return [test for test, ran in record.items() if not ran.lines.get(module, frozenset()).isdisjoint(entered)]
 
 
-def run(room: str, count: int, seed: int, limit_s: float | None) -> int:
-    """Run them all. Returns how many survived."""
-    mutants, survived = drawn(room, count, seed), 0
+class Bench:
+    """A copy of the tree in which one mutant at a time is tried.
+
+    Attributes:
+        record: how the tests of the room went without one, the quickest first.
+    """
+
+    def __init__(self, scratch: Path, tests: list[str], root: Path = ROOT) -> None:
+        """Copy the tree, and run the tests without a mutant, as far as no earlier run did with the same files."""
+        self._scratch, self._root = scratch, root
+        self.tree = copied(scratch.resolve() / "tree", root)
+        for folder in (SRC, "tests/kit"):
+            # A run writes no bytecode: it could be that of a mutant.
+            compileall.compile_dir(self.tree / folder, quiet=2)
+        measure_patience()
+        files = sorted({file for name in tests for file in [self.tree / name, *(self.tree / name).rglob("test_*.py")]})
+        known = {str(file.relative_to(self.tree)): kept for file, kept in self._kept(files).items()}
+        if missing := [file for file, kept in known.items() if not kept.exists()]:
+            self._record(missing, known)
+        ran = [one for kept in known.values() for one in pickle.loads(kept.read_bytes()).items()]
+        self.record: Record = {
+            test: one for test, one in sorted(ran, key=lambda each: each[1].took_s) if not one.failed
+        }
+        if failed := [test for test, one in ran if one.failed]:
+            print(f"left out, for they fail without a mutant: {', '.join(failed)}", flush=True)
+        if len(failed) > _MOST_FAILED:
+            sys.exit("mend these first")
+
+    def _kept(self, files: list[Path]) -> dict[Path, Path]:
+        """Where the record of each file of tests is kept: by what it and all that it may use consists of."""
+        used = hashlib.sha256()
+        for path in sorted((*(self.tree / SRC).rglob("*"), *(self.tree / "tests").rglob("*.py"))):
+            is_used = not path.name.startswith("test_") and path.parent.name not in ("mutants", "__pycache__")
+            if is_used and path.is_file():
+                used.update(str(path.relative_to(self.tree)).encode() + path.read_bytes())
+        folder = self._root / ".pytest_cache/mutants"
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [file for file in files if file.is_file()]
+        return {
+            file: folder
+            / hashlib.sha256(used.digest() + str(file.relative_to(self.tree)).encode() + file.read_bytes()).hexdigest()
+            for file in files
+        }
+
+    def _record(self, files: list[str], into: dict[str, Path]) -> None:
+        written = self._scratch / "record.pickle"
+        end = tested(self.tree, files, Recorder(self.tree / SRC, written), {}, self._scratch)
+        ran: Record = pickle.loads(written.read_bytes()) if written.exists() else {}
+        if not ran:
+            sys.exit(f"the tests do not run without a mutant:\n{end.output[-4000:]}")
+        for file in files:
+            of_file = {test: one for test, one in ran.items() if test.partition("::")[0] == file}
+            into[file].write_bytes(pickle.dumps(of_file))
+
+    def tried(self, mutant: Mutant) -> tuple[list[str], End]:
+        """The tests that may notice a mutant, and how they ended with it.
+
+        One that fails and then passes alone has met the limits of the machine, and has noticed nothing.
+        """
+        tests = left = noticing(self.record, mutant)
+        place = self.tree / mutant.name
+        original = place.read_text(encoding="utf-8")
+        place.write_text(mutant.source, encoding="utf-8")
+        Path(importlib.util.cache_from_source(str(place))).unlink(missing_ok=True)
+        try:
+            while left:
+                end = self._tested(left)
+                if end.passed or end.by not in left or not self._tested([end.by]).passed:
+                    return tests, end
+                left = left[left.index(end.by) + 1 :]
+        finally:
+            place.write_text(original, encoding="utf-8")
+        return tests, End(passed=True)
+
+    def _tested(self, tests: list[str]) -> End:
+        files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+        return tested(self.tree, files, Chosen(tests), self.record, self._scratch)
+
+
+def run(room: str, count: int, seed: int, only: set[int]) -> int:
+    """Run them all, or only those of these numbers. Returns how many survived."""
+    mutants, survived, ran = drawn(room, count, seed), 0, 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
-        tree = copied(Path(scratch).resolve() / "tree")
-        begun, written = time.monotonic(), Path(scratch) / "record.json"
-        if not passes(tree, ROOMS[room], Recorder(tree / SRC, written), limit_s or 3600):
-            sys.exit(f"the tests of {room} fail without a mutant")
-        record, usual_s = json.loads(written.read_text()), time.monotonic() - begun
-        print(f"without a mutant the {len(record)} tests take {usual_s:.0f} s, recorded", flush=True)
-        for number, (name, change) in enumerate(mutants, 1):
-            original = (ROOT / name).read_text(encoding="utf-8")
-            (tree / name).write_text(change.source, encoding="utf-8")
-            tests = noticing(record, name, change)
-            files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
-            alive = not tests or passes(tree, files, Chosen(tests), limit_s or 60 + 3 * usual_s)
-            (tree / name).write_text(original, encoding="utf-8")
-            survived += alive
-            end = f"SURVIVED {len(tests)} tests" if tests else "SURVIVED, no test enters it in its own process"
-            print(f"{number:3} {end if alive else 'killed'}: {change.kind}, {name}:{change.line}", flush=True)
-            if alive:
-                lines = difflib.unified_diff(original.splitlines(), change.source.splitlines(), lineterm="", n=2)
-                print("\n".join(list(lines)[2:]), flush=True)
-    print(f"{room}, seed {seed}: {len(mutants) - survived} of {len(mutants)} were killed, {survived} survived")
+        begun = time.monotonic()
+        bench = Bench(Path(scratch), ROOMS[room])
+        print(f"without a mutant {len(bench.record)} tests take {time.monotonic() - begun:.0f} s, recorded", flush=True)
+        for number, mutant in enumerate(mutants, 1):
+            if only and number not in only:
+                continue
+            begun = time.monotonic()
+            tests, end = bench.tried(mutant)
+            ran, survived = ran + 1, survived + end.passed
+            print(f"{number:3} {_told(mutant, tests, end)}, {time.monotonic() - begun:.0f} s", flush=True)
+            if end.passed:
+                print(difference((bench.tree / mutant.name).read_text(encoding="utf-8"), mutant.source), flush=True)
+    print(f"{room}, seed {seed}: {ran - survived} of {ran} were killed, {survived} survived")
     return survived
+
+
+def _told(mutant: Mutant, tests: list[str], end: End) -> str:
+    what = f"{mutant.change.kind}, {mutant.name}:{mutant.change.line}"
+    if not tests:
+        return f"SURVIVED: {what}: no test enters it in its own process"
+    return (
+        f"SURVIVED: {what}: {len(tests)} tests" if end.passed else f"killed: {what}: by {end.by} of {len(tests)} tests"
+    )
+
+
+def difference(before: str, after: str) -> str:
+    """The lines that differ, with two around them."""
+    return "\n".join(list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2))[2:])
 
 
 def main() -> None:
@@ -106,11 +217,9 @@ def main() -> None:
     parser.add_argument("room", choices=sorted(ROOMS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=50)
-    parser.add_argument(
-        "--limit-s", type=float, help="of one run of the tests; else three times what they take, and a minute"
-    )
+    parser.add_argument("--only", type=int, nargs="+", default=[], help="of those drawn, the mutants of these numbers")
     asked = parser.parse_args()
-    sys.exit(run(asked.room, asked.count, asked.seed, asked.limit_s) > 0)
+    sys.exit(run(asked.room, asked.count, asked.seed, set(asked.only)) > 0)
 
 
 if __name__ == "__main__":

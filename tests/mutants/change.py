@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,25 +29,38 @@ class Change:
         line: where it begins.
         entered: the lines of its statement, of which a test that could notice it enters one; none where it is the import
             of the module that runs it.
-        source: the whole module, changed.
+        place: the bytes of the module that are replaced.
+        text: what they become.
     """
 
     kind: str
     line: int
     entered: range
-    source: str
+    place: slice
+    text: str
+
+    def of(self, source: str) -> str:
+        """The whole module, changed. As it was where the change is none that Python takes, such as an elif less."""
+        data = source.encode()
+        changed = (data[: self.place.start] + self.text.encode() + data[self.place.stop :]).decode()
+        try:
+            ast.parse(changed)
+        except SyntaxError:
+            return source
+        return changed
 
 
 def changes(source: str) -> list[Change]:
     """All mutants of a module, in the order of its lines."""
     tree = ast.parse(source)
     statements = list(_statements(tree))
+    begins = [0, *itertools.accumulate(map(len, source.encode().splitlines(keepends=True)))]
     found = []
     for node in _judged(tree):
         for kind, text in _instead(node):
-            changed = _replaced(source, node, text)
-            if changed != source:
-                found.append(Change(kind=kind, line=node.lineno, entered=_around(node, statements), source=changed))
+            place = slice(begins[node.lineno - 1] + node.col_offset, begins[node.end_lineno - 1] + node.end_col_offset)
+            entered = _around(node, statements)
+            found.append(Change(kind=kind, line=node.lineno, entered=entered, place=place, text=text))
     return sorted(found, key=lambda one: (one.line, one.kind))
 
 
@@ -55,7 +69,7 @@ def _statements(node: ast.AST, *, within: bool = False) -> Iterator[tuple[range,
     for one in ast.iter_child_nodes(node):
         if isinstance(one, ast.stmt):
             yield range(one.lineno, one.end_lineno + 1), within
-        yield from _statements(one, within=within or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        yield from _statements(one, within=within or isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def _around(node: ast.AST, statements: list[tuple[range, bool]]) -> range:
@@ -127,16 +141,3 @@ def _unparsed(node: ast.AST, **fields: object) -> str:
     for name, value in fields.items():
         setattr(changed, name, value)
     return f"({ast.unparse(changed)})"
-
-
-def _replaced(source: str, node: ast.AST, text: str) -> str:
-    lines = source.encode().splitlines(keepends=True)
-    first = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
-    last = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
-    data = source.encode()
-    changed = (data[:first] + text.encode() + data[last:]).decode()
-    try:
-        ast.parse(changed)
-    except SyntaxError:
-        return source  # such as an elif that is left out
-    return changed

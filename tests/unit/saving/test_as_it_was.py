@@ -260,6 +260,19 @@ def test_any_generator_that_is_numpys_global_one_goes_on(tmp_path, kind):
         numpy.random.set_bit_generator(getattr(numpy.random, before)())
 
 
+@pytest.mark.parametrize("kind", ["Generator", "seed", "BitGenerator.__init__", "nothing"])
+def test_a_generator_that_numpy_has_not_is_refused_and_the_present_one_stays(kind):
+    """What a file names is looked up among numpy's generators; whatever else has the name is not called."""
+    before = numpy.random.get_state()
+    state = RngState().state_dict()
+    state["numpy"]["kind"] = kind
+    with pytest.raises(ValueError, match=f"numpy has no generator {kind}"):
+        RngState().load_state_dict(state)
+    after = numpy.random.get_state()
+    assert before[0] == after[0]
+    assert before[1].tolist() == after[1].tolist()
+
+
 @pytest.mark.parametrize("kind", ["MT19937", "PCG64"])
 def test_generators_of_a_rank_that_saved_none_are_its_own(kind):
     """The same at each such resume, and others on each rank."""

@@ -574,3 +574,15 @@ def test_a_gate_that_nobody_passes_keeps_nothing_of_the_saves_before(tmp_path):
         gc.collect()
         alive = [one for one in gc.get_objects() if type(one) is StagingCopy]
         assert len(alive) <= 2
+
+
+def test_a_tensor_that_got_other_memory_while_it_was_copied_is_named():
+    """What was resized, changed or edited past the version is named; of several the first. Nothing changed: nothing is."""
+    net, optimizer = trained()
+    changed = OverlapPlan([net], [optimizer]).detector()
+    assert changed() == ""
+    before = net.first.bias.untyped_storage().nbytes()
+    net.first.bias.untyped_storage().resize_(before + (1 << 20))
+    assert changed() == "parameter first.bias"
+    net.embedding.weight.untyped_storage().resize_(1 << 22)
+    assert changed() == "parameter embedding.weight"
