@@ -3,7 +3,7 @@
 import pytest
 import safetensors.torch
 import torch
-from frozen_jobs import SIZE, digest
+from frozen_jobs import SIZE, Job, digest
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Health
@@ -111,3 +111,21 @@ def test_a_frozen_part_may_have_any_name(tmp_path, name):
     assert set(safetensors.torch.load_file(frozen[0])) == {
         f"{name}.{part}.{which}" for part in ("body", "head") for which in ("weight", "bias")
     }
+
+
+@pytest.mark.parametrize("names", [("model", "other"), ("base+lora", "base"), ("x.y", "x-y")])
+def test_what_comes_back_without_a_module_has_its_order(tmp_path, names):
+    """The first save and the second one, which shares the frozen shards: keys and values are those of the module. In the
+    name of an item nothing is a pattern: another item whose name fits it as one keeps what is its own.
+    """
+    state = {name: Job().model for name in names}
+    expected = {item: list(module.state_dict()) for item, module in state.items()}
+    with Checkpointer(tmp_path) as ckpt:
+        for number in (1, 2):
+            info = ckpt.save(number, state).result()
+            found = dict.fromkeys(state)
+            ckpt.resume(found)
+            assert {item: list(tensors) for item, tensors in found.items()} == expected, number
+            for item, module in state.items():
+                assert all(torch.equal(found[item][key], value) for key, value in module.state_dict().items()), item
+    assert sum(path.stat().st_nlink == 2 for path in info.path.glob("*-00002-of-00002.safetensors")) == 2

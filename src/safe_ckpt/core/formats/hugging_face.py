@@ -81,11 +81,14 @@ def index_name(stem: str) -> str:
 
 
 def shards_of(index: str, files: Iterable[str]) -> list[str]:
-    """The files among these that are shards of an index; none where the name is not that of one."""
+    """The files among these that are shards of an index, in their order; none where the name is not that of one.
+
+    A manifest lists first what a save shares with the one before it.
+    """
     if not index.endswith(_INDEX):
         return []
     shard = re.compile(re.escape(index.removesuffix(_INDEX)) + r"-\d{5}-of-\d{5}\.safetensors")
-    return [file for file in files if shard.fullmatch(file)]
+    return sorted(file for file in files if shard.fullmatch(file))
 
 
 def frozen_apart(
