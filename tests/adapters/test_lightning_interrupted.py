@@ -12,6 +12,7 @@ import torch
 from lightning_runs import QUICK, Stop, fit, module_class, names, package, stop_at, trainer
 
 from kit import warm
+from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.saving.save import SaveHandle
@@ -143,6 +144,51 @@ def test_a_save_at_an_exception_says_that_buffers_will_be_changed_twice(tmp_path
     with pytest.raises(Stop):
         trainer(pl, [callback, stop_at(pl, 5)], tmp_path).fit(Normed())
     assert ("will change them twice" in caplog.text) == (behind == "the forward pass")
+
+
+@pytest.mark.parametrize("last", ["link", True])
+def test_a_resumed_run_knows_what_it_saved_last(tmp_path, last):
+    """After a signal behind the last save that was due: last.ckpt is what it is in a run that nothing stopped."""
+    pl = package("lightning.pytorch")
+
+    class Signals(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == 7:
+                signal.raise_signal(signal.SIGTERM)
+
+    config = CheckpointConfig(timeouts=QUICK.timeouts, save_on_signals=("SIGTERM",))
+    arguments = {"config": config, "save_last": last, "every_n_train_steps": 7, "resume": "auto"}
+
+    def run(folder, *callbacks):
+        fit(tmp_path / folder, module=module_class(pl)(loader=resumable), callbacks=callbacks, **arguments)
+
+    run("whole")
+    run("stopped", Signals())
+    assert "stopped.ckpt" in names(tmp_path / "stopped")
+    run("stopped")
+    found = [torch.load(tmp_path / name / "last.ckpt", weights_only=True) for name in ("whole", "stopped")]
+    assert [one["global_step"] for one in found] == [7, 7]
+
+
+def test_a_save_that_is_due_at_the_step_of_an_exception_is_made_by_the_resumed_run(tmp_path):
+    """The exception's own checkpoint does not stand for it."""
+    pl = package("lightning.pytorch")
+
+    class Raises(pl.Callback):
+        def on_validation_start(self, trainer, pl_module):
+            if trainer.global_step == 6:
+                raise Stop
+
+    arguments = {
+        "save_on_exception": True,
+        "monitor": "val_loss",
+        "save_top_k": -1,
+        "resume": "auto",
+    }
+    with pytest.raises(Stop):
+        fit(tmp_path, callbacks=[Raises()], **arguments)
+    _, callback, _ = fit(tmp_path, **arguments)
+    assert sorted(torch.load(path, weights_only=True)["global_step"] for path in callback.best_k_models) == [3, 6, 9]
 
 
 def test_an_exception_in_a_save_hook_is_the_users(tmp_path):

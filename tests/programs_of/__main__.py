@@ -21,6 +21,9 @@ def main() -> int:
     )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--until-wrong", action="store_true", help="stop at the first that is")
+    parser.add_argument(
+        "--stock", action="store_true", help="with the framework's own checkpoints in the place of ours"
+    )
     parser.add_argument("--coverage", action="store_true", help="print how often each option was taken")
     options = parser.parse_args()
     known = runner.kinds()
@@ -28,7 +31,9 @@ def main() -> int:
     for name in options.kinds or known:
         if name not in known:
             parser.error(f"there is no kind {name}: one of {', '.join(known)}")
-        kind = known[name]()
+        if options.stock and name not in runner.WITH_STOCK:
+            parser.error(f"--stock is for {', '.join(runner.WITH_STOCK)}")
+        kind = known[name](*([True] if options.stock else []))
         if options.seed is not None:
             failed += _one(kind, options.seed, options.fixed)
         else:

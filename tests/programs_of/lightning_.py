@@ -25,6 +25,8 @@ FIXED = (2, 3, 8)
 """Seeds that run in a few seconds each."""
 _TWICE = "will change them twice"  # of docs/limits.md; what a module that is evaluated says follows from its buffers
 _ENDED = "EarlyStopping ended the run that saved this"
+_WIDER_FROM = 300
+"""The first seed that draws what was added later."""
 _RAISED = ("raises", "raises in validation", "interrupted", "SIGTERM")
 
 
@@ -50,7 +52,7 @@ class Lightning:
         if whole.error:
             return _failed(whole)
         wrong: list[str] = []
-        twice = False
+        twice, met, begun = False, 0, list[int]()
         for number, stop in enumerate([*stops, None]):
             newest = _newest(folder / "stopped")
             how: dict[str, Any] = {"kill": stop}
@@ -62,12 +64,15 @@ class Lightning:
             if _ENDED in last.said:  # it has steps that the whole run has not
                 return processes.verdict_of(wrong, came_to="went on behind its stop")
             twice |= _TWICE in last.said
+            met += last.killed or bool(last.notes("met"))
+            begun += last.notes("begun")[: number and 1]
             wrong += [f"{text} (start {number})" for text in _of_a_start(whole, last, newest)]
         extra = any(stop.what in _RAISED for stop in stops) and one.on_exception
         wrong += _ends(whole, last, extra)
         # The difference of the buffers comes first, and hides that of the step.
         lacks = _accumulates(one) and (twice or any(text.startswith("calls:") for text in wrong))
-        return processes.verdict_of(wrong, limits=lambda text: lacks or (twice and _is_of_buffers(text)))
+        came_to = "equal" if any(begun) else "equal from the beginning" if met else "equal, not stopped"
+        return processes.verdict_of(wrong, came_to, limits=lambda text: lacks or (twice and _is_of_buffers(text)))
 
 
 def _failed(one: processes.Started) -> Verdict:
@@ -99,11 +104,18 @@ def _events_that_differ(whole: processes.Started, one: processes.Started, positi
 def _ends(whole: processes.Started, last: processes.Started, extra: bool) -> list[str]:
     """An exception's own checkpoint is kept as any file that nobody deletes."""
     nothing_done = not last.lines.get(0)  # all was done before
-    return processes.results_that_differ(
+    found = processes.results_that_differ(
         whole,
         last,
         but=lambda name: (nothing_done and "metrics" in name) or (extra and ("file" in name or "last" in name)),
     )
+    return [text for text in found if not (extra and _is_only_renamed(text))]
+
+
+def _is_only_renamed(text: str) -> bool:
+    """Where a file's name was taken it gets a number behind it."""
+    ours, _, theirs = re.sub(r"-v\d+(?=\.ckpt)", "", text.partition(" is ")[2]).partition(" instead of ")
+    return ours == theirs
 
 
 def _newest(folder: Path) -> int:
@@ -134,8 +146,10 @@ def _stops(draw: Draw) -> list[Kill]:
 def choose(draw: Draw) -> SimpleNamespace:
     """The choices of both sides."""
     one = SimpleNamespace(
-        **_of_the_module(draw), **_of_the_data(draw), **_of_the_trainer(draw), **_of_the_callback(draw)
+        **_of_the_module(draw), **_of_the_data(draw), **_of_the_trainer(draw), **_of_the_callback(draw), **_wider(draw)
     )
+    if one.metric and one.monitor:
+        one.monitor = "measured"
     if one.callback == "schedules accumulation" or one.manual:
         one.accumulate = 1
     if one.manual and one.callback in ("schedules accumulation", "averages"):
@@ -228,6 +242,21 @@ def _of_the_callback(draw: Draw) -> dict[str, Any]:
     }
 
 
+def _wider(draw: Draw) -> dict[str, Any]:
+    """What came later: earlier seeds keep their meaning."""
+    if draw.seed < _WIDER_FROM:
+        return {"fits": 1, "between": "", "reload": 0, "metric": False, "second": False, "hooks_draw": False}
+    fits = draw.among("fits", 1, 1, 2)
+    return {
+        "fits": fits,
+        "between": draw.among("between fits", "", "tests", "validates") if fits == 2 else "",
+        "reload": draw.among("reload every", 0, 0, 1, 2),
+        "metric": draw.flag("torchmetric", of=3),
+        "second": draw.flag("second ModelCheckpoint", of=3),
+        "hooks_draw": draw.flag("hooks draw", of=3),
+    }
+
+
 def start(draw: Draw, here: Here) -> None:
     """The program."""
     stops = _stops(draw)
@@ -235,19 +264,47 @@ def start(draw: Draw, here: Here) -> None:
     stop = parts.Stop(here)
     module = parts.Module(one, stop)
     ours = _callback(one, here, any(kill.what == "SIGTERM" for kill in stops))
-    trainer = _trainer(one, [parts.Witness(here, stop), *parts.callbacks(one), ours])
-    train, validation = parts.loaders(one)
+    trainer = _trainer(one, [parts.Witness(here, stop), *parts.callbacks(one), ours, *_second(one, here)])
+    train, validation = parts.loaders(one, here.stock)
+    given: dict[str, Any] = {"train_dataloaders": train, "val_dataloaders": validation}
+    if one.reload:
+        given = {"datamodule": parts.Data(one, here.stock)}
     try:
         if one.again == "validates before" and validation is not None:
             trainer.validate(module, validation, verbose=False)
-        trainer.fit(module, train, validation)
+        trainer.fit(module, **given, ckpt_path=_newest_of_stock(here) if here.stock else None)
+        if one.fits == 2 and not stop.done:
+            _fit_again(one, here, trainer, module, given)
     except (parts.Planned, KeyboardInterrupt, SystemExit):
         return
     if trainer.received_sigterm or (stop.done and stop.what == "SIGTERM"):
         return
     _tell_the_end(here, trainer, module, ours)
     if one.again == "tests behind":
-        here.result("tested", trainer.test(module, parts.loaders(one)[1] or [], verbose=False))
+        here.result("tested", trainer.test(module, parts.loaders(one, here.stock)[1] or [], verbose=False))
+
+
+def _fit_again(one: SimpleNamespace, here: Here, trainer: Any, module: Any, given: dict[str, Any]) -> None:
+    if one.between:
+        look = trainer.test if one.between == "tests" else trainer.validate
+        look(module, parts.loaders(one, here.stock)[1] or [], verbose=False)
+    trainer.fit_loop.max_epochs += 1
+    if one.steps > 0:
+        trainer.fit_loop.epoch_loop.max_steps += 3
+    trainer.fit(module, **given)
+
+
+def _newest_of_stock(here: Here) -> Path | None:
+    """What a user of stock Lightning would give to ``fit``."""
+    files = [one for one in here.out.glob("*.ckpt") if one.is_file()]
+    return max(files, key=lambda one: one.stat().st_mtime_ns, default=None)
+
+
+def _second(one: SimpleNamespace, here: Here) -> list[Any]:
+    """A stock ModelCheckpoint with a folder of its own."""
+    if not one.second:
+        return []
+    return [pl.callbacks.ModelCheckpoint(here.out / "second", every_n_train_steps=5, save_top_k=-1)]
 
 
 def _callback(one: SimpleNamespace, here: Here, signals: bool) -> Any:
@@ -269,7 +326,7 @@ def _trainer(one: SimpleNamespace, callbacks: list[Any]) -> pl.Trainer:
     return pl.Trainer(
         max_epochs=one.epochs, max_steps=one.steps, accelerator="cpu", devices=1, callbacks=callbacks,
         logger=parts.Log(), log_every_n_steps=one.log_every, enable_progress_bar=False, enable_model_summary=False,
-        accumulate_grad_batches=one.accumulate, **one.check, **one.limits,
+        accumulate_grad_batches=one.accumulate, reload_dataloaders_every_n_epochs=one.reload, **one.check, **one.limits,
     )  # fmt: skip
 
 

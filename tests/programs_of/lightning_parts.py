@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy
 import torch
+import torchmetrics
 from lightning import pytorch as pl
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from programs_of.start import Here
 from safe_ckpt.lightning import resumable
@@ -34,8 +36,11 @@ class Stop:
     """
 
     def __init__(self, here: Here) -> None:
-        told = here.more.get("stop", {})
+        self._here, told = here, here.more.get("stop", {})
         self.what, self._number, self._met, self.done = told.get("what", ""), told.get("number", 0), 0, False
+
+    def __deepcopy__(self, _: Any) -> Stop:
+        return self  # of a module that is averaged
 
     def meets(self, *kinds: str) -> None:
         """One more moment at which these may happen."""
@@ -45,6 +50,7 @@ class Stop:
         if self._met != self._number:
             return
         self.done = True
+        self._here.note("met", self.what)
         if self.what == "SIGTERM":
             os.kill(os.getpid(), signal.SIGTERM)
         elif self.what == "interrupted":
@@ -67,6 +73,7 @@ class Module(pl.LightningModule):
         self.net = torch.nn.Sequential(torch.nn.Linear(3, 4), *norm, torch.nn.Tanh(), torch.nn.Dropout(0.3))
         self.head = torch.nn.Linear(4, 1)
         self.automatic_optimization = not one.manual
+        self.measured = torchmetrics.MeanMetric() if one.metric else None
 
     def _loss(self, batch: Any) -> Any:
         x = torch.cat([one for one in batch if one is not None]) if isinstance(batch, list | tuple) else batch
@@ -78,6 +85,9 @@ class Module(pl.LightningModule):
         loss = self._loss(batch)
         self.stop.meets("raises", "interrupted", "SIGTERM")
         self.log("train_loss", loss, on_step=True, on_epoch=True)
+        if self.measured is not None:
+            self.measured.update(loss.detach(), weight=batch_idx + 1)
+            self.log("measured", self.measured, on_step=False, on_epoch=True)
         if self.automatic_optimization:
             return loss
         return self._by_hand(loss)
@@ -92,7 +102,28 @@ class Module(pl.LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Leaves the second epoch early."""
+        self._draw()
         return -1 if self.one.early and batch_idx == self.one.early and self.current_epoch == 1 else None
+
+    def _draw(self) -> None:
+        if self.one.hooks_draw:
+            torch.rand(1), numpy.random.rand(), random.random()
+
+    def on_train_epoch_start(self) -> None:
+        """Draws, as other hooks do."""
+        self._draw()
+
+    def on_train_epoch_end(self) -> None:
+        """Draws."""
+        self._draw()
+
+    def on_validation_epoch_end(self) -> None:
+        """Draws."""
+        self._draw()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        """Draws."""
+        self._draw()
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("test_loss", self._loss(batch))
@@ -124,15 +155,35 @@ class Module(pl.LightningModule):
         }
 
 
-def loaders(one: SimpleNamespace) -> tuple[Any, Any]:
-    """For ``fit``."""
+class Data(pl.LightningDataModule):
+    """Is asked for its loaders again and again."""
+
+    def __init__(self, one: SimpleNamespace, stock: bool) -> None:
+        super().__init__()
+        self._given = one, stock
+
+    def train_dataloader(self) -> Any:
+        """New ones."""
+        return loaders(*self._given)[0]
+
+    def val_dataloader(self) -> Any:
+        """New ones."""
+        return loaders(*self._given)[1] or []
+
+
+def loaders(one: SimpleNamespace, stock: bool) -> tuple[Any, Any]:
+    """For ``fit``. Those of ``stock`` know their place, too: Lightning asks for no more."""
     data = torch.arange(3.0 * one.rows).reshape(-1, 3) / 20
     more: dict[str, Any] = {"shuffle": one.shuffle, "num_workers": one.workers}
-    train = resumable(DataLoader(data, 3, **more))
+
+    def made(rows: Any) -> Any:
+        return StatefulDataLoader(rows, 3, **more) if stock else resumable(DataLoader(rows, 3, **more))
+
+    train = made(data)
     if one.loader != "one":
-        train = CombinedLoader([train, resumable(DataLoader(data[:9] + 1, 3, **more))], one.loader)
-    made = {"one": [data[:5]], "two": [data[:5], data[2:4]], "empty": [data[:0]], "none": []}[one.validation]
-    found = [DataLoader(part, 2) for part in made]
+        train = CombinedLoader([train, made(data[:9] + 1)], one.loader)
+    parts = {"one": [data[:5]], "two": [data[:5], data[2:4]], "empty": [data[:0]], "none": []}[one.validation]
+    found = [DataLoader(part, 2) for part in parts]
     return train, found[0] if len(found) == 1 else found or None
 
 

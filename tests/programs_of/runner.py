@@ -15,6 +15,9 @@ from typing import Any, Protocol
 
 from programs_of.draw import Draw
 
+WITH_STOCK = ("lightning", "accelerate", "transformers")
+"""Kinds whose programs also run with the framework's own checkpoints."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -138,8 +141,8 @@ def kinds() -> dict[str, Callable[[], Any]]:
     """Name -> what makes the kind. What a kind imports is imported with it."""
 
     def of(module: str, name: str) -> Callable[[], Any]:
-        def make() -> Any:
-            return getattr(__import__(f"programs_of.{module}", fromlist=[name]), name)()
+        def make(*stock: bool) -> Any:
+            return getattr(__import__(f"programs_of.{module}", fromlist=[name]), name)(*stock)
 
         return make
 

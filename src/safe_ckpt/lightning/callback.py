@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 # They belong to a running stage: our saver, and the logging methods that a Trainer attaches.
 _LIVE = ("_saver", "_pending", "_saved_state", "_counts", "log", "log_dict")
 _WAITS = "_defer_save_until_validation"
+_SAVED = "safe_ckpt.saved"
+_OF_SAVED = ("_last_global_step_saved", "_last_checkpoint_saved")
 
 
 class SafeCheckpointCallback(ModelCheckpoint):
@@ -150,7 +152,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
         self._saver: TrainerSaver | None = None
         self._pending: PendingActions | None = None
         self._saved_state: SavedCallbackState | None = None
-        self._at_once = False
+        self._at_once = self._knows_saved = False
+        self._due_saved: list[Any] = []
         self._counts = Counts()
 
     # ------------------------------------------------------------------ the life of a stage
@@ -188,16 +191,26 @@ class SafeCheckpointCallback(ModelCheckpoint):
                 loop_state.let_next_epoch_begin(trainer.fit_loop, self._saver.undo)
 
     def state_dict(self) -> dict[str, Any]:
-        """As ModelCheckpoint's, and whether a save waits for the metric of a validation that is still to come."""
+        """As ModelCheckpoint's, what was saved last, and whether a save waits for the metric of a validation still to come."""
         waits = {_WAITS: True} if getattr(self, _WAITS, False) else {}
-        return {**super().state_dict(), **waits}
+        return {**super().state_dict(), _SAVED: self._due_saved or self._last_saved(), **waits}
+
+    def _last_saved(self) -> list[Any]:
+        return [getattr(self, name) for name in _OF_SAVED]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the attributes, without the paths of files that are gone."""
         super().load_state_dict(state_dict)
         setattr(self, _WAITS, state_dict.get(_WAITS, False))
-        if self._saver is not None:
-            reconcile(self, self._saver.exists(known_paths(self)))
+        if self._saver is None:
+            return
+        *_, path = saved = state_dict.get(_SAVED, (0, ""))
+        existing = self._saver.exists([*known_paths(self), *filter(None, [path])])
+        reconcile(self, existing)
+        self._knows_saved = _SAVED in state_dict
+        if path in existing and state_dict["dirpath"] == self.dirpath:
+            for name, value in zip(_OF_SAVED, saved, strict=True):
+                setattr(self, name, value)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Continue where the checkpoint was taken, and forget files that are gone."""
@@ -205,8 +218,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
         if self._saver is None:
             return
         self._saver.begin_training()
-        if self._came_from is not None and str(self._came_from) in known_paths(self):
-            # This step is on disk already. Lightning does not save these two attributes, and would save the step again.
+        if not self._knows_saved and str(self._came_from) in known_paths(self):
+            # Of an earlier version. This step is on disk already: Lightning would save it again.
             self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, str(self._came_from)
         due, self._saver.continuation = self._saver.continuation, None
         dataloader.say_what_is_inexact(trainer, self, resumed_within=due is not None and due.mid_epoch)
@@ -304,6 +317,9 @@ class SafeCheckpointCallback(ModelCheckpoint):
                     saver, before = self._open(trainer), saver
                     saver.follow(before)
                 with self._deciding():
+                    self._due_saved = (
+                        self._last_saved()
+                    )  # what is due at this step is still to be saved, by the resumed run
                     super().on_exception(trainer, pl_module, exception)
             saver.land_on_exception()
         except Exception:  # the user's exception must not be masked
@@ -370,6 +386,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
             return
         self._begin()
         at_once = self._at_once or (not self.async_save and self._is_looked_at(trainer))
+        # Before the save, which has them. If it fails, they are taken back.
+        self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, filepath
 
         def take(path: str) -> None:
             if self._pending is not None:
@@ -380,8 +398,6 @@ class SafeCheckpointCallback(ModelCheckpoint):
         # Through the Trainer, whose subclass may do something of its own there.
         with self._saver.collecting(take, weights_only=self.save_weights_only):
             trainer.save_checkpoint(filepath, self.save_weights_only)
-        self._last_global_step_saved = trainer.global_step
-        self._last_checkpoint_saved = filepath
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         # One with bad numbers is loaded only by its name.
