@@ -170,29 +170,34 @@ def test_a_save_at_an_epochs_end_has_the_number_of_the_next_one(tmp_path, where)
     assert straight[:3] != straight[6:9]
 
 
+def trained(held=0):
+    """A shuffled loader of three batches as a Trainer has it, and its place."""
+    accelerator = make(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    torch.manual_seed(3)
+    data = torch.utils.data.TensorDataset(torch.arange(12.0))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))
+    assert count(loader, None, held)
+    return loader, Placed(loader, between=True)
+
+
+@pytest.mark.parametrize("held", [0, 1, 2])
 @pytest.mark.parametrize("at", [2, 3])
 @pytest.mark.quick
-def test_a_place_in_the_last_step_has_the_number_of_the_next_epoch_under_a_trainer(at):
-    """Which knows a place behind the last batch as one between two epochs: the next one has the order of the next one."""
+def test_a_place_in_the_last_step_has_the_number_of_the_next_epoch_under_a_trainer(at, held):
+    """Which knows a place behind the last batch as one between two epochs: the next one has the order of the next one.
 
-    def prepared():
-        accelerator = make(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
-        torch.manual_seed(3)
-        data = torch.utils.data.TensorDataset(torch.arange(12.0))
-        loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))
-        assert count(loader, None)
-        return loader, Placed(loader, between=True)
-
-    loader, place = prepared()
+    Batches that are held by a step which is not done are given again, in the order of their own epoch.
+    """
+    loader, place = trained(held)
     states, straight = [], []
     for _ in range(2):
         for (batch,) in loader:
             straight.append(batch.tolist())
-            states.append(place.state())
-    again, other = prepared()
+            states.append(place.state(held))
+    again, other = trained(held)
     other.resume(states[at - 1])
-    after = [batch.tolist() for _ in range(2 - at // 3) for (batch,) in again]
-    assert straight[:at] + after == straight
+    after = [batch.tolist() for _ in range(2 - (at - held) // 3) for (batch,) in again]
+    assert straight[: at - held] + after == straight
     assert again.iteration == loader.iteration
 
 

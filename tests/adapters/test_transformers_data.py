@@ -286,6 +286,18 @@ def test_a_save_before_the_optimizer_step_counts_what_was_trained_on(tmp_path, c
         assert fingerprint(after) == fingerprint(whole)
 
 
+@pytest.mark.parametrize("case", ["stream", "stream that is read again"])
+def test_a_pass_over_a_stream_that_ends_within_a_step_is_resumed_exactly(tmp_path, case):
+    """Saved at its end: the batches of the step that is not done are trained on again, with the random numbers of then."""
+    more = {"save_strategy": "epoch", "gradient_accumulation_steps": 2, "max_steps": 8}
+    whole = run(tmp_path / "whole", case, **more)
+    run(tmp_path / "stopped", case, stop=4, **more)
+    after = run(tmp_path / "stopped", case, resume=True, **more)
+    assert len(whole.seen) % 7  # a pass has 7 batches
+    assert json.dumps(after.seen) == json.dumps(whole.seen[6:])
+    assert fingerprint(after) == fingerprint(whole)
+
+
 class Counting(torch.nn.Module):
     """A model whose forward pass changes a buffer."""
 

@@ -67,6 +67,8 @@ class DataPlace:
                 )
                 logger.warning(message, type(inner if inner is not None else loader).__name__)
             return  # it knows its place itself, or cannot be counted
+        # A pass over a stream may end within a step, and is saved there.
+        self._within |= self._accumulated > 1 and not has_length(loader)
         self._placed, state = placed_loaders.Placed(loader, between=True), self._state()
         # Where none was trained on, the Trainer leaves out none.
         if state is not None and not (state["position"].get("begun") and state["position"].get("batches")):
