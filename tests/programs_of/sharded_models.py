@@ -93,7 +93,8 @@ def wrap(model: Net, how: str, chosen: Mapping[str, Any]) -> nn.Module:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_mixed else MixedPrecisionPolicy()
     shard = partial(fully_shard, mp_policy=policy, reshard_after_forward=chosen["reshard"])
     if how == "both":
-        mesh = init_device_mesh("cpu", (max(1, size // 2), min(2, size)), mesh_dim_names=("data", "tensor"))
+        shape = (size // 2, 2) if size % 2 == 0 else (1, size)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
         _in_parts(model, mesh["tensor"])
         _shard(model, partial(shard, mesh=mesh["data"]), chosen["root"])
     elif how == "replicated and sharded":
