@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import DataLoaderConfiguration
 from accelerate_launch import run as run_ranks
 from drawn_samples import SIZE, Drawing, Placed, Stream
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from accelerate_runs import Counter, Training, forget, fresh, registered
 from safe_ckpt.data import resumable
@@ -148,6 +148,30 @@ def test_a_place_loaded_before_its_loader_is_prepared_is_used_or_refused(tmp_pat
         training.loader = accelerator.prepare(resumable(DataLoader(Plain(), batch_size=4)))
         training.epoch()
         assert training.seen == seen[PER_EPOCH + 2 : 2 * PER_EPOCH]
+
+
+@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.quick
+def test_loaders_prepared_after_the_load_go_to_their_own_places(tmp_path, early):
+    """Several of them, in the order in which they are prepared, whether another one was prepared before the load or not."""
+
+    def prepared(accelerator, first):
+        data = TensorDataset(torch.arange(first, first + 12))
+        return accelerator.prepare(resumable(DataLoader(data, batch_size=2)))
+
+    places = {0: 1, 100: 4, 200: 2}
+    with registered(tmp_path) as (accelerator, _):
+        loops = {first: iter(prepared(accelerator, first)) for first in places}
+        for first, count in places.items():
+            assert [next(loops[first])[0][0].item() for _ in range(count)][-1] == first + 2 * count - 2
+        accelerator.save_state()
+    forget()
+    with registered(tmp_path) as (accelerator, _):
+        loaders = [prepared(accelerator, first) for first in list(places)[:early]]
+        accelerator.load_state()
+        loaders += [prepared(accelerator, first) for first in list(places)[early:]]
+        found = [next(iter(loader))[0].tolist() for loader in loaders]
+    assert found == [[first + 2 * count, first + 2 * count + 1] for first, count in places.items()]
 
 
 def test_a_loop_that_begins_with_the_next_epoch_says_so(tmp_path, caplog):

@@ -21,6 +21,7 @@ from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import (
+    ClosedError,
     ConfigError,
     DirectoryError,
     NoValidCheckpointError,
@@ -347,3 +348,47 @@ def test_a_relative_project_stays_where_it_was_registered(tmp_path, monkeypatch)
         handle.wait()
     assert len(list((tmp_path / "first/project/checkpoints").glob("checkpoint_*"))) == 2
     assert list((tmp_path / "second").iterdir()) == []
+
+
+SPELLINGS = {"link": "link", "relative": "project", "link above": "above/project", "the same": None}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.quick
+def test_another_accelerator_for_one_project_takes_over(tmp_path, monkeypatch, spelling, again):
+    """As when a cell of a notebook is run again, however the project is spelt; the earlier one is closed."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "link").symlink_to("project")
+    (tmp_path / "above").symlink_to(".")
+    monkeypatch.chdir(tmp_path)
+    spelt = [tmp_path / "project", SPELLINGS[spelling] or tmp_path / "project"]
+    for number, project in enumerate(reversed(spelt) if again else spelt):
+        accelerator = make(project, iteration=number)
+        handle = register(accelerator, CONFIG)
+        Training(accelerator)
+        accelerator.save_state(async_save=False)
+        if not number:
+            first, before = accelerator, handle
+    assert before.closed
+    with pytest.raises(ClosedError):
+        first.save_state()
+    accelerator.load_state()
+    handle.remove()
+    assert checkpoints(tmp_path / "project") == ["checkpoint_0", "checkpoint_1"]
+
+
+@pytest.mark.quick
+def test_a_limit_counts_only_what_is_named_automatically(tmp_path):
+    """``total_limit`` deletes no checkpoint that the user has named: neither with automatic names nor without them."""
+    own = ["best", "step_10", "step_20", "step_30"]
+    for automatic in (False, True):
+        with registered(tmp_path, automatic=automatic, limit=1) as (accelerator, handle):
+            Training(accelerator)
+            for name in own:
+                accelerator.save_state(tmp_path / name, async_save=False)
+                if automatic:
+                    accelerator.save_state(async_save=False)
+        forget()
+        assert set(own) <= set(names(tmp_path))
+    assert len(checkpoints(tmp_path)) == 1

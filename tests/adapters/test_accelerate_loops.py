@@ -203,6 +203,7 @@ def test_a_place_that_was_loaded_and_saved_again_is_the_same(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["resumable", "torchdata"])
 @pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.quick
 def test_the_place_that_was_loaded_last_counts(tmp_path, kind, number):
     """One behind the last batch of an epoch, loaded before it, leaves no batch out: of that epoch or the next."""
 

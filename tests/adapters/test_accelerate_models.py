@@ -104,6 +104,30 @@ def test_save_model_names_a_tensor_that_has_no_memory_of_its_own(tmp_path, handl
     assert not (tmp_path / "weights").exists()
 
 
+VIEWS = {
+    "transposed": lambda weight: weight.t(),
+    "another shape": lambda weight: weight.reshape(2, 10),
+    "first rows": lambda weight: weight[:3],
+    "first columns": lambda weight: weight[:, :2],
+}
+
+
+@pytest.mark.parametrize("offload", [lambda model, _: model, on_cpu], ids=["in the model", "in host memory"])
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.quick
+def test_another_view_of_a_weight_is_a_tensor_of_its_own(tmp_path, handle, offload, view):
+    """Such as a head that is the transposed embedding: the file has both, although both begin at one address."""
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.arange(20.0).reshape(5, 4))
+    model.view = torch.nn.Parameter(VIEWS[view](model.weight.detach()))
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert model.view.data_ptr() == model.weight.data_ptr()
+    found = loaded(handle.save_model(offload(model, tmp_path), tmp_path / "weights"))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].equal(tensor), name
+
+
 def test_a_home_directory_is_meant_by_its_sign(tmp_path, monkeypatch):
     """``~`` is what a shell takes it for: of a project, of a checkpoint and of weights."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -101,7 +101,7 @@ def one(dataset=Noisy, made=resumable, **more):
     return lambda pl: made(DataLoader(dataset(), **{"batch_size": 2, **more}))
 
 
-def combined(mode, *, streams=False):
+def combined(mode, workers=1, *, streams=False):
     def loaders(pl):
         if streams:
             parts = {
@@ -109,7 +109,7 @@ def combined(mode, *, streams=False):
             }
             return pl.utilities.CombinedLoader(parts, mode)
         long = resumable(DataLoader(Noisy(13), batch_size=2, shuffle=True))
-        short = resumable(DataLoader(Noisy(5, offset=100), batch_size=2, shuffle=True, num_workers=1))
+        short = resumable(DataLoader(Noisy(5, offset=100), batch_size=2, shuffle=True, num_workers=workers))
         return pl.utilities.CombinedLoader({"long": long, "short": short}, mode)
 
     return loaders
@@ -128,6 +128,7 @@ CASES = {
     "longest": (combined("max_size_cycle"), {}),
     "shortest": (combined("min_size"), {}),
     "all of all": (combined("max_size"), {}),
+    "all of all, without workers": (combined("max_size", 0), {}),
     "made anew": (one(shuffle=True), {"reload_dataloaders_every_n_epochs": 1}),
     "validation within": (one(shuffle=True), {"val_check_interval": 3}),
     "sanity check": (one(shuffle=True), {"num_sanity_val_steps": 1, "val_check_interval": 2}),
@@ -173,9 +174,11 @@ RARE = (
 )
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.thorough] if case in RARE else []) for case in CASES]
-)
+QUICK = ("all of all, without workers",)
+MARKS = dict.fromkeys(RARE, pytest.mark.thorough) | dict.fromkeys(QUICK, pytest.mark.quick)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in CASES])
 def test_the_samples_are_those_of_an_uninterrupted_run(tmp_path, case):
     """Stopped within each of the epochs and resumed: each step's samples, what was drawn for them, and the weights."""
     weights, seen, _ = run(tmp_path / "whole", case, seed=1)

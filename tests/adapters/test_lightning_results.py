@@ -177,6 +177,27 @@ def test_a_metric_of_training_and_validation_goes_on_in_the_epoch_around_a_valid
         assert module.ends == straight.ends[epochs:], path
 
 
+@pytest.mark.parametrize("place", [1, BATCHES - 1, BATCHES + 2])
+@pytest.mark.quick
+def test_a_metric_that_is_logged_early_in_an_epoch_has_nothing_of_the_one_before(tmp_path, place):
+    """Resumed behind its last value of an epoch: that epoch has it, and the next one's mean is of the next one alone."""
+    pl = package(PACKAGES[0])
+
+    def early(module, loss):
+        if len(module.seen) and module.seen[-1][1] < 1:
+            module.log("mean", loss, on_step=False, on_epoch=True)
+            module.log("sum", loss, on_step=False, on_epoch=True, reduce_fx="sum")
+            module.score(loss.detach())
+            module.log("score", module.score, on_step=False, on_epoch=True)
+
+    saves = saves_at(pl, tmp_path, "on_train_batch_end")
+    straight, _, _ = run(tmp_path / "x", PACKAGES[0], callbacks=[saves], seed=1, module=module_of(pl, log=early))
+    path, _, epochs, _ = saves.saved[place - 1]
+    module, _, _ = run(tmp_path / "y", PACKAGES[0], path=path, module=module_of(pl, log=early))
+    assert module.ends == straight.ends[epochs:]
+    assert {"mean", "sum", "score"} <= straight.ends[0].keys()
+
+
 @pytest.mark.parametrize("place", range(2 * BATCHES - 2, 2 * BATCHES + 1))
 def test_the_best_score_and_the_end_are_those_of_an_uninterrupted_run(tmp_path, place):
     """``monitor=`` and EarlyStopping on a training metric, with default arguments, also after the last batch of an epoch."""

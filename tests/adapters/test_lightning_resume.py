@@ -440,30 +440,6 @@ def test_a_signal_ends_fit_and_the_next_run_goes_on_exactly(tmp_path, name, step
     assert found == reference
 
 
-@pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable.*", "ignore:Checkpoint directory .* not empty.*")
-@pytest.mark.parametrize("other", [{"every_n_train_steps": 50}, {"every_n_train_steps": 1, "save_weights_only": True}])
-def test_a_signal_saves_where_the_resume_looks(tmp_path, other):
-    """A second callback in another directory, or of weights alone, is the last one: stopped.ckpt is found all the same."""
-    pl = package("lightning.pytorch")
-
-    class Signal(pl.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if trainer.global_step == 4:
-                signal.raise_signal(signal.SIGTERM)
-
-    settings = CheckpointConfig(save_on_signals=("SIGTERM",))
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        second = SafeCheckpointCallback(dirpath=tmp_path / "b", config=settings, **other)
-        _, made, _ = resume_once(tmp_path / "a", second, Signal(), config=settings)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert made.global_step == 5
-    second = SafeCheckpointCallback(dirpath=tmp_path / "b", config=settings, **other)
-    found, made, _ = resume_once(tmp_path / "a", second, config=settings)
-    assert found == "stopped.ckpt"
-
-
 class Failure(Exception):
     """What a hook of the user's raises."""
 
@@ -518,26 +494,6 @@ def test_a_trainer_that_has_not_trained_resumes(tmp_path, kind):
     assert Path(made.ckpt_path).name == f"step={step}.ckpt"
     assert made.global_step == 9
     assert fingerprint(module) == expected
-
-
-def test_a_signal_leaves_the_trainers_limits(tmp_path):
-    """min_epochs and min_steps hold for the next fit, too."""
-    pl = package("lightning.pytorch")
-
-    class Signal(pl.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if trainer.global_step == 1:
-                signal.raise_signal(signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        saves = SafeCheckpointCallback(dirpath=tmp_path, config=CheckpointConfig(save_on_signals=("SIGTERM",)))
-        made = trainer(pl, [Signal(), saves], tmp_path, min_epochs=2, min_steps=5)
-        made.fit(module_class(pl)())
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert made.global_step == 2
-    assert (made.min_epochs, made.min_steps) == (2, 5)
 
 
 @pytest.mark.parametrize("max_steps", [4, 6])

@@ -478,6 +478,21 @@ def test_a_damaged_file_is_not_loaded(tmp_path):
         made.validate(module, ckpt_path="best", verbose=False)
 
 
+@pytest.mark.parametrize("way", ["validate", "fit"])
+@pytest.mark.quick
+def test_a_file_that_was_resumed_from_is_verified_when_it_is_loaded_again(tmp_path, way):
+    """That it was whole when the run began says nothing of now: damage since then is an error, not wrong weights."""
+    from support import flip_bit
+
+    fit(tmp_path, save_top_k=-1, settings={"max_epochs": 1})
+    made, _, module = fit(tmp_path, resume="auto", save_top_k=-1, settings={"max_epochs": 2})
+    path = tmp_path / "epoch=0-step=3.ckpt"
+    assert made.ckpt_path == str(path)
+    flip_bit(path, 3000)
+    with pytest.raises(CorruptCheckpointError):
+        getattr(made, way)(module, ckpt_path=path)
+
+
 def test_fast_dev_run_touches_nothing(tmp_path):
     """A trial run makes no directory and no process."""
     fit(tmp_path / "exp", settings={"fast_dev_run": True})

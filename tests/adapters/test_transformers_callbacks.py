@@ -21,7 +21,7 @@ from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import RendezvousTimeout, SafeCheckpointError
 from safe_ckpt.transformers import SafeCheckpointMixin
-from safe_ckpt.transformers.lookers import JUDGED, looks
+from safe_ckpt.transformers.lookers import JUDGED, anyone_looks, looks
 
 
 def is_whole(folder):
@@ -209,6 +209,37 @@ def test_a_class_of_the_users_finds_the_folder_behind_its_save(tmp_path):
     trainer(tmp_path / "above", Safe, max_steps=2).train()
     trainer(tmp_path / "below", Below, max_steps=2).train()
     assert found == [("above", True), ("below", True)]
+
+
+@pytest.mark.parametrize("name", ["trl_runs", "transformers_ext", "safe_ckpt_runs.own"])
+@pytest.mark.quick
+def test_a_class_of_the_users_is_known_by_its_whole_package(tmp_path, name):
+    """A module whose name begins like that of TRL, Transformers or this one is the user's: its folders are committed, too."""
+    found = []
+
+    class Mine(SafeTrainer):
+        def _save_checkpoint(self, model, trial):
+            super()._save_checkpoint(model, trial)
+            found.append(is_whole(newest(self.args, self.state)))
+
+    Mine._save_checkpoint.__module__ = name  # as if it were written there
+    made = trainer(tmp_path, Mine, max_steps=2)
+    assert anyone_looks(made)
+    made.train()
+    assert found == [True]
+
+
+@pytest.mark.parametrize("name", ["trl.trainer.sft_trainer", "transformers.trainer", "safe_ckpt.transformers.mixin"])
+@pytest.mark.quick
+def test_classes_of_these_packages_look_at_no_folder(tmp_path, name):
+    """What TRL, Transformers and this package do is known: no save is waited for because of it."""
+
+    class Theirs(SafeTrainer):
+        def _save_checkpoint(self, model, trial):
+            super()._save_checkpoint(model, trial)
+
+    Theirs._save_checkpoint.__module__ = name
+    assert not anyone_looks(trainer(tmp_path, Theirs))
 
 
 def test_a_jit_checkpoint_at_sigterm_is_saved_without_the_trainers_mark(tmp_path):

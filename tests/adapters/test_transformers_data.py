@@ -325,13 +325,14 @@ LOGGED = {
 }
 
 
+def losses(made):
+    return [row["loss"] for row in made.state.log_history if "loss" in row]
+
+
 @pytest.mark.parametrize("case", LOGGED)
 def test_a_loss_that_is_logged_behind_a_resume_is_the_mean_of_all_its_steps(tmp_path, case):
     """Also of those before the save, which the Trainer had summed up and not logged yet."""
     more = {"max_steps": 12, "logging_steps": 4, "save_steps": 6, **LOGGED[case]}
-
-    def losses(made):
-        return [row["loss"] for row in made.state.log_history if "loss" in row]
 
     whole = trainer(tmp_path / "whole", **more)
     whole.train()
@@ -340,6 +341,23 @@ def test_a_loss_that_is_logged_behind_a_resume_is_the_mean_of_all_its_steps(tmp_
     resumed = trainer(tmp_path / "stopped", **more)
     resumed.train(resume_from_checkpoint=True)
     assert losses(resumed) == losses(whole)
+
+
+@pytest.mark.parametrize(
+    ("case", "moment"),
+    [
+        ("shuffle", MOMENTS[0]),
+        ("shuffle", MOMENTS[1]),
+        pytest.param("accumulated", MOMENTS[1], marks=pytest.mark.quick),
+    ],
+)
+def test_a_loss_of_a_step_that_is_done_again_counts_once(tmp_path, case, moment):
+    """``enable_jit_checkpoint`` saves within a step, behind its forward pass too: the next logged loss is as without a stop."""
+    more = {"max_steps": 8, "logging_steps": 4, "save_steps": 100}
+    whole = run(tmp_path / "whole", case, **more)
+    preempted(tmp_path / "stopped", case, moment, 5, **more)
+    assert losses(run(tmp_path / "stopped", case, resume=True, **more)) == losses(whole)
+    assert len(losses(whole)) == 2
 
 
 def test_a_training_that_is_over_does_not_go_on(tmp_path):
