@@ -36,7 +36,7 @@ endef
 # What starts no server, no host, no ranks and no framework; the README's promises, which start ranks; and of these files what
 # is marked quick: see tests/kit/kinds.py.
 QUICK := $(addprefix tests/adapters/test_,accelerate_dataloaders.py accelerate_saves.py fabric.py lightning_hooks.py lightning_saves.py peft.py transformers.py weights_alone.py) \
-  $(addprefix tests/multirank/test_,dcp.py offload.py)
+  $(addprefix tests/multirank/test_,dcp.py offload.py publishing.py)
 
 test: .venv/ready  ## the quick tests: a few minutes
 	$(call tests,--quick -n 2 --dist worksteal,tests/unit tests/typing tests/docs tests/sim tests/programs_of tests/multirank/test_promises.py $(QUICK))
