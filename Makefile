@@ -35,10 +35,7 @@ endef
 
 # What starts no server, no host, no ranks and no framework; the README's promises, which start ranks; and of these files what
 # is marked quick: see tests/kit/kinds.py.
-QUICK := $(addprefix tests/adapters/test_,accelerate_data.py accelerate_dataloaders.py accelerate_directories.py accelerate_loops.py \
-  accelerate_models.py accelerate_saves.py fabric.py lightning_data.py lightning_hooks.py lightning_results.py lightning_saves.py lightning_signals.py \
-  peft.py transformers.py transformers_callbacks.py transformers_data.py weights_alone.py) \
-  $(addprefix tests/multirank/test_,dcp.py offload.py)
+QUICK = $(shell grep -rl --include='test_*.py' 'pytest.mark.quick' tests/adapters tests/multirank)
 
 test: .venv/ready  ## the quick tests: a few minutes
 	$(call tests,--quick -n 2 --dist worksteal,tests/unit tests/typing tests/docs tests/sim tests/programs_of tests/multirank/test_promises.py $(QUICK))

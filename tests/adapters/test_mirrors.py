@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import shutil
+import threading
 
 import pytest
 from lightning_runs import QUICK, Stop, fingerprint, module_class, package, stop_at, trainer
@@ -12,7 +13,8 @@ from transformers_runs import fingerprint as trained
 from transformers_runs import trainer as hugging_face
 
 from accelerate_runs import CONFIG, Training, fresh, registered, stateful
-from kit.patience import wait_until
+from kit.fault_proxy import FaultProxy
+from kit.patience import scaled, wait_until
 from safe_ckpt import Mirror, StorageConfig, events
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.home.file_home import FileHome
@@ -70,6 +72,40 @@ def test_lightning_goes_on_with_an_empty_disk(tmp_path, bucket):
     assert found == expected
     fetched = [event for event in seen if isinstance(event, events.Fetched)]
     assert [event.path for event in fetched] == [str(tmp_path / "run" / "epoch=1-step=6.ckpt")]
+
+
+def held_until(all_saved, seen, free):
+    """A callback of Lightning's: at the end of training the store answers, once so many saves are committed."""
+
+    class Free(package("lightning.pytorch").Callback):
+        def on_train_end(self, *_):
+            wait_until(lambda: sum(isinstance(event, events.Committed) for event in seen) == all_saved, 60, "the saves")
+            free.set()
+
+    return Free()
+
+
+def test_a_slow_mirror_has_the_newest_of_each_of_two_callbacks(tmp_path, object_server, bucket, monkeypatch):
+    """The first upload takes as long as training. What is passed over then gave way to a newer one of its own directory."""
+    free, seen = threading.Event(), []
+    with FaultProxy(object_server.endpoint) as proxy:
+        proxy.on_request = lambda record: (
+            (record.method, ".ckpt" in record.path) != ("PUT", True) or free.wait(scaled(60))
+        )
+        for name, value in bucket.environment(proxy.endpoint).items():
+            monkeypatch.setenv(name, value)
+        slow = dataclasses.replace(mirroring(QUICK, bucket), storage=StorageConfig(request_timeout_s=100))
+        pl = package("lightning.pytorch")
+        every = {"filename": "{step}", "save_top_k": -1, "config": slow, "hooks": [seen.append]}
+        callbacks = [
+            SafeCheckpointCallback(tmp_path / "a", every_n_epochs=1, **every),
+            SafeCheckpointCallback(tmp_path / "b", every_n_train_steps=3, **every),  # once in each epoch, too
+        ]
+        trainer(pl, [*callbacks, held_until(6, seen, free)], tmp_path).fit(module_class(pl)())
+    there = {event.path for event in seen if isinstance(event, events.Mirrored) and not event.error}
+    newest = {str(tmp_path / name / "step=9.ckpt") for name in ("a", "b")}
+    assert newest <= there
+    assert len(there) == 3
 
 
 def test_accelerate_goes_on_with_an_empty_disk(tmp_path, bucket):

@@ -116,6 +116,33 @@ def test_rotation_keeps_the_best_and_the_newest(tmp_path):
     assert all(a.equal(b) for a, b in zip(best.values(), made.model.state_dict().values(), strict=True))
 
 
+@pytest.mark.quick
+def test_the_best_of_a_trainer_that_saves_only_the_best_is_known(tmp_path):
+    """With ``save_strategy="best"`` as with a plain Trainer: what is saved, which one is the best, and that one is loaded."""
+    found = []
+    for kind in (Trainer, SafeTrainer):
+
+        class Scored(kind):
+            def evaluate(self, *args, **kwargs):
+                loss = {2: 3.0, 4: 1.0}.get(self.state.global_step, 2.0)
+                metrics = {"eval_loss": loss}
+                self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+                return metrics
+
+        folder = tmp_path / kind.__name__
+        made = trainer(
+            folder, Scored, max_steps=8, save_strategy="best", eval_strategy="steps", eval_steps=2,
+            load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False,
+        )  # fmt: skip
+        made.train()
+        told = [json.loads((folder / name / "trainer_state.json").read_text()) for name in names(folder)]
+        best = LlamaForCausalLM.from_pretrained(folder / "checkpoint-4").state_dict()
+        assert all(a.equal(b) for a, b in zip(best.values(), made.model.state_dict().values(), strict=True))
+        found.append((names(folder), [Path(state["best_model_checkpoint"]).name for state in told]))
+        assert made.state.best_model_checkpoint == str(folder / "checkpoint-4")
+    assert found[0] == found[1] == (["checkpoint-2", "checkpoint-4"], ["checkpoint-2", "checkpoint-4"])
+
+
 @needs_root
 def test_a_full_disk_loses_nothing(tmp_path):
     """The error ends the training with its name; with a limit of 1 the checkpoint before is whole and is resumed from."""

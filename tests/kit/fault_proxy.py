@@ -30,6 +30,7 @@ _STALE_S = 2.0  # servers close connections that are idle; none is used again af
 _AFTER_ONLY = ("truncated", "duplicate")
 _ERRORS = {
     "400": ("Bad Request", "ExpiredToken"),
+    "404": ("Not Found", "NoSuchKey"),
     "500": ("Internal Server Error", "InternalError"),
     "503": ("Slow Down", "SlowDown"),
     "409": ("Conflict", "OperationAborted"),
@@ -163,10 +164,10 @@ class FaultProxy:
         Args:
             n: from 1; requests that have been seen already count.
             fault: "drop": the connection is closed in order, without an answer. "reset": by a reset; before, without having
-                read the body. "400" (ExpiredToken), "500", "501", "503", "409": an answer of S3. "timeout": nothing
-                for ``hold_s``, then as "drop". "truncated": the head of the answer and half of its body; without a body as
-                "drop". "duplicate": the answer as usual, and ``later_s`` after it the same request once more. The last two are
-                always after.
+                read the body. "400" (ExpiredToken), "404" (NoSuchKey), "500", "501", "503", "409": an answer of S3.
+                "timeout": nothing for ``hold_s``, then as "drop". "truncated": the head of the answer and half of its body;
+                without a body as "drop". "duplicate": the answer as usual, and ``later_s`` after it the same request once
+                more. The last two are always after.
             when: "before": the request does not reach the server. "after": the server has answered, but not to the client.
             match: a predicate on the record, which has neither size nor status yet.
         """
@@ -426,7 +427,7 @@ class _Connection:
 
 
 def _error(status: str, record: Record) -> bytes:
-    reason, code = _ERRORS.get(status, ("Not Found", "NoSuchKey"))
+    reason, code = _ERRORS[status]
     if status == "409" and any(name in record.headers for name in _CONDITIONS):
         code = "ConditionalRequestConflict"
     text = f"<Error><Code>{code}</Code><Message>of the fault proxy</Message><RequestId>0</RequestId></Error>"

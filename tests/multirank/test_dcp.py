@@ -502,6 +502,7 @@ def test_a_load_of_an_object_that_would_run_code_is_refused(tmp_path):
     assert state["t"].all()
 
 
+@pytest.mark.quick
 def test_retention_counts_only_folders_that_differ_in_their_number(tmp_path):
     """Folders whose names differ in more than their number, and those of other tools, are no siblings."""
     dcp.configure(retention=Retention(keep_last=1))

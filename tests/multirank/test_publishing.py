@@ -226,6 +226,23 @@ def test_the_next_publication_raises_the_error_that_nobody_asked_for(tmp_path):
     assert sorted(os.listdir(tmp_path / "run")) == [".safe_ckpt", "step-00000003"]
 
 
+@pytest.mark.quick
+def test_the_result_of_an_earlier_publication_takes_no_later_one_away(tmp_path):
+    """A program asks the first one again while a second is not over: the third waits for the second, as ever."""
+    first, second, third = (safe_ckpt.publishing(tmp_path / "run", step, asynchronous=True) for step in (1, 2, 3))
+    with first as folder:
+        (folder / "w").write_bytes(b"1")
+    assert first.result(60).step == 1
+    with second as folder:
+        (folder / "w").write_bytes(b"2")
+    assert first.result(60).step == 1
+    with third as folder:
+        assert safe_ckpt.newest(tmp_path / "run").step == 2
+        (folder / "w").write_bytes(b"3")
+    assert [one.result(60).step for one in (third, second)] == [3, 2]
+    assert safe_ckpt.newest(tmp_path / "run").step == 3
+
+
 def test_a_publication_is_the_newest_whatever_the_clock(tmp_path, monkeypatch):
     """A Checkpointer on a host whose clock is an hour ahead has saved in the directory: what is published now comes later."""
     clock = time.time

@@ -53,6 +53,22 @@ class Custom(Sampler):
         return SIZE
 
 
+class Shuffled(RandomSampler):
+    """Of a class of torch's, and draws its order in another way."""
+
+    def __iter__(self):
+        order = list(range(SIZE))
+        random.shuffle(order)
+        yield from order
+
+
+class Permuted(SubsetRandomSampler):
+    """The same, from numpy's generator."""
+
+    def __iter__(self):
+        yield from np.random.permutation(self.indices).tolist()
+
+
 class CustomBatches(Sampler):
     """Batches of different sizes."""
 
@@ -108,6 +124,8 @@ SAMPLERS = {
     "subset": lambda: {"sampler": SubsetRandomSampler(range(5, 40))},
     "subset, generator": lambda: {"sampler": SubsetRandomSampler(range(5, 40), generator=generator())},
     "distributed": lambda: {"sampler": DistributedSampler(range(SIZE), num_replicas=3, rank=1, seed=4)},
+    "subclass of random": lambda: {"sampler": Shuffled(range(SIZE))},
+    "subclass of subset": lambda: {"sampler": Permuted(range(5, 40))},
     "custom": lambda: {"sampler": Custom()},
     "custom batches": lambda: {"batch_sampler": CustomBatches()},
     "own batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(SIZE)), 5, drop_last=True)},

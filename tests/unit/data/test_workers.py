@@ -1,5 +1,7 @@
 """What workers draw, and where iterable data sets are: the same after a resume, unasked."""
 
+import functools
+import itertools
 import json
 import logging
 import random
@@ -138,6 +140,51 @@ def test_a_place_of_another_ranks_workers_is_told(caplog):
         other.load_state_dict(state)
     assert "PerRank(loader)" in caplog.text
     assert len(list(other)) == 6
+
+
+def test_a_place_of_as_many_workers_of_another_rank_is_told(caplog):
+    """A rank that loads what another one saved goes on with workers of its own, not with that one's numbers, and says so."""
+
+    def make():
+        return resumable(DataLoader(Draws(), batch_size=4, num_workers=2, collate_fn=list))
+
+    loader = make()
+    given = iter(loader)
+    for _ in range(3):
+        next(given)
+    state, left = loader.state_dict(), list(given)
+    assert state["rank"] == 0
+    same, other = make(), make()
+    same.load_state_dict(state)
+    assert list(same) == left
+    assert not caplog.records
+    other.load_state_dict({**state, "rank": 1})  # as rank 1 saves it
+    assert "2 workers of rank 1 drew random numbers" in caplog.text
+    assert "PerRank(loader)" in caplog.text
+    found = list(other)
+    assert [sample[0] for batch in found for sample in batch] == [sample[0] for batch in left for sample in batch]
+    assert not any(sample in batch for batch, before in zip(found, left, strict=True) for sample in before)
+
+
+@pytest.mark.parametrize("data", [Draws, functools.partial(Lines, draws=True)])
+def test_workers_that_stay_go_back_with_the_loop(data):
+    """A program that goes on takes its loader back, within an epoch and behind it: its persistent workers go back, too."""
+    more = {"shuffle": True} if data is Draws else {}
+    loader = resumable(
+        DataLoader(data(), batch_size=4, num_workers=2, persistent_workers=True, collate_fn=list, **more)
+    )
+    torch.manual_seed(1)
+    given = iter(loader)
+    for _ in range(3):
+        next(given)
+    state, drawn = json.dumps(loader.state_dict()), torch.get_rng_state()
+    expected = [list(given), list(loader)]
+    for stop_at in (2, None):
+        loader.load_state_dict(json.loads(state))
+        torch.set_rng_state(drawn)
+        again = iter(loader)
+        assert list(itertools.islice(again, stop_at)) == expected[0][:stop_at]
+    assert list(loader) == expected[1]
 
 
 @pytest.mark.slow

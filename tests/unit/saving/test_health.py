@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import safe_ckpt
 from kit import warm
 from kit.manifests import rewrite
 from safe_ckpt import CheckpointConfig, Checkpointer, Health, Mirror, Retention, WriterConfig, events
@@ -82,6 +83,21 @@ def test_nothing_resumes_from_a_marked_one_and_the_healthy_ones_stay(tmp_path, w
         assert steps(tmp_path) == [7, 8, 9]
         assert ckpt.resume(job.state, step=7).marked
         assert not job.model.layer.weight.isfinite().all()
+
+
+def test_a_marked_one_is_loaded_where_it_is_named(tmp_path):
+    """To look into a diverged run: ``load`` passes over it unless it is asked for, by its step or by its path."""
+    job = Job()
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, job.state).result()
+        job.poison()
+        ckpt.save(2, job.state).result()
+    for where, named, step in ((tmp_path, {}, 1), (tmp_path, {"step": 2}, 2), (tmp_path / "step-00000002", {}, 2)):
+        model = Model()
+        info = safe_ckpt.load(where, {"model": model}, **named)
+        assert (info.step, info.marked) == (step, step == 2)
+        assert bool(model.layer.weight.isfinite().all()) == (step == 1)
+    assert safe_ckpt.newest(tmp_path).step == 1
 
 
 def test_an_infinite_number_in_the_optimizer_marks_the_checkpoint(tmp_path):

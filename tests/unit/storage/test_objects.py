@@ -78,6 +78,20 @@ def test_an_upload_of_which_a_request_fails_begins_anew(proxy, bucket, fault):
         assert bucket.read(key) == data
 
 
+def test_all_objects_go_where_one_of_them_is_not_there(proxy, bucket):
+    """A store that has none of the objects in one request, and says of one that it is not there: the others are deleted."""
+    place = through(proxy, bucket)
+    keys = [(place / name).key for name in "abcd"]
+    for key in keys[1:]:
+        place.bucket.overwrite(key, b"1")
+    proxy.reset()
+    for number in (1, 2):  # of all, and then of the first one
+        proxy.plan(number, "404")
+    place.bucket.delete(keys)
+    assert len(proxy.hits) == 2
+    assert place.bucket.entries(place.key) == []
+
+
 def test_an_error_of_the_content_ends_an_upload_and_is_raised(place):
     """An error of the content ends an upload as itself, and nothing is there."""
 

@@ -2,12 +2,16 @@
 
 import errno
 import logging
+import os
 import time
 
 import pytest
+import torch
 
+from kit import limits
 from kit.fault_proxy import FaultProxy
 from kit.patience import scaled
+from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 from safe_ckpt.core.home.object_lock import owner_of
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
@@ -152,3 +156,61 @@ def test_credentials_that_expire_are_asked_for_again(object_server, bucket, monk
             proxy.plan(number, "400")
         with pytest.raises(OSError, match="ExpiredToken: of the fault proxy"):
             place.bucket.read((place / "x").key)
+
+
+@pytest.fixture
+def renewed(object_server, bucket, monkeypatch):
+    """Has the store refuse the credentials there are as expired, from now on; others are in the environment then."""
+    with FaultProxy(object_server.endpoint) as proxy:
+        for name, value in bucket.environment(proxy.endpoint).items():
+            monkeypatch.setenv(name, value)
+
+        def expire():
+            new = f"{os.environ['AWS_ACCESS_KEY_ID']}x"
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", new)
+            proxy.reset()
+            for number in range(1, 100):
+                proxy.plan(
+                    number, "400", match=lambda record: f"Credential={new}/" not in record.headers["authorization"]
+                )
+
+        yield expire
+
+
+def test_every_request_is_made_with_the_credentials_there_are_by_then(renewed, bucket):
+    """Not reads alone: whatever a save, a listing or a deletion asks for, in one request or in parts."""
+    store = open_place(bucket.url(), StorageOptions(give_up_after_s=5, request_timeout_s=5, part_bytes=5 << 20)).bucket
+    version = store.create("run/x", b"1")
+    for request in (
+        lambda: store.upload("run/small", 3, lambda: iter([b"abc"])),
+        lambda: store.upload("run/large", 11 << 20, lambda: iter([bytes(11 << 20)])),
+        lambda: store.replace("run/x", b"2", version),
+        lambda: store.create("run/y", b"3"),
+        lambda: store.overwrite("run/z", b"4"),
+        lambda: store.copy("run/z", "run/zz", 1),
+        lambda: store.read_range("run/z", 0, 1),
+        lambda: store.size_of("run/z"),
+        lambda: store.list_folders("run"),
+        lambda: store.delete(["run/zz"]),
+        lambda: store.entries("run"),
+        lambda: store.afresh().read("run/z"),
+        lambda: store.within(5).upload("run/again", 3, lambda: iter([b"abc"])),
+    ):
+        renewed()
+        request()
+    found = {entry.key: entry.size_bytes for entry in store.entries("run")}
+    assert found == {"run/small": 3, "run/large": 11 << 20, "run/x": 1, "run/y": 1, "run/z": 1, "run/again": 3}
+
+
+def test_a_run_whose_credentials_expire_goes_on_saving(renewed, bucket):
+    """They are renewed while it trains: each later save is committed, and a resume takes the newest."""
+    state = {"model": {"w": torch.zeros(1000)}}
+    settings = CheckpointConfig(retention=Retention(keep_last=2), timeouts=limits.QUICK)
+    with Checkpointer(bucket.url(), settings) as ckpt:
+        for step in range(1, 5):
+            state["model"]["w"].fill_(step)
+            ckpt.save(step, state).result(60)
+            renewed()
+        state["model"]["w"].fill_(0)
+        assert ckpt.resume(state).step == 4
+    assert state["model"]["w"].eq(4).all()
