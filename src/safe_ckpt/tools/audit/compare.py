@@ -49,8 +49,8 @@ class Finding:
 
     category: str
     names: tuple[str, ...]
-    step: int
-    resumed_at: int
+    step: int = 1
+    resumed_at: int = 1
     rank: int
     detail: str = ""
     means: str = ""
@@ -122,7 +122,8 @@ def compare(whole: Run, resumed: Run, ignored: frozenset[str]) -> Comparison:
     at = place(whole[first], resumed[first][0])
     if not at:
         how = "no step of the run that was not stopped has them" if at is None else "the start began at the beginning"
-        return Comparison(findings=(_of_start("weights", ["weights"], first, how),))
+        lost = Finding(category="weights", names=("weights",), rank=first, detail=how, means=MEANS["weights"][1])
+        return Comparison(findings=(lost,))
     findings: dict[str, Finding] = {}
     notes: dict[str, None] = {}
     steps = 0
@@ -238,19 +239,13 @@ def _counters(whole: Sequence[Line], one: Line, other: Line) -> Iterator[str]:
             yield f"{name}: {theirs} instead of {ours}"
 
 
-def without_equality(resumed: Run) -> tuple[Finding, ...]:
+def without_equality(resumed: Run) -> Iterator[Finding]:
     """What a run tells that cannot be compared: moments that are zero or missing at its first step, and not at its last."""
-    found = []
     for rank, lines in sorted(resumed.items()):
         first, last = lines[0], lines[-1]
         names = [{name.split(".")[1] for name in line["values"] if name.startswith("state.")} for line in (first, last)]
         lost = sorted((names[1] - names[0]) | (set(first["zero"]) - set(last["zero"])))
         if lost:
-            found.append(_of_start("state", lost, rank, "missing or zero"))
-    return tuple(found)
-
-
-def _of_start(category: str, names: Sequence[str], rank: int, detail: str) -> Finding:
-    """A finding of a start that lies beside no step of the whole run."""
-    means = MEANS[category][1]
-    return Finding(category=category, names=tuple(names), step=1, resumed_at=1, rank=rank, detail=detail, means=means)
+            yield Finding(
+                category="state", names=tuple(lost), rank=rank, detail="missing or zero", means=MEANS["state"][1]
+            )

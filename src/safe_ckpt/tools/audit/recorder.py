@@ -21,6 +21,7 @@ import signal
 import sys
 import sysconfig
 import threading
+import traceback
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -120,7 +121,7 @@ class Recorder:
             for key, value in _leaves([*args, kwargs], name):
                 with contextlib.suppress(TypeError, ValueError, RuntimeError):  # no number, or a tensor of several
                     if key and not isinstance(value, str):
-                        self._logged.setdefault(f"logged.{key}", []).append(float(value))
+                        self._logged[f"logged.{key}"] = [*self._logged.get(f"logged.{key}", []), float(value)]
             return original(logger, *args, **kwargs)
 
         setattr(owner, method, noting)
@@ -168,6 +169,9 @@ class Recorder:
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._pid != os.getpid():  # forked: a file of its own
             self._pid, self._step, self._file = os.getpid(), 0, None
+        self._line = {}
+        if any(frame.f_code.co_name == "_init_optim_state" for frame, _ in traceback.walk_stack(sys._getframe())):
+            return  # DCP makes it, with gradients of zero, to have a state to load into: no step of the training
         self._step += 1
         parameters = _parameters(optimizer)
         if self._step in _LOOKS or not set(map(id, parameters)) <= self._names.keys():
@@ -176,6 +180,8 @@ class Recorder:
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """What a closure has computed is there only now."""
+        if not self._line:
+            return
         values = {**self._line["values"], **self._logged, **{f"generators.{name}": one for name, one in _generators()}}
         for one in _parameters(optimizer):
             values[f"gradients.{self._names[id(one)]}"] = "" if one.grad is None else digest(one.grad, self._most)
@@ -333,8 +339,8 @@ def _rank() -> int:
 
 def variables_of_the_script(modules: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """The variables of its functions that run, and the attributes of the objects of its classes there, and of ``modules``."""
-    objects, frame = {id(one): (name, one) for name, one in modules}, sys._getframe(1)
-    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+    objects = {id(one): (name, one) for name, one in modules}
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         if not frame.f_code.co_filename.startswith(_LIBRARIES):
             for name, one in list(frame.f_locals.items()):
                 if not isinstance(one, ModuleType | type):

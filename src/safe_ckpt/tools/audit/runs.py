@@ -91,16 +91,12 @@ def audit(options: Options) -> Audit:
     blind = sorted({category_of(name) for name in ignored} & {"weights", "data"})
     starts, killed = _stopped(runner, options, [] if blind else whole[min(whole)])
     named = tuple(sorted({f"{MEANS[category_of(name)][0]} {name.partition('.')[2]}".strip() for name in ignored}))
-    if blind:
-        cannot = f"the {' and the '.join(blind)} differ between two runs that nothing stopped: seed them"
-        return Audit(
-            killed=tuple(killed), comparisons=(), ignored=named, cannot=cannot, findings=without_equality(starts[-1])
-        )
-    found = tuple(compare(whole, one, ignored) for one in starts)
-    once = {(one.category, one.names): one for part in reversed(found) for one in reversed(part.findings)}
-    return Audit(
-        killed=tuple(killed), comparisons=found, ignored=named, cannot="", findings=tuple(reversed(once.values()))
-    )
+    cannot = f"the {' and the '.join(blind)} differ between two runs that nothing stopped: seed them" if blind else ""
+    found = () if blind else tuple(compare(whole, one, ignored) for one in starts)
+    told = without_equality(starts[-1]) if blind else (one for part in found for one in part.findings)
+    once = {(one.category, one.names): one for one in reversed(list(told))}
+    findings = tuple(reversed(once.values()))
+    return Audit(killed=tuple(killed), comparisons=found, ignored=named, cannot=cannot, findings=findings)
 
 
 def _stopped(runner: Runner, options: Options, whole: Sequence[Line]) -> tuple[list[Run], list[int]]:

@@ -36,6 +36,12 @@ def test_of_several_steps_with_equal_weights_the_one_with_the_same_state_is_take
     assert place(whole, line(5, weights__w="other")) is None
 
 
+def test_of_steps_that_are_equal_in_all_the_last_one_is_taken():
+    """A warm-up from a learning rate of 0 over one batch: a resume within it is no start at the beginning."""
+    whole = [line(step, weights__w="same", batch=["b"]) for step in (1, 2, 3)]
+    assert place([*whole, line(4)], whole[0]) == 2
+
+
 def test_weights_of_no_step_and_a_start_at_the_beginning_are_told():
     """A resume that restores nothing is no equal run, though it equals the beginning."""
     (lost,) = told([line(4, weights__w="none of them")]).findings
@@ -50,6 +56,20 @@ def test_noise_is_what_two_whole_runs_differ_in_and_is_not_told():
     ignored = noise({0: whole}, {0: second})
     assert ignored == {"logged.time"}
     assert not told(run(first=8, s9={"logged__time": 3.0}), whole, ignored).findings
+
+
+def test_noise_of_any_rank_is_not_told_of_any():
+    """A rank of its own measures its own time."""
+    whole, second = run(s9={"logged__time": 1.0}), run(s9={"logged__time": 2.0})
+    assert noise({0: run(), 1: whole}, {0: run(), 1: second}) == {"logged.time"}
+
+
+def test_each_rank_tells_what_it_lost_of_a_kind():
+    """One rank's generator does not hide another's."""
+    ranks = {0: {"generators__torch": "other"}, 1: {"generators__python": "other"}}
+    resumed = {rank: run(first=8, s8=wrong) for rank, wrong in ranks.items()}
+    found = compare({0: run(), 1: run(s8={"generators__python": "own"})}, resumed, frozenset())
+    assert [(one.rank, one.names) for one in found.findings] == [(0, ("torch",)), (1, ("python",))]
 
 
 def test_moments_that_are_zero_or_missing_are_named_by_their_keys():
@@ -165,7 +185,7 @@ def test_moments_tell_what_no_equality_can():
     last = line(9, state__step__w=8, state__exp_avg__w="x")
     (found,) = without_equality({0: [first, last]})
     assert (found.category, found.names) == ("state", ("exp_avg", "step"))
-    assert without_equality({0: [last, last]}) == ()
+    assert not list(without_equality({0: [last, last]}))
 
 
 def test_a_category_is_what_stands_before_the_first_dot():
