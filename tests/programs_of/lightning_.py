@@ -80,7 +80,8 @@ class Lightning:
 
 
 def _failed(one: processes.Started) -> Verdict:
-    if "MisconfigurationException" in one.error or "val_check_interval" in one.error:
+    refused = "MisconfigurationException", "val_check_interval", "You have set `accumulate_grad_batches` and"
+    if any(words in one.error for words in refused):
         return Verdict(came_to="Lightning refuses it")
     return processes.failed(one)
 

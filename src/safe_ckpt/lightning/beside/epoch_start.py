@@ -89,7 +89,8 @@ def _say_what_gradients_are_missing(trainer: Any, averaging: list[Any]) -> None:
     if any(one._model_contains_batch_norm and over > one.swa_end for one in averaging):
         logger.warning(
             "StochasticWeightAveraging: at its end Lightning makes one more optimizer step, by the gradients of the step "
-            "before. They are in no checkpoint: here that step changes nothing. Resume from an earlier checkpoint, or add a validation"
+            "before. They are in no checkpoint: here that step changes nothing. Resume from an earlier checkpoint, or "
+            "add a validation"
         )
 
 
