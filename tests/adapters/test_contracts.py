@@ -242,6 +242,7 @@ ELSEWHERE = {
             "_skip_next_val",
             "_should_check_val_fx",
             "_should_accumulate",
+            "_num_ready_batches_reached",
             "_on_evaluation_end",
             "_has_run",
             "_ckpt_path",

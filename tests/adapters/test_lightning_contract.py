@@ -76,6 +76,12 @@ def test_the_seams_of_the_trainer_exist(name):
     loop = trainer.fit_loop
     for method in ("on_advance_start", "reset", "setup_data"):
         assert not inspect.signature(getattr(loop, method)).parameters
+    assert loop.epoch_loop._num_ready_batches_reached() in (True, False)
+    assert list(inspect.signature(trainer.precision_plugin.convert_input).parameters) == ["data"]
+    source = inspect.getsource(
+        inspect.unwrap(type(loop.epoch_loop).advance)
+    )  # nothing is done with a batch before that
+    assert source.index("next(data_fetcher)") < source.index("convert_input(batch)") < source.index("increment_ready()")
     for method in ("on_run_start", "on_advance_end"):
         assert list(inspect.signature(getattr(loop.epoch_loop, method)).parameters) == ["data_fetcher"]
     assert hasattr(loop.epoch_loop, "_skip_next_val")

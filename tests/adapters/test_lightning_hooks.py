@@ -103,6 +103,26 @@ def test_what_the_start_of_an_epoch_has_set_goes_on_in_a_resumed_one(tmp_path, c
         assert (again, found) == (seen[already:], ends), path
 
 
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_step_of_averaging_whose_gradients_no_checkpoint_has_is_named(tmp_path, caplog, validates):
+    """Where a resume comes behind the step that made them, and no validation clears them; from before it all is equal."""
+    pl = package(PACKAGES[0])
+    settings = {"max_epochs": 4, "limit_val_batches": int(validates)}
+
+    def run(*callbacks, **more):
+        caplog.clear()
+        averaging = pl.callbacks.StochasticWeightAveraging(0.01, 2, 2, "linear")
+        _, *ends = fit(pl, tmp_path, module_of(pl, norm=True), averaging, *callbacks, **more, **settings)
+        return ends, "They are in no checkpoint" in caplog.text
+
+    saves = save_each(pl, tmp_path, "on_train_batch_end")
+    whole, _ = run(saves)
+    for path, already in saves.saved[11:17]:
+        ends, named = run(seed=7, path=path)
+        assert named == (already >= 16 and not validates), path
+        assert (ends == whole) != named, path
+
+
 def test_what_the_trainer_is_told_anew_is_not_put_back(tmp_path):
     """Nothing had set another number of batches for a step: a resume has that of its Trainer, as in stock Lightning."""
     pl = package(PACKAGES[0])

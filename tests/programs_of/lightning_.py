@@ -24,6 +24,7 @@ from safe_ckpt.lightning import SafeCheckpointCallback
 FIXED = (2, 3, 8)
 """Seeds that run in a few seconds each."""
 _TWICE = "will change them twice"  # of docs/limits.md; what a module that is evaluated says follows from its buffers
+_STALE = "They are in no checkpoint: here that step changes nothing"
 _ENDED = "EarlyStopping ended the run that saved this"
 _WIDER_FROM = 300
 """The first seed that draws what was added later."""
@@ -52,7 +53,7 @@ class Lightning:
         if whole.error:
             return _failed(whole)
         wrong: list[str] = []
-        twice, met, begun = False, 0, list[int]()
+        twice, stale, met, begun = False, False, 0, list[int]()
         for number, stop in enumerate([*stops, None]):
             newest = _newest(folder / "stopped")
             how: dict[str, Any] = {"kill": stop}
@@ -64,6 +65,7 @@ class Lightning:
             if _ENDED in last.said:  # it has steps that the whole run has not
                 return processes.verdict_of(wrong, came_to="went on behind its stop")
             twice |= _TWICE in last.said
+            stale |= _STALE in last.said
             met += last.killed or bool(last.notes("met"))
             begun += last.notes("begun")[: number and 1]
             wrong += [f"{text} (start {number})" for text in _of_a_start(whole, last, newest)]
@@ -72,11 +74,14 @@ class Lightning:
         # The difference of the buffers comes first, and hides that of the step.
         lacks = _accumulates(one) and (twice or any(text.startswith("calls:") for text in wrong))
         came_to = "equal" if any(begun) else "equal from the beginning" if met else "equal, not stopped"
-        return processes.verdict_of(wrong, came_to, limits=lambda text: lacks or (twice and _is_of_buffers(text)))
+        return processes.verdict_of(
+            wrong, came_to, limits=lambda text: lacks or stale or (twice and _is_of_buffers(text))
+        )
 
 
 def _failed(one: processes.Started) -> Verdict:
-    if "MisconfigurationException" in one.error or "val_check_interval" in one.error:
+    refused = "MisconfigurationException", "val_check_interval", "You have set `accumulate_grad_batches` and"
+    if any(words in one.error for words in refused):
         return Verdict(came_to="Lightning refuses it")
     return processes.failed(one)
 

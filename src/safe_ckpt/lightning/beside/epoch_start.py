@@ -46,6 +46,7 @@ def put_back(
         trainer.accumulate_grad_batches = accumulates or told
         if rng is not None:
             set_rng_state(rng)
+        _say_what_gradients_are_missing(trainer, [callback for callback, _ in averaging])
         on_advance_start()
         for callback, _ in averaging if within else ():
             if callback._model_contains_batch_norm and trainer.current_epoch == callback.swa_end + 1:
@@ -75,6 +76,22 @@ def _count_on(trainer: Any, callback: Any, accumulates: int) -> None:
     for module in trainer.lightning_module.modules():
         if isinstance(module, _BatchNorm):
             callback.momenta[module], module.momentum = module.momentum, None
+
+
+def _say_what_gradients_are_missing(trainer: Any, averaging: list[Any]) -> None:
+    """Lightning steps once at the end of the epoch in which batch norms count anew, by gradients that it did not make there.
+
+    A validation before that epoch clears them.
+    """
+    over = trainer.current_epoch + trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+    if trainer.enable_validation or trainer.global_rank != 0:
+        return
+    if any(one._model_contains_batch_norm and over > one.swa_end for one in averaging):
+        logger.warning(
+            "StochasticWeightAveraging: at its end Lightning makes one more optimizer step, by the gradients of the step "
+            "before. They are in no checkpoint: here that step changes nothing. Resume from an earlier checkpoint, or "
+            "add a validation"
+        )
 
 
 def _say_what_is_not_set(owners: list[Any]) -> None:
