@@ -22,13 +22,17 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--until-wrong", action="store_true", help="stop at the first that is")
     parser.add_argument("--coverage", action="store_true", help="print how often each option was taken")
+    parser.add_argument("--stock", action="store_true", help="with the framework's own part in the place of ours")
     options = parser.parse_args()
     known = runner.kinds()
     failed = 0
     for name in options.kinds or known:
         if name not in known:
             parser.error(f"there is no kind {name}: one of {', '.join(known)}")
-        kind = known[name]()
+        try:
+            kind = known[name](**({"stock": True} if options.stock else {}))
+        except TypeError:
+            parser.error(f"{name} has no stock part: without --stock")
         if options.seed is not None:
             failed += _one(kind, options.seed, options.fixed)
         else:
