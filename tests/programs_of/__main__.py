@@ -33,7 +33,7 @@ def main() -> int:
             parser.error(f"there is no kind {name}: one of {', '.join(known)}")
         if options.stock and name not in runner.WITH_STOCK:
             parser.error(f"--stock is for {', '.join(runner.WITH_STOCK)}")
-        kind = known[name](*([True] if options.stock else []))
+        kind = known[name](**({"stock": True} if options.stock else {}))
         if options.seed is not None:
             failed += _one(kind, options.seed, options.fixed)
         else:

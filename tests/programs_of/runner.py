@@ -141,8 +141,8 @@ def kinds() -> dict[str, Callable[[], Any]]:
     """Name -> what makes the kind. What a kind imports is imported with it."""
 
     def of(module: str, name: str) -> Callable[[], Any]:
-        def make(*stock: bool) -> Any:
-            return getattr(__import__(f"programs_of.{module}", fromlist=[name]), name)(*stock)
+        def make(**options: Any) -> Any:
+            return getattr(__import__(f"programs_of.{module}", fromlist=[name]), name)(**options)
 
         return make
 

@@ -27,6 +27,7 @@ from programs_of import processes
 from programs_of.draw import Draw
 from programs_of.runner import Verdict
 from programs_of.start import Here
+from programs_of.trainers_limits import Limits
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.transformers import SafeCheckpointMixin
@@ -37,11 +38,7 @@ _OTHERS = ["runtime", "per_second", "train_loss"]
 _IGNORED = frozenset(
     f"logged.{of}_{name}" for of in ("eval", "train") for name in ("runtime", "samples_per_second", "steps_per_second")
 ) | {"logged.train_loss"}
-# Of docs/limits.md, "Resuming in Transformers": what the warning at the resume says.
-_LIMIT = "before what is done at its end"
-_STOPPED = "a callback stopped training at the step of"
-_NO_STEP = "no step was left of the pass over the stream"
-_FOLLOWS = ["groups", "weights", "gradients"]
+_STOPPED = "a callback stopped training at the step of"  # of docs/limits.md, "Resuming in Transformers"
 _CONFIG = CheckpointConfig(timeouts=QUICK)
 
 
@@ -63,30 +60,25 @@ class Trained:
         if whole.error:
             return processes.failed(whole)
         wrong: list[str] = []
-        warned: list[str] = []
-
-        def is_limit(text: str) -> bool:
-            if any(_NO_STEP in said for said in warned) and text.startswith(("event: on_log", "result: row", "logged")):
-                return "grad_norm" in text or "learning_rate" in text
-            kinds = ("event", "result", "logged: loss", *(_FOLLOWS * (one.scheduler == "reduce_lr_on_plateau")))
-            return any(_LIMIT in said for said in warned) and text.startswith(kinds)
-
+        limits = Limits(one)
         for number, kill in enumerate([*kills, None]):
             there = sorted(path.parent.name for path in (folder / "stopped").glob("checkpoint-*/manifest.json"))
             last = started(f"start-{number}", out="stopped", number=number, kill=kill)
             if last.error:
                 return processes.failed(last)
-            warned.append(last.said)
-            if _STOPPED in last.said:  # it has steps that the whole run has not
-                return processes.verdict_of(wrong, came_to="went on behind its stop", limits=is_limit)
-            begins = last.notes("begins")
+            begins = (last.notes("begins") or [0])[0]
+            if _STOPPED in last.said and begins == whole.results()["state of rank 0"]["step"]:
+                # It has steps that the whole run has not.
+                return processes.verdict_of(wrong, came_to="went on behind its stop")
+            limits.add(begins, last.said)
             wrong += processes.began_anew(there, last)
-            wrong += processes.differences(
+            found = processes.differences(
                 whole.lines, last.lines, _IGNORED | ({"logged.epoch"} if one.is_stream else set())
             )
-            wrong += processes.events_behind(whole, last, begins[0] if begins else 0)
-        wrong += processes.results_that_differ(whole, last)
-        return processes.verdict_of(wrong, limits=is_limit)
+            wrong += [text for text in found if not limits.lets(text)]
+            wrong += limits.events(whole, last, begins)
+        wrong += limits.results(whole, last)
+        return processes.verdict_of(wrong, came_to="as limits.md says" if limits.used else "equal")
 
 
 def _choose(draw: Draw) -> SimpleNamespace:
