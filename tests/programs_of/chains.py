@@ -58,7 +58,9 @@ class Chain:
             if all(map(self.is_exact, range(number + 1))):
                 self.wrong += processes.differences(self.steps(whole.lines), self.steps(one.lines))
         if all(map(self.is_exact, range(len(self.kills) + 1))):
-            is_new = newest_of(self.folder / "stopped") != self.places[-1]  # else the next save deletes what a kill has left
+            is_new = (
+                newest_of(self.folder / "stopped") != self.places[-1]
+            )  # else the next save deletes what a kill has left
             self.wrong += processes.results_that_differ(
                 whole, one, but=lambda name: name.startswith("kept") and not is_new
             )
