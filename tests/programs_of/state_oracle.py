@@ -35,7 +35,17 @@ def state_of(draw: Draw, values: int) -> dict[str, Any]:
     for n in range(draw.number("items", 1, 4)):
         name = draw.among(f"{n}/name", f"item{n}", f"item{n}", f"my.{n}", f"ümlaut{n}", f"item-{n + 9}")
         kind = draw.among(
-            f"{n}/item", "tree", "tree", "tensors", "module", "optimizer", "scheduler", "stateful", "rng", "per rank"
+            f"{n}/item",
+            "tree",
+            "tree",
+            "tensors",
+            "tensors",
+            "module",
+            "optimizer",
+            "scheduler",
+            "stateful",
+            "rng",
+            "per rank",
         )
         state[name] = {
             "tree": lambda n=n: trees.tree(str(n), 3),

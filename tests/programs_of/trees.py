@@ -75,8 +75,8 @@ class Trees:
         return self._draw.among(f"{name}/kind", *kinds)(name, depth)
 
     def tensors(self, name: str, count: int) -> dict[str, torch.Tensor]:
-        """A mapping of tensors only, as a state dict is; half of them without any that no state dict has."""
-        how = OF_MODELS if self._draw.flag(f"{name}/as of a model") else LAYOUTS
+        """A mapping of tensors only, as a state dict is; most of them without any that no state dict has."""
+        how = self._draw.among(f"{name}/as of a model", LAYOUTS, OF_MODELS, OF_MODELS)
         made = {self._key(f"{name}.{n}", n): self._tensor(f"{name}.{n}", 0, how) for n in range(count)}
         return self._draw.among(f"{name}/mapping of tensors", dict, OrderedDict)(made)  # type: ignore[no-any-return]
 
@@ -143,17 +143,20 @@ class Trees:
         return torch.randint(0, 2 if dtype is torch.bool else 100, shape, generator=of).to(dtype)
 
     def _tensor(self, name: str, depth: int, layouts: Sequence[Callable[[Any], Any]] = ()) -> Any:
-        dtype = self._draw.among(f"{name}/dtype", *NARROW, *NARROW, *DTYPES)
-        shape = self._draw.among(f"{name}/shape", (3, 4), (3, 4), (), (0, 4), (1,), (2, 3, 4, 5), (7,), (300, 1000))
+        is_of_model = layouts is OF_MODELS
+        dtype = self._draw.among(f"{name}/dtype", *NARROW, *NARROW, *(() if is_of_model else DTYPES))
+        shapes = ((3, 4), (2, 3, 4, 5), (7, 2), ()) if is_of_model else SHAPES
+        shape = self._draw.among(f"{name}/shape", *shapes)
         made = self.numbers(name, shape, dtype)
         how = self._draw.among(f"{name}/layout", *(layouts or LAYOUTS))
-        if self._draw.flag(f"{name}/eight bits", of=12):
+        if not is_of_model and self._draw.flag(f"{name}/eight bits", of=12):
             made = self.numbers(name, shape, self._draw.among(f"{name}/kind of eight bits", *EIGHT_BITS))
             how = self._draw.among(f"{name}/trained", _needs_gradient, _parameter, _as_is)
-        if self._draw.flag(f"{name}/odd", of=25):  # most saves refuse them
+        if not is_of_model and self._draw.flag(f"{name}/odd", of=25):  # most saves refuse them
             how = self._draw.among(f"{name}/how odd", _subclass, _on_meta)
         found = how(made)
-        again = self._draw.among(f"{name}/again", "", "", "", "same", "view", "part", "bytes")
+        others = () if is_of_model else ("view", "part", "bytes")
+        again = self._draw.among(f"{name}/again", "", "", "", "same", *others)
         if again and self._tensors:
             before = self._tensors[-1]
             found = {
@@ -241,9 +244,10 @@ def _bytes(one: torch.Tensor) -> torch.Tensor:
     return one.detach().view(torch.uint8) if is_plain and one.stride(-1) == 1 else one
 
 
+SHAPES = ((3, 4), (3, 4), (), (0, 4), (1,), (2, 3, 4, 5), (7,), (300, 1000))
 LAYOUTS = (
     _as_is, _as_is, _turned, _strided, _expanded, _channels_last, _behind, _conjugated, _negated, _sparse, _csr, _parameter,
     _needs_gradient, _with_attribute, _frozen_parameter,
 )  # fmt: skip
-OF_MODELS = (_as_is, _parameter, _turned, _channels_last, _frozen_parameter, _needs_gradient)
+OF_MODELS = (_as_is, _parameter, _turned, _channels_last, _channels_last, _frozen_parameter, _needs_gradient)
 """Those that state dicts have; one of the others takes a whole mapping to another format."""
