@@ -18,6 +18,7 @@ import torch
 from lightning_runs import PACKAGES, QUICK, fingerprint, fit, module_class, names, package, trainer
 
 from safe_ckpt import CheckpointConfig, Retention, WriterConfig
+from safe_ckpt.adapters import pickles
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.errors import (
@@ -374,40 +375,36 @@ def test_arbitrary_objects_are_saved_as_they_are_at_the_call(tmp_path):
     assert arrays == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
 
 
-class Scored:
-    """A callback with a number of numpy's in its state, as what has summed up a metric has."""
-
-    def state_dict(self):
-        return {"best": numpy.float64(0.5)}
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize("is_free", [False, True])
-def test_a_save_says_what_a_resume_will_refuse(tmp_path, caplog, is_free):
+@pytest.mark.parametrize(("is_free", "after"), [(False, False), (True, False), (False, True)])
+def test_a_save_says_what_a_resume_will_refuse(tmp_path, caplog, is_free, after):
     """Lightning 2.6 resumes with ``weights_only=True`` unless ``fit`` says otherwise: an object is named when it is saved.
 
-    Where ``fit`` says so nothing is refused, and nothing is said.
+    Where ``fit`` says so nothing is refused, and nothing is said. A save after ``fit`` is as one within.
     """
     pl = package("lightning.pytorch")
     if "weights_only" not in inspect.signature(pl.Trainer.fit).parameters:
         pytest.skip("this release reads whatever there is")
-    callback = type("Callback", (Scored, pl.Callback), {})
-    given = {"weights_only": False} if is_free else {}
+
+    class Scored(pl.Callback):
+        def state_dict(self):
+            return {"best": numpy.float64(0.5)}  # as what has summed up a metric has
 
     def train(epochs):
-        made = trainer(
-            pl, [SafeCheckpointCallback(dirpath=tmp_path, config=QUICK, resume="auto"), callback()], tmp_path,
-            max_epochs=epochs,
-        )  # fmt: skip
-        made.fit(module_class(pl)(), **given)
-        return made.global_step
+        ours = SafeCheckpointCallback(dirpath=tmp_path, config=QUICK, resume="auto", save_top_k=0 if after else 1)
+        made = trainer(pl, [ours, Scored()], tmp_path, max_epochs=epochs)
+        made.fit(module_class(pl)(), **({"weights_only": False} if is_free else {}))
+        return made
 
+    pickles._data_alone.clear()  # it says so once for each name
     with caplog.at_level(logging.WARNING, "safe_ckpt"):
-        train(2)
+        made = train(2)
+        if after:
+            made.save_checkpoint(tmp_path / "after.ckpt")
     said = [text for text in caplog.messages if "weights_only=False" in text]
     if is_free:
         assert not said
-        assert train(3) == 9
+        assert train(3).global_step == 9
     else:
         assert "numpy._core.multiarray.scalar" in said[0]
         assert len(said) == 1

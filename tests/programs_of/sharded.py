@@ -131,6 +131,8 @@ def _choose(draw: Draw) -> dict[str, Any]:
     if found["bfloat16"] and is_of_torch and found["optimizer"] in ("NAdam", "ASGD"):
         found["bfloat16"] = False  # torch's set_optimizer_state_dict rounds what they keep in float32
     found["tied"] &= found["handed"] != "modules"
+    if wrap != found["wrap again"] and "replicated" in {wrap, found["wrap again"]}:
+        found["tied"] = False  # torch's distribute_module unties: then the names of an average are others
     found["dropout"] = draw.flag("dropout", of=3) and door == "Checkpointer" and wrap in sharded_models.OF_DATA
     return found
 

@@ -181,6 +181,12 @@ def named_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name.replace("_checkpoint_wrapped_module.", ""), one) for name, one in model.named_parameters()]
 
 
+def _is_begun(values: Mapping[str, Any]) -> bool:
+    """By its steps; SGD, which counts none, by its momentum."""
+    of = [values["step"]] if "step" in values else list(values.values())
+    return any(bool((one != 0).any()) if isinstance(one, torch.Tensor) else one != 0 for one in of)
+
+
 def all_of(
     model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], more: Mapping[str, Any], *, whole_ones: bool
 ) -> dict[str, Any]:
@@ -196,7 +202,8 @@ def all_of(
         for group in optimizer.param_groups:
             for one in group["params"]:
                 values = {key: seen(value) for key, value in sorted(optimizer.state.get(one, {}).items())}
-                for key, value in values.items() if values.get("step", 1) else ():  # else it is as if there were none
+                # Of a parameter that was never used torch's functions make zeros, which is as if there were none.
+                for key, value in values.items() if _is_begun(values) else ():
                     plain = value if not isinstance(value, torch.Tensor) else digest(value, 1 << 20)
                     found[f"state {key} of {names[id(one)]}"] = plain
                 settings = {key: str(value).strip("()[]") for key, value in group.items() if key != "params"}

@@ -7,7 +7,7 @@ import datetime
 import pathlib
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -16,6 +16,7 @@ import torch
 from kit.states import DTYPES
 from programs_of.draw import Draw
 
+EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2]
 NARROW = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]
 
 
@@ -74,8 +75,9 @@ class Trees:
         return self._draw.among(f"{name}/kind", *kinds)(name, depth)
 
     def tensors(self, name: str, count: int) -> dict[str, torch.Tensor]:
-        """A mapping of tensors only, as a state dict is."""
-        made = {self._key(f"{name}.{n}", n): self._tensor(f"{name}.{n}", 0) for n in range(count)}
+        """A mapping of tensors only, as a state dict is; most of them without any that no state dict has."""
+        how = self._draw.among(f"{name}/as of a model", LAYOUTS, OF_MODELS, OF_MODELS)
+        made = {self._key(f"{name}.{n}", n): self._tensor(f"{name}.{n}", 0, how) for n in range(count)}
         return self._draw.among(f"{name}/mapping of tensors", dict, OrderedDict)(made)  # type: ignore[no-any-return]
 
     def _inner(self, name: str, depth: int) -> list[Any]:
@@ -140,18 +142,21 @@ class Trees:
         of = torch.Generator().manual_seed(self._random(name).randrange(1 << 30))
         return torch.randint(0, 2 if dtype is torch.bool else 100, shape, generator=of).to(dtype)
 
-    def _tensor(self, name: str, depth: int) -> Any:
-        dtype = self._draw.among(f"{name}/dtype", *NARROW, *NARROW, *DTYPES)
-        shape = self._draw.among(f"{name}/shape", (3, 4), (3, 4), (), (0, 4), (1,), (2, 3, 4, 5), (7,), (300, 1000))
+    def _tensor(self, name: str, depth: int, layouts: Sequence[Callable[[Any], Any]] = ()) -> Any:
+        is_of_model = layouts is OF_MODELS
+        dtype = self._draw.among(f"{name}/dtype", *NARROW, *NARROW, *(() if is_of_model else DTYPES))
+        shapes = ((3, 4), (2, 3, 4, 5), (7, 2), ()) if is_of_model else SHAPES
+        shape = self._draw.among(f"{name}/shape", *shapes)
         made = self.numbers(name, shape, dtype)
-        how = self._draw.among(
-            f"{name}/layout", _as_is, _as_is, _turned, _strided, _expanded, _channels_last, _behind, _conjugated, _negated,
-            _sparse, _csr, _parameter, _needs_gradient, _with_attribute, _frozen_parameter,
-        )  # fmt: skip
-        if self._draw.flag(f"{name}/odd", of=25):  # most saves refuse them
+        how = self._draw.among(f"{name}/layout", *(layouts or LAYOUTS))
+        if not is_of_model and self._draw.flag(f"{name}/eight bits", of=12):
+            made = self.numbers(name, shape, self._draw.among(f"{name}/kind of eight bits", *EIGHT_BITS))
+            how = self._draw.among(f"{name}/trained", _needs_gradient, _parameter, _as_is)
+        if not is_of_model and self._draw.flag(f"{name}/odd", of=25):  # most saves refuse them
             how = self._draw.among(f"{name}/how odd", _subclass, _on_meta)
         found = how(made)
-        again = self._draw.among(f"{name}/again", "", "", "", "same", "view", "part", "bytes")
+        others = () if is_of_model else ("view", "part", "bytes")
+        again = self._draw.among(f"{name}/again", "", "", "", "same", *others)
         if again and self._tensors:
             before = self._tensors[-1]
             found = {
@@ -181,7 +186,8 @@ def _expanded(one: torch.Tensor) -> torch.Tensor:
 
 
 def _channels_last(one: torch.Tensor) -> torch.Tensor:
-    return one.contiguous(memory_format=torch.channels_last) if one.ndim == 4 else one
+    one = one.reshape(*one.shape, *[1] * (4 - one.ndim)) if one.ndim < 4 else one
+    return one.contiguous(memory_format=torch.channels_last)
 
 
 def _behind(one: torch.Tensor) -> torch.Tensor:
@@ -236,3 +242,12 @@ def _view(one: torch.Tensor) -> torch.Tensor:
 def _bytes(one: torch.Tensor) -> torch.Tensor:
     is_plain = one.layout is torch.strided and one.is_contiguous() and one.ndim and not (one.is_conj() or one.is_neg())
     return one.detach().view(torch.uint8) if is_plain and one.stride(-1) == 1 else one
+
+
+SHAPES = ((3, 4), (3, 4), (), (0, 4), (1,), (2, 3, 4, 5), (7,), (300, 1000))
+LAYOUTS = (
+    _as_is, _as_is, _turned, _strided, _expanded, _channels_last, _behind, _conjugated, _negated, _sparse, _csr, _parameter,
+    _needs_gradient, _with_attribute, _frozen_parameter,
+)  # fmt: skip
+OF_MODELS = (_as_is, _parameter, _turned, _channels_last, _channels_last, _frozen_parameter, _needs_gradient)
+"""Those that state dicts have; one of the others takes a whole mapping to another format."""

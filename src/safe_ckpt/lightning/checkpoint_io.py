@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters.extras import one_shot, presence, verify_if_ours
-from safe_ckpt.adapters.pickles import refuse_code
+from safe_ckpt.adapters.pickles import refuse_code, warn_if_no_data, warn_if_refused
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.layouts.table import has_training
-from safe_ckpt.lightning.resume import WEIGHTS_NOTE
+from safe_ckpt.lightning.resume import NO_DATA, WEIGHTS_NOTE
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import TorchCheckpointIO
@@ -115,7 +115,13 @@ class SafeCheckpointIO(CheckpointIO):
         step = checkpoint.get("global_step" if of_trainer else "step")
         notes = {WEIGHTS_NOTE: of_trainer and not has_training(checkpoint)}
         known = step if type(step) is int and step >= 0 else 0
-        one_shot.save_archive(checkpoint, target, sequence=next_sequence(target), step=known, notes=notes)
+
+        def look(data: bytes) -> None:
+            warn_if_refused(target.name, data, target.name)
+            if of_trainer and has_training(checkpoint) and self.saver is not None and not self.saver.reads_freely:
+                warn_if_no_data(data, "checkpoint", NO_DATA)
+
+        one_shot.save_archive(checkpoint, target, sequence=next_sequence(target), step=known, notes=notes, look=look)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load, once no save is in flight. A checkpoint with our manifest is verified first.

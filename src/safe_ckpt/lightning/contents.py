@@ -16,16 +16,13 @@ from safe_ckpt.adapters.extras import OverlapPlan, file_plan, open_coordinator
 from safe_ckpt.adapters.strategy import Whole
 from safe_ckpt.layouts.table import META
 from safe_ckpt.lightning import loop_state, strategies
+from safe_ckpt.lightning.resume import NO_DATA
 
 if TYPE_CHECKING:
     from safe_ckpt.lightning.saver import TrainerSaver
 
 UNEXAMINED = tuple(f"{part}.*" for part in ("callbacks", "loops", "lr_schedulers", "hyper_parameters", loop_state.KEY))
 """Of a checkpoint: a score that is infinite before the first validation is no sign that training went bad."""
-_NO_DATA = (
-    "call torch.serialization.add_safe_globals([...]) with these at the start of the script, give fit(weights_only=False), or "
-    "have state_dict() and the hyperparameters return numbers, text, tensors and containers of them"
-)
 _SWAPPERS = frozenset({"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"})
 
 
@@ -89,7 +86,7 @@ def _file(saver: TrainerSaver, name: str, checkpoint: Mapping[str, Any], *, resu
     """A file of Lightning's; warns of what a resume from it will refuse, where it ``resumes`` at all."""
     image = torch_file(name, checkpoint, key="checkpoint")
     if resumes and not saver.reads_freely:
-        pickles.warn_if_no_data(image.pieces[-1][1], "checkpoint", _NO_DATA)
+        pickles.warn_if_no_data(image.pieces[-1][1], "checkpoint", NO_DATA)
     return image
 
 

@@ -47,6 +47,10 @@ logger = logging.getLogger(__name__)
 REMOVES = "removes"
 LINKS = "links"
 WEIGHTS_NOTE = "weights_only"
+NO_DATA = (
+    "call torch.serialization.add_safe_globals([...]) with these at the start of the script, give fit(weights_only=False), or "
+    "have state_dict() and the hyperparameters return numbers, text, tensors and containers of them"
+)
 
 
 def notes(workspace: FileHome, *, links: list[Link], to_delete: list[Path], weights_only: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ other have comparable numbers. Within this process each is above those before it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ def save_archive(
     step: int = 0,
     rank: int = 0,
     notes: Mapping[str, Any] | None = None,
+    look: Callable[[bytes], None] = lambda _: None,
 ) -> CheckpointInfo:
     """Save ``obj`` as a torch archive with our manifest. Blocks until it is durable.
 
@@ -45,12 +46,14 @@ def save_archive(
         step: the training step.
         rank: named in errors.
         notes: what the manifest says besides.
+        look: is given the pickle, to warn of what is in it.
 
     Raises:
         StateError: something in it cannot be pickled.
         DirectoryError: the file system refused.
     """
     image = torch_archive.torch_image(path.name, obj, strict=False, key="checkpoint")
+    look(image.pieces[-1][1])
     manifest = Manifest(name=path.name, sequence=sequence, step=step, world_size=1, notes=dict(notes or {}))
     buffer = SharedBuffer()
     near = path.with_name(f".{path.name}.{manifest.op_id}.tmp")
