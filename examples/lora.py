@@ -40,14 +40,15 @@ def optimizer_of(model):
 
 
 def plain(folder):
-    from safe_ckpt import CheckpointConfig, Checkpointer, Retention
+    from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, Retention, RngState
     from safe_ckpt.data import resumable
     from safe_ckpt.peft import load_adapter
 
     model = tuned()
     optimizer = optimizer_of(model)
     loader = resumable(torch.utils.data.DataLoader(tokens(), batch_size=4, shuffle=True))
-    state = {"model": model, "optimizer": optimizer, "loader": loader}
+    # Generators, too: the order of the next epoch is drawn from one.
+    state = {"model": model, "optimizer": optimizer, "loader": loader, "rng": PerRank(RngState())}
     with Checkpointer(folder / "checkpoints", CheckpointConfig(retention=Retention(keep_last=3))) as ckpt:
         info = ckpt.resume(state)
         step = info.step if info else 0
