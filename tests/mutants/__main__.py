@@ -3,9 +3,9 @@
     python -m mutants ROOM [--seed 1] [--count 50] [--only NUMBER ...]
 
 Each runs in a fork and a copy of the tree, against the tests that enter its line: a run without a mutant records them. What
-only a process that a test started enters is not recorded. It prints a line for each mutant, and the difference of each that
-survived: read these. Some change nothing that anybody sees; of the others each is a test that is missing. Exit status: 1 if
-one survived.
+only a process that a test started enters is not recorded: a few tests that start a writer are run then. It prints a line for
+each mutant, and the difference of each that survived: read these. Some change nothing that anybody sees; of the others each
+is a test that is missing. Exit status: 1 if one survived.
 """
 
 from __future__ import annotations
