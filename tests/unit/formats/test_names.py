@@ -152,3 +152,12 @@ def test_a_plain_module_with_the_names_that_were_saved_is_not_asked_for_its_stat
 
     saved = torch.nn.Linear(2, 2).state_dict()
     assert as_named(Collective(2, 2), saved) is saved
+
+
+def test_a_wrapped_module_gets_the_names_of_a_state_that_has_nothing_of_wrappers():
+    """Also where no name of either looks like a wrapper's, but for what wraps the module today; and the other way round."""
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    for wrap in (torch.compile, torch.nn.DataParallel):
+        wrapped = wrap(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        assert list(as_named(wrapped, plain.state_dict())) == list(wrapped.state_dict()) != list(plain.state_dict())
+        assert list(as_named(plain, wrapped.state_dict())) == list(plain.state_dict())
