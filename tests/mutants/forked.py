@@ -44,8 +44,8 @@ class Ran:
 
     @property
     def limit_s(self) -> float:
-        """For the same test with a mutant: what takes longer hangs, on a busy machine, too."""
-        return 30 + 5 * self.took_s
+        """For the same test with a mutant, also where it is the first of its file: what takes longer hangs."""
+        return 90 + 5 * self.took_s
 
 
 Record = dict[str, Ran]  # by the name that pytest gives a test
@@ -57,12 +57,14 @@ class End:
 
     Attributes:
         passed: every test did.
-        by: what ended it otherwise: the test that failed, or took longer than it may.
+        by: the test that ended it otherwise: it failed, or took longer than it may.
+        late: it took longer.
         output: what pytest printed.
     """
 
     passed: bool = False
     by: str = "no test: it could not be imported, or pytest ended early"
+    late: bool = False
     output: str = ""
 
 
@@ -202,7 +204,7 @@ def tested(tree: Path, paths: list[str], plugin: Chosen | Recorder, record: Reco
             os.killpg(pid, signal.SIGKILL)  # what a test that was cut off left
     end = End(passed=status == 0, output=output.read_text(encoding="utf-8", errors="replace"))
     if status is None:
-        end.by = f"the limit of time: {heard.now}"
+        end.by, end.late = heard.now, True
     elif heard.failed:
         end.by = heard.failed[0]
     return end

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 from kit.states import DTYPES, EVERYTHING, bits, same
 from kit.writing import write_file
-from safe_ckpt.core.formats import dtypes, file_plan, torch_archive
+from safe_ckpt.core.formats import dcp, dtypes, file_plan, torch_archive
+from safe_ckpt.core.formats.file_plan import KnownBytes
 from safe_ckpt.core.formats.manifest import RECORD_NAME, archive_digest, read_manifest
 from safe_ckpt.core.formats.safetensors import fits_safetensors, safetensors_image
-from safe_ckpt.core.formats.verify import verify, verify_if_ours
+from safe_ckpt.core.formats.verify import verify, verify_archive, verify_if_ours
+from safe_ckpt.core.formats.zip_archive import Record
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage.direct_io import WriteOptions
@@ -158,14 +160,36 @@ def test_an_archive_beyond_4_gib_is_read_by_torch_and_zipfile(tmp_path):
             assert member.read(10) == bytes(10)
 
 
+SOME_FACTS = {"format": "safe_ckpt", "format_version": 1, "name": "x.ckpt", "sequence": 1, "step": 1, "op_id": "a",
+              "world_size": 1, "metrics": {}, "versions": {}, "items": {}, "notes": {}, "created_at": "now"}  # fmt: skip
+
+
+def test_the_damaged_record_of_a_file_is_named(tmp_path):
+    """A flipped bit of a tensor names its record; damage outside of all records names none."""
+    state = {"a": torch.full((300,), 3.5), "b": torch.full((300,), 4.5)}
+    image = torch_archive.torch_image("x.ckpt", state, strict=True, key="x")
+    file, _ = write(file_plan.single(image, "x.ckpt"), tmp_path, SOME_FACTS)
+    good = file.read_bytes()
+    with zipfile.ZipFile(file) as archive:
+        assert {"archive/data/0", "archive/data/1"} <= set(archive.namelist())
+    found = {}
+    for number, value in enumerate((3.5, 4.5)):
+        at = good.index(numpy.full(300, value, numpy.float32).tobytes())
+        found[f"archive/data/{number}"] = at + 7
+    found[""] = len(good) - 1
+    for record, at in found.items():
+        file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        with pytest.raises(CorruptCheckpointError) as caught:
+            verify_archive(file)
+        assert caught.value.file == record
+
+
 def test_every_single_flipped_byte_is_found(tmp_path):
     """Whichever byte of a single-file checkpoint changes, verification says so: payload, structure, directory, comment."""
     image = file_plan.single(
         torch_archive.torch_image("x.ckpt", {"w": torch.arange(40)}, strict=True, key="x"), "x.ckpt"
     )
-    facts = {"format": "safe_ckpt", "format_version": 1, "name": "x.ckpt", "sequence": 1, "step": 1, "op_id": "a",
-             "world_size": 1, "metrics": {}, "versions": {}, "items": {}, "notes": {}, "created_at": "now"}  # fmt: skip
-    file, result = write(image, tmp_path, facts)
+    file, result = write(image, tmp_path, SOME_FACTS)
     good = file.read_bytes()
     assert len(good) == result.size_bytes
     assert verify(file, read_manifest(file)) == len(good)
@@ -324,3 +348,63 @@ def test_gaps_of_a_file_hold_nothing_of_an_earlier_snapshot(tmp_path, records):
     write_file(tasks[0], memoryview(buffer.memory), OPTIONS, Quiet())
     assert b"\xaa" * 3 not in (tmp_path / image.path).read_bytes()
     buffer.close()
+
+
+def test_bytes_of_a_file_are_those_of_its_pieces_to_the_first_and_last_one():
+    """A read within one piece is answered, also of the whole of it; one that goes a byte beyond is refused."""
+    known = KnownBytes(20, [(0, b"abcd"), (10, b"klmnop")])
+    assert len(known) == 20
+    assert (known[0:4], known[1:3], known[10:16], known[11:12], known[15:16]) == (b"abcd", b"bc", b"klmnop", b"l", b"p")
+    for begin, end in ((0, 5), (3, 11), (9, 11), (15, 17), (4, 6), (16, 20)):
+        with pytest.raises(ValueError, match=f"bytes {begin} to {end} are not at hand"):
+            known[begin:end]
+
+
+def test_tensors_are_found_again_by_where_they_lie_and_how():
+    """Views of one memory are told apart by shape, strides and type; what is not among them is not found."""
+    base = torch.arange(12.0).reshape(3, 4)
+    among = [base, base.t(), base[:, :2], base[:, ::2], base[1:], base.t().view(torch.int32)]
+    views = [base.t().view(torch.int32), base[:, ::2], base[:, :2], base.t(), base[1:], base.view(12)]
+    assert file_plan.numbers_of(views, among) == [5, 3, 2, 1, 4, 0]
+    assert file_plan.numbers_of([base, base[:, :3]], among) is None
+    assert file_plan.numbers_of([base[:2]], among) is None
+
+
+def test_more_tensors_than_one_archive_is_read_with_are_refused_at_the_save(monkeypatch):
+    """No save that no resume takes: the item and both numbers are in the error."""
+    monkeypatch.setattr(torch_archive, "_MOST_STORAGES", 3)
+    state = [torch.zeros(1) for _ in range(4)]
+    torch_archive.torch_image("a.pt", [*state[:3], state[0]], strict=True, key="x")
+    with pytest.raises(StateError, match="4 tensors are more than the 3 that one file is read with") as caught:
+        torch_archive.torch_image("a.pt", state, strict=True, key="x")
+    assert caught.value.key == "x"
+
+
+@pytest.mark.parametrize("records", [None, (), (Record("x/data/0", 0, 64, 4), Record("x/data.pkl", 84, 128, 9))])
+def test_what_a_writer_is_to_write_arrives_as_it_was_given(records):
+    """It goes to another process as JSON; the records keep their names."""
+    task = file_plan.WriteTask(
+        path="a.pt",
+        offset=4096,
+        length=99,
+        records=records,
+        manifest_name="x/m",
+        manifest={"a": 1},
+        observed={"b": [2]},
+    )
+    there = file_plan.WriteTask.from_json(json.loads(json.dumps(task.to_json())))
+    assert there == task
+    assert [one.end for one in there.records or ()] == [one.end for one in records or ()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (1, 40_000)])
+def test_an_entry_of_a_shard_is_what_torch_reads(dtype, shape):
+    """Head, elements and tail are an archive; its length and alignment are as announced."""
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    around = dcp.envelope(dtype, shape)
+    entry = around.head + bits(tensor).numpy().tobytes() + around.tail
+    assert len(entry) == around.length
+    assert dcp.behind(1, around.alignment) == around.alignment
+    assert len(around.head) % around.alignment == 0
+    same(torch.load(io.BytesIO(entry), weights_only=True), tensor)

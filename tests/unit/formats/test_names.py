@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from safe_ckpt import Checkpointer
-from safe_ckpt.core.formats.names import matched, plain_name, plain_names
+from safe_ckpt.core.formats.names import as_named, matched, plain_name, plain_names
 from safe_ckpt.errors import RestoreError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")  # by importing the compiler
@@ -129,3 +129,35 @@ def test_health_knows_a_tensor_by_its_plain_name(tmp_path, way):
             weight[0] = torch.inf
             assert ckpt.save(1, {"model": wrapped}).result().marked, number
             weight.copy_(kept)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_saved_state_has_the_names_of_the_module_that_takes_it(way):
+    """From each way that it was saved, with the values of the same tensors; one that has them stays as it is."""
+    model = made(way, 1)
+    own = model.state_dict()
+    assert as_named(model, own) is own
+    for other in WAYS:
+        renamed = as_named(model, made(other, 2).state_dict())
+        assert list(renamed) == list(own), (way, other)
+        assert all(map(torch.equal, renamed.values(), made(way, 2).state_dict().values())), (way, other)
+
+
+def test_a_plain_module_with_the_names_that_were_saved_is_not_asked_for_its_state():
+    """Its state dict may be expensive, or something that all ranks must ask for together."""
+
+    class Collective(torch.nn.Linear):
+        def state_dict(self, *args, **kwargs):
+            raise AssertionError("asked")
+
+    saved = torch.nn.Linear(2, 2).state_dict()
+    assert as_named(Collective(2, 2), saved) is saved
+
+
+def test_a_wrapped_module_gets_the_names_of_a_state_that_has_nothing_of_wrappers():
+    """Also where no name of either looks like a wrapper's, but for what wraps the module today; and the other way round."""
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    for wrap in (torch.compile, torch.nn.DataParallel):
+        wrapped = wrap(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        assert list(as_named(wrapped, plain.state_dict())) == list(wrapped.state_dict()) != list(plain.state_dict())
+        assert list(as_named(plain, wrapped.state_dict())) == list(plain.state_dict())

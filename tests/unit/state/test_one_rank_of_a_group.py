@@ -105,3 +105,30 @@ def test_a_sharded_state_of_one_rank_goes_on(tmp_path, mesh):
     step(state)
     step(again)
     assert content(again) == content(state)
+
+
+def test_what_a_forward_pass_left_unsharded_is_looked_at_as_it_is_saved(mesh):
+    """A forward pass without a backward one leaves whole parameters; what is saved, and remembered, are the parts."""
+    net = fully_shard(Net(), mesh=mesh)
+    known = fingerprint.of(fingerprint.of_module, net).remember()
+    with torch.no_grad():
+        net(torch.ones(1, 4))
+    assert not any(isinstance(one, DTensor) for one in net.parameters())
+    view = fingerprint.of(fingerprint.of_module, net)
+    assert view.sharded
+    assert known.same_as(view)
+
+
+def test_a_hook_of_the_user_before_the_state_dict_is_run_at_each_save(tmp_path):
+    """Nothing tells what it changes, so such a module is never taken for known."""
+    net = torch.nn.Linear(2, 2)
+    net.register_buffer("asked", torch.zeros(1))
+    net.register_state_dict_pre_hook(lambda module, *_: module.asked.add_(1))
+    assert fingerprint.of(fingerprint.of_module, net) is None
+    found = []
+    with Checkpointer(tmp_path) as ckpt:
+        for number in (1, 2, 3):
+            before = net.asked.item()
+            ckpt.save(number, {"net": net}).result()
+            found.append(net.asked.item() > before)
+    assert found == [True, True, True]
