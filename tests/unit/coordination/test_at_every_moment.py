@@ -2,14 +2,17 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from kit.patience import wait_until
+from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.coordination import heartbeat
 from safe_ckpt.core.coordination.heartbeat import Heartbeat
+from safe_ckpt.core.coordination.preemption import Preemption
 from safe_ckpt.core.coordination.rendezvous import Peer
-from safe_ckpt.core.coordination.rounds import Round
+from safe_ckpt.core.coordination.rounds import Receipts, Round
 from safe_ckpt.machine import machine_id
 
 
@@ -17,7 +20,7 @@ class Values:
     """A store of one process, and a connection to it. Calls ``before`` before each operation."""
 
     def __init__(self):
-        self.kept, self.counts, self.before, self.answer_s = {}, {}, lambda: None, 1.0
+        self.kept, self.counts, self.before, self.waited, self.answer_s = {}, {}, lambda: None, lambda: None, 1.0
 
     def set(self, key, value):
         self.before()
@@ -36,6 +39,9 @@ class Values:
         self.before()
         self.counts[key] = self.counts.get(key, 0) + amount
         return self.counts[key]
+
+    def wait(self, keys, timeout):
+        self.waited()
 
     def delete_key(self, key):
         return self.kept.pop(key, None) is not None
@@ -94,3 +100,30 @@ def test_who_works_or_waits_for_a_disk_on_this_machine_is_not_lost(monkeypatch, 
         beats.check([] if state == "T" else [1])
     finally:
         beats.close()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 63, 64, 65, 150])
+def test_a_decision_is_there_until_every_rank_has_read_it(ahead):
+    """The other rank waits for each decision, or is some behind: what is tidied away is what it has read, and nothing else."""
+    store = Values()
+
+    def one(rank):
+        coordinator = SimpleNamespace(rank=rank, size=2, store_client=lambda _: store, receipts=Receipts())
+        return Preemption(coordinator, CheckpointConfig(save_on_signals=()), lambda handler: handler)
+
+    leader, follower = one(0), one(1)
+
+    def publish():
+        leader._lead()(store)
+        leader._number += 1
+
+    for _ in range(ahead):
+        publish()
+    for number in range(300):
+        if ahead:
+            publish()
+        else:
+            store.waited = publish
+        assert follower._follow(store)["signal"] is None, number
+        follower._number += 1
+    assert len(store.kept) < 2 * 64 + ahead + 20
