@@ -107,6 +107,22 @@ def test_partial_tensors_and_two_kinds_of_sharding_are_gathered_whole():
     values(spawn_ranks(_partial_and_parallel, 4))
 
 
+def _partial_elsewhere(rank):
+    mesh = DeviceMesh("cpu", [1, 2])
+    parts = [torch.full((3, 2), float(rank + number)) for number in range(3)]
+    state = {f"p{number}": DTensor.from_local(part, mesh, [Partial()]) for number, part in enumerate(parts)}
+    state = {"first": torch.full((5,), 7.0), **state}
+    for budget in (32, 1 << 20):
+        found = dict(iter_full_tensors(state, staging_bytes=budget))
+        if rank == 0:
+            assert [found[f"p{number}"].unique().tolist() for number in range(3)] == [[3.0], [5.0], [7.0]], budget
+
+
+def test_sums_of_other_ranks_are_added_up_before_they_travel():
+    """Rank 0 has no part of them, so they come from another rank, several in one round: each is the sum by then."""
+    values(spawn_ranks(_partial_elsewhere, 3))
+
+
 def _other_type(rank):
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.linspace(0, 1, 11)

@@ -92,6 +92,11 @@ def longer_text(state, rank):
     state["optimizer"].param_groups[0]["note"] = "x" * 300
 
 
+def growing_text(state, rank):
+    group = state["optimizer"].param_groups[0]
+    group["note"] = group.get("note", "") + "x" * (100 + rank)
+
+
 def without_state(state, rank):
     state["optimizer"].state.clear()
 
@@ -112,7 +117,16 @@ def counted_in_its_state(state, rank):
 
 
 KNOWN = [trained, slower, looked_at]
-ANEW = [other_memory, another_option, longer_text, without_state, another_dtype, renamed, counted_in_its_state]
+ANEW = [
+    other_memory,
+    another_option,
+    longer_text,
+    growing_text,
+    without_state,
+    another_dtype,
+    renamed,
+    counted_in_its_state,
+]
 
 
 def _save_changed(rank, folder, change):
@@ -145,7 +159,7 @@ def _resume_each(rank, folder, change, expected):
             same(expected[number], content(state))
 
 
-SHORT = (slower, looked_at, other_memory, longer_text, counted_in_its_state)
+SHORT = (slower, looked_at, other_memory, growing_text, counted_in_its_state)
 
 
 @pytest.mark.parametrize(

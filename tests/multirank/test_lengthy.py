@@ -60,6 +60,27 @@ def test_a_mesh_stands_for_all_its_groups_and_blocks_nest():
         assert len(told[0].groups) == 3
 
 
+def _overlap(rank, first_s, second_s):
+    first, second = lengthy_timeouts(None, first_s), lengthy_timeouts(None, second_s)
+    seen = [timeouts_of(None)]
+    for change in (
+        first.__enter__,
+        second.__enter__,
+        lambda: first.__exit__(*[None] * 3),
+        lambda: second.__exit__(*[None] * 3),
+    ):
+        change()
+        seen.append(timeouts_of(None))
+    return [one for (one,) in seen]
+
+
+@pytest.mark.parametrize(("first_s", "second_s"), [(3600, 5000), (5000, 3600)])
+def test_blocks_that_overlap_have_their_time_until_they_end(first_s, second_s):
+    """Two threads, or two generators: the one that began first may end first. Afterwards the timeout is what it was."""
+    (seen,) = values(spawn_ranks(_overlap, 1, first_s, second_s, group_timeout_s=60))
+    assert seen == [60, first_s, max(first_s, second_s), second_s, 60]
+
+
 def _outlast(rank):
     with lengthy_timeouts(None, 60):
         if rank == 1:

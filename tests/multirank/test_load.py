@@ -1,6 +1,7 @@
 """``safe_ckpt.load`` and ``newest``: several real ranks read what they do not hold."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,6 +152,25 @@ def test_a_load_from_another_users_directory_needs_no_write_permission(tmp_path)
             capture_output=True, text=True, check=False, timeout=60, env=environment, cwd=Path("/"),
         )  # fmt: skip
         assert done.stdout.split() == ["5", "5", "5"], done.stderr
+
+
+def _deleted_for_one(rank, path):
+    os.chdir(path / ("after" if rank else "before"))
+    state = {"epoch": 0}
+    info = safe_ckpt.load("/proc/self/cwd/run", state)  # one path on all ranks
+    return info.step, state["epoch"], safe_ckpt.newest("/proc/self/cwd/run").step
+
+
+def test_what_is_deleted_before_a_rank_looks_is_passed_over_by_all(tmp_path):
+    """A live job deletes the newest after rank 0 has listed it: all ranks take the next one, and none says that the
+    directory is not shared.
+    """
+    with Checkpointer(tmp_path / "before/run") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"epoch": step}).result()
+    shutil.copytree(tmp_path / "before", tmp_path / "after")
+    shutil.rmtree(tmp_path / "after/run/step-00000002")
+    assert values(spawn_ranks(_deleted_for_one, 2, tmp_path, timeout_s=100)) == [(1, 1, 1)] * 2
 
 
 def _beside_a_job(rank, url):

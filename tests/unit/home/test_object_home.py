@@ -59,6 +59,14 @@ def save(root, step, *, commit=True, data=b"data"):
     return folder, manifest
 
 
+def age_tombstone(folder):
+    """As if it had been set eight days ago."""
+    key = (folder / "manifest.json").key
+    stone = json.loads(folder.bucket.read(key)[0])
+    stone["buried_at"] = time.time() - 8 * 24 * 3600
+    folder.bucket.overwrite(key, json.dumps(stone).encode())
+
+
 def names(place):
     return sorted(one.manifest.name for one in list_objects(place) if one.manifest is not None)
 
@@ -261,6 +269,9 @@ def test_a_head_that_was_deleted_or_damaged_is_begun_anew(place):
     with pytest.raises(DirectoryInUseError):  # where it would become a checkpoint, a tombstone stands
         root.commit(folder, b"{}")
     again.close()
+    age_tombstone(folder)
+    opened(place).close()
+    assert place.bucket.read((folder / "x").key)[0] == b"data"  # also when the tombstone has gone
 
 
 def test_folders_of_other_programs_are_not_deleted(place, caplog):
@@ -394,9 +405,7 @@ def test_tombstones_are_deleted_after_a_week(place, monkeypatch):
     judge_owners(monkeypatch, "dead")
     opened(place)
     assert [one.name for one in folders_of(place)] == [folder.name]
-    stone = json.loads(place.bucket.read((folder / "manifest.json").key)[0])
-    stone["buried_at"] = time.time() - 8 * 24 * 3600
-    place.bucket.overwrite((folder / "manifest.json").key, json.dumps(stone).encode())
+    age_tombstone(folder)
     last = opened(place)
     save(last, 2, commit=False)
     opened(place).close()

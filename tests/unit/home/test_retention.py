@@ -19,7 +19,9 @@ from safe_ckpt.core.home.retention import (
     to_delete,
     unjudged,
 )
-from safe_ckpt.core.home.standing import Catalog
+from safe_ckpt.core.home.standing import Catalog, replaced_among
+from safe_ckpt.core.storage.objects.options import StorageOptions
+from safe_ckpt.core.storage.objects.place import open_place
 
 
 def info(sequence, step, **metrics):
@@ -154,6 +156,16 @@ def test_rotation_of_a_trainer_keeps_newest_and_best_within_the_limit(sequences,
         assert len(left) >= min(limit, len(committed))
     plain = [info for info in left if info.path != chosen]
     assert all(old.sequence < min(p.sequence for p in plain) for old in gone) if plain else True
+
+
+@pytest.mark.parametrize("ids", ["abc", "cba", "bca"])
+def test_of_several_saves_of_a_step_in_a_store_the_last_one_stays(ids):
+    """Whatever their folders are called: the order in which a store lists them says nothing."""
+    run = open_place("s3://bucket/run", StorageOptions())
+    saves = [replace(info(number, 7), path=run / f"step-7.{one}") for number, one in enumerate(ids, start=1)]
+    others = [replace(info(9, 7), path=run / "step-7.d", marked="loss"), replace(info(4, 8), path=run / "step-8.a")]
+    listed = sorted([*saves, *others], key=lambda one: one.path.name)
+    assert {one.path.name for one in replaced_among(listed)} == {f"step-7.{one}" for one in ids[:-1]}
 
 
 def test_retention_keeps_what_a_pointer_names_or_another_job_saved(tmp_path):

@@ -288,3 +288,22 @@ def test_generators_of_a_rank_that_saved_none_are_its_own(kind):
         numpy.random.set_bit_generator(getattr(numpy.random, before)())
     assert drawn[0] == drawn[1]
     assert not set(drawn[1]) & set(drawn[2])
+
+
+@pytest.mark.parametrize("empty", [b"", bytearray()], ids=["bytes", "bytearray"])
+@pytest.mark.parametrize("first", [True, False])
+def test_empty_bytes_beside_one_memory_of_two_types_come_back(tmp_path, empty, first):
+    """Each needs a way of its own to be written. One state has both, in either order, and again deeper within."""
+    numbers = torch.arange(6, dtype=torch.float32)
+    pair = [("empty", empty), ("floats", numbers), ("whole", numbers.view(torch.int32))]
+    item = dict(pair if first else reversed(pair))
+    item["deeper"] = [b"", {"bytes": numbers.view(torch.uint8), "more": (b"", 1)}]
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"item": item}).result()
+        found = {"item": None}
+        ckpt.resume(found)
+    back = found["item"]
+    assert (bytes(back["empty"]), back["deeper"][0], back["deeper"][1]["more"]) == (b"", b"", (b"", 1))
+    assert torch.equal(back["floats"], numbers)
+    assert torch.equal(back["whole"], numbers.view(torch.int32))
+    assert torch.equal(back["deeper"][1]["bytes"], numbers.view(torch.uint8))

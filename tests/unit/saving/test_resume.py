@@ -1,6 +1,8 @@
 """What a resume gives back, what it passes over, and what it refuses."""
 
+import ctypes
 import json
+import mmap
 import os
 import tempfile
 from pathlib import Path
@@ -19,7 +21,9 @@ from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.visibility import Patience
 from safe_ckpt.core.resuming import candidate
+from safe_ckpt.core.storage.reader import drop_cache
 from safe_ckpt.errors import (
+    CorruptCheckpointError,
     NoValidCheckpointError,
     RestoreError,
     UnsupportedFormatError,
@@ -56,6 +60,62 @@ def test_values_that_cannot_change_in_place_are_replaced(tmp_path):
         state = {"epoch": 0}
         ckpt.resume(state)
         assert state == {"epoch": 3}
+
+
+@pytest.mark.parametrize("value", [1000, "text", (1, "a"), 2.5, None, True, {"seed": 1}], ids=repr)
+def test_what_each_rank_has_of_its_own_stays_its_own(tmp_path, value):
+    """Behind a resume it is in ``PerRank`` as before, so the next save stores that of each rank again."""
+    state = {"own": PerRank(value), "shared": 3}
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for step in (1, 2):
+            info = ckpt.save(step, state).result(timeout_s=20)
+            assert read_manifest(info.path).items["own"]["per_rank"]
+            state = {"own": PerRank({"seed": 0} if isinstance(value, dict) else None), "shared": 0}
+            ckpt.resume(state)
+            assert isinstance(state["own"], PerRank)
+            assert (state["own"].value, state["shared"]) == (value, 3)
+
+
+def test_what_was_read_wrongly_once_is_read_from_the_disk_the_second_time(tmp_path):
+    """The page in memory may be the damaged one. A good checkpoint is not condemned by the same page read twice."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(1, {"a": {"t": torch.ones(1000)}}).result(timeout_s=20)
+    path, kept = tmp_path / "step-00000001", []
+    file = path / "a.safetensors"
+
+    def load(place):
+        kept.append(is_in_memory(file))
+        file.read_bytes()
+        if len(kept) == 1 and not is_in_memory(file):
+            pytest.skip("what is in memory is not known here")
+        if len(kept) == 1:
+            raise CorruptCheckpointError(path=str(place), file=file.name, message="differs")
+        return "read"
+
+    assert candidate._read(path, load, Patience(QUICK)) == "read"
+    if kept[1] and not can_be_dropped(tmp_path):
+        pytest.skip("these files lie in memory alone")
+    assert not kept[1]
+
+
+def is_in_memory(file):
+    """Whether the page cache has the first page of a file."""
+    with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as memory:
+        view = ctypes.c_char.from_buffer(memory)
+        pages = (ctypes.c_ubyte * (len(memory) // mmap.PAGESIZE + 1))()
+        failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(len(memory)), pages)
+        del view
+    return not failed and bool(pages[0] & 1)
+
+
+def can_be_dropped(folder):
+    """Whether what is in memory of this disk can be dropped."""
+    file = folder / "trial"
+    with file.open("wb") as stream:
+        stream.write(b"x" * 5000)
+        os.fsync(stream.fileno())
+    drop_cache(file)
+    return not is_in_memory(file)
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_kept_for_people(tmp_path):

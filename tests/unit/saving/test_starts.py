@@ -1,12 +1,13 @@
 """Nothing about starts is remembered: however a job ends, the next start takes the newest healthy checkpoint."""
 
 import os
+import stat
 import sys
 
 import pytest
 import torch
 
-from safe_ckpt import Checkpointer
+from safe_ckpt import Checkpointer, set_up_directory
 from safe_ckpt.errors import RestoreError
 from support import run_program
 
@@ -45,3 +46,14 @@ def test_what_ends_a_resume_says_how_an_older_one_is_named(tmp_path):
                 assert "name it: resume(state, step=...)" in said
                 assert "\n" not in said
             assert ckpt.resume(state, step=1).step == 1
+
+
+@pytest.mark.parametrize("mode", [0o2775, 0o1777, 0o750], ids=["setgid", "sticky", "closed to others"])
+def test_a_directory_that_is_emptied_keeps_its_mode(tmp_path, mode):
+    """With setgid and the sticky bit: in a shared project new files go on having the group of the project."""
+    (tmp_path / "run/old").mkdir(parents=True)
+    (tmp_path / "run").chmod(mode)
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == mode
+    set_up_directory(tmp_path / "run", mode="overwrite")
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == mode
+    assert not (tmp_path / "run/old").exists()

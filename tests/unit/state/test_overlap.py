@@ -486,8 +486,9 @@ def test_no_thread_for_a_save_fails_that_save_alone(tmp_path, monkeypatch):
 
 
 def test_tensors_that_forward_may_change_are_copied_at_once():
-    """Buffers, frozen parameters, a renormed embedding and what is tied to it, counters: none of them is deferred."""
+    """Buffers, frozen parameters, renormed embeddings and what is tied to one, counters: none of them is deferred."""
     net = Net()
+    net.bag, net.plain = nn.EmbeddingBag(8, 16, max_norm=1.0), nn.EmbeddingBag(8, 16)
     net.embedding.max_norm = 1.0
     net.tied = nn.Linear(16, 8, bias=False)
     net.tied.weight = net.embedding.weight
@@ -495,8 +496,9 @@ def test_tensors_that_forward_may_change_are_copied_at_once():
     train(net, optimizer)
     found = OverlapPlan([net], [optimizer])
     assert found.covers(net.first.weight)
+    assert found.covers(net.plain.weight)
     assert found.covers(optimizer.state[net.first.weight]["exp_avg"])
-    for tensor in (net.embedding.weight, net.tied.weight, net.frozen.weight, net.norm.running_mean):
+    for tensor in (net.embedding.weight, net.bag.weight, net.tied.weight, net.frozen.weight, net.norm.running_mean):
         assert not found.covers(tensor)
     assert not found.covers(optimizer.state[net.first.weight]["step"])
 

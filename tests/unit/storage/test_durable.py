@@ -26,6 +26,26 @@ def test_a_directory_replaces_another_of_the_same_name(tmp_path, monkeypatch, ca
     assert not (tmp_path / "staged").exists()
 
 
+def test_what_was_replaced_is_durable_aside_before_the_new_one_has_its_name(tmp_path, monkeypatch):
+    """Where the kernel cannot exchange names: a power cut between the two renames must leave the old one somewhere."""
+    exchange_no_names(monkeypatch)
+    final, done, rename, sync = folder(tmp_path / "final", "old"), [], os.rename, durable.sync_directory
+    (tmp_path / "trash").mkdir()
+
+    def renamed(one, other):
+        rename(one, other)
+        done.append(Path(one).name)
+
+    def synced(path):
+        sync(path)
+        done.append(Path(path).name)
+
+    monkeypatch.setattr(durable.os, "rename", renamed)
+    monkeypatch.setattr(durable, "sync_directory", synced)
+    durable.publish_directory(folder(tmp_path / "staged", "new"), final, tmp_path / "trash/aside")
+    assert done.index("final") < done.index("trash") < done.index("staged", done.index("final")), done
+
+
 def test_exchange_swaps_two_names_or_says_that_it_cannot(tmp_path):
     """renameat2 either swaps or reports; where a name is missing it raises with both names."""
     one, other = folder(tmp_path / "one", "1"), folder(tmp_path / "other", "2")

@@ -22,3 +22,17 @@ def test_a_folder_in_use_is_not_swept_and_one_of_a_job_that_is_over_is(tmp_path)
         os.close(left)
     subprocess.run([sys.executable, "-c", _SWEEP, str(tmp_path)], check=True, timeout=60)
     assert not folder.exists()
+
+
+def test_two_kernels_are_two_hosts_whatever_numbers_their_folders_have(tmp_path, monkeypatch):
+    """Ranks fetch a share each only where they share the folder: memory and disks of two hosts may have equal numbers."""
+
+    def on(kernel, folder):
+        monkeypatch.setattr(host_cache, "kernel_id", lambda: kernel, raising=False)
+        return host_cache.HostCache(str(folder), part_bytes=1 << 20, at_a_time=1).host_id(10)
+
+    (tmp_path / "other").mkdir()
+    one = on("one", tmp_path)
+    assert on("one", tmp_path) == one
+    assert on("two", tmp_path) != one
+    assert on("one", tmp_path / "other") != one

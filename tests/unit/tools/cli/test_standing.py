@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.home import standing
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.holders import WholeDirectory
+from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.home.retention import delete_listed
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.save import Destination, Facts, OnCommit, SaveRequest, Snapshot
@@ -188,6 +190,22 @@ def test_a_deletion_spares_a_name_that_was_saved_again_or_is_held(tmp_path):
     finally:
         whole.close()
     assert left(tmp_path) == ["step-00000001"]
+
+
+@pytest.mark.parametrize("fate", ["alive", "on another host", "being written", "gone"])
+def test_a_checkpoint_in_which_a_job_may_be_alive_is_not_deleted(tmp_path, fate):
+    """By ``gc`` or retention: whoever cannot be asked from here counts as alive. One that is known to be gone holds nothing."""
+    save(tmp_path, 1, 2)
+    hidden = tmp_path / "step-00000001/.safe_ckpt"
+    hidden.mkdir()
+    lease = own_lease(token="another", started_at="2026-01-01T00:00:00+00:00", lease_s=60.0)
+    changes = {"on another host": {"host": "other", "kernel": "other"}, "gone": {"process_start": 1}}.get(fate, {})
+    (hidden / "lock").write_bytes(b"" if fate == "being written" else replace(lease, **changes).to_bytes())
+    if fate != "gone":
+        run("gc", tmp_path, "--keep-last", 1)
+        assert left(tmp_path) == ["step-00000001", "step-00000002"]
+    save(tmp_path, 3, retention=Retention(keep_last=1))
+    assert left(tmp_path) == (["step-00000003"] if fate == "gone" else ["step-00000001", "step-00000003"])
 
 
 def test_verify_says_what_it_could_not_read_and_verifies_the_others(tmp_path):
