@@ -171,16 +171,11 @@ RARE = (
     "validation at the save, accumulated",
     "only sanity",
     "limited",
+    "all of all, without workers",  # that is a test of its own
 )
 
 
-QUICK = ("all of all, without workers",)
-MARKS = dict.fromkeys(RARE, pytest.mark.thorough) | dict.fromkeys(QUICK, pytest.mark.quick)
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in CASES])
-def test_the_samples_are_those_of_an_uninterrupted_run(tmp_path, case):
-    """Stopped within each of the epochs and resumed: each step's samples, what was drawn for them, and the weights."""
+def is_exact_from_each_epoch(tmp_path, case):
     weights, seen, _ = run(tmp_path / "whole", case, seed=1)
     steps = max(step for step, _ in seen) + 1
     for stop in sorted({2, steps // 2, steps - 2}):
@@ -192,6 +187,20 @@ def test_the_samples_are_those_of_an_uninterrupted_run(tmp_path, case):
         kept = [one for one in before if one[0] < first]
         assert json.dumps(kept + after) == json.dumps(seen), (case, stop)
         assert found == weights
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.thorough] if case in RARE else []) for case in CASES]
+)
+def test_the_samples_are_those_of_an_uninterrupted_run(tmp_path, case):
+    """Stopped within each of the epochs and resumed: each step's samples, what was drawn for them, and the weights."""
+    is_exact_from_each_epoch(tmp_path, case)
+
+
+@pytest.mark.quick
+def test_a_loader_that_is_at_its_end_before_another_gives_nothing_more_in_its_epoch(tmp_path):
+    """``CombinedLoader("max_size")``, resumed behind the end of the short one: it begins again with the next epoch."""
+    is_exact_from_each_epoch(tmp_path, "all of all, without workers")
 
 
 def test_the_place_of_a_loader_that_is_at_its_end_before_another_is_plain_data(tmp_path):

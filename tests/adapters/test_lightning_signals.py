@@ -11,7 +11,6 @@ from safe_ckpt import CheckpointConfig
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
 
 pytestmark = [
-    pytest.mark.quick,
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* not empty.*"),
     pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided.*"),
 ]
@@ -47,14 +46,9 @@ def fit(folder, *callbacks, seed=1, **settings):
 VALIDATIONS = {"at an epoch's end": (3, {}), "within an epoch": (5, {"val_check_interval": 2})}
 
 
-@pytest.mark.parametrize(
-    ("case", "top_k", "at_end"),
-    [
-        (case, top_k, at_end)
-        for case in VALIDATIONS
-        for top_k, at_end in ((-1, False), (1, False), (-1, True), (1, None))
-    ],
-)
+@pytest.mark.parametrize("case", VALIDATIONS)
+@pytest.mark.parametrize(("top_k", "at_end"), [(-1, False), (1, False), (-1, True), (1, None)])
+@pytest.mark.quick
 def test_a_validation_that_a_signal_came_before_is_made_and_saved_by_the_resume(tmp_path, case, top_k, at_end):
     """The checkpoint of that validation is there, by the name and the score that it has in a run without a stop."""
     pl, (step, settings) = package("lightning.pytorch"), VALIDATIONS[case]
@@ -85,6 +79,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("first", [False, True])
+@pytest.mark.quick
 def test_a_signal_saves_where_the_resume_looks(tmp_path, other, first):
     """Whatever a callback for another directory has saved of that step: the run goes on from it, and nothing is done again."""
     pl = package("lightning.pytorch")
@@ -103,6 +98,7 @@ def test_a_signal_saves_where_the_resume_looks(tmp_path, other, first):
 
 
 @pytest.mark.parametrize("limits", [{"min_steps": 5}, {"min_epochs": 2}, {"min_epochs": 2, "min_steps": 5}])
+@pytest.mark.quick
 def test_a_signal_ends_fit_before_what_it_is_to_train_at_least(tmp_path, limits):
     """What was trained behind ``stopped.ckpt`` would be lost. min_epochs and min_steps hold for the next fit, too."""
     pl = package("lightning.pytorch")

@@ -8,8 +8,9 @@ is in there, too: the next ``loss`` that it logs is the mean of all these steps.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,9 @@ class DataPlace:
         if not batches:  # a stream has ended: no step is begun
             return
         generators = get_rng_state() if self._within else None
-        number, versions = trainer.state.global_step, versions_of_buffers(trainer.model)
-        self._step = _Step(number, batches, generators, versions, _losses(trainer))
+        state, versions = trainer.state, versions_of_buffers(trainer.model)
+        counted = state.num_input_tokens_seen, trainer.current_flos
+        self._step = _Step(state.global_step, batches, generators, versions, _losses(trainer), *counted)
 
     def save(self, folder: str, trainer: Any) -> None:
         """Write the state of this process's loader and of its generators.
@@ -105,8 +107,7 @@ class DataPlace:
             folder: where to.
             trainer: whose.
         """
-        number = trainer.state.global_step
-        within = self._step if self._step is not None and self._step.number == number else None
+        within = self._under_way(trainer)
         now = get_rng_state()
         set_rng_state((within and within.generators) or now)
         trainer._save_rng_state(folder)
@@ -119,8 +120,27 @@ class DataPlace:
             logger.warning(
                 "saved within step %d, which a resume does again: its forward pass has changed buffers of the model (those of "
                 "BatchNorm, for one), and will change them twice",
-                number + 1,
+                within.number + 1,
             )
+
+    @contextlib.contextmanager
+    def before_the_step(self, trainer: Any) -> Iterator[None]:
+        """Within this block no tokens and operations of a step that is under way are counted: a resume counts them again."""
+        step = self._under_way(trainer)
+        if step is None:
+            yield
+            return
+        tokens, operations = trainer.state.num_input_tokens_seen - step.tokens, trainer.current_flos - step.operations
+        trainer.state.num_input_tokens_seen, trainer.current_flos = step.tokens, step.operations
+        try:
+            yield
+        finally:
+            trainer.state.num_input_tokens_seen += tokens
+            trainer.current_flos += operations
+
+    def _under_way(self, trainer: Any) -> _Step | None:
+        """The step that was begun and is not done."""
+        return self._step if self._step is not None and self._step.number == trainer.state.global_step else None
 
     def skip(self, loader: Any, batches: int, stock: Callable[..., Any], rng: Callable[[], None]) -> Any:
         """Stands in for ``skip_first_batches``: the same loader, which begins behind these batches, if that is its place.
@@ -191,6 +211,8 @@ class _Step:
         generators: of this process, behind the making of those; None where they were not noted.
         versions: of the model's buffers, as torch counts their changes.
         losses: what was summed up since the last row, and at which step that was logged.
+        tokens: how many the model was given before it.
+        operations: how many were done before it on this process, and not summed up yet.
     """
 
     number: int
@@ -198,6 +220,8 @@ class _Step:
     generators: Mapping[str, Any] | None
     versions: Sequence[int]
     losses: tuple[Any, int] | None
+    tokens: int
+    operations: float
 
 
 def _losses(trainer: Any) -> tuple[Any, int] | None:

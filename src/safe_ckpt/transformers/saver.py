@@ -99,10 +99,11 @@ class TrainerSaver(Saver):
                 local=lambda: os.path.lexists(path) or anyone_looks(trainer),  # who made it there may go on with it
                 decide=lambda answers: any(answers.values()),
             )
-            if counts:
-                trainer.store_flos()
-            with self.folder_for_others(home, path) as folder:
-                self._save(trainer, path, home, folder)
+            with trainer._data_place.before_the_step(trainer):
+                if counts:
+                    trainer.store_flos()
+                with self.folder_for_others(home, path) as folder:
+                    self._save(trainer, path, home, folder)
         if awaited:
             self.wait()
         return path
