@@ -95,8 +95,8 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _REFUSED = ("400", "405", "411", "413", "414", "416", "501")
 _NO_ACCESS = ("401", "403")
 _NEVER = ("NotSupportedError", "InvalidPathError", "UnknownConfigurationKeyError")
-_EXPIRED = re.compile(r"Expired|RequestTimeTooSkewed|TokenRefreshRequired|InvalidToken", re.IGNORECASE)
-_WORDLESS = re.compile(r"performing HEAD .*status code: 40[03]\b")  # its answer has no body that would say why
+# The answer to a HEAD has no body that would say why it is refused.
+_EXPIRED = re.compile(r"Expired|TimeTooSkewed|TokenRefreshRequired|InvalidToken|HEAD http.*code: 40[03]", re.IGNORECASE)
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist", re.IGNORECASE)
 _NOT_MADE = "builder error"
 _PANIC = "PanicException"
@@ -118,8 +118,7 @@ class ChangedError(OSError):
 
 def is_expired(error: BaseException) -> bool:
     """Whether other credentials, or another clock, would have been accepted, or may have been."""
-    text = str(error)
-    return _EXPIRED.search(text) is not None or _WORDLESS.search(text) is not None
+    return _EXPIRED.search(str(error)) is not None
 
 
 def is_bucket_missing(error: BaseException) -> bool:
