@@ -25,6 +25,7 @@ import torch.distributed.checkpoint._traverse
 import torch.distributed.checkpoint.filesystem
 import torch.distributed.checkpoint.metadata
 import torch.distributed.checkpoint.staging
+import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.distributed.tensor.placement_types
@@ -61,7 +62,7 @@ UNPICKLER = torch.serialization._weights_only_unpickler
 
 TORCH = [
     Part(NamedTuple("Pair", [("one", int)]), "_make", "core/sharding/gather.py", "a named tuple takes its fields one by one"),
-    Part(pickle, "_compat_pickle", "adapters/pickles.py", "the names of Python 2, as its reader replaces them"),
+    Part(pickle, "_compat_pickle", "core/formats/pickles.py", "the names of Python 2, as its reader replaces them"),
     Part(torch, "_C", "core/formats/torch_reading.py", "the module of PyTorchFileReader"),
     Part(torch._C, "PyTorchFileReader", "core/formats/torch_reading.py", "reads an archive from memory"),
     Part(torch._C, "_distributed_c10d", "core/coordination/process_groups.py", "the types of the stores, for type checkers"),
@@ -70,11 +71,13 @@ TORCH = [
     Part(torch.serialization, "_weights_only_unpickler", "core/formats/torch_reading.py", "runs no code of a pickle"),
     Part(UNPICKLER, "_get_allowed_globals", "core/formats/torch_archive.py", "the functions that a pickle may name"),
     Part(UNPICKLER, "_get_user_allowed_globals", "core/formats/torch_archive.py", "those that the program admits besides"),
-    Part(torch.serialization, "_get_layout", "core/sharding/dcp_read.py", "stands in a .metadata file", ("name",)),
+    Part(torch.serialization, "_get_layout", "core/formats/pickles.py", "stands in a .metadata file", ("name",)),
     Part(torch, "_storage_classes", "core/formats/torch_archive.py", "the classes that weights_only admits"),
     Part(torch, "_utils", "core/formats/torch_archive.py", "the module of the functions that rebuild a tensor"),
-    Part(torch._utils, "_rebuild_tensor_v2", "core/formats/dcp.py", "rebuilds a tensor of a plain type", STORAGE),
-    Part(torch._utils, "_rebuild_tensor_v3", "core/formats/dcp.py", "rebuilds a tensor of a newer type", (*STORAGE, "dtype")),
+    Part(torch._utils, "_rebuild_tensor_v2", "core/sharding/dcp_entries.py", "rebuilds a tensor of a plain type", STORAGE),
+    Part(torch._utils, "_rebuild_tensor_v3", "core/sharding/dcp_entries.py", "of a newer type", (*STORAGE, "dtype")),
+    Part(torch.distributed.checkpoint.metadata, "_MEM_FORMAT_ENCODING", "core/formats/pickles.py", "stands in .metadata"),
+    Part(torch.distributed.checkpoint.state_dict, "_init_optim_state", "tools/audit/recorder.py", "a step of DCP's own"),
     Part(torch._utils, "get_tensor_metadata", "core/formats/torch_archive.py", "what torch is yet to compute", ("tensor",)),
     Part(torch, "_tensor", "core/formats/torch_archive.py", "the module of the next one"),
     Part(torch._tensor, "_rebuild_from_type_v2", "core/formats/torch_archive.py", "a tensor with what is set on it",
@@ -305,6 +308,7 @@ ELSEWHERE = {
         "test_lightning_contract.py",
     ),
     "_LoggerConnector": "test_audit.py",
+    "_loader": "tests/unit/tools/audit/test_recorder.py",  # ours, of ``safe_ckpt.data``
     **dict.fromkeys(["_tr_loss", "_globalstep_last_logged"], "test_transformers_data.py"),
     **dict.fromkeys(["_current_fx_name"], "test_lightning_hooks.py"),
     **dict.fromkeys(["_log_artifacts", "_log_checkpoints", "_log_model"], "test_transformers_callbacks.py"),

@@ -234,17 +234,17 @@ class _Watched(Watch):
 
     def state(self) -> dict[str, Any]:
         if self._pending is not None:
-            return {**self._pending[0], "place": self._loader.state_dict()}
-        if is_within(self._loader) and self._loop.is_left():
-            self._loader.end()  # else Accelerate takes it for the one that is trained on; torchdata is told as well
-            self._loader.dl_state_dict = {**self._loader.dl_state_dict, _FINISHED: True}
+            return {**self._pending[0], "place": self.loader.state_dict()}
+        if is_within(self.loader) and self._loop.is_left():
+            self.loader.end()  # else Accelerate takes it for the one that is trained on; torchdata is told as well
+            self.loader.dl_state_dict = {**self.loader.dl_state_dict, _FINISHED: True}
         return {
             "begun": self._begun,
             "ahead": self.ahead,
-            "place": self._loader.state_dict(),
-            "iteration": getattr(self._loader, "iteration", None),
-            "within": is_within(self._loader),
-            **seed(self._loader),
+            "place": self.loader.state_dict(),
+            "iteration": getattr(self.loader, "iteration", None),
+            "within": is_within(self.loader),
+            **seed(self.loader),
             **self._now(),
         }
 
@@ -252,16 +252,16 @@ class _Watched(Watch):
         now, state = contents.random_states(0), {} if "epoch" in state else state  # it knew no place then
         self._was_warm = bool(state.get("warm"))
         if state:
-            seed_as(self._loader, state)
+            seed_as(self.loader, state)
             self.base.load_state_dict(state["place"])
         self._pending = None
         position = getattr(self.base, "next_iter_state", None)
         if not isinstance(position, Mapping):
             return
-        self._loop, self._loader.dl_state_dict = Loop(left=True), position  # a save may come before the next loop
+        self._loop, self.loader.dl_state_dict = Loop(left=True), position  # a save may come before the next loop
         over = bool(position.get(_FINISHED))
         if state.get("iteration") is not None:
-            self._loader.iteration = state["iteration"] + (over and state["within"])
+            self.loader.iteration = state["iteration"] + (over and state["within"])
         if not over and _given(position):
             self._pending = (state, now)
             return
@@ -276,7 +276,7 @@ class _Watched(Watch):
         """How many batches of the epoch were given before the place that is gone to next; None where none is."""
         if self._pending is None:
             return None
-        return _given(self.base.next_iter_state) // _ahead(self._loader)
+        return _given(self.base.next_iter_state) // _ahead(self.loader)
 
     def begin_anew(self) -> None:
         """Have the next loop begin an epoch, not at the place that was loaded."""
@@ -293,17 +293,17 @@ class _Watched(Watch):
         pending, self._pending = self._pending, None
         if pending is None:
             self._begun = self._now()
-            with self._drawing_nothing(self._begun["warm"]):
-                return self._iterate(), None, None
+            with self.drawing_nothing(self._begun["warm"]):
+                return self.iterate(), None, None
         state, now = pending
         begun = state.get("begun")
         if begun is None:  # not recorded then, or saved by a stock Accelerator
-            return self._iterate(), None, now
+            return self.iterate(), None, now
         self._begun = begun
         torch.set_rng_state(begun["torch"])
         self._set_generator(begun["generator"])
-        with self._drawing_nothing(begun["ready"] or begun.get("warm")):
-            iterator: Any = self._iterate()
+        with self.drawing_nothing(begun["ready"] or begun.get("warm")):
+            iterator: Any = self.iterate()
             skipping = getattr(iterator, "_sampler_iter", None)
             if isinstance(skipping, itertools.islice):
                 # Draw the order now: torchdata skips the batches that were given only at the next fetch.
@@ -344,7 +344,7 @@ class _Watched(Watch):
             generator.set_state(state)
 
     def _generator(self) -> torch.Generator | None:
-        sampler: Any = getattr(self._loader, "batch_sampler", None)
+        sampler: Any = getattr(self.loader, "batch_sampler", None)
         while hasattr(sampler, "batch_sampler"):
             sampler = sampler.batch_sampler
         generator = getattr(getattr(sampler, "sampler", sampler), "generator", None)

@@ -37,13 +37,17 @@ class Watch(DataPosition):
 
     Args:
         loader: a prepared one.
+
+    Attributes:
+        base: the loader within it.
+        iterate: begins an epoch of that as it does by itself.
     """
 
     def __init__(self, loader: Any) -> None:
         self._users = 0
-        self._loader = loader
+        self.loader = loader
         self.base = loader.base_dataloader
-        self._iterate: Callable[[], Iterator[Any]] = self.base.__iter__
+        self.iterate: Callable[[], Iterator[Any]] = self.base.__iter__
         self._loop = Loop()
         self._was_warm = False
         # Accelerate calls __iter__ as an attribute of the inner loader, so one of the instance is called.
@@ -68,7 +72,7 @@ class Watch(DataPosition):
         raise NotImplementedError
 
     @contextlib.contextmanager
-    def _drawing_nothing(self, there: bool) -> Iterator[None]:
+    def drawing_nothing(self, there: bool) -> Iterator[None]:
         """Where the iterator was there before the epoch began, starting it now must not draw from the generators."""
         own, self._was_warm = self.base.generator, False
         if there:
@@ -92,22 +96,22 @@ class Epochs(Watch):
         """See ``DataPosition``."""
         now, within = own_as_text(self.base), self._is_within()
         return {
-            "epoch": getattr(self._loader, "iteration", None),
+            "epoch": getattr(self.loader, "iteration", None),
             "over": within and bool(self._reading.end_of_dataloader),
             "begun": self._begun if within else now,
             "now": now,
             "warm": self._was_warm or is_warm(self.base),
-            **seed(self._loader),
+            **seed(self.loader),
         }
 
     def resume(self, state: dict[str, Any]) -> None:
         """See ``DataPosition``. Of what was told of a loader of another kind the number and the seed count."""
         number, over = state.get("epoch", state.get("iteration")), bool(state.get("over"))
         if number is not None:
-            self._loader.iteration = number + over  # scripts count steps, and begin the next epoch then
-            seed_as(self._loader, state)
-        self._resumed = {**state, "next": getattr(self._loader, "iteration", None)} if "epoch" in state else {}
-        self._reading, self._begun = self._loader, self._resumed.get("now" if over else "begun", {})
+            self.loader.iteration = number + over  # scripts count steps, and begin the next epoch then
+            seed_as(self.loader, state)
+        self._resumed = {**state, "next": getattr(self.loader, "iteration", None)} if "epoch" in state else {}
+        self._reading, self._begun = self.loader, self._resumed.get("now" if over else "begun", {})
         self._loop, self._was_warm = Loop(left=True), bool(self._resumed.get("warm"))
         put_back(self.base, self._begun)
 
@@ -120,7 +124,7 @@ class Epochs(Watch):
             put_back(self.base, resumed["begun"])
         elif resumed and number != resumed["next"]:  # set_epoch was called for another one
             put_back(self.base, resumed["now"])
-        if resumed and loop is not self._loader and number is not None:
+        if resumed and loop is not self.loader and number is not None:
             self._patch.once(loop, "end", functools.partial(self._is_over, number))
         self._reading, self._begun, self._loop = loop, own_as_text(self.base), Loop(resumed=True)
 
@@ -130,12 +134,12 @@ class Epochs(Watch):
         return is_within(self._reading) and not over and not self._loop.is_left()
 
     def _is_over(self, number: int, end: Callable[[], None]) -> None:
-        self._loader.iteration = number + 1  # else the next epoch would have the number of this one
+        self.loader.iteration = number + 1  # else the next epoch would have the number of this one
         end()
 
     def _begin(self) -> Iterator[Any]:
-        with self._drawing_nothing(self._was_warm):
-            batches = _handed_on(self._iterate())
+        with self.drawing_nothing(self._was_warm):
+            batches = _handed_on(self.iterate())
         self._loop = Loop(batches)
         return batches
 

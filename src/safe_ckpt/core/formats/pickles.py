@@ -89,6 +89,7 @@ OTHER_RECORDS = {
     "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
 }
 """What else is in it."""
+_DTYPE = re.compile(r"(b?complex|b?float|q?u?int|bits|bool)[0-9][0-9a-z_]*")
 
 
 def is_read(name: str) -> bool:
@@ -126,8 +127,11 @@ class Names:
         """What has no place in DCP's ``.metadata``, by its name: a resume looks at what it is, too."""
         found = []
         for module, name in self._found:
+            made = (module, name) in self.called and name != "_MEM_FORMAT_ENCODING"
             in_place = name in OTHER_RECORDS.get("pathlib" if module == "pathlib._local" else module, ())
-            made = (module, name) in self.called and not name.endswith("_ENCODING")
+            in_place |= (
+                module == "torch" and not made and _DTYPE.fullmatch(name) is not None
+            )  # one that is not known here
             if not in_place and (made or module not in HOMES_OF_RECORDS or "." in name):
                 found.append(f"names {module}.{name}, which has no place in a checkpoint's metadata"[:300])
         return found
