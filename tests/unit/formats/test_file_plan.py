@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 from kit.states import DTYPES, EVERYTHING, bits, same
 from kit.writing import write_file
-from safe_ckpt.core.formats import dcp, dtypes, file_plan, torch_archive
+from safe_ckpt.core.formats import dtypes, file_plan, torch_archive
 from safe_ckpt.core.formats.file_plan import KnownBytes
 from safe_ckpt.core.formats.manifest import RECORD_NAME, archive_digest, read_manifest
 from safe_ckpt.core.formats.safetensors import fits_safetensors, safetensors_image
 from safe_ckpt.core.formats.verify import verify, verify_archive, verify_if_ours
 from safe_ckpt.core.formats.zip_archive import Record
+from safe_ckpt.core.sharding import dcp_entries
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage.direct_io import WriteOptions
@@ -402,9 +403,9 @@ def test_what_a_writer_is_to_write_arrives_as_it_was_given(records):
 def test_an_entry_of_a_shard_is_what_torch_reads(dtype, shape):
     """Head, elements and tail are an archive; its length and alignment are as announced."""
     tensor = torch.randint(0, 2, shape).to(dtype)
-    around = dcp.envelope(dtype, shape)
+    around = dcp_entries.envelope(dtype, shape)
     entry = around.head + bits(tensor).numpy().tobytes() + around.tail
     assert len(entry) == around.length
-    assert dcp.behind(1, around.alignment) == around.alignment
+    assert dcp_entries.behind(1, around.alignment) == around.alignment
     assert len(around.head) % around.alignment == 0
     same(torch.load(io.BytesIO(entry), weights_only=True), tensor)
