@@ -27,8 +27,8 @@ PLANTED = {
     ),
     "persistent workers are started anew, and draw": (
         _LOADERS,
-        '        with self._drawing_nothing(begun["ready"] or begun.get("warm")):\n',
-        '        with self._drawing_nothing(begun["ready"]):\n',
+        '        with self.drawing_nothing(begun["ready"] or begun.get("warm")):\n',
+        '        with self.drawing_nothing(begun["ready"]):\n',
     ),
     "the buffer of a shuffled stream is left out": (
         _PLACE,
