@@ -118,19 +118,8 @@ class _Stop(Exception):
     pass
 
 
-class _Box(pl.Callback):
+class _Box(Stateful, pl.Callback):
     """With a state of its own."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def state_dict(self) -> dict[str, Any]:
-        """As is."""
-        return {"inner": self.inner}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As is."""
-        self.inner = state["inner"]
 
 
 class _Module(pl.LightningModule):

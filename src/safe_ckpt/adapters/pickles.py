@@ -72,11 +72,8 @@ def warn_if_refused(name: str, data: bytes, key: str) -> None:
     """
     names = set(_GLOBALS.findall(data))
     of_user = name.endswith(".pkl") and not is_read(Path(name).name)
-    if names <= _judged or of_user:
+    if of_user or not _has_new(names, _judged):
         return
-    if len(_judged) > _MOST_NAMES:
-        _judged.clear()
-    _judged.update(names)
     problems = problems_in([io.BytesIO(data)])
     if problems:
         logger.warning(
@@ -99,9 +96,8 @@ def warn_if_no_data(data: bytes, key: str, advice: str) -> None:
         advice: how the file can be read all the same.
     """
     names = set(_GLOBALS.findall(data))
-    if names <= _data_alone:
+    if not _has_new(names, _data_alone):
         return
-    _data_alone.update(names)
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:  # as torch asks for: it looks at no tensor
         file.writestr("archive/version", "3\n")
@@ -110,6 +106,16 @@ def warn_if_no_data(data: bytes, key: str, advice: str) -> None:
     with contextlib.suppress(pickle.UnpicklingError):  # such as an integer of thousands of digits
         if found := sorted(torch.serialization.get_unsafe_globals_in_checkpoint(archive)):
             logger.warning("%s: a resume will refuse this file, as it has %s: %s", key, ", ".join(found), advice)
+
+
+def _has_new(names: set[tuple[bytes, bytes]], known: set[tuple[bytes, bytes]]) -> bool:
+    """Whether one of the names is not known yet; from then on they are. So many are known at most."""
+    if names <= known:
+        return False
+    if len(known) > _MOST_NAMES:
+        known.clear()
+    known.update(names)
+    return True
 
 
 def to_text(value: object, key: str) -> str:

@@ -317,9 +317,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
                     saver, before = self._open(trainer), saver
                     saver.follow(before)
                 with self._deciding():
-                    self._due_saved = (
-                        self._last_saved()
-                    )  # what is due at this step is still to be saved, by the resumed run
+                    self._due_saved = self._last_saved()  # what is due at this step the resumed run saves
                     super().on_exception(trainer, pl_module, exception)
             saver.land_on_exception()
         except Exception:  # the user's exception must not be masked

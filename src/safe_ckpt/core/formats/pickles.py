@@ -68,8 +68,6 @@ _OF_TORCH = (
     "torch.package",
     "torch.utils.cpp_extension",
 )
-
-
 _LOOKED_UP = {
     "torch": ("torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
     "numpy": ("numpy",),
@@ -129,9 +127,8 @@ class Names:
         for module, name in self._found:
             made = (module, name) in self.called and name != "_MEM_FORMAT_ENCODING"
             in_place = name in OTHER_RECORDS.get("pathlib" if module == "pathlib._local" else module, ())
-            in_place |= (
-                module == "torch" and not made and _DTYPE.fullmatch(name) is not None
-            )  # one that is not known here
+            # A type of a newer torch is not known here.
+            in_place |= module == "torch" and not made and _DTYPE.fullmatch(name) is not None
             if not in_place and (made or module not in HOMES_OF_RECORDS or "." in name):
                 found.append(f"names {module}.{name}, which has no place in a checkpoint's metadata"[:300])
         return found
@@ -330,10 +327,9 @@ def _is_data(module: str, name: str, *, called: bool, anywhere: bool) -> bool:
     of_others = module not in sys.modules and top not in {*sys.stdlib_module_names, *_LOOKED_UP}
     if anywhere and (of_others or top == "__main__"):
         return True  # the user's
-    known = module in sys.modules
     found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None) if known else None
+    for part in name.split(".") if found is not None else ():
+        found = getattr(found, part, None)
     return _is_harmless(found, module, name, called=called)
 
 
