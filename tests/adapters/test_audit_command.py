@@ -31,6 +31,7 @@ while step < 30:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, path + ".new")
         os.replace(path + ".new", path)
 """
+LOGS = 'open(sys.argv[1] + "/log", "a").close()'
 LOAD = 'model.load_state_dict(saved["model"]); optimizer.load_state_dict(saved["optimizer"]); step = saved["step"]'
 
 
@@ -118,8 +119,15 @@ def test_what_is_wrong_before_anything_runs_is_told(words, options, said):
         safe_ckpt.testing.audit(words, **options)
 
 
-@pytest.mark.parametrize(("stop", "until"), [(2, 12), (4, 7)])
-@pytest.mark.parametrize("logged", ["", 'open(sys.argv[1] + "/log", "a").close()'])
+@pytest.mark.parametrize(
+    ("logged", "stop", "until"),
+    [
+        ("", 4, 7),
+        pytest.param("", 2, 12, marks=pytest.mark.thorough),
+        (LOGS, 2, 12),
+        pytest.param(LOGS, 4, 7, marks=pytest.mark.thorough),
+    ],
+)
 def test_a_kill_before_the_first_save_comes_later(tmp_path, stop, until, logged):
     """Up to the last step but one, also where a file that is no checkpoint lies there already; and it is said."""
     text = SCRIPT.replace("SEED", f"SEED\n{logged}")

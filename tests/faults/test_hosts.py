@@ -54,7 +54,9 @@ def seconds_to_hold(job):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", ["bindfs", "glusterfs", pytest.param("ext4", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "kind", ["glusterfs", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("bindfs", "ext4"))]
+)
 def test_kills_over_two_hosts_lose_nothing(tmp_path, matrix, kind):
     """One rank, one host or all of a 2x2 job is killed, within a save or not: every restart goes on by itself, at nothing
     older than what was reported committed, with every byte; on the same host within 2 s, from another one within the lease
