@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from safe_ckpt import CheckpointConfig, Checkpointer
-from safe_ckpt.core.saving.save import SaveHandle
+from safe_ckpt.core.saving.handle import SaveHandle
 
 State = dict[str, dict[str, torch.Tensor]]
 TENSORS = 40

@@ -9,7 +9,8 @@ from backends import Way
 from safe_ckpt import CheckpointConfig, Checkpointer, Unchanged
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.save import Destination, Facts, SaveHandle, SaveRequest, Snapshot
+from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.request import Destination, Facts, SaveRequest, Snapshot
 from safe_ckpt.core.state import items
 from safe_ckpt.core.state.overlap import OverlapPlan
 

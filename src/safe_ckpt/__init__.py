@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         WriterConfig,
     )
     from safe_ckpt.core.formats.manifest import CheckpointInfo
-    from safe_ckpt.core.saving.save import SaveHandle
+    from safe_ckpt.core.saving.handle import SaveHandle
     from safe_ckpt.core.saving.set_up import set_up_directory
     from safe_ckpt.core.sharding.gather import iter_full_tensors
     from safe_ckpt.core.sharding.timeouts import lengthy_timeouts

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Self
 
 from safe_ckpt import versions
+from safe_ckpt.adapters.export import Exporter
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.agreed_config import config_and_more
 from safe_ckpt.core.formats.file_plan import FilePlan
@@ -26,14 +27,13 @@ from safe_ckpt.core.resuming.items import StoredItems, warn_of_other_ranks
 from safe_ckpt.core.resuming.named import not_found, of_frameworks
 from safe_ckpt.core.resuming.resume import Chosen
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.export import Exporter
-from safe_ckpt.core.saving.homes import HeldDirectories
-from safe_ckpt.core.saving.save import (
+from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.names import HeldDirectories
+from safe_ckpt.core.saving.request import (
     Content,
     Destination,
     Facts,
     OnCommit,
-    SaveHandle,
     SaveRequest,
     Snapshot,
     Unplanned,

@@ -22,21 +22,21 @@ from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.homes import open_folder, refuse
-from safe_ckpt.core.saving.save import (
+from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.names import open_folder, refuse
+from safe_ckpt.core.saving.request import (
     Content,
     Destination,
     Facts,
     OnCommit,
-    SaveHandle,
     SaveRequest,
     check_step,
     checked_metrics,
 )
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
-from safe_ckpt.core.storage.inside import checked_name
 from safe_ckpt.core.storage.objects.options import refuse_url
 from safe_ckpt.core.storage.objects.place import absolute
+from safe_ckpt.core.storage.presence import checked_name
 from safe_ckpt.errors import ClosedError, SafeCheckpointError, SaveError, StateError
 from safe_ckpt.extensions.assemble import assemble
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core.coordination.agreed_config import config_and_more
 from safe_ckpt.core.resuming.visit import Visit, visiting
-from safe_ckpt.core.saving.save import check_step
+from safe_ckpt.core.saving.request import check_step
 from safe_ckpt.core.storage.objects.place import place_of
 
 if TYPE_CHECKING:

@@ -193,7 +193,7 @@ def test_a_directory_that_could_not_be_looked_at_is_not_held(tmp_path, monkeypat
         accelerator.project_configuration.automatic_checkpoint_naming = automatic  # as a script may do later
         with monkeypatch.context() as patch:
             patch.setattr("safe_ckpt.adapters.saver.listed", broken)
-            patch.setattr("safe_ckpt.core.saving.homes._sequence_of", broken)
+            patch.setattr("safe_ckpt.core.saving.names._sequence_of", broken)
             with pytest.raises(DirectoryError, match="cannot be read"):
                 accelerator.save_state(target)
         assert not list(tmp_path.rglob("lock"))

@@ -13,8 +13,8 @@ from accelerate_runs import Counter, Training, fresh, registered
 from kit.manifests import rewrite
 from safe_ckpt import Checkpointer
 from safe_ckpt.adapters import pickles
+from safe_ckpt.adapters.one_shot import save_archive
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.saving.one_shot import save_archive
 from safe_ckpt.errors import HostileCheckpointError, NoValidCheckpointError, StateError, TamperedError
 from safe_ckpt.lightning import loop_state
 

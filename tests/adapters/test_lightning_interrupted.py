@@ -15,7 +15,7 @@ from kit import warm
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.saving.save import SaveHandle
+from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
 from support import program_path, writers_of
 

@@ -15,9 +15,9 @@ from lightning_runs import PACKAGES, Stop, fingerprint, module_class, package, s
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from safe_ckpt import CheckpointConfig
+from safe_ckpt.adapters import one_shot
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.home import candidates as catalog
-from safe_ckpt.core.saving import one_shot
 from safe_ckpt.errors import ConfigError, NoValidCheckpointError
 from safe_ckpt.layouts.top_level import read_layout
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable

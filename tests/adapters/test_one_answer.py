@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from kit.manifests import rewrite
 from safe_ckpt import Checkpointer
+from safe_ckpt.adapters.one_shot import save_archive
 from safe_ckpt.adapters.pickles import refuse_code
-from safe_ckpt.core.saving.one_shot import save_archive
 from safe_ckpt.errors import HostileCheckpointError, NoValidCheckpointError
 from safe_ckpt.lightning import SafeCheckpointIO
 from safe_ckpt.tools.cli.app import app

@@ -11,7 +11,7 @@ from safe_ckpt import CheckpointConfig, Timeouts
 from safe_ckpt.core.coordination.rounds import TwoPhaseCommit
 from safe_ckpt.core.home.file_home import FilePublication
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.write_phase import WritePhase
+from safe_ckpt.core.saving.one_save import WritePhase
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckpointError, SaveError

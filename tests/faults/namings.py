@@ -24,14 +24,14 @@ from safe_ckpt import (
     restore_offloaded,
     set_up_directory,
 )
+from safe_ckpt.adapters.one_shot import save_archive, sequence_beside
 from safe_ckpt.core.formats.manifest import FileEntry, read_manifest
 from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.home import HIDDEN, Pointer
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.homes import HeldDirectories
-from safe_ckpt.core.saving.one_shot import save_archive, sequence_beside
-from safe_ckpt.core.saving.save import Destination
+from safe_ckpt.core.saving.names import HeldDirectories
+from safe_ckpt.core.saving.request import Destination
 from safe_ckpt.core.storage import durable
 from safe_ckpt.extensions.mirror import fetching
 from safe_ckpt.tools.inspection import fetch as fetched

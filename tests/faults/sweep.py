@@ -35,7 +35,7 @@ from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.retention import delete_listed
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.save import Destination, Facts, OnCommit, SaveRequest, Snapshot
+from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.durable import Link

@@ -14,7 +14,7 @@ from kit.hosts import Hosts, needs_hosts
 from kit.patience import wait_until
 from kit.ranks import spawn_over, spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
-from safe_ckpt.core.coordination import rendezvous
+from safe_ckpt.core.coordination import network
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.errors import PeerLostError, SafeCheckpointError
 
@@ -219,10 +219,10 @@ def test_a_rank_stopped_beyond_peer_stall_joins_the_next_save(tmp_path, victim, 
 
 def test_an_address_that_swallows_packets_delays_no_connection(tmp_path):
     """Addresses that swallow what is sent to them cost nothing: the one that answers is found while they are waited for."""
-    listening = rendezvous.listen("127.0.0.1", 0)
+    listening = network.listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
     begun = time.monotonic()
-    found = next(rendezvous.reachable(["198.51.100.7", "203.0.113.9", "127.0.0.1"], port))
+    found = next(network.reachable(["198.51.100.7", "203.0.113.9", "127.0.0.1"], port))
     assert found == "127.0.0.1"
     assert time.monotonic() - begun < 5
     listening.close()

@@ -10,7 +10,7 @@ from safe_ckpt.core.home import lease, object_lock
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.resuming import candidate
-from safe_ckpt.core.saving.write_phase import WritePhase
+from safe_ckpt.core.saving.one_save import WritePhase
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.storage import direct_io, durable
 from safe_ckpt.extensions import unchanged

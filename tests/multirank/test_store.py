@@ -19,7 +19,7 @@ from kit.limits import QUICK
 from kit.patience import wait_until
 from kit.ranks import free_port, spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Network
-from safe_ckpt.core.coordination import process_groups, rendezvous
+from safe_ckpt.core.coordination import network, process_groups
 from safe_ckpt.core.coordination import store as store_module
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.store import SealedStore
@@ -39,7 +39,7 @@ class Bomb:
 
 def test_a_value_of_somebody_else_is_refused():
     """Set by one who does not know the secret, moved to another key, or changed: an error that names the key."""
-    store = process_groups.host_store(rendezvous.listen("127.0.0.1", 0))
+    store = process_groups.host_store(network.listen("127.0.0.1", 0))
     ours = SealedStore(store, "secret")
     ours.set("a", "1")
     ours.set("b", "2")
@@ -59,7 +59,7 @@ def test_a_value_of_somebody_else_is_refused():
 
 def test_values_above_the_limit_of_the_store_go_in_parts():
     """A TCPStore refuses more than 8 MiB: what compresses goes whole, the rest in parts, and these are deleted with the key."""
-    store = process_groups.host_store(rendezvous.listen("127.0.0.1", 0))
+    store = process_groups.host_store(network.listen("127.0.0.1", 0))
     ours, theirs = SealedStore(store, "secret"), SealedStore(store, "secret")
     before = store.num_keys()
     dense, again = (random.Random(seed).randbytes(11 << 20).hex() for seed in (1, 2))
@@ -81,7 +81,7 @@ def test_values_above_the_limit_of_the_store_go_in_parts():
 
 def test_parts_of_somebody_else_are_refused():
     """A part that is changed, or not there: an error that names the key, at once."""
-    store = process_groups.host_store(rendezvous.listen("127.0.0.1", 0))
+    store = process_groups.host_store(network.listen("127.0.0.1", 0))
     ours = SealedStore(store, "secret")
     value = random.Random(3).randbytes(9 << 20).hex()
     ours.set("a", value)
@@ -103,7 +103,7 @@ def test_parts_of_somebody_else_are_refused():
 def test_a_value_too_large_for_the_store_is_named_with_its_size(monkeypatch):
     """Which value, how large it is, how large it may be; and nothing of it is written."""
     monkeypatch.setattr(store_module, "_MOST_PARTS", 1)
-    store = process_groups.host_store(rendezvous.listen("127.0.0.1", 0))
+    store = process_groups.host_store(network.listen("127.0.0.1", 0))
     with pytest.raises(StateError, match=r"a: \d+ bytes are to go from rank to rank, 4194304 are the most"):
         SealedStore(store, "secret").set("a", random.Random(4).randbytes(9 << 20).hex())
     assert not store.check(["a/part/0"])
@@ -198,15 +198,15 @@ def test_each_session_on_a_given_port_takes_the_next_one():
     for found, ports in values(spawn_ranks(_several_sessions, 2, port)):
         assert found == [1, 1]
         assert len(set(ports)) == 2
-        assert all(port <= taken < port + rendezvous.PORTS for taken in ports)
+        assert all(port <= taken < port + network.PORTS for taken in ports)
 
 
 def test_no_free_port_is_named():
     """All sixteen are taken: an error with the setting and the ports."""
-    port = next(p for p in range(21000, 60000, rendezvous.PORTS) if _all_free(p))
-    taken = [socket.create_server(("127.0.0.1", number)) for number in range(port, port + rendezvous.PORTS)]
+    port = next(p for p in range(21000, 60000, network.PORTS) if _all_free(p))
+    taken = [socket.create_server(("127.0.0.1", number)) for number in range(port, port + network.PORTS)]
     with pytest.raises(ConfigError, match=f"ports {port} to {port + 15}") as caught:
-        rendezvous.listen("127.0.0.1", port)
+        network.listen("127.0.0.1", port)
     assert caught.value.key == "network.port"
     for one in taken:
         one.close()
@@ -214,7 +214,7 @@ def test_no_free_port_is_named():
 
 def _all_free(port):
     try:
-        for number in range(port, port + rendezvous.PORTS):
+        for number in range(port, port + network.PORTS):
             socket.create_server(("127.0.0.1", number)).close()
     except OSError:
         return False
@@ -225,26 +225,26 @@ def _all_free(port):
 def test_a_store_on_an_ipv4_or_ipv6_address_is_reached(address):
     """IPv4 and IPv6: a store that listens on one address is reached there."""
     try:
-        listening = rendezvous.listen(address, 0)
+        listening = network.listen(address, 0)
     except ConfigError as error:
         pytest.skip(f"no such family here: {error}")
     port = listening.getsockname()[1]
     store = process_groups.host_store(listening)
     store.set("a", "1")
-    assert rendezvous.addresses(address) == [address]
-    assert next(rendezvous.reachable([address], port)) == address
+    assert network.addresses(address) == [address]
+    assert next(network.reachable([address], port)) == address
     assert process_groups.connect_store(address, port, 5.0).get("a") == b"1"
 
 
 def test_a_masters_address_that_is_not_ours_is_not_offered(monkeypatch):
     """MASTER_ADDR names another host: the others are not sent there. One's own name in it is offered."""
     monkeypatch.setenv("MASTER_ADDR", "203.0.113.9")
-    assert "203.0.113.9" not in rendezvous.addresses("::")
-    own = next((a for a in rendezvous.addresses("0.0.0.0") if a[0].isdigit()), None)
+    assert "203.0.113.9" not in network.addresses("::")
+    own = next((a for a in network.addresses("0.0.0.0") if a[0].isdigit()), None)
     if own is not None:
         monkeypatch.setenv("MASTER_ADDR", own)
-        assert own in rendezvous.addresses("::")
-    assert "127.0.0.1" not in rendezvous.addresses("::")
+        assert own in network.addresses("::")
+    assert "127.0.0.1" not in network.addresses("::")
 
 
 def test_the_limit_of_descriptors_is_raised_or_named():
@@ -266,11 +266,11 @@ def test_a_job_on_one_host_listens_on_the_loopback_alone(monkeypatch):
     """Where torchrun says that all ranks run here, nobody else can even connect."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    listening = rendezvous.listen(None, 0)
+    listening = network.listen(None, 0)
     assert listening.getsockname()[0] == "127.0.0.1"
     listening.close()
     monkeypatch.setenv("WORLD_SIZE", "8")
-    listening = rendezvous.listen(None, 0)
+    listening = network.listen(None, 0)
     assert listening.getsockname()[0] in ("::", "0.0.0.0")
     listening.close()
 

@@ -261,7 +261,7 @@ def _probe(slot: Any) -> None:
         ("core.home.file_home", "FilePublication", "commit", "commit"),
         ("core.home.file_home", "FileHome", "_repair", "repair"),
         ("core.home.file_home", "FileHome", "_sweep", "sweep"),
-        ("core.saving.write_phase", "WritePhase", "run", "write"),
+        ("core.saving.one_save", "WritePhase", "run", "write"),
         ("core.saving.after_commit", "AfterCommit", "retain", "retain"),
         ("core.home.lease", "LeaseLock", "acquire", "lock"),
         ("core.home.object_home", "ObjectPublication", "prepare", "prepare"),

@@ -35,7 +35,7 @@ def _both(*patches: Patch) -> Patch:
 
 
 _HOME, _LOCK, _LEASE = "safe_ckpt.core.home.file_home", "safe_ckpt.core.home.file_lock", "safe_ckpt.core.home.lease"
-_DURABLE, _COMMIT = "safe_ckpt.core.storage.durable", "safe_ckpt.core.saving.commit_protocol"
+_DURABLE, _COMMIT = "safe_ckpt.core.storage.durable", "safe_ckpt.core.saving.one_save"
 _NAME = """        with _undone_by(lambda: os.rename(final, staged), final, staged):
             sync_directory(str(final.parent))
 """

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import safe_ckpt
+from kit import shape
 from kit.lines import code_lines
 
 SOURCES = Path(safe_ckpt.__file__).parent
@@ -72,9 +73,25 @@ def fields(trees):
     )
 
 
+def dotted(file):
+    parts = ("safe_ckpt", *file.relative_to(SOURCES).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 def measured():
     trees = parsed()
+    modules = {dotted(file): tree for file, tree in trees.items()}
+    places = SOURCES / "core" / "home" / "places.py"
+    elsewhere = [file for file in trees if file != places and STORAGE_ROOMS[1] not in file.parents]
     return {
+        "circles of modules, imports for types too": len(shape.circles(shape.imports(modules))),
+        "private functions of at most three lines that are used once": len(shape.jumps(modules)),
+        "public names in more than one module": len(shape.shared_names(modules)),
+        "public classes in more than one module": len(shape.shared_classes(modules)),
+        "docstrings that begin with What": shape.docstrings_with_what(modules),
+        "questions which storage it is, in other spellings": shape.storage_spellings(
+            file.read_text(encoding="utf-8") for file in elsewhere
+        ),
         "code lines": sum(code_lines(file.read_text(encoding="utf-8")) for file in trees if AUDIT not in file.parents),
         "code lines of the audit": sum(code_lines(file.read_text(encoding="utf-8")) for file in AUDIT.rglob("*.py")),
         "questions which storage it is, outside of home and storage": storage_questions(trees),

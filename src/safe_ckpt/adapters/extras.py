@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from safe_ckpt.adapters import export, one_shot
+from safe_ckpt.adapters.export import Exporter
 from safe_ckpt.core.coordination.agreed_config import config_and_more, config_of_all, refused_retention
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.rounds import reraise
@@ -19,17 +21,15 @@ from safe_ckpt.core.home.retention import delete_listed, keep_newest, policy_of
 from safe_ckpt.core.home.standing import Catalog, is_of, named_by, standing_of
 from safe_ckpt.core.resuming import resume
 from safe_ckpt.core.resuming.named import names_in, not_found
-from safe_ckpt.core.saving import export, one_shot
-from safe_ckpt.core.saving.export import Exporter
-from safe_ckpt.core.saving.homes import refuse
-from safe_ckpt.core.saving.save import Destination, Facts, SaveRequest, check_step, checked_metrics
+from safe_ckpt.core.saving.names import refuse
+from safe_ckpt.core.saving.request import Destination, Facts, SaveRequest, check_step, checked_metrics
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.gather import gather_nested
 from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.state.rng import get_rng_state, set_rng_state
 from safe_ckpt.core.storage import durable, presence
 from safe_ckpt.core.storage.durable import Link
-from safe_ckpt.core.storage.inside import checked_name, really_inside
 from safe_ckpt.core.storage.objects.place import absolute
+from safe_ckpt.core.storage.presence import checked_name, really_inside
 from safe_ckpt.offload.consolidate import agree_parts, own_part
 from safe_ckpt.offload.restore import Part, give_back, parts_of

@@ -13,7 +13,7 @@ from safe_ckpt.adapters.pickles import warn_if_refused
 from safe_ckpt.core.formats import torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.refusals import changed_meanwhile
-from safe_ckpt.core.saving.save import Content, Snapshot, Streamed, Unplanned
+from safe_ckpt.core.saving.request import Content, Snapshot, Streamed, Unplanned
 from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.state.planner import Models
 from safe_ckpt.core.storage.copier import FileCopy

@@ -29,8 +29,8 @@ from safe_ckpt.core.resuming import resume
 from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.resuming.offered import Offered
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.homes import HeldDirectories, open_folder
-from safe_ckpt.core.saving.save import Content, Destination, Facts, OnCommit, SaveRequest
+from safe_ckpt.core.saving.names import HeldDirectories, open_folder
+from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest
 from safe_ckpt.core.state.items import expected_bytes
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import CorruptCheckpointError, SafeCheckpointError
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.home.file_home import FileHome
     from safe_ckpt.core.home.home import Candidate
-    from safe_ckpt.core.saving.save import SaveHandle
+    from safe_ckpt.core.saving.handle import SaveHandle
     from safe_ckpt.events import Hook
     from safe_ckpt.layouts.table import Kind
 

@@ -11,7 +11,7 @@ from safe_ckpt.hooks.scalars import ScalarsHook
 if TYPE_CHECKING:
     from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.saving.engine import Engine
-    from safe_ckpt.core.saving.save import SaveHandle
+    from safe_ckpt.core.saving.handle import SaveHandle
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,9 @@ from safe_ckpt.core.home import retention
 from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.home.visibility import listed
-from safe_ckpt.core.saving.homes import refuse
-from safe_ckpt.core.saving.save import OnCommit, SaveHandle
+from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.names import refuse
+from safe_ckpt.core.saving.request import OnCommit
 from safe_ckpt.core.sharding.dcp_load import warn_of_refused
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import ConfigError

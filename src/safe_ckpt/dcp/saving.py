@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageWriter
 
     from safe_ckpt.core.coordination.process_groups import ProcessGroup
-    from safe_ckpt.core.saving.save import SaveHandle
+    from safe_ckpt.core.saving.handle import SaveHandle
 
 logger = logging.getLogger(__name__)
 _told: set[str] = set()

@@ -20,7 +20,7 @@ from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manif
 from safe_ckpt.core.formats.names import plain_names
 from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.saving.extension import Extension, Run
-from safe_ckpt.core.saving.save import SaveRequest
+from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.core.state.planner import Models
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import SafeCheckpointError

@@ -26,7 +26,8 @@ from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manif
 from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.saving.extension import Extension, Outcome, Run
 from safe_ckpt.core.saving.recent import Recent
-from safe_ckpt.core.saving.save import SaveJob, SaveRequest
+from safe_ckpt.core.saving.request import SaveRequest
+from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.held import can_be_held, hold, stamp_at
 from safe_ckpt.core.storage.objects.place import Place

@@ -12,21 +12,19 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safe_ckpt.adapters.extras import one_shot, presence, verify_if_ours
 from safe_ckpt.adapters.pickles import refuse_code, warn_if_no_data, warn_if_refused
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.layouts.table import has_training
-from safe_ckpt.lightning.resume import NO_DATA, WEIGHTS_NOTE
+from safe_ckpt.lightning.directories import NO_DATA, WEIGHTS_NOTE
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import TorchCheckpointIO
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
     from lightning.pytorch.callbacks import ModelCheckpoint
-
-    from safe_ckpt.lightning.saver import TrainerSaver
 else:
 
     def _derive(name: str, *homes: str) -> Any:
@@ -43,6 +41,25 @@ TRAINERS_MARK = "pytorch-lightning_version"
 """What a Trainer's checkpoint has, and a dict of Fabric's user has not."""
 
 __all__ = ["CheckpointIO", "ModelCheckpoint"]
+
+
+class SaverOfFit(Protocol):
+    """What saves while ``fit`` runs, as the I/O needs it.
+
+    Attributes:
+        reads_freely: whether a resume runs what a pickle names.
+    """
+
+    reads_freely: bool
+
+    def next_sequence(self, path: Path) -> int:
+        """The number of ``path`` in the order of commits."""
+
+    def land(self) -> None:
+        """Wait until nothing is in flight."""
+
+    def end(self) -> None:
+        """Finish what is in flight, and close."""
 
 
 class SafeCheckpointIO(CheckpointIO):
@@ -79,7 +96,7 @@ class SafeCheckpointIO(CheckpointIO):
     def __init__(self, base: Any = None) -> None:
         super().__init__()
         self.base = base if base is not None else TorchCheckpointIO()
-        self.saver: TrainerSaver | None = None
+        self.saver: SaverOfFit | None = None
         self._caught: list[dict[str, Any]] | None = None
         self.trusted: Path | None = None
 

@@ -9,24 +9,35 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
-from safe_ckpt.adapters import Attempt, FilePlan, Planned, pickles, torch_file
+from safe_ckpt.adapters import Attempt, Engine, FilePlan, Planned, pickles, torch_file
 from safe_ckpt.adapters.extras import OverlapPlan, file_plan, open_coordinator
-from safe_ckpt.adapters.strategy import Whole
+from safe_ckpt.adapters.strategy import Sharded, Whole
+from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.layouts.table import META
 from safe_ckpt.lightning import loop_state, strategies
-from safe_ckpt.lightning.resume import NO_DATA
-
-if TYPE_CHECKING:
-    from safe_ckpt.lightning.saver import TrainerSaver
+from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
+from safe_ckpt.lightning.directories import NO_DATA
 
 UNEXAMINED = tuple(f"{part}.*" for part in ("callbacks", "loops", "lr_schedulers", "hyper_parameters", loop_state.KEY))
 """Of a checkpoint: a score that is infinite before the first validation is no sign that training went bad."""
 _SWAPPERS = frozenset({"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"})
 
 
-def planned(saver: TrainerSaver, path: Path, *, weights_only: bool | None, whole: bool) -> Planned:
+class SaverOfTrainer(Protocol):
+    """What a Trainer's save is planned with; see ``TrainerSaver`` for the attributes."""
+
+    trainer: Any
+    engine: Engine
+    config: CheckpointConfig
+    io: SafeCheckpointIO
+    noted: loop_state.Noted
+    reads_freely: bool
+    sharded: Sharded
+
+
+def planned(saver: SaverOfTrainer, path: Path, *, weights_only: bool | None, whole: bool) -> Planned:
     """The planned files of this rank, or what went wrong. Nothing is raised before all ranks know of it.
 
     Args:
@@ -61,7 +72,7 @@ def planned(saver: TrainerSaver, path: Path, *, weights_only: bool | None, whole
 
 
 def _whole_checkpoint(
-    saver: TrainerSaver, path: Path, attempt: Attempt, *, weights_only: bool | None, whole: bool
+    saver: SaverOfTrainer, path: Path, attempt: Attempt, *, weights_only: bool | None, whole: bool
 ) -> dict[str, Any] | None:
     """The Trainer's checkpoint, on rank 0 with what belongs to the ranks, where the ``whole`` is wanted."""
     own, text, checkpoint, several = None, "", None, saver.engine.coordinator.size > 1
@@ -82,7 +93,7 @@ def _whole_checkpoint(
     return checkpoint
 
 
-def _file(saver: TrainerSaver, name: str, checkpoint: Mapping[str, Any], *, resumes: bool) -> FilePlan:
+def _file(saver: SaverOfTrainer, name: str, checkpoint: Mapping[str, Any], *, resumes: bool) -> FilePlan:
     """A file of Lightning's; warns of what a resume from it will refuse, where it ``resumes`` at all."""
     image = torch_file(name, checkpoint, key="checkpoint")
     if resumes and not saver.reads_freely:
@@ -91,7 +102,7 @@ def _file(saver: TrainerSaver, name: str, checkpoint: Mapping[str, Any], *, resu
 
 
 def _sharded(
-    saver: TrainerSaver, form: strategies.Form, checkpoint: dict[str, Any] | None, attempt: Attempt, *, resumes: bool
+    saver: SaverOfTrainer, form: strategies.Form, checkpoint: dict[str, Any] | None, attempt: Attempt, *, resumes: bool
 ) -> Planned:
     states: dict[str, Any] = {}
     files: list[FilePlan] = []
@@ -103,7 +114,7 @@ def _sharded(
     return Planned.joined([Planned(files=files), shards])
 
 
-def _dump(saver: TrainerSaver, path: Path, weights_only: bool | None) -> dict[str, Any] | None:
+def _dump(saver: SaverOfTrainer, path: Path, weights_only: bool | None) -> dict[str, Any] | None:
     """What the strategy would write, on the ranks that would write it. A hook of the user's may raise anything."""
     trainer = saver.trainer
     form = strategies.form_of(trainer.strategy)
@@ -141,7 +152,7 @@ def overlap_plan(trainer: Any, mode: Literal["auto", "eager", "overlapped"]) -> 
     return OverlapPlan([trainer.lightning_module], trainer.optimizers) or None
 
 
-def save_after_fit(saver: TrainerSaver, path: Path, *, weights_only: bool | None) -> None:
+def save_after_fit(saver: SaverOfTrainer, path: Path, *, weights_only: bool | None) -> None:
     """Save without an engine: rank 0 writes in this process, and the others wait for the outcome. Every rank calls this.
 
     Raises:

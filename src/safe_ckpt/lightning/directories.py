@@ -11,6 +11,11 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.layouts.table import is_lightning_directory
 
 BY_NAME = "fit(..., ckpt_path=...)"
+WEIGHTS_NOTE = "weights_only"
+NO_DATA = (
+    "call torch.serialization.add_safe_globals([...]) with these at the start of the script, give fit(weights_only=False), or "
+    "have state_dict() and the hyperparameters return numbers, text, tensors and containers of them"
+)
 
 
 class FileSaver(Saver):

@@ -39,7 +39,7 @@ def install(
     config = signals.with_requeue_signal(trainer, config)
     strategy = trainer.strategy
     present = strategy.checkpoint_io
-    if isinstance(present, SafeCheckpointIO) and present.saver is not None and not present.saver.closed:
+    if isinstance(present, SafeCheckpointIO) and isinstance(present.saver, TrainerSaver) and not present.saver.closed:
         if present.saver.config != config:
             message = "all SafeCheckpointCallbacks of a Trainer must have the same one: give each the same config"
             raise ConfigError(key="config", message=message)

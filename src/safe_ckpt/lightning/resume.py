@@ -9,9 +9,9 @@ import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from safe_ckpt.adapters import CheckpointInfo
+from safe_ckpt.adapters import CheckpointInfo, Patch
 from safe_ckpt.adapters.extras import (
     HIDDEN,
     Candidate,
@@ -37,20 +37,24 @@ from safe_ckpt.errors import (
 from safe_ckpt.layouts.table import WEIGHTS_ONLY, is_lightning_directory
 from safe_ckpt.layouts.top_level import look_inside, read_layout
 from safe_ckpt.lightning import signals
-from safe_ckpt.lightning.directories import BY_NAME
-
-if TYPE_CHECKING:
-    from safe_ckpt.lightning.saver import TrainerSaver
+from safe_ckpt.lightning.directories import BY_NAME, WEIGHTS_NOTE
 
 logger = logging.getLogger(__name__)
 
 REMOVES = "removes"
 LINKS = "links"
-WEIGHTS_NOTE = "weights_only"
-NO_DATA = (
-    "call torch.serialization.add_safe_globals([...]) with these at the start of the script, give fit(weights_only=False), or "
-    "have state_dict() and the hyperparameters return numbers, text, tensors and containers of them"
-)
+
+
+class ResumingSaver(Protocol):
+    """What resumes a Trainer; see ``TrainerSaver`` for the attributes."""
+
+    auto_directory: Path | None
+    reads_freely: bool
+    searching: bool
+    undo: Patch
+
+    def resume_from(self, directory: Path, suffix: str, rival: Path | None) -> Path | None:
+        """The newest valid checkpoint in a held directory, verified on all ranks."""
 
 
 def notes(workspace: FileHome, *, links: list[Link], to_delete: list[Path], weights_only: bool) -> dict[str, Any]:
@@ -71,7 +75,7 @@ def notes(workspace: FileHome, *, links: list[Link], to_delete: list[Path], weig
     }
 
 
-def arrange(trainer: Any, saver: TrainerSaver, directory: Path, suffix: str) -> None:
+def arrange(trainer: Any, saver: ResumingSaver, directory: Path, suffix: str) -> None:
     """Let the ``fit`` that is being set up resume from ``directory`` if it is given no path, and has nothing to go on with.
 
     A Trainer that has trained goes on with what is in memory. One that has not resumes, whatever its callbacks did before, and
@@ -108,7 +112,7 @@ def arrange(trainer: Any, saver: TrainerSaver, directory: Path, suffix: str) -> 
     saver.undo.once(trainer._checkpoint_connector, "_restore_modules_and_callbacks", restore)
 
 
-def keep_from_tuner(trainer: Any, saver: TrainerSaver) -> None:
+def keep_from_tuner(trainer: Any, saver: ResumingSaver) -> None:
     """Let a finder of learning rates or batch sizes, which restores a file of its own, leave what ``fit`` resumes from.
 
     Such a callback runs between the two parts of a resume. Lightning would forget the second: the weights would be those of

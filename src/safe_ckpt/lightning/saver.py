@@ -32,8 +32,6 @@ from safe_ckpt.lightning.loop_state import Continuation, Noted
 if TYPE_CHECKING:
     import torch
 
-    from safe_ckpt.lightning.callback import SafeCheckpointCallback
-
 logger = logging.getLogger(__name__)
 
 
@@ -73,7 +71,7 @@ class TrainerSaver(FileSaver):
         self.training = False
         self.searching = False
         self.stopping = False
-        self.stopper: SafeCheckpointCallback | None = None
+        self.stopper: object | None = None
         self.requeue_due = False
         self._warned = False
         self.continuation: Continuation | None = None
@@ -133,7 +131,7 @@ class TrainerSaver(FileSaver):
     def save_pending(
         self,
         pending: PendingActions,
-        owner: SafeCheckpointCallback | None,
+        owner: object | None,
         state: SavedCallbackState | None,
         *,
         weights_only: bool | None,

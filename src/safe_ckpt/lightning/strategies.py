@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safe_ckpt.adapters import Engine, Patch
 from safe_ckpt.adapters.strategy import Strategy
@@ -21,8 +21,6 @@ from safe_ckpt.layouts.table import LIGHTNING_TAG
 
 if TYPE_CHECKING:
     import torch
-
-    from safe_ckpt.lightning.saver import TrainerSaver
 
 IN_PARTS = ("state_dict", "optimizer_states")
 """What of a checkpoint every rank may have a part of."""
@@ -96,7 +94,29 @@ def _by_number(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
     return dict(FullyShardedDataParallel.rekey_optim_state_dict(aligned, OptimStateKeyType.PARAM_ID, model))
 
 
-def guard(trainer: Any, saver: TrainerSaver) -> None:
+class GuardingSaver(Protocol):
+    """What a strategy's load and its end are guarded with; see ``TrainerSaver`` for the attributes."""
+
+    engine: Engine
+    undo: Patch
+
+    def land(self) -> None:
+        """Wait until nothing is in flight."""
+
+    def is_directory(self, path: Path, call: str) -> bool:
+        """Whether there is a directory, as rank 0 sees it."""
+
+    def trusts(self, path: Path) -> bool:
+        """Whether all ranks together have verified this one a moment ago."""
+
+    def verify(self, path: Path) -> None:
+        """Verify one checkpoint, each rank a share."""
+
+    def end(self) -> None:
+        """Finish what is in flight, and close."""
+
+
+def guard(trainer: Any, saver: GuardingSaver) -> None:
     """Let the strategy load only what all ranks together have verified, if it is a directory of ours, and end the pipeline.
 
     Args:

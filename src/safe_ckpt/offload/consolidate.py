@@ -23,8 +23,8 @@ from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.homes import HeldDirectories, refuse
-from safe_ckpt.core.saving.save import Destination, Facts, OnCommit, SaveRequest, Snapshot
+from safe_ckpt.core.saving.names import HeldDirectories, refuse
+from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.objects.options import refuse_url
 from safe_ckpt.core.storage.objects.place import absolute

@@ -24,9 +24,9 @@ from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.copier import FileCopy, Stamp, copy_files
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.storage.durable import sync_directory
-from safe_ckpt.core.storage.inside import inside
 from safe_ckpt.core.storage.objects.options import refuse_url
 from safe_ckpt.core.storage.objects.place import absolute
+from safe_ckpt.core.storage.presence import inside
 from safe_ckpt.errors import (
     CorruptCheckpointError,
     DirectoryError,

@@ -2,7 +2,7 @@
 
 import resource
 
-from safe_ckpt.core.coordination.rendezvous import ensure_descriptors
+from safe_ckpt.core.coordination.network import ensure_descriptors
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))
 print(ensure_descriptors(1000) == "", resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1000)

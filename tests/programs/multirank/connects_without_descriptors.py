@@ -3,11 +3,11 @@
 import os
 import resource
 
-from safe_ckpt.core.coordination import rendezvous
+from safe_ckpt.core.coordination import network, rendezvous
 
-listening = rendezvous.listen("127.0.0.1", 0)
+listening = network.listen("127.0.0.1", 0)
 connect = rendezvous._Connector(["127.0.0.1"], listening.getsockname()[1], "token", "secret")
-rendezvous.CONNECT_S = 1.0
+network.CONNECT_S = 1.0
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 held = []
 try:

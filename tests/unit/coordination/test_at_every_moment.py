@@ -9,9 +9,8 @@ import pytest
 from kit.patience import wait_until
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.coordination import heartbeat
-from safe_ckpt.core.coordination.heartbeat import Heartbeat
+from safe_ckpt.core.coordination.heartbeat import Heartbeat, Peer
 from safe_ckpt.core.coordination.preemption import Preemption
-from safe_ckpt.core.coordination.rendezvous import Peer
 from safe_ckpt.core.coordination.rounds import Receipts, Round
 from safe_ckpt.machine import machine_id
 

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, PerRank
-from safe_ckpt.adapters import torch_file
+from safe_ckpt.adapters import one_shot, torch_file
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.refusals import is_short
 from safe_ckpt.core.formats.safetensors import named_safetensors_image
-from safe_ckpt.core.saving import one_shot
 from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.errors import RestoreError, StateError
 

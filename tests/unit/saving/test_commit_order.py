@@ -7,10 +7,10 @@ import time
 import pytest
 
 from safe_ckpt import CheckpointConfig, Checkpointer
+from safe_ckpt.adapters import one_shot
+from safe_ckpt.adapters.one_shot import save_archive
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.home import candidates as catalog
-from safe_ckpt.core.saving import one_shot
-from safe_ckpt.core.saving.one_shot import save_archive
 
 
 @pytest.fixture

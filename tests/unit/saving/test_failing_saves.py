@@ -12,7 +12,7 @@ from small_runs import config, steps
 from kit.inside import exchange_no_names
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.saving.write_phase import WritePhase
+from safe_ckpt.core.saving.one_save import WritePhase
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import CommitOutcomeUnknown, SaveError

@@ -5,7 +5,7 @@ import torch
 
 import safe_ckpt
 from safe_ckpt import Checkpointer
-from safe_ckpt.core.saving.one_shot import save_archive
+from safe_ckpt.adapters.one_shot import save_archive
 from safe_ckpt.errors import NoValidCheckpointError, RestoreError
 
 

@@ -18,8 +18,8 @@ from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.resuming import items
 from safe_ckpt.core.sharding import dcp_read
 from safe_ckpt.core.state.planner import SHARDED
-from safe_ckpt.core.storage.inside import checked_name, inside, really_inside
 from safe_ckpt.core.storage.objects.place import ObjectPath
+from safe_ckpt.core.storage.presence import checked_name, inside, really_inside
 from safe_ckpt.errors import HostileCheckpointError
 from safe_ckpt.extensions.mirror import fetching
 from safe_ckpt.offload import restore

@@ -13,14 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, StoreClient, read_present
 from safe_ckpt.errors import PeerLostError
 from safe_ckpt.machine import machine_id, process_state
-
-if TYPE_CHECKING:
-    from safe_ckpt.core.coordination.rendezvous import Peer
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -29,6 +27,14 @@ _SLOWEST_S = 5.0
 _MARGIN_S = 2.0
 _PHASE = "heartbeat"
 _MOST_LEFT = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Where a rank runs."""
+
+    host: str
+    pid: int
 
 
 class _Beat(NamedTuple):

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from safe_ckpt.core.coordination.reminder import Reminder
 from safe_ckpt.core.coordination.store import Check, KeyTimeout, KeyValues, StoreClient, read_present
@@ -29,11 +29,31 @@ from safe_ckpt.errors import (
     named,
 )
 
-if TYPE_CHECKING:
-    from safe_ckpt.core.coordination.coordinator import Coordinator
-
 logger = logging.getLogger(__name__)
 _GRACE_S = 3.0
+
+
+class Peers(Protocol):
+    """The ranks of a session, as an exchange needs them.
+
+    Attributes:
+        rank: this rank.
+        size: the number of ranks.
+        receipts: of exchanges that are over.
+    """
+
+    rank: int
+    size: int
+    receipts: Receipts
+
+    def check(self, needed: Sequence[int]) -> None:
+        """Raise ``PeerLostError`` if one of the ``needed`` ranks is known to be dead or stopped."""
+
+    def have_left(self, call: int) -> tuple[int, ...]:
+        """On rank 0: the ranks that have given up that call."""
+
+    def leave(self, call: int) -> None:
+        """Give up a call that this rank cannot answer now."""
 
 
 class Round:
@@ -254,7 +274,7 @@ class TwoPhaseCommit(Round):
     """
 
     def __init__(
-        self, peers: Coordinator, store_client: StoreClient, op_id: str, writers: Sequence[int], check: Check, call: int
+        self, peers: Peers, store_client: StoreClient, op_id: str, writers: Sequence[int], check: Check, call: int
     ) -> None:
         super().__init__(store_client, f"op/{op_id}", writers, "write")
         self._call = call

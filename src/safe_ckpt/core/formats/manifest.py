@@ -31,8 +31,8 @@ import xxhash
 from safe_ckpt.core.formats.health_section import checked_health
 from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES, COMMENT_PREFIX
 from safe_ckpt.core.storage import presence
-from safe_ckpt.core.storage.inside import checked_name
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.presence import checked_name
 from safe_ckpt.core.storage.source import in_files, is_directory, parsed, place_named
 from safe_ckpt.errors import (
     CorruptCheckpointError,

@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from safe_ckpt.core.home.home import HIDDEN, Candidate, OnError
 from safe_ckpt.core.home.lease import Lease
-from safe_ckpt.core.storage.inside import checked_name
 from safe_ckpt.core.storage.objects.bucket import Bucket, Version
 from safe_ckpt.core.storage.objects.clients import ChangedError, ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.core.storage.objects.second_look import DISAGREED, is_there, parse_twice, read_twice
+from safe_ckpt.core.storage.presence import checked_name
 from safe_ckpt.errors import CorruptCheckpointError, DirectoryError, UnsupportedFormatError
 from safe_ckpt.text import listed
 

@@ -20,9 +20,8 @@ from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manif
 from safe_ckpt.core.home.candidates import newest_first, stamp_of
 from safe_ckpt.core.home.home import HIDDEN, Candidate
 from safe_ckpt.core.storage.copier import Stamp
-from safe_ckpt.core.storage.inside import inside
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
-from safe_ckpt.core.storage.presence import opened
+from safe_ckpt.core.storage.presence import inside, opened
 from safe_ckpt.errors import HostileCheckpointError, SafeCheckpointError
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Ranks, R
 from safe_ckpt.core.resuming.host_cache import Host
 from safe_ckpt.core.state.items import PerRank, Shards, StartsAnew, read_once, started_anew
 from safe_ckpt.core.state.planner import SHARDED
-from safe_ckpt.core.storage.inside import checked_name
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.presence import checked_name
 from safe_ckpt.core.storage.reader import read_whole
 from safe_ckpt.core.storage.source import file_in, size_of, sizes_in
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, IncompleteCheckpointError, RestoreError

@@ -6,7 +6,8 @@ import contextlib
 from pathlib import Path
 
 from safe_ckpt.core.home.candidates import list_directories
-from safe_ckpt.core.home.home import HIDDEN, Home, candidate_at, is_run, is_there
+from safe_ckpt.core.home.home import HIDDEN, Home, is_run, is_there
+from safe_ckpt.core.home.places import candidate_at
 from safe_ckpt.core.resuming.items import saved_by
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import in_files

@@ -20,7 +20,8 @@ from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry
 from safe_ckpt.core.home.candidates import is_of_step, newest_first, step_name
-from safe_ckpt.core.home.home import Candidate, Home, candidate_at, home_at, is_one, is_there, name_below
+from safe_ckpt.core.home.home import Candidate, Home, is_there, name_below
+from safe_ckpt.core.home.places import candidate_at, home_at, is_one
 from safe_ckpt.core.home.standing import standing_of
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Reader, judge

@@ -26,9 +26,11 @@ from safe_ckpt.core.coordination.rounds import from_wire
 from safe_ckpt.core.formats.manifest import Manifest, versions
 from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.saving.extension import Extension, Extensions, Run
+from safe_ckpt.core.saving.handle import SaveHandle, skipped
 from safe_ckpt.core.saving.homes import Workspaces
 from safe_ckpt.core.saving.queue import SaveQueue
-from safe_ckpt.core.saving.save import SaveHandle, SaveJob, SaveRequest, answer, decide, failed, skipped
+from safe_ckpt.core.saving.request import SaveRequest
+from safe_ckpt.core.saving.save import SaveJob, answer, decide, failed
 from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.core.state.planner import Models
 from safe_ckpt.core.writer.inline import saves_inline

@@ -27,7 +27,8 @@ from safe_ckpt.hooks.emitter import Emitter
 if TYPE_CHECKING:
     import torch
 
-    from safe_ckpt.core.saving.save import SaveJob, SaveRequest
+    from safe_ckpt.core.saving.request import SaveRequest
+    from safe_ckpt.core.saving.save import SaveJob
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -18,8 +18,8 @@ from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.rounds import TwoPhaseCommit
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.saving.after_commit import AfterCommit
-from safe_ckpt.core.saving.commit_protocol import CommitProtocol
 from safe_ckpt.core.saving.extension import Extensions, Outcome
+from safe_ckpt.core.saving.one_save import CommitProtocol
 from safe_ckpt.core.saving.save import SaveJob, failed
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.worker_thread import Background, Refused

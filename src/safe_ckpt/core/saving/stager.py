@@ -13,7 +13,8 @@ from collections.abc import Callable
 from safe_ckpt import machine as host_memory
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.saving.extension import Extensions
-from safe_ckpt.core.saving.save import SaveJob, Streamed
+from safe_ckpt.core.saving.request import Streamed
+from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer, rounded
 from safe_ckpt.core.staging.cuda import Cuda
@@ -117,7 +118,7 @@ class Stager:
         if copy is not None and job.overlap is not None:
             overlap.close_gate(copy, self._config.timeouts.barrier_s)
         if isinstance(content, Streamed) and content.feed is not None:
-            content.feed(job)
+            content.feed(job.handle)
         elif job.streamed:
             self._await(job, job.handle.wait_snapshot)  # what is not written yet must not change
         elif copy is not None and copy.run(self._ask_for_help):

@@ -38,8 +38,7 @@ from safe_ckpt.core.formats.pickles import HOMES_OF_RECORDS, OTHER_RECORDS
 from safe_ckpt.core.sharding import dcp_entries, dtensor
 from safe_ckpt.core.sharding.dcp_ranks import name_of_empty
 from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state
-from safe_ckpt.core.storage.inside import checked_name, inside
-from safe_ckpt.core.storage.presence import ShortReadError, opened
+from safe_ckpt.core.storage.presence import ShortReadError, checked_name, inside, opened
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, RestoreError, StateError
 
 if TYPE_CHECKING:

@@ -11,14 +11,11 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from safe_ckpt.core.formats.file_plan import values_of
-
-if TYPE_CHECKING:
-    from safe_ckpt.core.staging.buffer import SharedBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +121,17 @@ class TensorCopy:
         target.view(source.shape).copy_(source, non_blocking=non_blocking)
 
 
+class Pinnable(Protocol):
+    """Host memory that can be registered with CUDA."""
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """All of it, one number a byte."""
+
+    def pin(self, device: torch.device, cuda: Cuda) -> bool:
+        """Register it. Returns whether it is."""
+
+
 class DeviceCopies:
     """The part of one snapshot that comes from devices.
 
@@ -132,7 +140,7 @@ class DeviceCopies:
         cuda: the devices.
     """
 
-    def __init__(self, buffer: SharedBuffer, cuda: Cuda | None = None) -> None:
+    def __init__(self, buffer: Pinnable, cuda: Cuda | None = None) -> None:
         self._buffer = buffer
         self._cuda = cuda or Cuda()
         self._streams: dict[torch.device, Any] = {}

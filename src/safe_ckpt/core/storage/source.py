@@ -10,9 +10,9 @@ from typing import Protocol, TypeVar
 
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.durable import freed_bytes
-from safe_ckpt.core.storage.inside import really_inside
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.objects.second_look import parse_twice
+from safe_ckpt.core.storage.presence import really_inside
 
 _T = TypeVar("_T")
 

@@ -17,9 +17,9 @@ from safe_ckpt.core.formats.verify import verify_entry
 from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, Home, NewCheckpoint
 from safe_ckpt.core.resuming.host_cache import fetch_ranges, ranges_of
 from safe_ckpt.core.storage import durable
-from safe_ckpt.core.storage.inside import checked_name, really_inside
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.core.storage.objects.second_look import look_thrice
+from safe_ckpt.core.storage.presence import checked_name, really_inside
 from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, SafeCheckpointError
 

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from safe_ckpt.core.home.home import is_gone, is_one, name_below
+from safe_ckpt.core.home.home import name_below
+from safe_ckpt.core.home.places import is_gone, is_one
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.reader import ReadProgress
 from safe_ckpt.errors import SafeCheckpointError, UnsupportedFormatError

@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 import torch
 
+from safe_ckpt.adapters import export
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, single
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.formats.torch_archive import torch_image
-from safe_ckpt.core.saving import export
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.homes import HeldDirectories, open_folder
-from safe_ckpt.core.saving.save import Streamed
+from safe_ckpt.core.saving.names import HeldDirectories, open_folder
+from safe_ckpt.core.saving.request import Streamed
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import ConfigError, DirectoryError, naming
 from safe_ckpt.extensions.assemble import assemble

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
-from safe_ckpt.core.home.home import is_one
+from safe_ckpt.core.home.places import is_one
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.errors import ConfigError, IncompleteCheckpointError

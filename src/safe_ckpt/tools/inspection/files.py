@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, MOST_BYTES, parse_json
-from safe_ckpt.core.storage import inside as storage
+from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.objects.options import StorageOptions, is_url
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place, open_place
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
@@ -174,7 +174,7 @@ def inside(folder: Path, name: str) -> Path:
     Raises:
         HostileCheckpointError: it leads out.
     """
-    path = storage.inside(folder, name)
+    path = presence.inside(folder, name)
     raw = name.encode("utf-8", "surrogatepass")
     if any("\ud800" <= mark <= "\udfff" for mark in name) or len(raw) > 4000 or max(map(len, raw.split(b"/"))) > 255:
         message = f"a file name in it is not possible: {name[:200]!r}"

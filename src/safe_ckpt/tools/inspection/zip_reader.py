@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 
 from safe_ckpt.core.formats.zip_archive import COMMENT_PREFIX
-from safe_ckpt.core.storage.inside import checked_name
+from safe_ckpt.core.storage.presence import checked_name
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
 from safe_ckpt.tools.inspection.files import Window
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from fuzz.hostile import manifest_of
 from safe_ckpt import Checkpointer
+from safe_ckpt.adapters.one_shot import save_archive
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.home.file_home import FileHome
-from safe_ckpt.core.saving.one_shot import save_archive
 from safe_ckpt.errors import DirectoryInUseError
 from safe_ckpt.tools.cli.app import app
 from support import flip_bit, run_script

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from kit.manifests import rewrite
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts
-from safe_ckpt.core.home.home import home_at
+from safe_ckpt.core.home.places import home_at
 from safe_ckpt.core.home.standing import standing_of
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.tools.cli.app import app

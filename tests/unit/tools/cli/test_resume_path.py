@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
-from safe_ckpt.core.saving.one_shot import save_archive
+from safe_ckpt.adapters.one_shot import save_archive
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.tools.cli.app import app
 from support import flip_bit

@@ -21,7 +21,7 @@ from safe_ckpt.core.home.holders import WholeDirectory
 from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.home.retention import delete_listed
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.save import Destination, Facts, OnCommit, SaveRequest, Snapshot
+from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.tools.cli import verify
 from safe_ckpt.tools.cli.app import app
 from safe_ckpt.tools.inspection.listing import read_listing

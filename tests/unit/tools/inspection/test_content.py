@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fuzz.fuzz_formats import zip_of
 from kit import warm
 from safe_ckpt import Checkpointer
-from safe_ckpt.core.saving.one_shot import save_archive
+from safe_ckpt.adapters.one_shot import save_archive
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.tools.cli.app import app
 from safe_ckpt.tools.inspection import pickle_reader

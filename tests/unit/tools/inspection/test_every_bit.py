@@ -9,8 +9,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from safe_ckpt import Checkpointer
+from safe_ckpt.adapters.one_shot import save_archive
 from safe_ckpt.core.formats.manifest import parse_manifest
-from safe_ckpt.core.saving.one_shot import save_archive
 from safe_ckpt.core.storage import reader
 from safe_ckpt.core.storage.reader import crc32
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError

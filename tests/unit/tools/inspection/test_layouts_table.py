@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from safe_ckpt import CheckpointConfig, Timeouts
 from safe_ckpt.adapters import Saver
+from safe_ckpt.adapters.one_shot import save_archive
 from safe_ckpt.adapters.saver import OpenHome
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest
 from safe_ckpt.core.formats.verify import verify_share
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.resuming import resume
 from safe_ckpt.core.resuming.candidate import FileReader
-from safe_ckpt.core.saving.one_shot import save_archive
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.layouts import table as layouts
 from safe_ckpt.tools.cli.app import app

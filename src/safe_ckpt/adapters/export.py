@@ -16,14 +16,13 @@ from safe_ckpt.core.formats.names import plain_names
 from safe_ckpt.core.home.candidates import WEIGHTS
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.homes import HeldDirectories, refuse
-from safe_ckpt.core.saving.save import (
+from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.names import HeldDirectories, refuse
+from safe_ckpt.core.saving.request import (
     Content,
     Destination,
     Facts,
     OnCommit,
-    SaveHandle,
-    SaveJob,
     SaveRequest,
     Snapshot,
     Streamed,
@@ -151,12 +150,12 @@ class _Stream:
             release=functools.partial(self._handover.release, size),
         )
 
-    def feed(self, job: SaveJob) -> None:
-        """Gather everything. The save's handle reports what goes wrong, on every rank."""
+    def feed(self, handle: SaveHandle) -> None:
+        """Gather everything. The ``handle`` of the save reports what goes wrong, on every rank."""
 
         def check() -> None:
-            if job.handle.done():
-                raise job.handle.unreported or SaveError(name=job.name, cause="it is over", phase="gather")
+            if handle.done():
+                raise handle.unreported or SaveError(name=handle.name, cause="it is over", phase="gather")
 
         stream = gather.iterate(self._tensors, self._timeout_s, self._engine.group, self._dtype, gather.STAGING_BYTES)
         try:
@@ -170,7 +169,7 @@ class _Stream:
         except Exception as error:
             self._handover.fail(error)
         except BaseException:
-            self._handover.fail(SaveError(name=job.name, cause="interrupted", phase="gather"))
+            self._handover.fail(SaveError(name=handle.name, cause="interrupted", phase="gather"))
             raise
         finally:
             stream.close()  # also after an interrupt: the other ranks learn of it, and the timeouts are restored

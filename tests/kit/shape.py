@@ -1,0 +1,92 @@
+"""The shape of a tree of sources, as numbers: circles of modules, names that stand in several places, jumps, words."""
+
+import ast
+import re
+from collections import Counter, defaultdict
+
+_FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DOCUMENTED = (*_FUNCTION, ast.ClassDef, ast.Module)
+_SMALL = 3  # lines: a private function that is no longer, and used once, costs a jump and saves nothing
+_STORAGE = re.compile(
+    r"\bsingledispatch\b|\bin_files\(|\bin_store\(|\.bucket\b|\bis_url\(|\bis_mounted\(|\.lacks\b|\.unsupported\b"
+)
+
+
+def imports(trees):
+    """Module -> the modules of the tree that it imports, those for types alone and those within functions too.
+
+    Args:
+        trees: dotted name -> parsed module.
+    """
+    return {here: set(_imported(tree, trees)) - {here} for here, tree in trees.items()}
+
+
+def _imported(tree, trees):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (full if (full := f"{node.module}.{one.name}") in trees else node.module for one in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+
+
+def circles(graph):
+    """The groups of modules of which each imports, by a way, every other one of its group."""
+    reach = {}
+    for module in graph:
+        seen, left = set(), [module]
+        while left:
+            new = graph.get(left.pop(), set()) - seen
+            seen |= new
+            left += new
+        reach[module] = seen
+    return {frozenset(two for two in reach[one] if one in reach.get(two, ())) for one in graph if one in reach[one]}
+
+
+def jumps(trees):
+    """The private functions with a body of at most three lines that their module uses once."""
+    return [
+        f"{module}.{node.name}"
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, _FUNCTION) and re.match("_[^_]", node.name)
+        if 0 < _lines(node) <= _SMALL and _uses(tree)[node.name] == 1
+    ]
+
+
+def _lines(function):
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+def _uses(tree):
+    return Counter(
+        node.id if isinstance(node, ast.Name) else node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name | ast.Attribute)
+    )
+
+
+def shared_names(trees, kinds=(*_FUNCTION, ast.ClassDef)):
+    """The public functions and classes that more than one module defines under one name."""
+    homes = defaultdict(set)
+    for module, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, kinds) and not node.name.startswith("_"):
+                homes[node.name].add(module)
+    return sorted(name for name, modules in homes.items() if len(modules) > 1)
+
+
+def shared_classes(trees):
+    """Of ``shared_names`` the classes."""
+    return shared_names(trees, (ast.ClassDef,))
+
+
+def docstrings_with_what(trees):
+    """How many docstrings begin with "What": with neither a verb nor a noun of the field."""
+    documented = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))
+    return sum(bool(re.match(r"What\b", ast.get_docstring(node) or "")) for node in documented)
+
+
+def storage_spellings(texts):
+    """How often these texts ask which storage it is, by other means than ``isinstance``."""
+    return sum(len(_STORAGE.findall(text)) for text in texts)
