@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _MOST_SOURCES = 4
-_PATIENCE, _AGAIN = 3, 16
 _ZEROS = bytes(64 << 10)
 
 
@@ -169,17 +168,7 @@ class UnchangedExtension(Extension):
         sharing = self._sharing.get(job.op_id)
         if sharing is None:
             return None
-        return {"earlier": self._earlier(sharing, path), "same_as": self._same_as(sharing, path)}
-
-    def _earlier(self, sharing: _Sharing, path: str) -> tuple[Any, ...] | None:
-        """Where nothing was shared for a while it is tried now and then only: it costs a hash."""
-        known, number = sharing.directory.known.get(path), sharing.directory.tries.count
-        fruitless = known is not None and known.fruitless >= _PATIENCE and number % _AGAIN > 1
-        if not self._settings.share or fruitless:
-            return None
-        if known is None or known.stamp is None or self._is_old(known):
-            return ()
-        return str(known.sources[0]), known.stamp.ctime_ns
+        return {"same_as": self._same_as(sharing, path)}
 
     def _same_as(self, sharing: _Sharing, path: str) -> str:
         wanted = sharing.perhaps.get(path)
@@ -247,11 +236,9 @@ class UnchangedExtension(Extension):
                 size_bytes=file.size_bytes,
                 xxh3_128=file.xxh3_128,
                 observed={name: found for name, found in file.observed.items() if name != UNCHANGED},
-                age=file.observed.get(UNCHANGED, {}).get("age")
-                or (before.age + 1 if before is not None and file.shared_bytes else 0),
+                age=file.observed.get(UNCHANGED, {}).get("age", 0),
                 # With another size it is another file under an old name.
                 repeated=same if before is not None and before.size_bytes == file.size_bytes else None,
-                fruitless=before.fruitless + 1 if before is not None and not file.shared_bytes else 0,
             )
         sharing.directory.known = found
 

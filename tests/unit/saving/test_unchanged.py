@@ -330,9 +330,7 @@ def test_the_command_counts_shared_bytes_once(tmp_path):
 def test_a_write_that_fails_at_once_leaves_no_thread_behind(tmp_path):
     """The folder is gone: a thread that went on hashing would write into the next snapshot."""
     memory = bytearray(8 << 20)
-    task = WriteTask(
-        path=str(tmp_path / "gone/file"), offset=4096, length=4 << 20, observed={"unchanged": {"earlier": ()}}
-    )
+    task = WriteTask(path=str(tmp_path / "gone/file"), offset=4096, length=4 << 20)
     options = WriteOptions(direct=False, chunk_bytes=1 << 20, flush_every_bytes=1 << 20)
     with pytest.raises(FileNotFoundError):
         write_file(task, memoryview(memory), options, Unwatched(), lambda: 0)

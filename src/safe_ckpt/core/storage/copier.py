@@ -32,7 +32,6 @@ from safe_ckpt.core.storage.direct_io import (
 )
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.presence import opened
-from safe_ckpt.core.storage.reflink import FICLONE
 
 _AT_A_TIME = 4
 _CHUNK = 4 << 20
@@ -278,10 +277,13 @@ class _Batch:
         return buffers
 
 
+_FICLONE = 0x40049409  # linux/fs.h
+
+
 def _clone(source: int, target: int) -> bool:
     """Let the file system share the blocks (btrfs, XFS, and others). Returns whether it did."""
     try:
-        fcntl.ioctl(target, FICLONE, source)
+        fcntl.ioctl(target, _FICLONE, source)
     except OSError:
         return False
     return True

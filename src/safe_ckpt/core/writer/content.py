@@ -54,11 +54,9 @@ class Closing:
     observed: Mapping[str, Any]
     tail: bytes
 
-    def written(self, path: str, **facts: Any) -> WrittenFile:
+    def written(self, path: str) -> WrittenFile:
         """Of the file at ``path``, which is there now."""
-        return WrittenFile(
-            path=path, size_bytes=self.size_bytes, xxh3_128=self.xxh3_128, observed=self.observed, **facts
-        )
+        return WrittenFile(path=path, size_bytes=self.size_bytes, xxh3_128=self.xxh3_128, observed=self.observed)
 
 
 class Content(Protocol):

@@ -14,10 +14,9 @@ from safe_ckpt.core.storage.objects.place import Place
 UNCHANGED = "unchanged"
 """The name of the extension that knows of such files.
 
-It says of a ``WriteTask``: ``earlier``, path and ctime of the file before it, with which it may share blocks of the disk (empty
-if there is none yet, None to share none); and ``same_as``, the xxh3-128 of a file that is there already: with these bytes it is
-not written. Of a ``WrittenFile``: ``age``, how many saves ago it was written if all of it is another file; and ``left_out``: it
-is not there yet, its bytes are those of ``same_as``.
+It says of a ``WriteTask``: ``same_as``, the xxh3-128 of a file that is there already: with these bytes it is not written. Of a
+``WrittenFile``: ``age``, how many saves ago it was written if all of it is another file; and ``left_out``: it is not there yet,
+its bytes are those of ``same_as``.
 """
 MOST_BYTES = 5 << 30
 """S3 copies no larger object in one request."""
@@ -65,7 +64,6 @@ class Before:
         observed: what else was found of it, by the names of extensions.
         age: how many saves ago it was written.
         repeated: whether the save before had the same bytes; None where that is not known.
-        fruitless: how many saves before it shared none of them, either.
     """
 
     sources: tuple[Place, ...]
@@ -75,7 +73,6 @@ class Before:
     observed: Mapping[str, Any] = field(default_factory=dict)
     age: int = 0
     repeated: bool | None = None
-    fruitless: int = 0
 
 
 class Existing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,7 +22,6 @@ from safe_ckpt.core.storage.direct_io import (
 )
 from safe_ckpt.core.storage.durable import WrittenFile, sync_directory
 from safe_ckpt.core.storage.objects.options import is_url
-from safe_ckpt.core.storage.reflink import SharedPieces
 from safe_ckpt.core.writer.content import Content, MemoryContent
 from safe_ckpt.core.writer.existing import UNCHANGED, Adoption
 from safe_ckpt.core.writer.object_sink import ObjectSink
@@ -50,8 +49,6 @@ class Sink(Protocol):
 class FileSink:
     """To files, by large aligned writes, then fsync: see ``Sink``. The directories exist.
 
-    A file shares blocks of the disk with the file before it, where that can be.
-
     Args:
         options: how to write.
     """
@@ -61,14 +58,23 @@ class FileSink:
 
     def write(self, task: WriteTask, content: Content, progress: ProgressReporter) -> WrittenFile:
         """See ``Sink``."""
-        earlier = task.observed.get(UNCHANGED, {}).get("earlier")
-        if earlier is None:
-            self._write(task, content, progress, write_all)
-            return content.closing().written(task.path)
-        with contextlib.closing(SharedPieces(task.path, content.length, earlier, self._options)) as pieces:
-            self._write(task, content, progress, pieces.put)
-            pieces.remember()
-        return content.closing().written(task.path, shared_bytes=pieces.shared_bytes)
+
+        def fill(fd: int, direct: bool) -> int:
+            at = unflushed = 0
+            with contextlib.closing(content.pieces(self._options.chunk_bytes)) as pieces:
+                for piece in pieces:
+                    direct = write_all(fd, piece, at, progress, direct=direct)
+                    at, unflushed = at + len(piece), unflushed + len(piece)
+                    if not direct and unflushed >= self._options.flush_every_bytes:
+                        os.fdatasync(fd)
+                        unflushed = 0
+            tail = content.closing().tail
+            write_rest(fd, tail, at, progress, direct=direct)
+            return at + len(tail)
+
+        progress.entered("write")
+        fill_new_file(task.path, self._options, progress, fill)
+        return content.closing().written(task.path)
 
     def copy(self, copies: Sequence[FileCopy], progress: ProgressReporter) -> list[WrittenFile]:
         """See ``Sink``."""
@@ -83,25 +89,6 @@ class FileSink:
         for folder in folders:
             progress.entered("fsync")
             sync_directory(folder)
-
-    def _write(self, task: WriteTask, content: Content, progress: ProgressReporter, put: Callable[..., bool]) -> None:
-        """``put`` brings a piece to its place in an open file, as ``write_all`` does."""
-
-        def fill(fd: int, direct: bool) -> int:
-            at = unflushed = 0
-            with contextlib.closing(content.pieces(self._options.chunk_bytes)) as pieces:
-                for piece in pieces:
-                    direct = put(fd, piece, at, progress, direct=direct)
-                    at, unflushed = at + len(piece), unflushed + len(piece)
-                    if not direct and unflushed >= self._options.flush_every_bytes:
-                        os.fdatasync(fd)
-                        unflushed = 0
-            tail = content.closing().tail
-            write_rest(fd, tail, at, progress, direct=direct)
-            return at + len(tail)
-
-        progress.entered("write")
-        fill_new_file(task.path, self._options, progress, fill)
 
 
 def open_sink(folder: str, options: WriteOptions) -> Sink:
