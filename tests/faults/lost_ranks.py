@@ -10,8 +10,8 @@ from entries import ENTRIES
 from safe_ckpt import CheckpointConfig, Timeouts
 from safe_ckpt.core.coordination.rounds import TwoPhaseCommit
 from safe_ckpt.core.home.file_home import FilePublication
+from safe_ckpt.core.saving import one_save
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.one_save import WritePhase
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, SafeCheckpointError, SaveError
@@ -33,7 +33,7 @@ PHASES = {
     "agree": (Engine, "save", "before"),
     "snapshot": (snapshot, "lay_out", "before"),
     "prepare": (FilePublication, "prepare", "before"),
-    "write": (WritePhase, "run", "before"),
+    "write": (one_save, "write", "before"),
     "report": (TwoPhaseCommit, "report", "before"),
     "commit": (durable, "publish_directory", "before"),
     "after the rename": (durable, "publish_directory", "after"),

@@ -10,7 +10,7 @@ from safe_ckpt.core.home import lease, object_lock
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.resuming import candidate
-from safe_ckpt.core.saving.one_save import WritePhase
+from safe_ckpt.core.saving import one_save
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.storage import direct_io, durable
 from safe_ckpt.extensions import unchanged
@@ -23,7 +23,7 @@ def engine_of(job):
 
 def writer_of(job):
     """What looks after the writer process of a ``Checkpointer`` or a handle: ``pid`` is that of the process."""
-    return engine_of(job)._save_queue.writer
+    return engine_of(job)._pipeline.writer
 
 
 def home_of(ckpt):
@@ -134,15 +134,15 @@ def once_written(action):
 
     What it returns is reported instead, unless that is None.
     """
-    real = WritePhase.run
+    real = one_save.write
 
-    def run(self):
-        WritePhase.run = real
-        report = real(self)
+    def write(turn):
+        one_save.write = real
+        report = real(turn)
         changed = action(report)
         return report if changed is None else changed
 
-    WritePhase.run = run
+    one_save.write = write
 
 
 __all__ = [

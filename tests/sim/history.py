@@ -261,7 +261,7 @@ def _probe(slot: Any) -> None:
         ("core.home.file_home", "FilePublication", "commit", "commit"),
         ("core.home.file_home", "FileHome", "_repair", "repair"),
         ("core.home.file_home", "FileHome", "_sweep", "sweep"),
-        ("core.saving.one_save", "WritePhase", "run", "write"),
+        ("core.saving.one_save", "", "write", "write"),
         ("core.saving.after_commit", "AfterCommit", "retain", "retain"),
         ("core.home.lease", "LeaseLock", "acquire", "lock"),
         ("core.home.object_home", "ObjectPublication", "prepare", "prepare"),
@@ -269,7 +269,8 @@ def _probe(slot: Any) -> None:
         ("core.home.object_home", "ObjectHome", "_sweep", "sweep"),
         ("extensions.mirror.mirror", "Mirror", "_work", "mirror"),
     ):
-        _mark(getattr(slot.load(f"safe_ckpt.{module}"), kind), method, name)
+        found = slot.load(f"safe_ckpt.{module}")
+        _mark(getattr(found, kind) if kind else found, method, name)
     slot.load("safe_ckpt.checkpointer")
     slot.is_probed = True
 

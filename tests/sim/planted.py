@@ -46,9 +46,9 @@ _LATE = (
 _ONE_WAY = _swap("            for name in names:\n", "            for name in ():\n")
 _SWEPT = _swap("if folder == self.pending and left.is_dir()", "if False and left.is_dir()")
 _EXCHANGE = "    if _settled(lambda: exchange(staged, final), staged, final) is not False:"
-_EARLY = """        if (catalog := self._job.request.on_commit.catalog) is not None and self._job.request.on_commit.retention:
-            self._job.workspace.discard([one.path for one in catalog.committed])
-        return self._publication.commit("""
+_EARLY = """    if (catalog := turn.job.request.on_commit.catalog) is not None and turn.job.request.on_commit.retention:
+        turn.job.workspace.discard([one.path for one in catalog.committed])
+    return turn.job.publication.commit("""
 
 PLANTED: dict[str, dict[str, Patch]] = {
     "the lock is not confirmed before a commit": {
@@ -83,14 +83,14 @@ PLANTED: dict[str, dict[str, Patch]] = {
     },
     "a verdict that did not come is a failure": {
         _COMMIT: _swap(
-            'raise CommitOutcomeUnknown(name=self._job.name, cause=cause, phase="commit") from error\n        except',
-            'raise SaveError(name=self._job.name, cause=cause, phase="commit") from error\n        except',
+            'raise CommitOutcomeUnknown(name=turn.job.name, cause=cause, phase="commit") from error\n    except',
+            'raise SaveError(name=turn.job.name, cause=cause, phase="commit") from error\n    except',
         )
     },
     "keys of a save are used again": {
         "safe_ckpt.core.coordination.rounds": _swap('f"op/{op_id}", writers, "write"', '"op/save", writers, "write"')
     },
-    "retention comes before the commit": {_COMMIT: _swap("        return self._publication.commit(", _EARLY)},
+    "retention comes before the commit": {_COMMIT: _swap("    return turn.job.publication.commit(", _EARLY)},
     "a holder's signs of life are ignored": {
         _LEASE: _both(
             _swap("if silence.is_broken_by(seen):", "if False:"),
@@ -109,7 +109,7 @@ PLANTED: dict[str, dict[str, Patch]] = {
         "safe_ckpt.core.home.home": _swap("max(last + 1, int(time.time() * 1000))", "int(time.time() * 1000)")
     },
     "the others' reports are left out": {
-        _COMMIT: _swap("info = self._commit({**own, **others})", "info = self._commit(own or others)")
+        _COMMIT: _swap("info = _commit(turn, {**own, **others})", "info = _commit(turn, own or others)")
     },
     "a commit whose sync failed stays": {
         _DURABLE: _swap(
@@ -234,7 +234,7 @@ IN_STORES: dict[str, dict[str, Patch]] = {
         )
     },
     "a rank that gives up says that nothing is saved": {
-        _COMMIT: _swap("            if refused:\n                raise\n", "            raise\n")
+        _COMMIT: _swap("        if refused:\n            raise\n", "        raise\n")
     },
 }
 """Those of object stores: histories with a directory on a disk do not meet them."""

@@ -16,7 +16,7 @@ handle = register(accelerator, CONFIG)
 Training(accelerator, width=100_000)
 for step in (30, 40, 50):
     accelerator.save_state(f"{folder}/step_{step}", async_save=False)
-writer = handle.saver.engine._save_queue.writer
+writer = handle.saver.engine._pipeline.writer
 os.kill(writer.pid, signal.SIGSTOP)
 accelerator.save_state(f"{folder}/step_60")
 deadline = time.monotonic() + 20

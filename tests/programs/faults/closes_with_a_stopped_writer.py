@@ -13,6 +13,6 @@ config = CheckpointConfig(timeouts=Timeouts(shutdown_s=shutdown_s, writer_stall_
 ckpt = Checkpointer(folder, config)
 handle = ckpt.save(1, {"w": {"t": torch.ones(20_000_000)}})
 signal.signal(signal.SIGINT, signal.default_int_handler)
-os.kill(ckpt._engine._save_queue.writer.pid, signal.SIGSTOP)
+os.kill(ckpt._engine._pipeline.writer.pid, signal.SIGSTOP)
 print("closing", flush=True)
 ckpt.close()

@@ -27,7 +27,7 @@ def save(step):
 
 
 save(1).result(timeout_s=30)
-writer = ckpt._engine._save_queue.writer
+writer = ckpt._engine._pipeline.writer
 pid = writer.pid
 os.kill(pid, signal.SIGSTOP)
 handle = save(2)

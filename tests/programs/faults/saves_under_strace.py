@@ -14,7 +14,7 @@ folder, fault = sys.argv[1:]
 config = CheckpointConfig(timeouts=Timeouts(shutdown_s=5, writer_stall_s=1, fsync_stall_s=2))
 ckpt = Checkpointer(folder, config)
 handle = ckpt.save(1, {"w": {"t": torch.ones(20_000_000)}})
-pid = ckpt._engine._save_queue.writer.pid
+pid = ckpt._engine._pipeline.writer.pid
 handle.result(timeout_s=30)
 command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=fsync,pwrite64", "-e", f"inject={fault}"]
 tracer = subprocess.Popen([*command, "-p", str(pid)])

@@ -13,7 +13,7 @@ ckpt = Checkpointer(folder, CheckpointConfig(timeouts=Timeouts(shutdown_s=5, wri
 handle = ckpt.save(1, {"w": {"t": torch.ones(20_000_000)}})
 logging.basicConfig()
 for step in (2, 3, 4):
-    os.kill(ckpt._engine._save_queue.writer.pid, number)
+    os.kill(ckpt._engine._pipeline.writer.pid, number)
     handle = ckpt.save(step, {"w": {"t": torch.full((20_000_000,), float(step))}})
     print(handle.result(timeout_s=50).step, flush=True)
 ckpt.close()

@@ -12,7 +12,7 @@ from small_runs import config, steps
 from kit.inside import exchange_no_names
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.saving.one_save import WritePhase
+from safe_ckpt.core.saving import one_save
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import CommitOutcomeUnknown, SaveError
@@ -91,7 +91,7 @@ def test_memory_into_which_a_copy_still_writes_is_not_given_to_the_next_save(tmp
     """A copy hangs in the middle of a tensor, its save is given up, and it goes on while the next one is written: what that
     commits has not a byte of it.
     """
-    copying, writing, hung = StagingCopy._copy_piece, WritePhase.run, []
+    copying, writing, hung = StagingCopy._copy_piece, one_save.write, []
     go_on, stepped = threading.Event(), threading.Event()
     net = torch.nn.Linear(300, 300)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
@@ -118,14 +118,14 @@ def test_memory_into_which_a_copy_still_writes_is_not_given_to_the_next_save(tmp
             failed.result(timeout_s=60)
         expected = {name: value.clone() for name, value in net.state_dict().items()}
 
-        def written_late(self):
+        def written_late(turn):
             """The copy of the first save ends between the copy and the writing of the second, with what the step has made."""
             assert stepped.wait(60)
             go_on.set()
             assert hung[0].wait(60)
-            return writing(self)
+            return writing(turn)
 
-        monkeypatch.setattr(WritePhase, "run", written_late)
+        monkeypatch.setattr(one_save, "write", written_late)
         handle = ckpt.save(2, state)
         train()
         stepped.set()

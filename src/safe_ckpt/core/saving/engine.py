@@ -22,33 +22,32 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.preemption import Preemption
 from safe_ckpt.core.coordination.process_groups import ProcessGroup, group_timeout_s
-from safe_ckpt.core.coordination.rounds import from_wire
-from safe_ckpt.core.formats.manifest import Manifest, versions
+from safe_ckpt.core.formats.manifest import versions
 from safe_ckpt.core.home.home import Home
+from safe_ckpt.core.saving import one_save
+from safe_ckpt.core.saving.after_commit import AfterCommit
 from safe_ckpt.core.saving.extension import Extension, Extensions, Run
-from safe_ckpt.core.saving.handle import SaveHandle, skipped
+from safe_ckpt.core.saving.handle import Handles, SaveHandle
 from safe_ckpt.core.saving.homes import Workspaces
 from safe_ckpt.core.saving.queue import SaveQueue
 from safe_ckpt.core.saving.request import SaveRequest
-from safe_ckpt.core.saving.save import SaveJob, answer, decide, failed
 from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.core.state.planner import Models
+from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.writer.inline import saves_inline
+from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import (
     ClosedError,
-    CommitOutcomeUnknown,
     ConfigError,
     ForkedError,
     SafeCheckpointError,
-    SaveError,
-    StateError,
-    named,
 )
 from safe_ckpt.hooks import asked_for
 from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.logging_hook import LoggingHook
 
 logger = logging.getLogger(__name__)
+_SHARE_OF_WAIT = 0.7
 
 
 class Engine:
@@ -108,9 +107,8 @@ class Engine:
         self.hold, self.let_go = self._workspaces.hold, self._workspaces.let_go
         self.take_stock, self.tell = self._workspaces.take_stock, self._workspaces.tell
         self.extensions = Extensions(extensions)
-        self._stager = Stager(config, self.rank, self.extensions)
-        self._save_queue = SaveQueue(self.coordinator, config, self.emit, self._stager.give_back, self.extensions)
-        self._handles: list[SaveHandle] = []
+        self._pipeline = pipeline = self._parts()
+        self._stager, self._save_queue, self._handles = pipeline.stager, pipeline.queue, pipeline.handles
         self._closed = False
         self._preemption: Preemption | None = None
         try:
@@ -119,11 +117,36 @@ class Engine:
             self._closed = True
             self._end()
             raise
-        if self.rank == 0 and self._save_queue.writer.needs_process(1):
-            self._save_queue.writer.start()
+        if self.rank == 0 and pipeline.writer.needs_process(1):
+            pipeline.writer.start()
         self._warn_of_a_short_group_timeout(group)
         # Also where atexit does not run: processes that multiprocessing forked end without it.
         self._at_exit = multiprocessing.util.Finalize(None, _close_at_exit, (weakref.ref(self),), exitpriority=100)
+
+    def _parts(self) -> one_save.Pipeline:
+        # None of them refers to this engine: one that is not referenced any more is closed.
+        config, coordinator, emit, rank = self.config, self.coordinator, self.emit, self.rank
+        # An upload gives up before the others stop waiting for it, so that they learn why.
+        storage = StorageOptions.of(config.storage, _SHARE_OF_WAIT * config.timeouts.lengthy_s)
+        ahead = [module for one in self.extensions for module in one.imports]
+
+        def respawned(pid: int, ended: str) -> None:
+            emit(events.Respawned(rank=rank, pid=pid, ended=ended, name=pipeline.queue.oldest))
+
+        writer = WriterSupervisor(config.writer, config.timeouts, respawned, storage, ahead)
+        pipeline = one_save.Pipeline(
+            config=config,
+            coordinator=coordinator,
+            emit=self.emit,
+            extensions=self.extensions,
+            handles=Handles(),
+            stager=Stager(config, self.rank, self.extensions),
+            writer=writer,
+            queue=SaveQueue(coordinator, config, self.emit, writer, lambda job: one_save.finish(pipeline, job)),
+            after_commit=AfterCommit(self.rank, self.emit, self.extensions),
+            store_client=coordinator.store_client("phases"),
+        )
+        return pipeline
 
     def _equip(self) -> None:
         """What the extensions and, on rank 0, ``telemetry`` ask for."""
@@ -172,38 +195,10 @@ class Engine:
             RendezvousTimeout: some ranks did not come.
             SafeCheckpointError: the error of an earlier save that was not reported yet; this one was not started.
         """
-        started = time.monotonic()
-        decision = self._agree_save(request)
-        agreed_s = time.monotonic() - started
-        if not decision:
-            if self.rank == 0:
-                request.destination.workspace.abandon(request.on_commit.prefilled)
-            return skipped(request.name)
-        manifest = Manifest.from_json(decision["manifest"], str(request.destination.path))
-        # Its own deadline once its turn comes, plus what follows the verdict: deleting old checkpoints.
-        turns = 1 + self.in_flight
-        limit_s = turns * (self.config.timeouts.lengthy_s + self.config.timeouts.barrier_s)
-        workspace, new = request.destination.workspace, request.new(manifest, decision["needed_bytes"])
-        handle = SaveHandle(request.name, limit_s, manifest.op_id, workspace)
-        job = SaveJob(
-            request=request,
-            manifest=manifest,
-            publication=workspace.begin(new, self.config.timeouts),
-            writers=tuple(decision["writers"]),
-            handle=handle,
-            started=started,
-            agreed_s=agreed_s,
-            call=self.coordinator.call,
-        )
-        job.error = SaveError(name=job.name, cause="interrupted", rank=self.rank, phase="snapshot")
-        try:
-            self._start(job)
-            # Writing begins behind the copying.
-            self._stager.copy(job)
-        except BaseException:
-            if job.copy is not None:
-                job.copy.abandon()
-            raise
+        self.coordinator.refuse_fork("save")
+        if self._closed:
+            raise ClosedError(message="save: this was closed; open a new one")
+        handle = one_save.begin(self._pipeline, request)
         if self._inline:
             handle.settle()
         return handle
@@ -214,7 +209,7 @@ class Engine:
         Args:
             size_bytes: what this rank will save, roughly; never shrinks what is there.
         """
-        if not self._closed and os.getpid() == self._pid and self._save_queue.writer.needs_process(size_bytes):
+        if not self._closed and os.getpid() == self._pid and self._pipeline.writer.needs_process(size_bytes):
             # Without a reference to this engine: one that is not referenced any more is closed.
             self._stager.prepare(size_bytes, functools.partial(_get_ready, self._save_queue))
 
@@ -271,28 +266,16 @@ class Engine:
 
     def settle(self, within: Home | None = None) -> None:
         """Wait until everything in flight is over, or what goes to one directory, whatever came of it."""
-        for handle in list(self._handles):
-            if within is None or handle.within is within:
-                handle.settle()
+        self._handles.settle(within)
 
     def raise_unreported(self) -> None:
         """Raise the first error of a finished save that was not reported yet."""
-        for handle in list(self._handles):
-            if (error := handle.unreported) is not None:
-                handle.mark_reported()
-                raise error
-
-    def _forget_reported(self) -> None:
-        """Let go of what is over and has nothing to raise, so that no save costs more than the one before."""
-        for handle in list(self._handles):
-            if handle.done() and handle.unreported is None:
-                with contextlib.suppress(ValueError):  # a signal handler that saves came first
-                    self._handles.remove(handle)
+        self._handles.raise_unreported()
 
     @property
     def in_flight(self) -> int:
         """How many saves are not over."""
-        return sum(not handle.done() for handle in self._handles)
+        return self._handles.in_flight
 
     def close(self, *, quiet: bool = False, within_s: float | None = None) -> None:
         """Finish what is in flight, end the writer process, free the memory, give the directories back.
@@ -318,9 +301,10 @@ class Engine:
         try:
             self._save_queue.close(within_s=within_s)
         finally:
+            self._pipeline.store_client.close()
             self.extensions.ask("the end of the job", lambda one: one.closing(within_s))
             if self.rank == 0:
-                self._save_queue.after_commit.delete_deferred()
+                self._pipeline.after_commit.delete_deferred()
             try:
                 self._end()
             finally:
@@ -335,72 +319,6 @@ class Engine:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             self.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
-
-    def _agree_save(self, request: SaveRequest) -> dict[str, Any]:
-        """What ``decide`` returned, but for an earlier failure: that is raised."""
-        self.coordinator.refuse_fork("save")
-        if self._closed:
-            raise ClosedError(message="save: this was closed; open a new one")
-        self._forget_reported()
-        if isinstance(request.error, StateError):
-            request.error.rank = self.rank
-        earlier, begun = self._unreported(), time.monotonic()
-        busy = self.config.on_busy == "skip" and not request.patient and self.in_flight >= self.config.max_in_flight
-        try:
-            decision: dict[str, Any] = self.agree(
-                "save",
-                must_match={"step": request.facts.step, "path": request.destination.path, **request.must_match},
-                local=lambda: answer(request, earlier, self.rank, self._spared_bytes(request)),
-                decide=lambda answers: decide(request, answers, busy=busy, fields=self.extensions.decided(request)),
-                phase="planning the save",
-            )
-        except Exception as problem:
-            error = named(problem, rank=self.rank, phase="planning the save")
-            if self.coordinator.unsure:  # rank 0 has this rank's answer, and may have gone on to commit
-                cause, name = str(error), request.name
-                error = CommitOutcomeUnknown(name=name, cause=cause, rank=self.rank, phase="commit")
-            self.emit(failed(request, error, self.rank, time.monotonic() - begun))
-            if isinstance(error, CommitOutcomeUnknown):
-                raise error from (None if error is problem else problem)
-            raise
-        if "earlier" in decision:
-            for handle in self._handles:
-                if handle.op_id == decision["earlier"]["op_id"]:
-                    handle.mark_reported()
-            raise from_wire(decision["earlier"]["error"])
-        return decision
-
-    def _spared_bytes(self, request: SaveRequest) -> int:
-        return sum(self.extensions.ask("before a save", lambda one: one.planning(request)).values())
-
-    def _unreported(self) -> tuple[str, SafeCheckpointError] | None:
-        """The ``op_id`` and the error of the first save that failed and was not reported yet."""
-        return next(((one.op_id, error) for one in self._handles if (error := one.unreported) is not None), None)
-
-    def _await_room(self) -> None:
-        for handle in list(self._handles):
-            if self.in_flight < self.config.max_in_flight:
-                break
-            handle.settle()
-        # With several saves in flight only some ranks may know of a failure. It is reported at the next agreement.
-
-    def _start(self, job: SaveJob) -> None:
-        reported = False
-        try:
-            self._await_room()
-            if self.config.max_in_flight == 1 and self._unreported() is not None:
-                # Nothing is in flight any more, so every rank knows of it and raises here.
-                reported = True
-                self.raise_unreported()
-            size = sum(file.total_bytes for file in job.request.content.files)
-            if self.rank == 0 and self._save_queue.writer.needs_process(size):
-                self._save_queue.writer.start()  # while the copy is taken
-            self._stager.lay_out(job)
-        finally:
-            # Also when this was interrupted, because the other ranks wait for this rank's report.
-            if not reported:
-                self._handles.append(job.handle)
-                self._save_queue.put(job)
 
     def _end(self) -> None:
         if self._preemption is not None:

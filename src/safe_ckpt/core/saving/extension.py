@@ -228,6 +228,10 @@ class Extensions:
                 logger.log(level, message, moment, one.name, error, exc_info=first)
         return answers
 
+    def spared_bytes(self, request: SaveRequest) -> int:
+        """How many bytes will probably not be written."""
+        return sum(self.ask("before a save", lambda one: one.planning(request)).values())
+
     def decided(self, request: SaveRequest) -> dict[str, Any]:
         """Fields of the manifest that are known before the copy."""
         told = self.ask("before a save", lambda one: one.deciding(request))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 
@@ -154,3 +155,59 @@ def skipped(name: str) -> SaveHandle:
     handle.finish(None, SaveSkippedError(name=name, cause="another save is in flight and on_busy is 'skip'"))
     handle.mark_reported()
     return handle
+
+
+class Handles:
+    """The saves of one engine that are not over, and those whose error was not reported yet. On the thread that trains."""
+
+    def __init__(self) -> None:
+        self._each: list[SaveHandle] = []
+
+    def __len__(self) -> int:
+        return len(self._each)
+
+    def add(self, handle: SaveHandle) -> None:
+        """One more, behind all others."""
+        self._each.append(handle)
+
+    @property
+    def in_flight(self) -> int:
+        """How many saves are not over."""
+        return sum(not handle.done() for handle in self._each)
+
+    def await_room(self, most: int) -> None:
+        """Wait until fewer than ``most`` are in flight."""
+        for handle in list(self._each):
+            if self.in_flight < most:
+                break
+            handle.settle()
+
+    def settle(self, within: Home | None = None) -> None:
+        """Wait until everything in flight is over, or what goes to one directory, whatever came of it."""
+        for handle in list(self._each):
+            if within is None or handle.within is within:
+                handle.settle()
+
+    def unreported(self) -> tuple[str, SafeCheckpointError] | None:
+        """The ``op_id`` and the error of the first save that failed and was not reported yet."""
+        return next(((one.op_id, error) for one in self._each if (error := one.unreported) is not None), None)
+
+    def raise_unreported(self) -> None:
+        """Raise the first error of a finished save that was not reported yet."""
+        for handle in list(self._each):
+            if (error := handle.unreported) is not None:
+                handle.mark_reported()
+                raise error
+
+    def mark_reported(self, op_id: str) -> None:
+        """The error of this save is about to be raised."""
+        for handle in self._each:
+            if handle.op_id == op_id:
+                handle.mark_reported()
+
+    def forget_reported(self) -> None:
+        """Let go of what is over and has nothing to raise, so that no save costs more than the one before."""
+        for handle in list(self._each):
+            if handle.done() and handle.unreported is None:
+                with contextlib.suppress(ValueError):  # a signal handler that saves came first
+                    self._each.remove(handle)

@@ -1,23 +1,31 @@
-"""The background phases of a save: prepare, write, commit, retain. They issue no collectives.
+"""One save, from the call to its commit: who changes a save begins here.
 
-Rank 0 leads: it makes the pending directory, collects what every writing rank reports, commits and publishes the verdict.
-The others write, report and wait for the verdict.
+``begin`` is the caller's half: the ranks agree, the copy is planned and taken. ``finish`` is the background's half, and issues
+no collectives. There rank 0 leads: it makes the pending directory, collects what every writing rank reports, commits and
+publishes the verdict. The others write, report and wait for the verdict.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.coordination.rounds import TwoPhaseCommit, from_wire, to_wire
-from safe_ckpt.core.coordination.store import KeyTimeout
+from safe_ckpt.core.coordination.store import KeyTimeout, StoreClient
 from safe_ckpt.core.formats.file_plan import ITSELF, WriteTask
-from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry
-from safe_ckpt.core.saving.extension import Extensions
-from safe_ckpt.core.saving.save import SaveJob
+from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, Manifest
+from safe_ckpt.core.saving.after_commit import AfterCommit
+from safe_ckpt.core.saving.extension import Extensions, Outcome
+from safe_ckpt.core.saving.handle import Handles, SaveHandle, skipped
+from safe_ckpt.core.saving.queue import SaveQueue
+from safe_ckpt.core.saving.request import SaveRequest
+from safe_ckpt.core.saving.save import SaveJob, answer, decide, failed
+from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.core.storage.copier import FileCopy, first_changed
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.writer.existing import Existing
@@ -29,22 +37,171 @@ from safe_ckpt.errors import (
     SafeCheckpointError,
     SaveError,
     SourceChangedError,
+    StateError,
+    named,
 )
+from safe_ckpt.hooks.emitter import Emitter
 
 _LOOK_S = 1.0
 _LAST_WORD_S = 1.5
 
 
-class WritePhase:
-    """Writes this rank's part of one save.
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """The parts that the saves of one rank go through, as long as its engine is open.
 
-    Args:
-        job: the save.
-        writer: writes this rank's files.
+    Attributes:
         config: settings.
-        rank: this rank.
-        extensions: tell what the writer looks at, and which files are there already.
-        check_still_wanted: called while writing; raises to give up.
+        coordinator: where the ranks meet.
+        emit: receives what happens.
+        extensions: what stands beside the saves.
+        handles: of the saves that are under way, and of those whose error was not reported yet.
+        stager: takes the copies.
+        writer: writes this rank's files.
+        queue: runs the background's half of one save after the other.
+        after_commit: deletes what is not kept, on rank 0.
+        store_client: the background's connection to the store in which the ranks meet.
+    """
+
+    config: CheckpointConfig
+    coordinator: Coordinator
+    emit: Emitter
+    extensions: Extensions
+    handles: Handles
+    stager: Stager
+    writer: WriterSupervisor
+    queue: SaveQueue
+    after_commit: AfterCommit
+    store_client: StoreClient
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.coordinator.rank
+
+
+def begin(run: Pipeline, request: SaveRequest) -> SaveHandle:
+    """The caller's half, on every rank. When it returns, the state may change.
+
+    Raises:
+        SafeCheckpointError: it was not started, on any rank; see ``Engine.save``.
+    """
+    started = time.monotonic()
+    decision = _agree(run, request)
+    if not decision:
+        if run.rank == 0:
+            request.destination.workspace.abandon(request.on_commit.prefilled)
+        return skipped(request.name)
+    job = _job_of(run, request, decision, started)
+    try:
+        _put(run, job)
+        run.stager.copy(job)  # writing begins behind the copying
+    except BaseException:
+        if job.copy is not None:
+            job.copy.abandon()
+        raise
+    return job.handle
+
+
+def finish(run: Pipeline, job: SaveJob) -> None:
+    """The background's half, on every rank, one save after the other: no collectives. The handle gets the outcome."""
+    turn = Turn(run, job)
+    run.extensions.ask("the turn of a save", lambda one: one.started(job))
+    info, failure = None, None
+    try:
+        info = _lead(turn) if run.rank == 0 else _follow(turn)
+    except SafeCheckpointError as error:
+        failure = error
+    except BaseException as error:
+        run.extensions.ended(job, Outcome(error=run.queue.unexpected(job, error)))
+        raise
+    finally:
+        run.stager.give_back(job)
+    if info is not None:
+        run.queue.last_save_s = time.monotonic() - job.started
+    # Here and not on the caller's thread: hooks write to files.
+    raised = run.extensions.ended(job, turn.outcome(info, failure))
+    if info is not None and run.rank == 0:
+        run.after_commit.retain(job, info)
+    run.queue.conclude(job, info, failure or raised)
+
+
+def _agree(run: Pipeline, request: SaveRequest) -> dict[str, Any]:
+    """Returns what ``decide`` returned, but for an earlier failure: that is raised."""
+    if isinstance(request.error, StateError):
+        request.error.rank = run.rank
+    config, handles, begun = run.config, run.handles, time.monotonic()
+    handles.forget_reported()
+    earlier, spared = handles.unreported(), run.extensions.spared_bytes
+    busy = config.on_busy == "skip" and not request.patient and handles.in_flight >= config.max_in_flight
+    try:
+        decision: dict[str, Any] = run.coordinator.agree(
+            "save",
+            timeout_s=config.timeouts.barrier_s,
+            must_match={"step": request.facts.step, "path": request.destination.path, **request.must_match},
+            local=lambda: answer(request, earlier, run.rank, spared(request)),
+            decide=lambda answers: decide(request, answers, busy=busy, fields=run.extensions.decided(request)),
+            phase="planning the save",
+        )
+    except Exception as problem:
+        error = named(problem, rank=run.rank, phase="planning the save")
+        if run.coordinator.unsure:  # rank 0 has this rank's answer, and may have gone on to commit
+            cause, name = str(error), request.name
+            error = CommitOutcomeUnknown(name=name, cause=cause, rank=run.rank, phase="commit")
+        run.emit(failed(request, error, run.rank, time.monotonic() - begun))
+        if isinstance(error, CommitOutcomeUnknown):
+            raise error from (None if error is problem else problem)
+        raise
+    if "earlier" in decision:
+        handles.mark_reported(decision["earlier"]["op_id"])
+        raise from_wire(decision["earlier"]["error"])
+    return decision
+
+
+def _job_of(run: Pipeline, request: SaveRequest, decision: Mapping[str, Any], started: float) -> SaveJob:
+    manifest = Manifest.from_json(decision["manifest"], str(request.destination.path))
+    timeouts, workspace = run.config.timeouts, request.destination.workspace
+    # Its own deadline once its turn comes, plus what follows the verdict: deleting old checkpoints.
+    turns = 1 + run.handles.in_flight
+    limit_s = turns * (timeouts.lengthy_s + timeouts.barrier_s)
+    job = SaveJob(
+        request=request,
+        manifest=manifest,
+        publication=workspace.begin(request.new(manifest, decision["needed_bytes"]), timeouts),
+        writers=tuple(decision["writers"]),
+        handle=SaveHandle(request.name, limit_s, manifest.op_id, workspace),
+        started=started,
+        agreed_s=time.monotonic() - started,
+        call=run.coordinator.call,
+    )
+    job.error = SaveError(name=job.name, cause="interrupted", rank=run.rank, phase="snapshot")
+    return job
+
+
+def _put(run: Pipeline, job: SaveJob) -> None:
+    """Plan the copy and put the save into the queue: from here on its outcome is certain."""
+    reported = False
+    try:
+        # With several saves in flight only some ranks may know of a failure. It is reported at the next agreement.
+        run.handles.await_room(run.config.max_in_flight)
+        if run.config.max_in_flight == 1 and run.handles.unreported() is not None:
+            # Nothing is in flight any more, so every rank knows of it and raises here.
+            reported = True
+            run.handles.raise_unreported()
+        size = sum(file.total_bytes for file in job.request.content.files)
+        if run.rank == 0 and run.writer.needs_process(size):
+            run.writer.start()  # while the copy is taken
+        run.stager.lay_out(job)
+    finally:
+        # Also when this was interrupted, because the other ranks wait for this rank's report.
+        if not reported:
+            run.handles.add(job.handle)
+            run.queue.put(job)
+
+
+@dataclass(kw_only=True)
+class Written:
+    """The writing of one rank in one save.
 
     Attributes:
         write_s: how long it took; 0 while it has not come to its end.
@@ -52,306 +209,127 @@ class WritePhase:
         written_bytes: how much it was.
     """
 
-    def __init__(
-        self,
-        job: SaveJob,
-        writer: WriterSupervisor,
-        config: CheckpointConfig,
-        rank: int,
-        extensions: Extensions,
-        check_still_wanted: Callable[[], None],
-    ) -> None:
-        self._job = job
-        self._writer = writer
-        self._config = config
-        self._rank = rank
-        self._extensions = extensions
-        self._check_still_wanted = check_still_wanted
-        self.write_s = 0.0
-        self.written_at = 0.0
-        self.written_bytes = 0
-
-    def run(self) -> dict[str, Any]:
-        """Write all of it. Returns the report of this rank.
-
-        Raises:
-            OSError: something could not be written.
-            SafeCheckpointError: the save was given up, or its source changed.
-        """
-        job, begun, directories = self._job, time.monotonic(), list(self._job.publication.folders)
-        results = [*self._copy_files(), *self._adopt(job.existing.values())]
-        if job.streamed:
-            most = self._config.max_host_bytes
-            streamed = self._job_of(files=self._observed(), directories=directories)
-            results += self._writer.stream(streamed, job.files, most, self._check_still_wanted)
-            job.handle.mark_snapshot_taken()
-        elif job.buffer is not None:
-            results += self._run_writer(buffer=job.buffer, files=self._observed(), directories=directories)
-            self._await_copy(job)
-        else:
-            raise SaveError(name=job.name, cause="there is no snapshot", rank=self._rank, phase="write")
-        self.written_at = time.monotonic()
-        self.write_s = self.written_at - begun
-        written = {self._place(one.path): one for one in results}
-        found = self._extensions.existing("what was written", lambda one: one.recognised(job, written))
-        if found:
-            for one in self._adopt(found.values()):
-                place = self._place(one.path)
-                written[place] = dataclasses.replace(one, observed={**written[place].observed, **one.observed})
-            self._run_writer(directories=directories)
-        self.written_bytes = sum(result.size_bytes - result.shared_bytes for result in written.values())
-        reports = self._extensions.ask("what was written", lambda one: one.written(job, written))
-        files = [self._entry(result) for result in written.values()]
-        return {"files": files, "items": dict(job.request.facts.items), "extensions": reports}
-
-    def _observed(self) -> list[WriteTask]:
-        """What is written, with what the writer's observers are told of it."""
-        job, extensions = self._job, self._extensions
-        return [
-            dataclasses.replace(task, observed=extensions.observed(job, self._place(task.path), plan))
-            for task, plan in zip(job.tasks, job.files, strict=True)
-        ]
-
-    def _adopt(self, files: Iterable[Existing]) -> list[WrittenFile]:
-        """Give files of a checkpoint before a further name; copy them where there are no such names."""
-        job = self._job
-        places = [(one, f"{job.folder}/{one.path}") for one in files]
-        for one, path in places:
-            one.how = one.link(path)
-        left = [(one, one.adoption(path)) for one, path in places if one.how != "linked"]
-        told = [adoption for _, adoption in left]
-        results = {result.path: result for result in self._run_writer(adoptions=told)} if told else {}
-        for one, adoption in left:
-            result = results[adoption.path]
-            if result.xxh3_128 != one.before.xxh3_128:
-                cause = f"{one.path} was to be taken from {one.before.sources[0]}, whose bytes are not those that were written"
-                raise SaveError(name=job.name, cause=cause, rank=self._rank, phase="write")
-            if adoption.sources and not result.shared_bytes:
-                one.how = "sent"
-        return [one.written(path, shared=path not in results or results[path].shared_bytes > 0) for one, path in places]
-
-    def _place(self, path: str) -> str:
-        """Of a file in the checkpoint; the same for every single file."""
-        if self._job.request.destination.kind == "file":
-            return ITSELF
-        return path.removeprefix(f"{self._job.folder}/")
-
-    def _run_writer(self, **what: Any) -> list[WrittenFile]:
-        """Have the writer do what the other fields of a ``WriteJob`` say."""
-        return self._writer.write(self._job_of(**what), self._check_still_wanted)
-
-    def _job_of(self, **what: Any) -> WriteJob:
-        return WriteJob(name=self._job.name, rank=self._rank, folder=str(self._job.folder), **what)
-
-    def _copy_files(self) -> list[WrittenFile]:
-        """Copy what lies in files, and hash what is there already. The caller goes on once they are read."""
-        job, content = self._job, self._job.request.content
-        chosen = [*content.copies, *content.in_place]
-        if not chosen:
-            return []
-        copies = [dataclasses.replace(copy, path=f"{job.folder}/{copy.path}") for copy in chosen]
-        try:
-            results = self._run_writer(copies=copies)
-        except OSError:
-            self._refuse_changed(copies)  # one that was cut off or replaced is an error of the disk at first sight
-            raise
-        self._refuse_changed(copies)
-        job.read.set()
-        return results
-
-    def _refuse_changed(self, copies: Sequence[FileCopy]) -> None:
-        if (changed := first_changed(copies)) is not None:
-            place = changed.removeprefix(f"{self._job.folder}/")
-            until = "the call returns" if place == changed else "the checkpoint is committed"
-            cause = f"{place}: it changed while it was being read: nothing may write to it until {until}"
-            raise SourceChangedError(name=self._job.name, cause=cause, source=changed, rank=self._rank)
-
-    def _await_copy(self, job: SaveJob) -> None:
-        """The bytes are written. Whether they are right is known when the copy is over."""
-        limit_s = self._config.timeouts.barrier_s
-        if job.copy is not None and not job.copy.wait(limit_s):
-            cause = f"the copy did not end within {limit_s:.0f} s (timeouts.barrier_s)"
-            raise SaveError(name=job.name, cause=cause, rank=self._rank, phase="snapshot")
-        if job.copy is not None and job.copy.error is not None:
-            raise job.copy.error
-
-    def _entry(self, result: WrittenFile) -> dict[str, Any]:
-        facts = {"size_bytes": result.size_bytes, "xxh3_128": result.xxh3_128}
-        for besides in self._extensions.ask("an entry of the manifest", lambda one: one.entry(result)).values():
-            facts |= besides
-        return {"path": result.path.removeprefix(f"{self._job.folder}/"), "rank": self._rank, **facts}
+    write_s: float = 0.0
+    written_at: float = 0.0
+    written_bytes: int = 0
 
 
-class CommitProtocol:
-    """Runs one save on one rank, on the background thread.
-
-    Args:
-        job: the save.
-        two_phase: where the ranks report how it goes.
-        writer: writes this rank's files.
-        config: settings.
-        rank: this rank.
-        give_up: raises when the save is to be abandoned.
-        extensions: what stands beside the save.
+@dataclass
+class Turn:
+    """The turn of one save in the background of one rank.
 
     Attributes:
+        run: the parts that it goes through.
+        job: the save.
+        round: where the ranks report how it goes.
+        written: how its writing went.
         told: what rank 0 concluded for all ranks, by extension.
-        writing: this rank's part.
     """
 
-    def __init__(
-        self,
-        job: SaveJob,
-        two_phase: TwoPhaseCommit,
-        writer: WriterSupervisor,
-        config: CheckpointConfig,
-        rank: int,
-        give_up: Callable[[], None],
-        extensions: Extensions,
-    ) -> None:
-        self._job = job
-        self._extensions = extensions
-        self.told: Mapping[str, Any] = {}
-        self.writing = WritePhase(job, writer, config, rank, extensions, self._check_still_wanted)
-        self._publication = job.publication
-        self._two_phase = two_phase
-        self._config = config
-        self._rank = rank
-        self._give_up = give_up
-        self._deadline = time.monotonic() + config.timeouts.lengthy_s
+    run: Pipeline
+    job: SaveJob
+    written: Written = field(default_factory=Written)
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        run, job = self.run, self.job
+        reporting = [rank for rank in job.writers if rank != 0]
+        check = self._check_giving_up
+        self.round = TwoPhaseCommit(run.coordinator, run.store_client, job.op_id, reporting, check, job.call)
+        self._deadline = time.monotonic() + run.config.timeouts.lengthy_s
         self._next_look = 0.0
 
-    def run(self) -> CheckpointInfo:
-        """Run it to its end.
+    def left_s(self) -> float:
+        """How long it may still take."""
+        return max(0.001, self._deadline - time.monotonic())
+
+    def check_still_wanted(self) -> None:
+        """Called again and again while this rank writes.
 
         Raises:
-            SafeCheckpointError: it failed; the same error on every rank.
+            SafeCheckpointError: it is to be given up.
         """
-        return self._lead() if self._rank == 0 else self._follow()
-
-    def _lead(self) -> CheckpointInfo:
-        job = self._job
-        try:
-            if job.error is not None:
-                raise job.error
-            self._publication.prepare()
-            self._two_phase.prepared()
-            own = {0: self.writing.run()} if 0 in job.writers else {}
-            others = self._two_phase.reports(self._left_s()) if any(job.writers) else {}
-            for rank in sorted(others):
-                if "error" in others[rank]:
-                    raise from_wire(others[rank]["error"])
-            info = self._commit({**own, **others})
-        except BaseException as error:
-            ours = self._explained(error, "commit")
-            # Publish the cause first: the other ranks need not wait for the cleaning up.
-            self._two_phase.conclude({"error": to_wire(ours, rank=0, phase="save")})
-            if not isinstance(ours, CommitOutcomeUnknown):
-                self._publication.abort()
-            raise ours from error
-        self._two_phase.conclude({"ok": info.to_json(), "told": dict(self.told)})
-        return info
-
-    def _follow(self) -> CheckpointInfo:
-        job, reporting, refused = self._job, False, False
-        if self._rank in job.writers:
-            try:
-                if job.error is not None:
-                    raise job.error
-                self._two_phase.await_prepared(self._left_s())
-                if self._two_phase.failed_elsewhere() is None:
-                    self._publication.await_folder(self._rank, self._left_s)
-                    report = self.writing.run()
-                    reporting = True
-                    self._two_phase.report(report)
-            except PeerLostError as error:
-                self._two_phase.leave()
-                if not reporting:
-                    raise
-                # Rank 0 may have received it all the same, and committed.
-                raise CommitOutcomeUnknown(name=job.name, cause=str(error), phase="commit") from error
-            except Exception as error:
-                self._report_failure(self._explained(error, "write"))
-                refused = True
-        return self._read_verdict(refused=refused)
-
-    def _report_failure(self, error: SafeCheckpointError) -> None:
-        try:
-            self._two_phase.report({"error": to_wire(error, rank=self._rank, phase="write")})
-        except PeerLostError:
-            self._two_phase.leave()
-            raise error from None
-
-    def _read_verdict(self, *, refused: bool) -> CheckpointInfo:
-        try:
-            # Rank 0 has the same deadline and publishes a verdict then. Waiting a little longer avoids an unknown outcome.
-            verdict = self._two_phase.verdict(self._left_s() + self._config.timeouts.peer_stall_s)
-        except (KeyTimeout, PeerLostError) as error:
-            cause = str(error) if isinstance(error, PeerLostError) else "rank 0 gave no verdict in time"
-            raise CommitOutcomeUnknown(name=self._job.name, cause=cause, phase="commit") from error
-        except SaveError as error:  # this rank gives up; rank 0 may commit, unless it was told of an error
-            if refused:
-                raise
-            verdict = self._last_word(error)
-        if "error" in verdict:
-            raise from_wire(verdict["error"])
-        self.told = verdict["told"]
-        return CheckpointInfo.from_json(verdict["ok"], beside=self._job.path)
-
-    def _last_word(self, error: SaveError) -> Any:
-        try:
-            # Rank 0 may give up, too, at the same moment.
-            return self._two_phase.verdict(_LAST_WORD_S, given_up=True)
-        except (KeyTimeout, PeerLostError):
-            name, cause = self._job.name, error.cause
-            raise CommitOutcomeUnknown(name=name, cause=cause, rank=self._rank, phase="commit") from error
-
-    def _check_still_wanted(self) -> None:
-        self._give_up()
-        for source in (self._job, self._job.copy):
+        self._check_giving_up()
+        for source in (self.job, self.job.copy):
             if source is not None and source.error is not None:
                 raise source.error
         now = time.monotonic()
         if now > self._deadline:
-            cause = f"not done after {self._config.timeouts.lengthy_s:.0f} s (timeouts.lengthy_s)"
-            raise SaveError(name=self._job.name, cause=cause, rank=self._rank, phase="write")
+            cause = f"not done after {self.run.config.timeouts.lengthy_s:.0f} s (timeouts.lengthy_s)"
+            raise self.error(cause, "write")
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_S
-        if (failure := self._two_phase.failed_elsewhere()) is not None:
+        if (failure := self.round.failed_elsewhere()) is not None:
             raise failure
 
-    def _commit(self, reports: Mapping[int, Any]) -> CheckpointInfo:
-        self._two_phase.refuse_left()
-        entries = self._entries(reports)
-        said = {rank: reports[rank]["extensions"] for rank in sorted(reports)}
-        fields, self.told = self._extensions.concluding(self._job, said)
-        sections = {"items": _merge_items(reports), **fields}
-        return self._publication.commit(entries, sections, self._check_still_wanted)
-
-    def _entries(self, reports: Mapping[int, Any]) -> tuple[FileEntry, ...]:
-        """The files that the ranks report: each of them by one rank, with its size and its whole digest."""
-        entries: dict[str, FileEntry] = {}
-        for rank in sorted(reports):
-            for row in reports[rank]["files"]:
-                try:
-                    entry = FileEntry(**row)
-                    if entries.setdefault(entry.path, entry) is not entry:
-                        raise ValueError(f"rank {entries[entry.path].rank} reports {entry.path}, too")
-                except (TypeError, ValueError) as error:
-                    cause = f"rank {rank} reports a file that could not be resumed from: {error}"
-                    raise SaveError(name=self._job.name, cause=cause, rank=rank, phase="commit") from error
-        return tuple(entries.values())
-
-    def _left_s(self) -> float:
-        return max(0.001, self._deadline - time.monotonic())
-
-    def _explained(self, error: BaseException, phase: str) -> SafeCheckpointError:
-        if (explained := self._publication.explain(error, rank=self._rank, phase=phase)) is not None:
+    def explained(self, error: BaseException, phase: str) -> SafeCheckpointError:
+        """An error of this package for any error."""
+        if (explained := self.job.publication.explain(error, rank=self.run.rank, phase=phase)) is not None:
             return explained
-        if isinstance(error, SafeCheckpointError):
-            return error
-        return SaveError(name=self._job.name, cause=f"{type(error).__name__}: {error}", rank=self._rank, phase=phase)
+        return (
+            error if isinstance(error, SafeCheckpointError) else self.error(f"{type(error).__name__}: {error}", phase)
+        )
+
+    def error(self, cause: str, phase: str) -> SaveError:
+        """Of this save, on this rank."""
+        return SaveError(name=self.job.name, cause=cause, rank=self.run.rank, phase=phase)
+
+    def outcome(self, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> Outcome:
+        """How it ended."""
+        return Outcome(info=info, error=failure, told=self.told, **dataclasses.asdict(self.written))
+
+    def _check_giving_up(self) -> None:
+        self.run.queue.check_giving_up(self.job.name)
+
+
+def _lead(turn: Turn) -> CheckpointInfo:
+    """Rank 0."""
+    job, publication = turn.job, turn.job.publication
+    try:
+        if job.error is not None:
+            raise job.error
+        publication.prepare()
+        turn.round.prepared()
+        own = {0: write(turn)} if 0 in job.writers else {}
+        others = turn.round.reports(turn.left_s()) if any(job.writers) else {}
+        for rank in sorted(others):
+            if "error" in others[rank]:
+                raise from_wire(others[rank]["error"])
+        info = _commit(turn, {**own, **others})
+    except BaseException as error:
+        ours = turn.explained(error, "commit")
+        # Publish the cause first: the other ranks need not wait for the cleaning up.
+        turn.round.conclude({"error": to_wire(ours, rank=0, phase="save")})
+        if not isinstance(ours, CommitOutcomeUnknown):
+            publication.abort()
+        raise ours from error
+    turn.round.conclude({"ok": info.to_json(), "told": dict(turn.told)})
+    return info
+
+
+def _commit(turn: Turn, reports: Mapping[int, Any]) -> CheckpointInfo:
+    turn.round.refuse_left()
+    entries = _entries(turn, reports)
+    said = {rank: reports[rank]["extensions"] for rank in sorted(reports)}
+    fields, turn.told = turn.run.extensions.concluding(turn.job, said)
+    sections = {"items": _merge_items(reports), **fields}
+    return turn.job.publication.commit(entries, sections, turn.check_still_wanted)
+
+
+def _entries(turn: Turn, reports: Mapping[int, Any]) -> tuple[FileEntry, ...]:
+    """The files that the ranks report: each of them by one rank, with its size and its whole digest."""
+    entries: dict[str, FileEntry] = {}
+    for rank in sorted(reports):
+        for row in reports[rank]["files"]:
+            try:
+                entry = FileEntry(**row)
+                if entries.setdefault(entry.path, entry) is not entry:
+                    raise ValueError(f"rank {entries[entry.path].rank} reports {entry.path}, too")
+            except (TypeError, ValueError) as error:
+                cause = f"rank {rank} reports a file that could not be resumed from: {error}"
+                raise SaveError(name=turn.job.name, cause=cause, rank=rank, phase="commit") from error
+    return tuple(entries.values())
 
 
 def _merge_items(reports: Mapping[int, Any]) -> dict[str, Any]:
@@ -361,3 +339,180 @@ def _merge_items(reports: Mapping[int, Any]) -> dict[str, Any]:
             entry = merged.setdefault(name, {"per_rank": item["per_rank"], "form": item["form"], "files": {}})
             entry["files"][str(rank)] = item["file"]
     return merged
+
+
+def _follow(turn: Turn) -> CheckpointInfo:
+    """Every other rank."""
+    job, run, reporting, refused = turn.job, turn.run, False, False
+    if run.rank in job.writers:
+        try:
+            if job.error is not None:
+                raise job.error
+            turn.round.await_prepared(turn.left_s())
+            if turn.round.failed_elsewhere() is None:
+                job.publication.await_folder(run.rank, turn.left_s)
+                report = write(turn)
+                reporting = True
+                turn.round.report(report)
+        except PeerLostError as error:
+            turn.round.leave()
+            if not reporting:
+                raise
+            # Rank 0 may have received it all the same, and committed.
+            raise CommitOutcomeUnknown(name=job.name, cause=str(error), phase="commit") from error
+        except Exception as error:
+            _report_failure(turn, turn.explained(error, "write"))
+            refused = True
+    return _read_verdict(turn, refused=refused)
+
+
+def _report_failure(turn: Turn, error: SafeCheckpointError) -> None:
+    try:
+        turn.round.report({"error": to_wire(error, rank=turn.run.rank, phase="write")})
+    except PeerLostError:
+        turn.round.leave()
+        raise error from None
+
+
+def _read_verdict(turn: Turn, *, refused: bool) -> CheckpointInfo:
+    try:
+        # Rank 0 has the same deadline and publishes a verdict then. Waiting a little longer avoids an unknown outcome.
+        verdict = turn.round.verdict(turn.left_s() + turn.run.config.timeouts.peer_stall_s)
+    except (KeyTimeout, PeerLostError) as error:
+        cause = str(error) if isinstance(error, PeerLostError) else "rank 0 gave no verdict in time"
+        raise CommitOutcomeUnknown(name=turn.job.name, cause=cause, phase="commit") from error
+    except SaveError as error:  # this rank gives up; rank 0 may commit, unless it was told of an error
+        if refused:
+            raise
+        verdict = _last_word(turn, error)
+    if "error" in verdict:
+        raise from_wire(verdict["error"])
+    turn.told = verdict["told"]
+    return CheckpointInfo.from_json(verdict["ok"], beside=turn.job.path)
+
+
+def _last_word(turn: Turn, error: SaveError) -> Any:
+    try:
+        # Rank 0 may give up, too, at the same moment.
+        return turn.round.verdict(_LAST_WORD_S, given_up=True)
+    except (KeyTimeout, PeerLostError):
+        name, rank = turn.job.name, turn.run.rank
+        raise CommitOutcomeUnknown(name=name, cause=error.cause, rank=rank, phase="commit") from error
+
+
+def write(turn: Turn) -> dict[str, Any]:
+    """Write this rank's part of a save, on the background thread. Returns the report of this rank.
+
+    Raises:
+        OSError: something could not be written.
+        SafeCheckpointError: the save was given up, or its source changed.
+    """
+    job, run, begun, directories = turn.job, turn.run, time.monotonic(), list(turn.job.publication.folders)
+    results = [*_copy_files(turn), *_adopt(turn, job.existing.values())]
+    if job.streamed:
+        streamed = _write_job(job, run.rank, files=_observed(turn), directories=directories)
+        results += run.writer.stream(streamed, job.files, run.config.max_host_bytes, turn.check_still_wanted)
+        job.handle.mark_snapshot_taken()
+    elif job.buffer is not None:
+        results += _run_writer(turn, buffer=job.buffer, files=_observed(turn), directories=directories)
+        _await_copy(turn)
+    else:
+        raise turn.error("there is no snapshot", "write")
+    ended = time.monotonic()
+    turn.written.written_at, turn.written.write_s = ended, ended - begun
+    files = {_place(job, one.path): one for one in results}
+    found = run.extensions.existing("what was written", lambda one: one.recognised(job, files))
+    if found:
+        for one in _adopt(turn, found.values()):
+            place = _place(job, one.path)
+            files[place] = dataclasses.replace(one, observed={**files[place].observed, **one.observed})
+        _run_writer(turn, directories=directories)
+    turn.written.written_bytes = sum(file.size_bytes - file.shared_bytes for file in files.values())
+    reports = run.extensions.ask("what was written", lambda one: one.written(job, files))
+    entries = [_entry(turn, file) for file in files.values()]
+    return {"files": entries, "items": dict(job.request.facts.items), "extensions": reports}
+
+
+def _observed(turn: Turn) -> list[WriteTask]:
+    """What is written, with what the writer's observers are told of it."""
+    job, extensions = turn.job, turn.run.extensions
+    return [
+        dataclasses.replace(task, observed=extensions.observed(job, _place(job, task.path), plan))
+        for task, plan in zip(job.tasks, job.files, strict=True)
+    ]
+
+
+def _adopt(turn: Turn, files: Iterable[Existing]) -> list[WrittenFile]:
+    """Give files of a checkpoint before a further name; copy them where there are no such names."""
+    places = [(one, f"{turn.job.folder}/{one.path}") for one in files]
+    for one, path in places:
+        one.how = one.link(path)
+    left = [(one, one.adoption(path)) for one, path in places if one.how != "linked"]
+    told = [adoption for _, adoption in left]
+    results = {result.path: result for result in _run_writer(turn, adoptions=told)} if told else {}
+    for one, adoption in left:
+        result = results[adoption.path]
+        if result.xxh3_128 != one.before.xxh3_128:
+            source = one.before.sources[0]
+            cause = f"{one.path} was to be taken from {source}, whose bytes are not those that were written"
+            raise turn.error(cause, "write")
+        if adoption.sources and not result.shared_bytes:
+            one.how = "sent"
+    return [one.written(path, shared=path not in results or results[path].shared_bytes > 0) for one, path in places]
+
+
+def _place(job: SaveJob, path: str) -> str:
+    """Of a file in the checkpoint; the same for every single file."""
+    if job.request.destination.kind == "file":
+        return ITSELF
+    return path.removeprefix(f"{job.folder}/")
+
+
+def _run_writer(turn: Turn, **what: Any) -> list[WrittenFile]:
+    """Have the writer do what the other fields of a ``WriteJob`` say."""
+    return turn.run.writer.write(_write_job(turn.job, turn.run.rank, **what), turn.check_still_wanted)
+
+
+def _write_job(job: SaveJob, rank: int, **what: Any) -> WriteJob:
+    return WriteJob(name=job.name, rank=rank, folder=str(job.folder), **what)
+
+
+def _copy_files(turn: Turn) -> list[WrittenFile]:
+    """Copy what lies in files, and hash what is there already. The caller goes on once they are read."""
+    job, content = turn.job, turn.job.request.content
+    chosen = [*content.copies, *content.in_place]
+    if not chosen:
+        return []
+    copies = [dataclasses.replace(copy, path=f"{job.folder}/{copy.path}") for copy in chosen]
+    try:
+        results = _run_writer(turn, copies=copies)
+    except OSError:
+        _refuse_changed(turn, copies)  # one that was cut off or replaced is an error of the disk at first sight
+        raise
+    _refuse_changed(turn, copies)
+    job.read.set()
+    return results
+
+
+def _refuse_changed(turn: Turn, copies: Sequence[FileCopy]) -> None:
+    if (changed := first_changed(copies)) is not None:
+        place = changed.removeprefix(f"{turn.job.folder}/")
+        until = "the call returns" if place == changed else "the checkpoint is committed"
+        cause = f"{place}: it changed while it was being read: nothing may write to it until {until}"
+        raise SourceChangedError(name=turn.job.name, cause=cause, source=changed, rank=turn.run.rank)
+
+
+def _await_copy(turn: Turn) -> None:
+    """The bytes are written. Whether they are right is known when the copy is over."""
+    copy, limit_s = turn.job.copy, turn.run.config.timeouts.barrier_s
+    if copy is not None and not copy.wait(limit_s):
+        raise turn.error(f"the copy did not end within {limit_s:.0f} s (timeouts.barrier_s)", "snapshot")
+    if copy is not None and copy.error is not None:
+        raise copy.error
+
+
+def _entry(turn: Turn, result: WrittenFile) -> dict[str, Any]:
+    facts = {"size_bytes": result.size_bytes, "xxh3_128": result.xxh3_128}
+    for besides in turn.run.extensions.ask("an entry of the manifest", lambda one: one.entry(result)).values():
+        facts |= besides
+    return {"path": result.path.removeprefix(f"{turn.job.folder}/"), "rank": turn.run.rank, **facts}

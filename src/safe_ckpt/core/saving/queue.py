@@ -6,24 +6,16 @@ they are committed, the same on every rank.
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
 from collections.abc import Callable
 
-from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator
-from safe_ckpt.core.coordination.rounds import TwoPhaseCommit
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.saving.after_commit import AfterCommit
-from safe_ckpt.core.saving.extension import Extensions, Outcome
-from safe_ckpt.core.saving.one_save import CommitProtocol
 from safe_ckpt.core.saving.save import SaveJob, failed
-from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.worker_thread import Background, Refused
-from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
@@ -33,7 +25,6 @@ from safe_ckpt.errors import (
 )
 from safe_ckpt.hooks.emitter import Emitter
 
-_SHARE_OF_WAIT = 0.7
 logger = logging.getLogger(__name__)
 _LAST_WORDS_S = 5.0
 
@@ -45,14 +36,12 @@ class SaveQueue:
         coordinator: where the ranks meet.
         config: settings.
         emit: receives what happens.
-        give_back: takes the buffer of a save that is over.
-        extensions: what stands beside the saves.
+        writer: is watched while it ends, and ended with this.
+        finish: runs one save to its end; see ``one_save``.
 
     Attributes:
-        writer: writes this rank's files.
         stop_by: when the job must be over, on the monotonic clock; a save that is not done by then is given up.
         last_save_s: how long the last committed save took, from the call to its commit; 0 when there was none.
-        after_commit: deletes what is not kept, on rank 0.
     """
 
     def __init__(
@@ -60,25 +49,19 @@ class SaveQueue:
         coordinator: Coordinator,
         config: CheckpointConfig,
         emit: Emitter,
-        give_back: Callable[[SharedBuffer], None],
-        extensions: Extensions,
+        writer: WriterSupervisor,
+        finish: Callable[[SaveJob], None],
     ) -> None:
         self._coordinator = coordinator
-        self._store_client = coordinator.store_client("phases")
         self._config = config
         self._emit = emit
-        self._give_back = give_back
-        self._extensions = extensions
-        # An upload gives up before the others stop waiting for it, so that they learn why.
-        storage = StorageOptions.of(config.storage, _SHARE_OF_WAIT * config.timeouts.lengthy_s)
-        ahead = [module for one in extensions for module in one.imports]
-        self.writer = WriterSupervisor(config.writer, config.timeouts, self._respawned, storage, ahead)
-        coordinator.movers.append(self.writer.progress)
+        self._writer = writer
+        self._finish = finish
+        coordinator.movers.append(writer.progress)
         self._background = Background("safe_ckpt-save", self._work)
         self._open: list[SaveJob] = []
         self._beginning = threading.RLock()
         self._failures = 0
-        self.after_commit = AfterCommit(coordinator.rank, emit, extensions)
         self.stop_by: float | None = None
         self.last_save_s = 0.0
         self._giving_up = threading.Event()
@@ -86,7 +69,7 @@ class SaveQueue:
     def start(self) -> None:
         """Start the thread and the writer process ahead of the first save. On any thread."""
         self._background.start()
-        self.writer.start()
+        self._writer.start()
 
     def put(self, job: SaveJob) -> None:
         """Put a save whose snapshot is planned into the queue. Its handle gets an outcome, whatever happens here."""
@@ -121,9 +104,8 @@ class SaveQueue:
             if not self._background.is_current:  # a collector may call this from anywhere
                 self._drain(within_s)
         finally:
-            self._coordinator.movers.remove(self.writer.progress)
-            self.writer.close()
-            self._store_client.close()
+            self._coordinator.movers.remove(self._writer.progress)
+            self._writer.close()
 
     def _drain(self, within_s: float | None) -> None:
         thread = self._background
@@ -160,54 +142,20 @@ class SaveQueue:
                 return
             job.begun = True
         try:
-            self._process(job)
+            self._finish(job)
         except BaseException as error:  # a bug of ours must not leave the caller waiting
             logger.exception("the background thread failed")
-            job.handle.finish(None, self._unexpected(job, error))
+            job.handle.finish(None, self.unexpected(job, error))
             self._open.remove(job)
             if not isinstance(error, Exception) and not self._background.is_current:
                 raise  # Ctrl-C is the caller's
 
-    def _process(self, job: SaveJob) -> None:
-        give_up = functools.partial(self._check_giving_up, job.name)
-        reporting = [rank for rank in job.writers if rank != 0]
-        two_phase = TwoPhaseCommit(self._coordinator, self._store_client, job.op_id, reporting, give_up, job.call)
-        rank = self._coordinator.rank
-        phases = CommitProtocol(job, two_phase, self.writer, self._config, rank, give_up, self._extensions)
-        self._extensions.ask("the turn of a save", lambda one: one.started(job))
-        info, failure = None, None
-        try:
-            info = phases.run()
-        except SafeCheckpointError as error:
-            failure = error
-        except BaseException as error:
-            self._extensions.ended(job, Outcome(error=self._unexpected(job, error)))
-            raise
-        finally:
-            self._free(job)
-        if info is not None:
-            self.last_save_s = time.monotonic() - job.started
-        facts = {name: getattr(phases.writing, name) for name in ("write_s", "written_at", "written_bytes")}
-        # Here and not on the caller's thread: hooks write to files.
-        raised = self._extensions.ended(job, Outcome(info=info, error=failure, told=phases.told, **facts))
-        if info is not None and rank == 0:
-            self.after_commit.retain(job, info)
-        self._conclude(job, info, failure or raised)
-
-    def _unexpected(self, job: SaveJob, error: BaseException) -> SaveError:
+    def unexpected(self, job: SaveJob, error: BaseException) -> SaveError:
+        """For an error that is none of this package: a bug of ours, or an interrupt."""
         return SaveError(name=job.name, cause=repr(error), rank=self._coordinator.rank)
 
-    def _free(self, job: SaveJob) -> None:
-        if job.copy is not None:
-            cause = "the save was over before the copy was"
-            job.copy.fail(SaveError(name=job.name, cause=cause, rank=self._coordinator.rank))
-            if not job.copy.wait(self._config.timeouts.shutdown_s):
-                logger.error("the memory of %s stays taken: a copy into it does not end", job.name)
-                return
-        if job.buffer is not None:
-            self._give_back(job.buffer)
-
-    def _conclude(self, job: SaveJob, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> None:
+    def conclude(self, job: SaveJob, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> None:
+        """A save is over, whatever came of it: its handle gets the outcome."""
         self._failures = 0 if failure is None else self._failures + 1
         stops = isinstance(failure, UnhealthyStateError)
         warns = self._config.on_failure == "warn" and self._failures < self._config.max_consecutive_failures
@@ -219,11 +167,17 @@ class SaveQueue:
         job.handle.finish(info, failure)
         self._open.remove(job)
 
-    def _respawned(self, pid: int, ended: str) -> None:
-        name = self._open[0].name if self._open else ""  # what is written is the oldest
-        self._emit(events.Respawned(rank=self._coordinator.rank, pid=pid, ended=ended, name=name))
+    @property
+    def oldest(self) -> str:
+        """The name of the oldest save that is not over, which is the one that is written; "" for none."""
+        return self._open[0].name if self._open else ""
 
-    def _check_giving_up(self, name: str) -> None:
+    def check_giving_up(self, name: str) -> None:
+        """Called while a save runs.
+
+        Raises:
+            SaveError: it is to be given up: this rank shuts down, or the time after a signal is over.
+        """
         if self._giving_up.is_set():
             cause = "this rank shut down before it was done"
             raise SaveError(name=name, cause=cause, rank=self._coordinator.rank, phase="shutdown")

@@ -134,8 +134,18 @@ class Stager:
             self._await(job, lambda: self._await_copies(job))
         job.stall_s = time.monotonic() - job.started
 
-    def give_back(self, buffer: SharedBuffer) -> None:
-        """The save that used it is over. Called on the background thread."""
+    def give_back(self, job: SaveJob) -> None:
+        """The save is over: its copy ends, and its memory is free for the next one. Called on the background thread."""
+        if job.copy is not None:
+            cause = "the save was over before the copy was"
+            job.copy.fail(SaveError(name=job.name, cause=cause, rank=self._rank))
+            if not job.copy.wait(self._config.timeouts.shutdown_s):
+                logger.error("the memory of %s stays taken: a copy into it does not end", job.name)
+                return
+        if job.buffer is not None:
+            self._keep(job.buffer)
+
+    def _keep(self, buffer: SharedBuffer) -> None:
         with self._giving_back:
             if not self._closed:
                 self._free.append(buffer)
