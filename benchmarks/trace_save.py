@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
+import statistics
 import sys
 import tempfile
 import threading
@@ -19,17 +21,26 @@ from pathlib import Path
 from types import FrameType
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "safe_ckpt"
-MOST = {"save": 36, "resume": 22}
+MOST = {"save": 44, "resume": 31}
+MOST_CHANGES = 200
+RUNS = 5
 BESIDE = ("extensions/", "hooks/", "events.py")
 """What stands beside the path: extensions with what they decide by, and hooks. A save needs none of it: it is not counted."""
 _BOOT = "sys.path.insert(0, {folder!r}); import trace_save; trace_save.watch_writer({target!r}); "
 
 
 class Route:
-    """The files that are entered between ``start`` and ``stop``, on any thread, in the order of their first call."""
+    """The files that are entered while ``recorded`` is, on any thread, in the order of their first call.
+
+    Attributes:
+        files: file -> number of calls.
+        changes: how often a thread called from one room (a folder) into another.
+    """
 
     def __init__(self) -> None:
         self.files: dict[str, int] = {}
+        self.changes = 0
+        self._rooms: dict[int, str] = {}
         self._on = False
 
     def install(self) -> None:
@@ -40,7 +51,7 @@ class Route:
     @contextmanager
     def recorded(self) -> Iterator[dict[str, int]]:
         """Record what is entered within: file -> number of calls."""
-        self.files, self._on = {}, True
+        self.files, self.changes, self._rooms, self._on = {}, 0, {}, True
         try:
             yield self.files
         finally:
@@ -50,8 +61,12 @@ class Route:
         if not self._on or event != "call":
             return
         name = file_of(frame)
-        if name is not None:
-            self.files[name] = self.files.get(name, 0) + 1
+        if name is None:
+            return
+        self.files[name] = self.files.get(name, 0) + 1
+        thread, room = threading.get_ident(), os.path.dirname(name)
+        self.changes += self._rooms.get(thread, room) != room
+        self._rooms[thread] = room
 
 
 def file_of(frame: FrameType) -> str | None:
@@ -77,8 +92,12 @@ def watch_writer(target: str) -> None:
     sys.setprofile(see)
 
 
-def traced(folder: Path, mebibytes: int) -> dict[str, dict[str, int]]:
-    """What one save and one resume enter: "save", "writer" and "resume" -> file -> number of calls."""
+def traced(folder: Path, mebibytes: int) -> tuple[dict[str, dict[str, int]], int]:
+    """What one save and one resume enter, and how often a save changes the room, the median of ``RUNS``.
+
+    Returns:
+        "save", "writer" and "resume" -> file -> number of calls; and the changes.
+    """
     import torch
 
     from safe_ckpt import CheckpointConfig, Checkpointer
@@ -90,29 +109,47 @@ def traced(folder: Path, mebibytes: int) -> dict[str, dict[str, int]]:
     workers._BOOT = workers._BOOT.replace(
         "from safe_ckpt", boot.replace("{", "{{").replace("}", "}}") + "from safe_ckpt", 1
     )
-    route = Route()
+    route, changes = Route(), []
     route.install()
     model = torch.nn.Linear(mebibytes * 256, 1024, bias=False)
-    optimizer = torch.optim.Adam(model.parameters())
-    state = {"model": model, "optimizer": optimizer}
-    with Checkpointer(folder / "run", CheckpointConfig()) as ckpt, route.recorded() as saved:
-        ckpt.save(1, state).result()
-    with Checkpointer(folder / "run", CheckpointConfig()) as ckpt, route.recorded() as resumed:
+    state = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+    saved: dict[str, int] = {}
+    for number in range(RUNS):
+        with Checkpointer(folder / f"run{number}", CheckpointConfig()) as ckpt, route.recorded() as entered:
+            ckpt.save(1, state).result()
+        changes.append(route.changes)
+        saved = saved or entered
+    with Checkpointer(folder / "run0", CheckpointConfig()) as ckpt, route.recorded() as resumed:
         ckpt.resume(state)
-    return {"save": saved, "writer": dict.fromkeys(writers.read_text().split(), 0), "resume": resumed}
+    found = {"save": saved, "writer": dict.fromkeys(writers.read_text().split(), 0), "resume": resumed}
+    return found, int(statistics.median(changes))
+
+
+def counted(routes: dict[str, dict[str, int]], what: str) -> tuple[list[str], list[str], list[str]]:
+    """The files on the path, those beside it, and those that the writer process alone enters."""
+    writer = [name for name in routes["writer"] if name not in routes[what]] if what == "save" else []
+    every = [*routes[what], *writer]
+    return (
+        [one for one in every if not one.startswith(BESIDE)],
+        [one for one in every if one.startswith(BESIDE)],
+        writer,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mebibytes", type=int, default=8, help="of the model; what is small is written by a thread")
+    parser.add_argument("--json", action="store_true", help="the numbers alone")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        routes = traced(Path(folder), options.mebibytes)
+        routes, changes = traced(Path(folder), options.mebibytes)
+    if options.json:
+        print(json.dumps({**{what: len(counted(routes, what)[0]) for what in MOST}, "changes of room": changes}))
+        return
+    print(f"a save changes the room {changes} times (aimed at: {MOST_CHANGES}), the median of {RUNS}")
     for what, most in MOST.items():
-        writer = [name for name in routes["writer"] if name not in routes[what]] if what == "save" else []
-        beside = [name for name in (*routes[what], *writer) if name.startswith(BESIDE)]
-        count = len(routes[what]) + len(writer) - len(beside)
-        print(f"{what}: {count} files (aimed at: {most}), and {len(beside)} beside the path")
+        path, beside, writer = counted(routes, what)
+        print(f"{what}: {len(path)} files (aimed at: {most}), and {len(beside)} beside the path")
         for name, calls in routes[what].items():
             print(f"  {name} ({calls}){' beside' if name in beside else ''}")
         for name in writer:
