@@ -1,5 +1,7 @@
 """What happens when within one save and one resume: the order that every door relies on."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +9,13 @@ import safe_ckpt.checkpointer
 from kit.moments import Moments
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 from safe_ckpt.extensions.assemble import assemble
+
+DRAWINGS = Path(__file__).parents[3] / "docs" / "drawings"
+
+
+def told(name):
+    """The lines that the drawing of docs/design.md is made from."""
+    return (DRAWINGS / f"{name}.txt").read_text(encoding="utf-8").splitlines()
 
 
 @pytest.fixture
@@ -21,53 +30,6 @@ def opened(folder, moments):
     return Checkpointer(folder, config, hooks=[moments])
 
 
-SAVE = """
-caller: extensions: models
-caller: extensions: planning
-caller: extensions: deciding
-caller: extensions: begun
-hooks: Agreed
-save: extensions: started
-save: mkdir .safe_ckpt/pending/ID
-save: mkdir .safe_ckpt/pending/ID/step-00000002
-save: extensions: writing
-write: open .safe_ckpt/pending/ID/step-00000002/model.safetensors
-save: extensions: recognised
-save: extensions: written
-save: extensions: entry
-save: extensions: concluding
-save: open .safe_ckpt/pending/ID/step-00000002/manifest.json
-save: mkdir .safe_ckpt/trash/ID
-save: rename .safe_ckpt/pending/ID/step-00000002 step-00000002
-hooks: Snapshotted
-hooks: Written
-hooks: Committed
-save: extensions: ended
-save: extensions: keeps
-save: mkdir .safe_ckpt/trash/ID
-save: rename step-00000001 .safe_ckpt/trash/ID/step-00000001
-save: rmdir .safe_ckpt/trash/ID
-save: extensions: deleted
-hooks: Removed
-hooks: Retained
-save: rmdir .safe_ckpt/pending/ID
-save: rmdir .safe_ckpt/trash/ID
-"""
-RESUME = """
-caller: read step-00000001/manifest.json
-caller: read step-00000001/manifest.json
-caller: read step-00000001/manifest.json
-caller: read step-00000001/model.safetensors
-caller: extensions: remembers
-hooks: Resumed
-caller: read step-00000001/manifest.json
-caller: extensions: resumed
-caller: the model is given its state
-caller: extensions: training
-caller: read step-00000001/manifest.json
-"""
-
-
 def test_the_order_of_one_save(tmp_path, moments):
     """It is agreed and copied on the caller's thread; behind it all is written before it has its name; then others go."""
     state = {"model": torch.nn.Linear(4, 4)}
@@ -75,7 +37,7 @@ def test_the_order_of_one_save(tmp_path, moments):
         ckpt.save(1, state).result()
         with moments:
             ckpt.save(2, state).result()
-        assert moments.lines == SAVE.split("\n")[1:-1]
+        assert moments.lines == told("one_save")
 
 
 def test_the_order_of_one_resume(tmp_path, moments):
@@ -91,4 +53,4 @@ def test_the_order_of_one_resume(tmp_path, moments):
     moments.reads = True
     with opened(tmp_path, moments) as ckpt, moments:
         ckpt.resume({"model": Told(4, 4)})
-        assert moments.lines == RESUME.split("\n")[1:-1]
+        assert moments.lines == told("one_resume")
