@@ -18,7 +18,7 @@ from kit.patience import scaled, wait_until
 from safe_ckpt import Mirror, StorageConfig, events
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.home.file_home import FileHome
-from safe_ckpt.core.home.object_head import list_objects
+from safe_ckpt.core.home.objects.head import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import CheckpointNotFoundError

@@ -13,7 +13,7 @@ COLUMNS = {
     "write": "the writer",
     "hooks": "the hooks' thread",
 }
-WIDTH, ROW, LETTER, LEFT = 250, 22, 6.2, 8
+WIDTH, ROW, LETTER, LEFT = 280, 22, 6.7, 8
 STYLE = (
     "text{font:11px monospace;fill:#222}.head{font-weight:bold}.line{stroke:#bbb}.box{fill:#eef3fa;stroke:#7a93b8}"
     ".disk{fill:#fdf3e1;stroke:#c99b4a}.next{stroke:#888;fill:none}svg{background:#fff}"
@@ -45,9 +45,8 @@ def drawn(text):
         kind = "disk" if what.split()[0] in ON_DISK else "box"
         if before not in (None, thread):
             parts.append(f'<path class="next" d="M{names.index(before) * WIDTH + 20} {y - 4} H{x + 20} V{y}"/>')
-        parts.append(
-            f'<rect class="{kind}" x="{x}" y="{y}" width="{len(shown(what)) * LETTER + 2 * LEFT:.0f}" height="18" rx="3"/>'
-        )
+        wide = len(shown(what)) * LETTER + 2 * LEFT
+        parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{wide:.0f}" height="18" rx="3"/>')
         parts.append(f'<text x="{x + LEFT}" y="{y + 13}"><title>{escape(what)}</title>{escape(shown(what))}</text>')
         before = thread
     return "\n".join([*parts, "</svg>", ""])

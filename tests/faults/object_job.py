@@ -15,7 +15,7 @@ import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention, SafeCheckpointError, Timeouts, WriterConfig
 from safe_ckpt.config import StorageConfig
-from safe_ckpt.core.home.object_head import TOMBSTONE
+from safe_ckpt.core.home.objects.head import TOMBSTONE
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import CommitOutcomeUnknown

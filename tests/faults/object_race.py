@@ -5,8 +5,8 @@ import os
 from collections import Counter
 
 from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.home import object_lock
-from safe_ckpt.core.home.object_home import ObjectHome
+from safe_ckpt.core.home.objects import lock as object_lock
+from safe_ckpt.core.home.objects.home import ObjectHome
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import DirectoryInUseError

@@ -16,7 +16,7 @@ from kit import object_servers
 from kit.fault_proxy import FaultProxy
 from kit.inside import judge_owners
 from kit.thorough import THOROUGH
-from safe_ckpt.core.home.object_head import list_objects
+from safe_ckpt.core.home.objects.head import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 

@@ -6,9 +6,10 @@ import threading
 from dataclasses import replace
 
 from safe_ckpt.core.coordination.coordinator import Coordinator
-from safe_ckpt.core.home import lease, object_lock
+from safe_ckpt.core.home import lease
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.lease import own_lease
+from safe_ckpt.core.home.objects import lock as object_lock
 from safe_ckpt.core.resuming import candidate
 from safe_ckpt.core.saving import one_save
 from safe_ckpt.core.staging.snapshot import StagingCopy

@@ -264,9 +264,9 @@ def _probe(slot: Any) -> None:
         ("core.saving.one_save", "", "write", "write"),
         ("core.saving.after_commit", "AfterCommit", "retain", "retain"),
         ("core.home.lease", "LeaseLock", "acquire", "lock"),
-        ("core.home.object_home", "ObjectPublication", "prepare", "prepare"),
-        ("core.home.object_home", "ObjectPublication", "commit", "commit"),
-        ("core.home.object_home", "ObjectHome", "_sweep", "sweep"),
+        ("core.home.objects.home", "ObjectPublication", "prepare", "prepare"),
+        ("core.home.objects.home", "ObjectPublication", "commit", "commit"),
+        ("core.home.objects.home", "ObjectHome", "_sweep", "sweep"),
         ("extensions.mirror.mirror", "Mirror", "_work", "mirror"),
     ):
         found = slot.load(f"safe_ckpt.{module}")

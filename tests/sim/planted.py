@@ -188,7 +188,7 @@ PLANTED: dict[str, dict[str, Patch]] = {
     },
 }
 
-_OBJECTS, _HEAD = "safe_ckpt.core.home.object_home", "safe_ckpt.core.home.object_head"
+_OBJECTS, _HEAD = "safe_ckpt.core.home.objects.home", "safe_ckpt.core.home.objects.head"
 _CREATE = "        if not self._unfenced:\n            bucket.create(path.key, data)\n            return\n"
 IN_STORES: dict[str, dict[str, Patch]] = {
     "no tombstone is set": {
@@ -203,7 +203,7 @@ IN_STORES: dict[str, dict[str, Patch]] = {
         )
     },
     "the head is replaced whatever it is": {
-        "safe_ckpt.core.home.object_lock": _swap(
+        "safe_ckpt.core.home.objects.lock": _swap(
             "        if self._unfenced:\n            self._version", "        if True:\n            self._version"
         )
     },

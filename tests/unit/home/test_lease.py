@@ -9,8 +9,8 @@ import pytest
 
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.lease import Lease, own_lease
-from safe_ckpt.core.home.object_head import Head
-from safe_ckpt.core.home.object_lock import ObjectOwner
+from safe_ckpt.core.home.objects.head import Head
+from safe_ckpt.core.home.objects.lock import ObjectOwner
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import DirectoryInUseError

@@ -12,10 +12,10 @@ import pytest
 from kit.fault_proxy import FaultProxy
 from kit.inside import fall_silent, judge_owners, ownership, put_owners_elsewhere
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
-from safe_ckpt.core.home import object_lock
 from safe_ckpt.core.home.lease import own_lease
-from safe_ckpt.core.home.object_head import Head, folders_of, list_objects, missing_condition
-from safe_ckpt.core.home.object_home import ObjectHome, UndecidedError
+from safe_ckpt.core.home.objects import lock as object_lock
+from safe_ckpt.core.home.objects.head import Head, folders_of, list_objects, missing_condition
+from safe_ckpt.core.home.objects.home import ObjectHome, UndecidedError
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.clients import ExistsError

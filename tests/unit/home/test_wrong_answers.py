@@ -13,10 +13,10 @@ from kit.inside import fall_silent, judge_owners, ownership, put_owners_elsewher
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.config import Mirror
 from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.home import object_head
-from safe_ckpt.core.home.object_head import Head, folders_of, list_objects, read_head
-from safe_ckpt.core.home.object_home import ObjectHome
-from safe_ckpt.core.home.object_lock import owner_of, take_away
+from safe_ckpt.core.home.objects import head as object_head
+from safe_ckpt.core.home.objects.head import Head, folders_of, list_objects, read_head
+from safe_ckpt.core.home.objects.home import ObjectHome
+from safe_ckpt.core.home.objects.lock import owner_of, take_away
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError

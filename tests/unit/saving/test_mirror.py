@@ -20,7 +20,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention, Storage
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.home.candidates import WEIGHTS
 from safe_ckpt.core.home.file_home import FileHome
-from safe_ckpt.core.home.object_head import list_objects
+from safe_ckpt.core.home.objects.head import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import DirectoryError, NoValidCheckpointError

@@ -12,8 +12,8 @@ from kit.patience import scaled, wait_until
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention, StorageConfig, Timeouts, events
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.home.file_home import FileHome
-from safe_ckpt.core.home.object_head import list_objects
-from safe_ckpt.core.home.object_home import ObjectHome
+from safe_ckpt.core.home.objects.head import list_objects
+from safe_ckpt.core.home.objects.home import ObjectHome
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place

@@ -13,7 +13,7 @@ import safe_ckpt
 from kit.manifests import checkpoint, rewrite
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.home.object_head import Head
+from safe_ckpt.core.home.objects.head import Head
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.resuming import items
 from safe_ckpt.core.sharding import dcp_read

@@ -12,7 +12,7 @@ from kit import limits
 from kit.fault_proxy import FaultProxy
 from kit.patience import scaled
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention
-from safe_ckpt.core.home.object_lock import owner_of
+from safe_ckpt.core.home.objects.lock import owner_of
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import ConfigError

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Protocol
 
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.home import object_lock
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.file_lock import LEASE_S, fate_of, read_lock, take_away
 from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES
 from safe_ckpt.core.home.lease import Fate, Lease, fate_of_process
+from safe_ckpt.core.home.objects import lock as object_lock
 from safe_ckpt.core.home.standing import still_has_its_name
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.presence import entries_in, is_directory, is_seen
@@ -180,7 +180,7 @@ def whole_at(place: Place, *, lease_s: float, unfenced: bool = False) -> Whole:
     """The whole of a directory. See ``home_at`` for the arguments."""
     if isinstance(place, Path):
         return WholeDirectory(place, lease_s=lease_s)
-    from safe_ckpt.core.home.object_home import ObjectHome  # an HTTP client: a delay that no other storage needs
+    from safe_ckpt.core.home.objects.home import ObjectHome
 
     return ObjectHome(place, lease_s=lease_s, unfenced=unfenced)
 

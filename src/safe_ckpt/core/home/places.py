@@ -31,7 +31,7 @@ def home_at(
         answer_s: how long a request to a store is tried again, see ``Home.persist``; None for as the place says.
     """
     from safe_ckpt.core.home.file_home import FileHome
-    from safe_ckpt.core.home.object_home import ObjectHome
+    from safe_ckpt.core.home.objects.home import ObjectHome
 
     if isinstance(place, Path):
         return FileHome(place, lease_s=lease_s, hidden=hidden, owner=owner)
@@ -48,7 +48,7 @@ def is_one(place: Place) -> bool:
     """
     if isinstance(place, Path):
         return not presence.is_directory(place) or presence.is_there(place / MANIFEST_NAME)
-    from safe_ckpt.core.home.object_head import has_manifest
+    from safe_ckpt.core.home.objects.head import has_manifest
 
     return has_manifest(place)
 
@@ -64,7 +64,7 @@ def candidate_at(place: Place) -> Candidate | None:
         from safe_ckpt.core.home.candidates import look_at
 
         return look_at(place)
-    from safe_ckpt.core.home.object_head import object_candidate
+    from safe_ckpt.core.home.objects.head import object_candidate
 
     return object_candidate(place)
 

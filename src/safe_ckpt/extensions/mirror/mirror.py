@@ -22,7 +22,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.home.candidates import newest_first
 from safe_ckpt.core.home.home import Candidate, Home
-from safe_ckpt.core.home.object_head import list_objects
+from safe_ckpt.core.home.objects.head import list_objects
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place, open_place

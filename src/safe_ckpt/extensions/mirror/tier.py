@@ -18,8 +18,8 @@ from safe_ckpt.core.formats.verify import verify_archive
 from safe_ckpt.core.home import retention
 from safe_ckpt.core.home.candidates import holds_weights_alone, newest_sequence
 from safe_ckpt.core.home.home import Home, NewCheckpoint
-from safe_ckpt.core.home.object_head import list_objects
-from safe_ckpt.core.home.object_home import ObjectHome
+from safe_ckpt.core.home.objects.head import list_objects
+from safe_ckpt.core.home.objects.home import ObjectHome
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.durable import WrittenFile

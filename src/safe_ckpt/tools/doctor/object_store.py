@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.home.object_head import in_parallel, missing_condition
+from safe_ckpt.core.home.objects.head import in_parallel, missing_condition
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.clients import ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath

@@ -24,7 +24,7 @@ from safe_ckpt.core.formats.manifest import (
 )
 from safe_ckpt.core.formats.pickles import is_read
 from safe_ckpt.core.formats.verify import UNEQUAL, identity_of, verify_archive, verify_entry
-from safe_ckpt.core.home.object_head import manifest_in
+from safe_ckpt.core.home.objects.head import manifest_in
 from safe_ckpt.core.home.places import is_one
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.objects.second_look import look_thrice

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, MOST_BYTES, FileEntry, Manifest, parse_json
-from safe_ckpt.core.home.object_head import in_parallel
+from safe_ckpt.core.home.objects.head import in_parallel
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.objects.second_look import look_thrice
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError

@@ -16,7 +16,7 @@ from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, read_ma
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.holders import Held, hidden_folders, holders
 from safe_ckpt.core.home.home import HIDDEN, NAMES, Candidate, OnError, name_below
-from safe_ckpt.core.home.object_head import Head, folders_of, in_parallel, list_objects, object_candidate, read_head
+from safe_ckpt.core.home.objects.head import Head, folders_of, in_parallel, list_objects, object_candidate, read_head
 from safe_ckpt.core.home.places import is_one
 from safe_ckpt.core.home.standing import Standing, named_by, standing_of
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place

@@ -15,8 +15,8 @@ from kit.object_servers import missing, start
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror
 from safe_ckpt.core.formats import manifest
 from safe_ckpt.core.home.lease import own_lease
-from safe_ckpt.core.home.object_head import TOMBSTONE, Head
-from safe_ckpt.core.home.object_home import ObjectHome
+from safe_ckpt.core.home.objects.head import TOMBSTONE, Head
+from safe_ckpt.core.home.objects.home import ObjectHome
 from safe_ckpt.core.resuming import host_cache
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.errors import DirectoryInUseError, SafeCheckpointError

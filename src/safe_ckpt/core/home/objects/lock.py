@@ -1,6 +1,6 @@
 """Who owns a directory in an object store: one job at a time, by replacing its head on the condition that nobody else has.
 
-The owner learns at its next sign of life that it was replaced. Until then nothing it does can commit: see ``object_home``.
+The owner learns at its next sign of life that it was replaced. Until then nothing it does can commit: see ``home``.
 No owner is replaced, and none gives up, because of one read.
 """
 
@@ -15,7 +15,7 @@ from typing import Literal
 
 from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.core.home.lease import NOBODY, Fate, Lease, LeaseLock, Seen, fate_of_process
-from safe_ckpt.core.home.object_head import HEAD, Head, look_at_head, read_head
+from safe_ckpt.core.home.objects.head import HEAD, Head, look_at_head, read_head
 from safe_ckpt.core.storage.objects.bucket import Bucket, Version
 from safe_ckpt.core.storage.objects.clients import ChangedError, ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
 from safe_ckpt.core.home.home import HIDDEN, Candidate, HeldHome, NewCheckpoint, OnError
-from safe_ckpt.core.home.object_head import (
+from safe_ckpt.core.home.objects.head import (
     ID_LETTERS,
     TOMBSTONE,
     Head,
@@ -39,7 +39,7 @@ from safe_ckpt.core.home.object_head import (
     manifest_in,
     missing_condition,
 )
-from safe_ckpt.core.home.object_lock import ObjectOwner
+from safe_ckpt.core.home.objects.lock import ObjectOwner
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.clients import ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
