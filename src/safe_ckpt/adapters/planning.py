@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Self
 
 from safe_ckpt.adapters.pickles import warn_if_refused
@@ -14,6 +16,7 @@ from safe_ckpt.core.formats import torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.refusals import changed_meanwhile
 from safe_ckpt.core.saving.request import Content, Snapshot, Streamed, Unplanned
+from safe_ckpt.core.sharding.dtensor import load_optimizer, refuse_local_state
 from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.state.planner import Models
 from safe_ckpt.core.storage.copier import FileCopy
@@ -163,3 +166,30 @@ def go_on(engine: Engine, modules: Callable[[], Iterable[Any]]) -> None:
 def _by_name(modules: Iterable[Any]) -> dict[str, torch.nn.Module]:
     listed = list(modules)
     return {"": listed[0]} if len(listed) == 1 else {str(number): module for number, module in enumerate(listed)}
+
+
+def states_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Names to states: of a Stateful its ``state_dict()``, of anything else what it is."""
+    for one in state_dict.values():
+        if isinstance(one, torch.optim.Optimizer):
+            refuse_local_state(one)
+    return {name: one.state_dict() if isinstance(one, Stateful) else one for name, one in state_dict.items()}
+
+
+def give_back(states: Mapping[str, Any], state_dict: MutableMapping[str, Any]) -> None:
+    """Give every Stateful its state, and put everything else in its place; a name that is not there is left out."""
+    for name, loaded in states.items():
+        if name not in state_dict:
+            continue
+        one = state_dict[name]
+        if isinstance(one, torch.optim.Optimizer):
+            load_optimizer(one, loaded)
+        elif isinstance(one, Stateful):
+            one.load_state_dict(loaded)
+        else:
+            state_dict[name] = loaded
+
+
+def versions_of_buffers(module: torch.nn.Module) -> list[int]:
+    """How often each was changed, as torch counts it: other numbers than before say that a forward pass has changed some."""
+    return [one._version for one in module.buffers() if not one.is_inference()]

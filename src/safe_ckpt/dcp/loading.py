@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from safe_ckpt.adapters.stateful import give_back, states_of
+from safe_ckpt.adapters.planning import give_back, states_of
 from safe_ckpt.core.coordination.agreed_config import config_and_more
 from safe_ckpt.core.coordination.process_groups import group_of
 from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME

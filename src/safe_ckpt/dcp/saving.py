@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import staging, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from safe_ckpt.adapters.stateful import states_of
+from safe_ckpt.adapters.planning import states_of
 from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.home.visibility import Patience
 from safe_ckpt.core.sharding.dcp_read import read_metadata

@@ -17,7 +17,7 @@ from typing import Any
 
 from safe_ckpt.adapters import Patch, pickles
 from safe_ckpt.adapters.extras import get_rng_state
-from safe_ckpt.adapters.stateful import versions_of_buffers
+from safe_ckpt.adapters.planning import versions_of_buffers
 from safe_ckpt.lightning import dataloader, results
 from safe_ckpt.lightning.beside import epoch_start
 

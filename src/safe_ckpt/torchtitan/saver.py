@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import Attempt, OnCommit, Planned, SaveHandle
 from safe_ckpt.adapters.extras import Candidate, keep_newest, resume
-from safe_ckpt.adapters.planning import go_on, know_models
+from safe_ckpt.adapters.planning import give_back, go_on, know_models, states_of
 from safe_ckpt.adapters.saver import Saver, candidates_in
-from safe_ckpt.adapters.stateful import give_back, states_of
 from safe_ckpt.adapters.strategy import Sharded, names_in
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import CorruptCheckpointError

@@ -22,7 +22,7 @@ from safe_ckpt.accelerate import dataloaders as placed_loaders
 from safe_ckpt.adapters import Engine
 from safe_ckpt.adapters.data_position import has_length, saved_state
 from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
-from safe_ckpt.adapters.stateful import versions_of_buffers
+from safe_ckpt.adapters.planning import versions_of_buffers
 from safe_ckpt.data.loader import Skip
 from safe_ckpt.data.order import loses_its_buffer
 from safe_ckpt.errors import RestoreError
