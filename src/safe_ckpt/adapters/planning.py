@@ -23,8 +23,6 @@ from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.errors import CoordinationError
 
 if TYPE_CHECKING:
-    import torch
-
     from safe_ckpt.core.saving.engine import Engine
 
 
