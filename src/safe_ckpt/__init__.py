@@ -47,7 +47,7 @@ _HOMES = {
     "Retention": "safe_ckpt.config",
     "RngState": "safe_ckpt.core.state.rng",
     "SafeCheckpointError": "safe_ckpt.errors",
-    "SaveHandle": "safe_ckpt.core.saving.save",
+    "SaveHandle": "safe_ckpt.core.saving.handle",
     "Health": "safe_ckpt.config",
     "Mirror": "safe_ckpt.config",
     "Network": "safe_ckpt.config",
