@@ -223,7 +223,7 @@ class Checkpointer:
                 held=planned.held,
                 on_commit=OnCommit(catalog=self._catalog, retention=retention.policy_of(self.config.retention)),
             )
-        )
+        ).handle
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Make host memory for snapshots of ``state`` ready in the background, so that the first save is as quick as the rest.
@@ -405,7 +405,7 @@ class Checkpointer:
         adapter: Any = import_module("safe_ckpt.peft.adapter") if adapters_only else None
         return self._exporter.export(
             model, directory, format=format, max_shard_size=max_shard_size, dtype=dtype, adapter=adapter
-        )
+        ).handle
 
     @property
     def stop_requested(self) -> bool:

@@ -22,7 +22,7 @@ from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.handle import OpenSave
 from safe_ckpt.core.saving.names import open_folder, refuse
 from safe_ckpt.core.saving.request import (
     Content,
@@ -130,7 +130,7 @@ class publishing:  # noqa: N801 - it is used as a function
         self._asynchronous = asynchronous
         self._known: dict[str, str] = {}
         self._engine: Engine | None = None
-        self._handle: SaveHandle | None = None
+        self._handle: OpenSave | None = None
         self._folder = Path()
 
     def __enter__(self) -> Path:
@@ -238,7 +238,7 @@ class publishing:  # noqa: N801 - it is used as a function
         self._key = engine.agree("publishing", must_match={"path": self._path}, decide=lambda _: uuid.uuid4().hex)
         self._folder = open_folder(engine.coordinator, home, self._key, engine.config.timeouts.barrier_s)
 
-    def _publish(self, engine: Engine, error: BaseException | None) -> SaveHandle:
+    def _publish(self, engine: Engine, error: BaseException | None) -> OpenSave:
         """All ranks have left the block: have the files written down, and the folder named."""
 
         def left() -> dict[str, str]:

@@ -181,7 +181,7 @@ def _train(proc: Proc, slot: Any, attempt: Attempt) -> None:
         for save, handle in list(begun):
             if handle.done():
                 begun.remove((save, handle))
-                oracle.ended(save, facts["rank"], _outcome(handle), handle.op_id)
+                oracle.ended(save, facts["rank"], _outcome(handle), handle._save.op_id)
 
     def again(step: int) -> bool:
         """Whether this step is saved twice; the same on every rank."""

@@ -13,7 +13,7 @@ from typing import Any
 from safe_ckpt.accelerate import contents, strategies
 from safe_ckpt.accelerate.dataloaders import KEY
 from safe_ckpt.accelerate.directories import AcceleratorSaver, Target
-from safe_ckpt.adapters import Attempt, FilePlan, OnCommit, Planned, SaveHandle
+from safe_ckpt.adapters import Attempt, FilePlan, OnCommit, OpenSave, Planned
 from safe_ckpt.adapters.extras import OverlapPlan, check_step, checked_metrics
 from safe_ckpt.adapters.planning import know_models
 
@@ -34,9 +34,7 @@ class Options:
     arguments: Mapping[str, Any]
 
 
-def save(
-    saver: AcceleratorSaver, output_dir: str | os.PathLike[str] | None, options: Options
-) -> tuple[Path, SaveHandle]:
+def save(saver: AcceleratorSaver, output_dir: str | os.PathLike[str] | None, options: Options) -> tuple[Path, OpenSave]:
     """Take a snapshot and have it written. Every rank calls this. Returns where it will be, and the handle.
 
     Raises:
@@ -62,7 +60,7 @@ def _warn_within_a_window(saver: AcceleratorSaver, path: Path) -> None:
         logger.warning(_WITHIN_A_WINDOW, path)
 
 
-def _save(saver: AcceleratorSaver, target: Target, folder: Path | None, options: Options) -> SaveHandle:
+def _save(saver: AcceleratorSaver, target: Target, folder: Path | None, options: Options) -> OpenSave:
     accelerator = saver.accelerator
     step = target.step if options.step is None else options.step
     metrics: dict[str, float] = {}

@@ -11,7 +11,7 @@ from safe_ckpt.adapters.saver import Saver
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.handle import OpenSave
 from safe_ckpt.core.saving.request import OnCommit
 
 __all__ = [
@@ -21,9 +21,9 @@ __all__ = [
     "Engine",
     "FilePlan",
     "OnCommit",
+    "OpenSave",
     "Patch",
     "Planned",
-    "SaveHandle",
     "Saver",
     "torch_file",
 ]

@@ -16,7 +16,7 @@ from safe_ckpt.core.formats.names import plain_names
 from safe_ckpt.core.home.candidates import WEIGHTS
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.handle import OpenSave
 from safe_ckpt.core.saving.names import HeldDirectories, refuse
 from safe_ckpt.core.saving.request import (
     Content,
@@ -72,7 +72,7 @@ class Exporter:
         max_shard_size: int | str,
         dtype: torch.dtype | None,
         adapter: Adapter | None = None,
-    ) -> SaveHandle:
+    ) -> OpenSave:
         """See ``Checkpointer.export``. With ``adapter`` only what that takes of the model."""
         refuse_url(directory, "export: directory")
         path = absolute(directory)
@@ -150,7 +150,7 @@ class _Stream:
             release=functools.partial(self._handover.release, size),
         )
 
-    def feed(self, handle: SaveHandle) -> None:
+    def feed(self, handle: OpenSave) -> None:
         """Gather everything. The ``handle`` of the save reports what goes wrong, on every rank."""
 
         def check() -> None:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.home.file_home import FileHome
     from safe_ckpt.core.home.home import Candidate
-    from safe_ckpt.core.saving.handle import SaveHandle
+    from safe_ckpt.core.saving.handle import OpenSave
     from safe_ckpt.events import Hook
     from safe_ckpt.layouts.table import Kind
 
@@ -302,7 +302,7 @@ class Saver:
         metrics: Mapping[str, float] | None = None,
         must_match: Mapping[str, str] | None = None,
         on_commit: OnCommit | None = None,
-    ) -> SaveHandle:
+    ) -> OpenSave:
         """Save a checkpoint that is a directory. Returns when the copy is taken.
 
         Args:

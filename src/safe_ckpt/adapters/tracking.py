@@ -11,7 +11,7 @@ from safe_ckpt.hooks.scalars import ScalarsHook
 if TYPE_CHECKING:
     from safe_ckpt.core.formats.manifest import CheckpointInfo
     from safe_ckpt.core.saving.engine import Engine
-    from safe_ckpt.core.saving.handle import SaveHandle
+    from safe_ckpt.core.saving.handle import OpenSave
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +31,13 @@ class Tracking:
 
     def __init__(self, engine: Engine, sinks: Sinks | None) -> None:
         self._sinks: Sinks = sinks or tuple
-        self._flights: list[tuple[SaveHandle, AtEnd]] = []
+        self._flights: list[tuple[OpenSave, AtEnd]] = []
         self._hook: ScalarsHook | None = None
         if sinks is not None and engine.rank == 0 and engine.config.telemetry.logger_scalars:
             self._hook = ScalarsHook()
             engine.emit.add(self._hook)
 
-    def follow(self, handle: SaveHandle, *, at_end: AtEnd = lambda _: None) -> None:
+    def follow(self, handle: OpenSave, *, at_end: AtEnd = lambda _: None) -> None:
         """A save was begun.
 
         Args:
@@ -69,7 +69,7 @@ class Tracking:
             handle.settle(timeout_s)
             self._report(handle, at_end)
 
-    def _report(self, handle: SaveHandle, at_end: AtEnd) -> None:
+    def _report(self, handle: OpenSave, at_end: AtEnd) -> None:
         if (handle, at_end) not in self._flights:
             return  # a signal handler that saves came first
         self._flights.remove((handle, at_end))
@@ -79,7 +79,7 @@ class Tracking:
         if handle.outcome is not None:
             at_end(handle.outcome)
 
-    def _log(self, handle: SaveHandle) -> None:
+    def _log(self, handle: OpenSave) -> None:
         """A logger that fails is logged: a committed save must not look like a failed one."""
         scalars = self._hook.take(handle.name) if self._hook is not None else None
         if scalars is None:

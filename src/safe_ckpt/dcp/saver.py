@@ -19,7 +19,7 @@ from safe_ckpt.core.home import retention
 from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.home.visibility import listed
-from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.handle import OpenSave
 from safe_ckpt.core.saving.names import refuse
 from safe_ckpt.core.saving.request import OnCommit
 from safe_ckpt.core.sharding.dcp_load import warn_of_refused
@@ -128,7 +128,7 @@ class DcpSaver(Saver):
         check: Callable[[], Path],
         state_of: Callable[[], dict[str, Any]],
         modules: Callable[[], list[torch.nn.Module]],
-    ) -> tuple[Path, SaveHandle]:
+    ) -> tuple[Path, OpenSave]:
         """Take a snapshot and have it written. Every rank calls this.
 
         Args:
@@ -166,7 +166,7 @@ class DcpSaver(Saver):
         path: Path,
         state_of: Callable[[], dict[str, Any]],
         modules: Callable[[], list[torch.nn.Module]],
-    ) -> SaveHandle:
+    ) -> OpenSave:
         attempt, state = Attempt(), dict[str, Any]()
         with attempt:  # a state_dict() of the user's may raise anything
             state = state_of()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageWriter
 
     from safe_ckpt.core.coordination.process_groups import ProcessGroup
-    from safe_ckpt.core.saving.handle import SaveHandle
+    from safe_ckpt.core.saving.handle import OpenSave
 
 logger = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -191,7 +191,7 @@ class _Staged:
 class _Upload(Future[Metadata]):
     """Of one save. Whoever looks at its error has been told."""
 
-    def __init__(self, handle: SaveHandle) -> None:
+    def __init__(self, handle: OpenSave) -> None:
         super().__init__()
         self.handle = handle
         self.set_running_or_notify_cancel()  # it cannot be cancelled
@@ -233,7 +233,7 @@ def _begin(
     *,
     use_collectives: bool,
     staged: _Staged | None = None,
-) -> tuple[Path, SaveHandle]:
+) -> tuple[Path, OpenSave]:
     def check() -> Path:
         with named_rank(saver.engine.rank, saver.engine.coordinator.size):
             check_saving(storage_writer, planner, use_collectives=use_collectives)

@@ -22,7 +22,7 @@ import deepspeed.runtime.engine as upstream
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.utils import groups
 
-from safe_ckpt.adapters import Attempt, Engine, FilePlan, OnCommit, Patch, Planned, SaveHandle, torch_file
+from safe_ckpt.adapters import Attempt, Engine, FilePlan, OnCommit, OpenSave, Patch, Planned, torch_file
 from safe_ckpt.adapters.extras import Pointer, export, file_plan, presence
 from safe_ckpt.adapters.planning import know_models
 from safe_ckpt.deepspeed import arguments, directories, nvme
@@ -43,7 +43,7 @@ def save(
     *,
     save_latest: bool,
     exclude_frozen_parameters: bool,
-) -> SaveHandle:
+) -> OpenSave:
     """Take a snapshot and have it written as ``tag`` in ``save_dir``. Every rank calls this.
 
     Raises:
@@ -86,7 +86,7 @@ def save(
 
 def save_weights(
     saver: TagSaver, save_dir: object, save_filename: object, *, exclude_frozen_parameters: bool
-) -> SaveHandle | None:
+) -> OpenSave | None:
     """Write what ``save_16bit_model`` writes, as one file that is replaced as a whole. Every rank calls this.
 
     Returns:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import CheckpointInfo, OnCommit, Patch, Planned, SaveHandle
+from safe_ckpt.adapters import CheckpointInfo, OnCommit, OpenSave, Patch, Planned
 from safe_ckpt.adapters.extras import Destination, Exporter, Facts, Link, SaveRequest, delete_listed
 from safe_ckpt.adapters.planning import go_on, know_models
 from safe_ckpt.adapters.spool import refuse_url
@@ -81,7 +81,7 @@ class TrainerSaver(FileSaver):
         self._requeue_wished = threading.Event()
         self._alone: SafeCheckpointError | None = None
         self.undo = Patch()
-        self._last_whole: SaveHandle | None = None
+        self._last_whole: OpenSave | None = None
         self.sharded = Sharded(self.engine)
         self._collector: tuple[Callable[[str], None], bool] | None = None
         self._busy = False
@@ -136,7 +136,7 @@ class TrainerSaver(FileSaver):
         *,
         weights_only: bool | None,
         wait: bool,
-    ) -> SaveHandle:
+    ) -> OpenSave:
         """Save the Trainer's state under the names in ``pending``. Every rank calls this.
 
         Raises:

@@ -15,7 +15,7 @@ from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManag
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
-from safe_ckpt.adapters import SaveHandle
+from safe_ckpt.adapters import OpenSave
 from safe_ckpt.adapters.extras import config_and_more, policy_of, refused_retention
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
@@ -164,7 +164,7 @@ class Outcome(Future[None]):
         handle: of the save.
     """
 
-    def __init__(self, saver: ManagerSaver, handle: SaveHandle) -> None:
+    def __init__(self, saver: ManagerSaver, handle: OpenSave) -> None:
         super().__init__()
         self._saver = saver
         self._handle = handle

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters import Attempt, OnCommit, Planned, SaveHandle
+from safe_ckpt.adapters import Attempt, OnCommit, OpenSave, Planned
 from safe_ckpt.adapters.extras import Candidate, keep_newest, resume
 from safe_ckpt.adapters.planning import give_back, go_on, know_models, states_of
 from safe_ckpt.adapters.saver import Saver, candidates_in
@@ -43,7 +43,7 @@ class ManagerSaver(Saver):
         self._sharded = Sharded(self.engine)
         self._trusted: Path | None = None
 
-    def save_states(self, path: Path, states: Mapping[str, Any], step: int) -> SaveHandle:
+    def save_states(self, path: Path, states: Mapping[str, Any], step: int) -> OpenSave:
         """Save every rank's parts, in the layout of ``torch.distributed.checkpoint``. Returns when the copy is taken.
 
         Args:
@@ -61,7 +61,7 @@ class ManagerSaver(Saver):
                 path, self._sharded.plan({"": state}, attempt, one_model), step, OPTIMIZER not in states
             )
 
-    def save_others(self, path: Path, write: Callable[[Path], object], step: int) -> SaveHandle:
+    def save_others(self, path: Path, write: Callable[[Path], object], step: int) -> OpenSave:
         """Save a model alone that other code writes, on every rank, into a folder that nobody sees before the commit.
 
         Args:
@@ -78,7 +78,7 @@ class ManagerSaver(Saver):
 
     def _commit(
         self, path: Path, planned: Planned, step: int, weights_only: bool, prefilled: Path | None = None
-    ) -> SaveHandle:
+    ) -> OpenSave:
         know_models(self.engine, lambda: self._models)
         return self.save(
             self.home(path.parent),

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.trainer_callback import ExportableState
 
-from safe_ckpt.adapters import Attempt, OnCommit, Planned, SaveHandle
+from safe_ckpt.adapters import Attempt, OnCommit, OpenSave, Planned
 from safe_ckpt.adapters.extras import HIDDEN_TOO, Candidate, keep_newest, presence, refuse_short
 from safe_ckpt.adapters.planning import know_models
 from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
@@ -44,7 +44,7 @@ class TrainerSaver(Saver):
         owner = "a Transformers Trainer; it is free when train() has ended"
         super().__init__(config, ADAPTER, find=candidates, owner=owner, by_name=BY_NAME, hooks=hooks)
         self.sharing = Sharing(self.engine)
-        self._handles: dict[int, SaveHandle] = {}
+        self._handles: dict[int, OpenSave] = {}
         self._best: tuple[Any, Any, Any] = None, None, None
 
     def resume_from(self, folder: Path) -> Path:

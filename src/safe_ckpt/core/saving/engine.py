@@ -27,7 +27,7 @@ from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.saving import one_save
 from safe_ckpt.core.saving.after_commit import AfterCommit
 from safe_ckpt.core.saving.extension import Extension, Extensions, Run
-from safe_ckpt.core.saving.handle import Handles, SaveHandle
+from safe_ckpt.core.saving.handle import Handles, OpenSave
 from safe_ckpt.core.saving.homes import Workspaces
 from safe_ckpt.core.saving.queue import SaveQueue
 from safe_ckpt.core.saving.request import SaveRequest
@@ -186,7 +186,7 @@ class Engine:
         """Before each save: these are the models that it saves. On any rank."""
         self.extensions.ask("before a save", lambda one: one.models(models))
 
-    def save(self, request: SaveRequest) -> SaveHandle:
+    def save(self, request: SaveRequest) -> OpenSave:
         """Save. Returns when the copy is taken; every rank calls this.
 
         Raises:

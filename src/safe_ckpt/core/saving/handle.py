@@ -34,21 +34,17 @@ class SaveHandle:
         ```
     """
 
-    def __init__(self, name: str, limit_s: float, op_id: str = "", within: Home | None = None) -> None:
-        self.name = name
-        self.op_id = op_id
-        self.within = within
-        self._limit_s = limit_s
-        self._finished = threading.Event()
-        self._snapshot_taken = threading.Event()
-        self._info: CheckpointInfo | None = None
-        self._error: SafeCheckpointError | None = None
-        self._reported = False
-        self._pid = os.getpid()
+    def __init__(self, save: OpenSave) -> None:
+        self._save = save
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's name."""
+        return self._save.name
 
     def done(self) -> bool:
         """Whether the outcome is known."""
-        return self._finished.is_set()
+        return self._save.done()
 
     def result(self, timeout_s: float | None = None) -> CheckpointInfo:
         """Wait for the outcome and return what was committed.
@@ -74,6 +70,58 @@ class SaveHandle:
             RendezvousTimeout: it is not over after ``timeout_s``, or a rank did not report in time.
             ForkedError: in a forked child it never will be. On this rank alone.
         """
+        return self._save.result(timeout_s)
+
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait until the save is over, whatever came of it.
+
+        Raises:
+            RendezvousTimeout: it is not over yet.
+            ForkedError: in a forked child it never will be.
+        """
+        self._save.settle(timeout_s)
+
+    def wait_snapshot(self, timeout_s: float | None = None) -> None:
+        """Wait until the copy is complete and the state may change. An eager copy is complete when ``save`` returns.
+
+        Raises:
+            RendezvousTimeout: it is not complete yet.
+            ForkedError: in a forked child it never will be.
+        """
+        self._save.wait_snapshot(timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<SaveHandle of {self.name}: {self._save.standing}>"
+
+
+class OpenSave:
+    """A save that was begun, as the engine and adapters follow it; the same on every rank.
+
+    Args:
+        name: of the checkpoint.
+        limit_s: how long it may take.
+        op_id: unique to this save; "" for one that was not started.
+        within: the directory that it goes to.
+    """
+
+    def __init__(self, name: str, limit_s: float, op_id: str = "", within: Home | None = None) -> None:
+        self.name = name
+        self.op_id = op_id
+        self.within = within
+        self._limit_s = limit_s
+        self._finished = threading.Event()
+        self._snapshot_taken = threading.Event()
+        self._info: CheckpointInfo | None = None
+        self._error: SafeCheckpointError | None = None
+        self._reported = False
+        self._pid = os.getpid()
+
+    def done(self) -> bool:
+        """Whether the outcome is known."""
+        return self._finished.is_set()
+
+    def result(self, timeout_s: float | None = None) -> CheckpointInfo:
+        """See ``SaveHandle``."""
         self.settle(timeout_s)
         if self._error is not None:
             self._reported = True
@@ -109,30 +157,30 @@ class SaveHandle:
 
     @property
     def outcome(self) -> CheckpointInfo | None:
-        """What was committed; None while it is not over, and when it failed. For the engine and adapters."""
+        """What was committed; None while it is not over, and when it failed."""
         return self._info
 
     @property
     def error(self) -> SafeCheckpointError | None:
-        """Why it failed, once that is known. For adapters."""
+        """Why it failed, once that is known."""
         return self._error
 
     @property
     def skipped(self) -> bool:
-        """Whether it was never started, because another one was in flight. For adapters."""
+        """Whether it was never started, because another one was in flight."""
         return isinstance(self._error, SaveSkippedError)
 
     @property
     def failed(self) -> bool:
-        """Whether it is over and failed. For the engine and adapters."""
+        """Whether it is over and failed."""
         return self._error is not None
 
     def mark_snapshot_taken(self) -> None:
-        """The copy is complete. For the engine."""
+        """The copy is complete."""
         self._snapshot_taken.set()
 
     def finish(self, info: CheckpointInfo | None, error: SafeCheckpointError | None) -> None:
-        """Record the outcome; the first one counts. For the engine."""
+        """Record the outcome; the first one counts."""
         if self._finished.is_set():
             return
         self._info, self._error = info, error
@@ -141,32 +189,44 @@ class SaveHandle:
 
     @property
     def unreported(self) -> SafeCheckpointError | None:
-        """The error, if there is one that was not reported yet. For the engine."""
+        """The error, if there is one that was not reported yet."""
         return None if self._reported or not self._finished.is_set() else self._error
 
     def mark_reported(self) -> None:
-        """The error was reported. For the engine."""
+        """The error was reported."""
         self._reported = True
 
+    @property
+    def handle(self) -> SaveHandle:
+        """For the caller of ``save``."""
+        return SaveHandle(self)
 
-def skipped(name: str) -> SaveHandle:
-    """The handle on a save that is not started."""
-    handle = SaveHandle(name, 0.0)
-    handle.finish(None, SaveSkippedError(name=name, cause="another save is in flight and on_busy is 'skip'"))
-    handle.mark_reported()
-    return handle
+    @property
+    def standing(self) -> str:
+        """How it stands, in words."""
+        if not self.done():
+            return "under way"
+        return f"{type(self._error).__name__}: {self._error}" if self._error is not None else "committed"
+
+
+def skipped(name: str) -> OpenSave:
+    """A save that is not started."""
+    save = OpenSave(name, 0.0)
+    save.finish(None, SaveSkippedError(name=name, cause="another save is in flight and on_busy is 'skip'"))
+    save.mark_reported()
+    return save
 
 
 class Handles:
     """The saves of one engine that are not over, and those whose error was not reported yet. On the thread that trains."""
 
     def __init__(self) -> None:
-        self._each: list[SaveHandle] = []
+        self._each: list[OpenSave] = []
 
     def __len__(self) -> int:
         return len(self._each)
 
-    def add(self, handle: SaveHandle) -> None:
+    def add(self, handle: OpenSave) -> None:
         """One more, behind all others."""
         self._each.append(handle)
 

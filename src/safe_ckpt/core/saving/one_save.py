@@ -21,7 +21,7 @@ from safe_ckpt.core.formats.file_plan import ITSELF, WriteTask
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, Manifest
 from safe_ckpt.core.saving.after_commit import AfterCommit
 from safe_ckpt.core.saving.extension import Extensions, Outcome
-from safe_ckpt.core.saving.handle import Handles, SaveHandle, skipped
+from safe_ckpt.core.saving.handle import Handles, OpenSave, skipped
 from safe_ckpt.core.saving.queue import SaveQueue
 from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.core.saving.save import SaveJob, answer, decide, failed
@@ -80,7 +80,7 @@ class Pipeline:
         return self.coordinator.rank
 
 
-def begin(run: Pipeline, request: SaveRequest) -> SaveHandle:
+def begin(run: Pipeline, request: SaveRequest) -> OpenSave:
     """The caller's half, on every rank. When it returns, the state may change.
 
     Raises:
@@ -100,7 +100,7 @@ def begin(run: Pipeline, request: SaveRequest) -> SaveHandle:
         if job.copy is not None:
             job.copy.abandon()
         raise
-    return job.handle
+    return job.save
 
 
 def finish(run: Pipeline, job: SaveJob) -> None:
@@ -169,7 +169,7 @@ def _job_of(run: Pipeline, request: SaveRequest, decision: Mapping[str, Any], st
         manifest=manifest,
         publication=workspace.begin(request.new(manifest, decision["needed_bytes"]), timeouts),
         writers=tuple(decision["writers"]),
-        handle=SaveHandle(request.name, limit_s, manifest.op_id, workspace),
+        save=OpenSave(request.name, limit_s, manifest.op_id, workspace),
         started=started,
         agreed_s=time.monotonic() - started,
         call=run.coordinator.call,
@@ -195,7 +195,7 @@ def _put(run: Pipeline, job: SaveJob) -> None:
     finally:
         # Also when this was interrupted, because the other ranks wait for this rank's report.
         if not reported:
-            run.handles.add(job.handle)
+            run.handles.add(job.save)
             run.queue.put(job)
 
 
@@ -412,7 +412,7 @@ def write(turn: Turn) -> dict[str, Any]:
     if job.streamed:
         streamed = _write_job(job, run.rank, files=_observed(turn), directories=directories)
         results += run.writer.stream(streamed, job.files, run.config.max_host_bytes, turn.check_still_wanted)
-        job.handle.mark_snapshot_taken()
+        job.save.mark_snapshot_taken()
     elif job.buffer is not None:
         results += _run_writer(turn, buffer=job.buffer, files=_observed(turn), directories=directories)
         _await_copy(turn)

@@ -134,7 +134,7 @@ class SaveQueue:
             # Told here: what stands beside the save may still be in use by that thread.
             self._emit(failed(job.request, error, rank, time.monotonic() - job.started))
             logger.error("%s", error)
-            job.handle.finish(None, error)
+            job.save.finish(None, error)
 
     def _work(self, job: SaveJob) -> None:
         with self._beginning:
@@ -145,7 +145,7 @@ class SaveQueue:
             self._finish(job)
         except BaseException as error:  # a bug of ours must not leave the caller waiting
             logger.exception("the background thread failed")
-            job.handle.finish(None, self.unexpected(job, error))
+            job.save.finish(None, self.unexpected(job, error))
             self._open.remove(job)
             if not isinstance(error, Exception) and not self._background.is_current:
                 raise  # Ctrl-C is the caller's
@@ -161,10 +161,10 @@ class SaveQueue:
         warns = self._config.on_failure == "warn" and self._failures < self._config.max_consecutive_failures
         if failure is not None and warns and not stops:
             logger.warning("%s (failure %d in a row; training goes on)", failure, self._failures)
-            job.handle.mark_reported()
+            job.save.mark_reported()
         elif failure is not None and not stops:  # the caller learns of it at the next call, which may be long from now
             logger.warning("%s (result() raises this, or the next call)", failure)
-        job.handle.finish(info, failure)
+        job.save.finish(info, failure)
         self._open.remove(job)
 
     @property

@@ -12,7 +12,7 @@ from safe_ckpt.core.formats.manifest import Manifest
 from safe_ckpt.core.home.home import Home, NewCheckpoint, Pointer
 from safe_ckpt.core.home.retention import RetentionPolicy
 from safe_ckpt.core.home.standing import Catalog
-from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.handle import OpenSave
 from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.durable import Link
@@ -91,7 +91,7 @@ class Streamed(Content):
             else every rank has one. It raises only when it was interrupted.
     """
 
-    feed: Callable[[SaveHandle], None] | None = None
+    feed: Callable[[OpenSave], None] | None = None
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for copies: they are read on the thread that streams."""

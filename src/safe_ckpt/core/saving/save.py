@@ -13,7 +13,7 @@ from safe_ckpt.core.coordination.rounds import to_wire
 from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
 from safe_ckpt.core.formats.manifest import Manifest
 from safe_ckpt.core.home.home import Home, Publication
-from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.handle import OpenSave
 from safe_ckpt.core.saving.request import SaveRequest, Snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.snapshot import StagingCopy
@@ -124,7 +124,7 @@ class SaveJob:
     manifest: Manifest
     publication: Publication
     writers: tuple[int, ...]
-    handle: SaveHandle
+    save: OpenSave
     buffer: SharedBuffer | None = None
     tasks: Sequence[WriteTask] = ()
     copy: StagingCopy | None = None

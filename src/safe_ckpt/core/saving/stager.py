@@ -118,9 +118,9 @@ class Stager:
         if copy is not None and job.overlap is not None:
             overlap.close_gate(copy, self._config.timeouts.barrier_s)
         if isinstance(content, Streamed) and content.feed is not None:
-            content.feed(job.handle)
+            content.feed(job.save)
         elif job.streamed:
-            self._await(job, job.handle.wait_snapshot)  # what is not written yet must not change
+            self._await(job, job.save.wait_snapshot)  # what is not written yet must not change
         elif copy is not None and copy.run(self._ask_for_help):
             finish = functools.partial(self._finish, job)
             try:
@@ -129,7 +129,7 @@ class Stager:
             except Refused:  # the system gives no more threads: copy now
                 finish()
         elif not content.copies:
-            job.handle.mark_snapshot_taken()
+            job.save.mark_snapshot_taken()
         if content.copies:
             self._await(job, lambda: self._await_copies(job))
         job.stall_s = time.monotonic() - job.started
@@ -196,7 +196,7 @@ class Stager:
             while not job.copy.wait(self._config.timeouts.barrier_s):
                 if job.copy.error is not None:
                     return
-        job.handle.mark_snapshot_taken()
+        job.save.mark_snapshot_taken()
 
     def _free_aside(self) -> Background[Callable[[], None]]:
         last = self._last() if self._last is not None else None
@@ -211,10 +211,10 @@ class Stager:
         limit_s = self._config.timeouts.lengthy_s
         limit = time.monotonic() + limit_s
         # The save may be over before anything was read: it may have failed.
-        while not job.read.wait(_LOOK_S) and not job.handle.done():
+        while not job.read.wait(_LOOK_S) and not job.save.done():
             if time.monotonic() > limit:
                 raise RendezvousTimeout(phase=f"copying files of {job.name}", seconds=limit_s)
-        job.handle.mark_snapshot_taken()
+        job.save.mark_snapshot_taken()
 
     def _await(self, job: SaveJob, wait: Callable[[], None]) -> None:
         """Wait; when that is interrupted the caller goes on, and the save fails on every rank."""
