@@ -181,7 +181,7 @@ def _train(proc: Proc, slot: Any, attempt: Attempt) -> None:
         for save, handle in list(begun):
             if handle.done():
                 begun.remove((save, handle))
-                oracle.ended(save, facts["rank"], _outcome(handle), handle._save.op_id)
+                oracle.ended(save, facts["rank"], _outcome(handle._save), handle._save.op_id)
 
     def again(step: int) -> bool:
         """Whether this step is saved twice; the same on every rank."""
@@ -228,8 +228,8 @@ def _train(proc: Proc, slot: Any, attempt: Attempt) -> None:
             look()
 
 
-def _outcome(handle: Any) -> str:
-    if handle.outcome is not None:
+def _outcome(save: Any) -> str:
+    if save.outcome is not None:
         return "ok"
-    kind = type(handle.error).__name__
+    kind = type(save.error).__name__
     return {"CommitOutcomeUnknown": "unknown", _SKIPPED: "skipped"}.get(kind, kind)
