@@ -102,6 +102,20 @@ class OpenSave:
         limit_s: how long it may take.
         op_id: unique to this save; "" for one that was not started.
         within: the directory that it goes to.
+
+    Example:
+        ```python
+        folder = Path("runs/followed").absolute()
+        with Saver(CheckpointConfig(), "toy") as saver:
+            planned = Planned(files=[torch_file("state.pt", {"model": model.state_dict()})])
+            begun = saver.save(saver.home(folder), folder / "step-1", planned.content(), step=1)
+            begun.settle()
+            print(begun.outcome.name, begun.failed)
+        ```
+
+        ```text
+        step-1 False
+        ```
     """
 
     def __init__(self, name: str, limit_s: float, op_id: str = "", within: Home | None = None) -> None:
