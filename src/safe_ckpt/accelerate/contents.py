@@ -1,4 +1,4 @@
-"""What ``save_state`` writes: the file names and contents that Accelerate itself would write."""
+"""The file names and contents that ``save_state`` writes: those that Accelerate itself would write."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def shared_states(accelerator: Any) -> dict[str, Any]:
 
 
 def must_match(accelerator: Any, shared: Mapping[str, Any]) -> dict[str, str]:
-    """What must be equal on all ranks, because one file stands for all of them: name to fingerprint."""
+    """Return name -> fingerprint of what must be equal on all ranks, because one file stands for all of them."""
     dispatched = {
         f"{numbered('dl_state_dict', i)}.bin"
         for i, loader in enumerate(accelerator._dataloaders)
@@ -155,7 +155,7 @@ def _model(index: int, state: Mapping[str, Any], *, safe_serialization: bool) ->
 
 
 def _loadable(index: int, state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
-    """What safetensors' ``load_model``, which Accelerate loads with, takes: of those that share memory one that covers it.
+    """Return what safetensors' ``load_model``, Accelerate's reader, takes: of those that share memory one that covers it.
 
     Raises:
         StateError: it would take no file of these tensors; names those that are why.

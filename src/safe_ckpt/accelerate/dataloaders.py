@@ -100,7 +100,7 @@ class Loaders:
         return (pending or 0) == batches
 
     def states(self, loaders: Sequence[Any]) -> list[dict[str, Any] | None]:
-        """What to save, loader by loader. Call this before a stateful one's own ``state_dict``."""
+        """Return what to save, loader by loader. Call this before a stateful one's own ``state_dict``."""
         watched = [self._of(loader) for loader in loaders]
         blind = [
             f"loader {number} of those that were prepared, a {_told(loader)},"
@@ -359,7 +359,7 @@ def _given(position: Mapping[str, Any]) -> int:
 
 
 class ForAccelerate(Resumable):
-    """What ``safe_ckpt.data.resumable`` made, once Accelerate has prepared it.
+    """A loader that ``safe_ckpt.data.resumable`` made, once Accelerate has prepared it.
 
     Accelerate makes a loader of its own around a new ``DataLoader`` with the data set and a sampler for this rank. That inner
     one is this, and counts. Accelerate takes a batch, or with ``dispatch_batches`` one for each rank, before it gives the last

@@ -294,7 +294,7 @@ def _is_users(name: str) -> bool:
 
 
 def _would_be_lost(path: Path) -> str:
-    """What is in a directory without a manifest that is neither replaced by a checkpoint nor kept beside it."""
+    """Say what a directory without a manifest has that a checkpoint neither replaces nor keeps beside it; "" for nothing."""
     if ACCELERATE.is_one(path):
         return ""
     if kind := next((kind.name for kind in KINDS if kind is not ACCELERATE and kind.is_one(path)), ""):

@@ -1,4 +1,4 @@
-"""What the epochs of a loader that knows no place begin with: their number, and what their order is drawn from.
+"""The starts of epochs, for a loader that knows no place: their numbers, and what their order is drawn from.
 
 Accelerate saves none of it: after a resume a loader with a generator of its own (Accelerate gives it one on several processes),
 or with a seedable sampler, would begin with the order of the first epoch.
@@ -21,7 +21,7 @@ from safe_ckpt.data.order import is_warm, own_as_text, put_back
 
 
 def seed(loader: Any) -> dict[str, int]:
-    """What the order of each epoch comes from, where Accelerate gave a prepared loader a seedable sampler."""
+    """Return the seed of each epoch's order, where Accelerate gave a prepared loader a seedable sampler."""
     found = getattr(loader.get_sampler(), "initial_seed", None)
     return {"seed": found} if isinstance(found, int) else {}
 

@@ -34,7 +34,7 @@ _REPLACED = (
 
 
 class Handle(AttachedHandle):
-    """What ``register`` returns. As a context manager it finishes what is in flight and takes the registration back.
+    """The result of ``register``. As a context manager it finishes what is in flight and takes the registration back.
 
     Every method is called on every rank, on the thread that trains.
 
@@ -357,7 +357,7 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
 
 
 def retention(accelerator: Any, config: CheckpointConfig) -> Retention:
-    """What to keep: ``total_limit`` is ``keep_last``, beside the other rules of ``config``.
+    """Return the rules of retention: ``total_limit`` is ``keep_last``, beside the other rules of ``config``.
 
     Raises:
         ConfigError: both are given and differ.

@@ -42,7 +42,7 @@ class Value:
 
     @property
     def identity(self) -> set[object]:
-        """What two names of one tensor have in common. Equal values are not enough: zeros are equal to zeros.
+        """Return marks, of which two names of one tensor share one. Equal values are not enough: zeros are equal to zeros.
 
         Ties between two files of weights that were offloaded to disk are unknown: each name gets its values.
         """
