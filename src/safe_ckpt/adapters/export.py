@@ -113,7 +113,7 @@ class Exporter:
 def request_of(
     workspace: FileHome, path: Path, content: Content, *, kind: Literal["directory", "file"] = "directory"
 ) -> SaveRequest:
-    """What to save so that ``path`` becomes weights alone; other files in a directory are kept."""
+    """Return the request with which ``path`` becomes weights alone; other files in a directory are kept."""
     carry = OnCommit(carry=lambda name: not hugging_face.is_weight_file(name)) if kind == "directory" else OnCommit()
     return SaveRequest(
         destination=Destination(workspace=workspace, path=path, kind=kind),
@@ -137,7 +137,7 @@ class _Stream:
         self._handover = TensorQueue(name, gather.STAGING_BYTES, self._timeout_s)
 
     def lazies(self) -> dict[str, LazyTensor]:
-        """What is fetched when its turn comes to be written."""
+        """Return tensors that are fetched when their turns come to be written."""
         return {name: self._lazy(name, tensor) for name, tensor in self._tensors.items()}
 
     def _lazy(self, name: str, tensor: torch.Tensor) -> LazyTensor:

@@ -1,4 +1,4 @@
-"""What we change in a framework's objects: replaced whole or not at all, and given back together, the last change first."""
+"""Changes in a framework's objects: made whole or not at all, and taken back together, the last change first."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def to_text(value: object, key: str) -> str:
 
 
 def from_text(text: str, key: str) -> Any:
-    """What another rank gave to ``to_text``.
+    """Return what another rank gave to ``to_text``.
 
     Raises:
         TamperedError: it comes from somewhere else.

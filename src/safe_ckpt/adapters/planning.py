@@ -1,4 +1,4 @@
-"""What one rank adds to a save, planned before anything is written, and what goes wrong with that."""
+"""Plans of what one rank adds to a save, made before anything is written, and what goes wrong with that."""
 
 from __future__ import annotations
 

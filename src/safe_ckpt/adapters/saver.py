@@ -66,7 +66,7 @@ class OpenHome:
 
 
 class Saver:
-    """What an adapter holds, until ``close``. Every method is called on every rank, on the thread that trains.
+    """The saver that an adapter holds until ``close``. Every method is called on every rank, on the thread that trains.
 
     Args:
         config: settings.
@@ -167,7 +167,7 @@ class Saver:
             self.engine.let_go(workspace)
 
     def candidates(self, folder: Path) -> list[Candidate]:
-        """What may be resumed from in a directory, in no order. On rank 0."""
+        """List what may be resumed from in a directory, in no order. On rank 0."""
         return self._find(folder) if self._find is not None else candidates_in(folder, self._adapter)
 
     def newest(
