@@ -1,4 +1,4 @@
-"""What this process saves with: one saver for each process group, kept until the group or the settings are others."""
+"""The savers of this process: one for each process group, kept until the group or the settings are others."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _check(settings: CheckpointConfig) -> None:
 
 
 def given_config() -> CheckpointConfig | None:
-    """What ``configure`` said; None for what the environment says."""
+    """Return what ``configure`` said; None for what the environment says."""
     return _given[0] if _given else None
 
 
@@ -189,7 +189,7 @@ class DcpSaver(Saver):
         return OpenHome(workspace=workspace, catalog=self._catalog_of(path))
 
     def _catalog_of(self, path: Path) -> Catalog:
-        """What retention chooses from: the siblings whose names differ in their number alone. Known on rank 0 only."""
+        """Return what retention chooses from: the siblings whose names differ in their number alone. Known on rank 0 only."""
         if self.engine.rank or not retention.has_rules(self.config.retention):
             return Catalog()
         family = path.parent, family_of(path.name)

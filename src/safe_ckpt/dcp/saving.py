@@ -165,7 +165,7 @@ def async_save(
 
 
 class _Staged:
-    """What a stager makes of the state dict.
+    """The state dict as a stager makes it.
 
     Attributes:
         asynchronously: whether it does so in a future.
@@ -251,7 +251,7 @@ def _begin(
 
 
 def _metadata(saver: DcpSaver, path: Path) -> Metadata:
-    """What was committed. Another host may see it a little later."""
+    """Return what was committed. Another host may see it a little later."""
     Patience(saver.config.timeouts).until_there(path / DCP_METADATA)
     return read_metadata(path)
 
