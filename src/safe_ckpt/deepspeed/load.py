@@ -83,7 +83,7 @@ def load(
 
 
 def _restored(core: Engine, engine: Any, restore: Callable[[], Any], path: Path | None = None) -> Any:
-    """What ``restore`` returns on this rank, once it has succeeded on all ranks."""
+    """Return what ``restore`` returns on this rank, once it has succeeded on all ranks."""
     results: list[Any] = []
     with plain_reading(engine):
         resume.apply(core, lambda: results.append(restore()), path, "load_checkpoint(..., tag=...)")
