@@ -26,7 +26,7 @@ KEY = "safe_ckpt"
 
 
 def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
-    """What this rank contributes at a save.
+    """Return this rank's part of a save.
 
     Args:
         trainer: in ``fit``.
@@ -81,7 +81,7 @@ def assemble(texts: Mapping[int, str]) -> dict[str, Any]:
 
 @dataclass
 class Continuation:
-    """What is to be done before the loop goes on.
+    """Work that is left before the loop goes on.
 
     Attributes:
         mine: what this rank contributed at the save; None for a checkpoint of stock Lightning, or of fewer ranks.
@@ -276,7 +276,7 @@ def _count_where_all_is_done(fit_loop: Any) -> None:
 
 
 def _count_on(val_loop: Any, validated: Mapping[int, int], undo: Patch) -> None:
-    """What is logged at the steps of a validation is logged at the number of batches that all validations have had."""
+    """Log a validation's steps at the number of batches that all validations have had."""
 
     def set_up(original: Callable[[], None]) -> None:
         original()
@@ -328,7 +328,7 @@ def _metrics_are_known(trainer: Any) -> bool:
 
 
 def _begin_with(epoch_loop: Any, continuation: Continuation, undo: Patch) -> None:
-    """What followed the last batch is done as far as it was not done before the save: validation, then schedulers.
+    """Do what follows the last batch, as far as it was not done before the save: validation, then schedulers.
 
     Lightning would leave out a validation that was not over. Where it was over, Lightning would draw from the generators again.
     """

@@ -1,4 +1,4 @@
-"""What was logged in an epoch that is under way, and the states of its torchmetrics: Lightning's own checkpoint has none of it.
+"""Values logged in an epoch that is under way, and the states of its torchmetrics: Lightning's own checkpoint has none of them.
 
 A scheduler that follows a training metric, ``monitor=`` and EarlyStopping ask for it at the end of the epoch, or right after
 the batch at which a checkpoint was saved. Each rank keeps its own, as it was before ranks are synchronized.
@@ -25,7 +25,7 @@ _MOST_BYTES = 4 << 20  # of one rank: it goes to rank 0 with every save, while t
 
 
 def gather(trainer: Any, device: Any = "cpu") -> dict[str, Any]:
-    """What this rank has logged in this epoch, as data. Every rank calls this: at the end of an epoch ranks synchronize.
+    """Return what this rank has logged in this epoch, as data. Every rank calls this: at the end of an epoch ranks synchronize.
 
     Args:
         trainer: in ``fit``.

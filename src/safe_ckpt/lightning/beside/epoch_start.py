@@ -1,7 +1,7 @@
-"""What was set at the start of an epoch, for a process that resumes within it: ``on_train_epoch_start`` is not called again.
+"""Settings from the start of an epoch, for a process that resumes within it: ``on_train_epoch_start`` is not called again.
 
-Lightning keeps none of it. ``accumulate_grad_batches`` is saved, and put back. What StochasticWeightAveraging sets follows from
-the state that it saves itself. Of other callbacks, and of modules, nobody knows what they set: a warning names them.
+Lightning keeps none of them. ``accumulate_grad_batches`` is saved, and put back. StochasticWeightAveraging's follow from the
+state that it saves itself. Nobody knows what other callbacks, and modules, set: a warning names them.
 """
 
 from __future__ import annotations
