@@ -168,7 +168,7 @@ def candidates(folder: Path) -> list[Candidate]:
 
 
 def _write(trainer: Any, folder: str) -> None:
-    """What ``Trainer._save_checkpoint`` writes, in its order."""
+    """Write what ``Trainer._save_checkpoint`` writes, in its order."""
     trainer.save_model(folder, _internal_call=True)
     if not trainer.args.save_only_model:
         trainer._save_optimizer_and_scheduler(folder)
@@ -189,7 +189,7 @@ def _write(trainer: Any, folder: str) -> None:
 
 
 def _metrics(trainer: Any) -> dict[str, float]:
-    """What was evaluated at this step, for people who look into the manifest."""
+    """Return what was evaluated at this step, for people who look into the manifest."""
     latest: Mapping[str, Any] = next((row for row in reversed(trainer.state.log_history) if "eval_loss" in row), {})
     if latest.get("step") != trainer.state.global_step:
         return {}
