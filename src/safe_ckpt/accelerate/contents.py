@@ -20,6 +20,7 @@ from safe_ckpt.adapters.extras import file_plan, is_short, refuse_short, safeten
 from safe_ckpt.errors import StateError
 
 _DEVICES = ("xpu", "mlu", "sdaa", "musa", "hpu", "neuron", "cuda")
+_PLACE = ("_num_yielded", "_sampler_iter_yielded", "_steps_since_snapshot", "_iterator_finished")
 
 
 def files(
@@ -81,14 +82,15 @@ def must_match(accelerator: Any, shared: Mapping[str, Any]) -> dict[str, str]:
         for i, loader in enumerate(accelerator._dataloaders)
         if isinstance(loader, DataLoaderDispatcher)  # only the main process reads data
     }
-    return {name: _fingerprint(_position(state)) for name, state in shared.items() if name not in dispatched}
-
-
-def _position(state: Any) -> Any:
-    # Of a loader: how far it is. Seeds of workers differ between ranks, and each rank gets its own back (``dataloaders.py``).
-    keys = ("_num_yielded", "_sampler_iter_yielded", "_steps_since_snapshot", "_iterator_finished")
-    of_a_loader = isinstance(state, Mapping) and "_iterator_finished" in state
-    return {key: state.get(key) for key in keys} if of_a_loader else state
+    fingerprints = {}
+    for name, state in shared.items():
+        if name in dispatched:
+            continue
+        # Of a loader: how far it is. Seeds of workers differ by rank, and each rank gets its own back (``dataloaders.py``).
+        of_a_loader = isinstance(state, Mapping) and "_iterator_finished" in state
+        compared = {key: state.get(key) for key in _PLACE} if of_a_loader else state
+        fingerprints[name] = hashlib.sha256(repr(_plain(compared)).encode()).hexdigest()[:16]
+    return fingerprints
 
 
 def samplers(accelerator: Any) -> list[tuple[int, Any]]:
@@ -201,10 +203,6 @@ def _is_refused(group: Mapping[str, torch.Tensor]) -> bool:
 
 def _home(tensor: torch.Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
-
-
-def _fingerprint(value: Any) -> str:
-    return hashlib.sha256(repr(_plain(value)).encode()).hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:

@@ -175,7 +175,9 @@ class AcceleratorSaver(Saver):
 
         def decide(_: object) -> bool:
             whole = not path.is_symlink() and not _has_folders(path)
-            refuse(path if whole else path.resolve(), WEIGHTS, _is_stock, whole=whole)
+            stock = "it is a checkpoint of an Accelerator"
+            target = path if whole else path.resolve()
+            refuse(target, WEIGHTS, lambda found: "" if ACCELERATE.problem(found) else stock, whole=whole)
             return whole
 
         values, phase = {"save_directory": path, **must_match}, "planning the weights"
@@ -217,7 +219,8 @@ class AcceleratorSaver(Saver):
             path, step = home.workspace.path / f"checkpoint_{number}", number
         else:
             path = self._last = _named(output_dir)
-            home, step = self._hold_named(path), _step_of(path.name, number)
+            found = _STEP.search(path.name)
+            home, step = self._hold_named(path), int(found[1]) if found else number
         carries = _is_users if agreed["stock"] else lambda _: True
         return Target(home=home, path=path, number=number, step=step, hooks=agreed["hooks"], carries=carries)
 
@@ -272,21 +275,12 @@ def _named(output_dir: str | os.PathLike[str] | None) -> Path:
     return absolute(output_dir)
 
 
-def _step_of(name: str, otherwise: int) -> int:
-    match = _STEP.search(name)
-    return int(match.group(1)) if match else otherwise
-
-
 def _has_folders(path: Path) -> bool:
     try:
         with os.scandir(path) as entries:
             return any(entry.is_dir() for entry in entries)
     except (FileNotFoundError, NotADirectoryError):
         return False
-
-
-def _is_stock(path: Path) -> str:
-    return "it is a checkpoint of an Accelerator" if not ACCELERATE.problem(path) else ""
 
 
 def _is_users(name: str) -> bool:

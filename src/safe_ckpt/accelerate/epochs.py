@@ -94,7 +94,10 @@ class Epochs(Watch):
 
     def state(self) -> dict[str, Any]:
         """See ``DataPosition``."""
-        now, within = own_as_text(self.base), self._is_within()
+        now = own_as_text(self.base)
+        # zip leaves the second one before its end is seen.
+        over = getattr(self._reading, "end_of_dataloader", False) and not self._loop.is_place()
+        within = is_within(self._reading) and not over and not self._loop.is_left()
         return {
             "epoch": getattr(self.loader, "iteration", None),
             "over": within and bool(self._reading.end_of_dataloader),
@@ -127,11 +130,6 @@ class Epochs(Watch):
         if resumed and loop is not self.loader and number is not None:
             self._patch.once(loop, "end", functools.partial(self._is_over, number))
         self._reading, self._begun, self._loop = loop, own_as_text(self.base), Loop(resumed=True)
-
-    def _is_within(self) -> bool:
-        # zip leaves the second one before its end is seen.
-        over = getattr(self._reading, "end_of_dataloader", False) and not self._loop.is_place()
-        return is_within(self._reading) and not over and not self._loop.is_left()
 
     def _is_over(self, number: int, end: Callable[[], None]) -> None:
         self.loader.iteration = number + 1  # else the next epoch would have the number of this one

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -98,7 +97,8 @@ def _homes(model: torch.nn.Module) -> dict[str, _Home]:
     """Prefix of a module's names to where the hook on it finds their values."""
     homes = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
-        for hook in _hooks(module):
+        own = getattr(module, "_hf_hook", None)
+        for hook in getattr(own, "hooks", [own] if own is not None else []):
             values, prefix = getattr(hook, "weights_map", None), ""
             if not getattr(hook, "offload", False) or values is None:
                 continue
@@ -106,11 +106,6 @@ def _homes(model: torch.nn.Module) -> dict[str, _Home]:
                 prefix, values = values.prefix + prefix, values.dataset
             homes[f"{module_name}." if module_name else ""] = _Home(prefix, values, frozenset(values))
     return homes
-
-
-def _hooks(module: torch.nn.Module) -> list[Any]:
-    hook = getattr(module, "_hf_hook", None)
-    return list(getattr(hook, "hooks", [hook])) if hook is not None else []
 
 
 def _offloaded(homes: Mapping[str, _Home], name: str, tensor: torch.Tensor) -> Value:
