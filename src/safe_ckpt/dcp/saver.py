@@ -178,7 +178,11 @@ class DcpSaver(Saver):
             path,
             planned.content(),
             step=step_of(path.name),
-            on_commit=OnCommit(carry=_is_users, retention=retention.policy_of(self.config.retention)),
+            # Of the folder that is replaced all is kept but stock DCP's own.
+            on_commit=OnCommit(
+                carry=lambda name: not _OF_DCP.fullmatch(name),
+                retention=retention.policy_of(self.config.retention),
+            ),
         )
 
     def _hold(self, path: Path) -> OpenHome:
@@ -227,8 +231,3 @@ def family_of(name: str) -> str:
     """A name without its last number."""
     matches = list(_NUMBER.finditer(name))
     return f"{name[: matches[-1].start()]}#{name[matches[-1].end() :]}" if matches else name
-
-
-def _is_users(name: str) -> bool:
-    """Whether a file of the folder that is replaced is kept: all but stock DCP's own."""
-    return not _OF_DCP.fullmatch(name)

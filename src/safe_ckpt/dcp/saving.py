@@ -147,8 +147,10 @@ def async_save(
         future.result()  # raises what went wrong
         ```
     """
-    if async_checkpointer_type != AsyncCheckpointerType.THREAD:
-        _tell_once("async_checkpointer_type is ignored: safe_ckpt's own process writes, and a thread what is small")
+    ignored = "async_checkpointer_type is ignored: safe_ckpt's own process writes, and a thread what is small"
+    if async_checkpointer_type != AsyncCheckpointerType.THREAD and ignored not in _told:
+        _told.add(ignored)
+        logger.info("%s", ignored)
     saver = saver_for(ranks_of(process_group, no_dist=no_dist))
     staged = _Staged(async_stager)
     path, handle = _begin(
@@ -254,9 +256,3 @@ def _metadata(saver: DcpSaver, path: Path) -> Metadata:
     """Return what was committed. Another host may see it a little later."""
     Patience(saver.config.timeouts).until_there(path / DCP_METADATA)
     return read_metadata(path)
-
-
-def _tell_once(text: str) -> None:
-    if text not in _told:
-        _told.add(text)
-        logger.info("%s", text)
