@@ -196,7 +196,11 @@ def let_next_epoch_begin(fit_loop: Any, undo: Patch) -> None:
 
     def set_up() -> None:
         _ask_as_of(fit_loop, range(counts.ready), setup_data)
-        _count_where_all_is_done(fit_loop)  # it asks next whether there is anything to do
+        # It asks next whether there is anything to do. At ``max_steps`` nothing is left to train on: the last epoch counts, as
+        # it does in the run that ended there.
+        if 0 <= fit_loop.max_steps <= fit_loop.epoch_loop.global_step:
+            for count in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
+                count.processed = count.completed = count.ready
 
     def set_up_validation() -> None:
         every = fit_loop.trainer.check_val_every_n_epoch or 1
@@ -266,13 +270,6 @@ def continue_from(trainer: Any, continuation: Continuation, undo: Patch) -> None
         dataloader.put_own_back(fit_loop._combined_loader, mine.get("generators", []))
         dataloader.load_again(fit_loop, mine["loaders"])
     _begin_with(epoch_loop, continuation, undo)
-
-
-def _count_where_all_is_done(fit_loop: Any) -> None:
-    """At ``max_steps`` nothing is left to train on: the last epoch counts, as it does in the run that ended there."""
-    if 0 <= fit_loop.max_steps <= fit_loop.epoch_loop.global_step:
-        for count in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
-            count.processed = count.completed = count.ready
 
 
 def _count_on(val_loop: Any, validated: Mapping[int, int], undo: Patch) -> None:
