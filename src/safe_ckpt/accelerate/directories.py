@@ -56,7 +56,7 @@ class Target:
         number: Accelerate's ``iteration``.
         step: the number in a name of the user's, or else ``number``.
         hooks: whether some rank has hooks that write files.
-        carries: which files that are there already are kept.
+        keep_foreign: which files that are there already are kept.
     """
 
     home: OpenHome
@@ -64,7 +64,7 @@ class Target:
     number: int
     step: int
     hooks: bool
-    carries: Callable[[str], bool]
+    keep_foreign: Callable[[str], bool]
 
 
 class AcceleratorSaver(Saver):
@@ -221,8 +221,8 @@ class AcceleratorSaver(Saver):
             path = self._last = _named(output_dir)
             found = _STEP.search(path.name)
             home, step = self._hold_named(path), int(found[1]) if found else number
-        carries = _is_users if agreed["stock"] else lambda _: True
-        return Target(home=home, path=path, number=number, step=step, hooks=agreed["hooks"], carries=carries)
+        keep_foreign = _is_users if agreed["stock"] else lambda _: True
+        return Target(home=home, path=path, number=number, step=step, hooks=agreed["hooks"], keep_foreign=keep_foreign)
 
     def _hold_named(self, path: Path) -> OpenHome:
         self._take_over(path)

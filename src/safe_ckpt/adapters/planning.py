@@ -150,7 +150,7 @@ def torch_file(path: str, state: object, *, key: str | None = None) -> FilePlan:
     return image
 
 
-def know_models(engine: Engine, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
+def note_models(engine: Engine, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
     """Before each save: tell which tensors may be infinite by design, and which are trained, by the models that it saves."""
     engine.know(Models(lambda: _by_name(modules())))
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters.planning import Attempt, know_models
+from safe_ckpt.adapters.planning import Attempt, note_models
 from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
 from safe_ckpt.adapters.strategy import Sharded
 from safe_ckpt.config import CheckpointConfig
@@ -171,7 +171,7 @@ class DcpSaver(Saver):
         with attempt:  # a state_dict() of the user's may raise anything
             state = state_of()
         planned = self._parts.plan({"": state}, attempt)
-        know_models(self.engine, modules)
+        note_models(self.engine, modules)
         warn_of_refused(state)
         return self.save(
             home,

@@ -24,7 +24,7 @@ from deepspeed.utils import groups
 
 from safe_ckpt.adapters import Attempt, Engine, FilePlan, OnCommit, Patch, Planned, SaveHandle, torch_file
 from safe_ckpt.adapters.extras import Pointer, export, file_plan, presence
-from safe_ckpt.adapters.planning import know_models
+from safe_ckpt.adapters.planning import note_models
 from safe_ckpt.deepspeed import arguments, directories, nvme
 from safe_ckpt.deepspeed.directories import TagSaver
 from safe_ckpt.errors import DirectoryError, StateError
@@ -69,7 +69,7 @@ def save(
     pointers = [Pointer(path=top / script, data=data, mode=_EXECUTABLE) for script, data in scripts.items()]
     if save_latest:  # it comes last
         pointers.append(Pointer(path=top / LATEST, data=name.encode(), is_for_resume=True))
-    know_models(core, lambda: [engine.module])
+    note_models(core, lambda: [engine.module])
     return saver.save(
         home,
         top / name,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import CheckpointInfo, OnCommit, Patch, Planned, SaveHandle
 from safe_ckpt.adapters.extras import Destination, Exporter, Facts, Link, SaveRequest, delete_listed
-from safe_ckpt.adapters.planning import go_on, know_models
+from safe_ckpt.adapters.planning import go_on, note_models
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.adapters.strategy import Sharded
 from safe_ckpt.config import CheckpointConfig
@@ -368,7 +368,7 @@ class TrainerSaver(FileSaver):
         primary = Path(os.path.abspath((pending.saves or [*pending.links, *pending.removals])[0]))
         workspace = self.of(primary)
         planned = Planned()
-        know_models(self.engine, lambda: [self.trainer.lightning_module])
+        note_models(self.engine, lambda: [self.trainer.lightning_module])
         if pending.saves:
             fitting = self.training and str(getattr(self.trainer.state.fn, "value", "")) == "fit"
             planned = contents.planned(self, primary, weights_only=weights_only, whole=fitting and not weights_only)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import Attempt, OnCommit, Planned, SaveHandle
 from safe_ckpt.adapters.extras import Candidate, keep_newest, resume
-from safe_ckpt.adapters.planning import go_on, know_models
+from safe_ckpt.adapters.planning import go_on, note_models
 from safe_ckpt.adapters.saver import Saver, candidates_in
 from safe_ckpt.adapters.stateful import give_back, states_of
 from safe_ckpt.adapters.strategy import Sharded, names_in
@@ -80,7 +80,7 @@ class ManagerSaver(Saver):
     def _commit(
         self, path: Path, planned: Planned, step: int, weights_only: bool, prefilled: Path | None = None
     ) -> SaveHandle:
-        know_models(self.engine, lambda: self._models)
+        note_models(self.engine, lambda: self._models)
         return self.save(
             self.home(path.parent),
             path,

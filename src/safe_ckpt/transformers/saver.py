@@ -12,7 +12,7 @@ from transformers.trainer_callback import ExportableState
 
 from safe_ckpt.adapters import Attempt, OnCommit, Planned, SaveHandle
 from safe_ckpt.adapters.extras import HIDDEN_TOO, Candidate, keep_newest, presence, refuse_short
-from safe_ckpt.adapters.planning import know_models
+from safe_ckpt.adapters.planning import note_models
 from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import NoValidCheckpointError
@@ -130,7 +130,7 @@ class TrainerSaver(Saver):
     def _save(self, trainer: Any, path: Path, home: OpenHome, folder: Path) -> None:
         best = trainer.state.best_model_checkpoint
         limit = trainer.args.save_total_limit
-        know_models(self.engine, lambda: [trainer.model])
+        note_models(self.engine, lambda: [trainer.model])
         attempt = Attempt()
         noting = self.sharing.noting(trainer, folder)
         besides = self.sharing.besides(trainer)
