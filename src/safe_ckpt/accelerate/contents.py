@@ -129,7 +129,7 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
 
 
 def numbered(name: str, index: int) -> str:
-    """The first one has no number."""
+    """Number a name; the first one has no number."""
     return f"{name}_{index}" if index else name
 
 
@@ -206,7 +206,7 @@ def _home(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 
 def _plain(value: Any) -> Any:
-    """Equal for equal values. Not a pickle: that depends on the identity of objects as well."""
+    """Return what is equal for equal values. No pickle: that depends on the identity of objects as well."""
     if isinstance(value, Mapping):
         return [(_plain(key), _plain(inner)) for key, inner in value.items()]
     if isinstance(value, list | tuple):

@@ -126,7 +126,7 @@ class Loaders:
             self._go_to(loader, state or {})
 
     def refuse_unused(self, loaders: Sequence[Any], states: Sequence[dict[str, Any] | None]) -> None:
-        """Before anything is restored.
+        """Refuse, before anything is restored, a place to which no loader can go.
 
         Raises:
             RestoreError: a loader cannot go to the place within an epoch that the checkpoint has for it.
@@ -187,7 +187,7 @@ class Loaders:
 
 
 def agreed(placed: Placed | _Watched, loader: Any, batches: int, engine: Engine) -> int | None:
-    """``placed.pending()``. Where batches are dispatched only the main process reads, so only that one has a place: of that."""
+    """Return ``placed.pending()``; where batches are dispatched, that of the main process: it alone reads, and has a place."""
     pending = placed.pending()
     if not isinstance(loader, DataLoaderDispatcher):
         return pending
@@ -219,7 +219,7 @@ def _told(loader: Any) -> str:
 
 
 class _Watched(Watch):
-    """The record of a stateful one."""
+    """The record of a stateful loader."""
 
     over = None  # a place behind the last batch of an epoch is one between two
 
@@ -404,7 +404,7 @@ def count(loader: Any, skip: Skip, held: int = 0) -> bool:
 
 
 class Placed(DataPosition):
-    """The place of one such loader.
+    """The place of one loader whose inner one counts.
 
     Args:
         loader: a prepared one.

@@ -27,7 +27,7 @@ def seed(loader: Any) -> dict[str, int]:
 
 
 def seed_as(loader: Any, state: Mapping[str, Any]) -> None:
-    """Have that be what it was at the save: a script may begin with another seed."""
+    """Give the loader the seed of the save: a script may begin with another one."""
     if "seed" in state and seed(loader):
         loader.get_sampler().initial_seed = state["seed"]
 
@@ -73,7 +73,7 @@ class Watch(DataPosition):
 
     @contextlib.contextmanager
     def drawing_nothing(self, there: bool) -> Iterator[None]:
-        """Where the iterator was there before the epoch began, starting it now must not draw from the generators."""
+        """Have the start of an iterator that was there before the epoch began draw nothing from the generators."""
         own, self._was_warm = self.base.generator, False
         if there:
             self.base.generator = torch.Generator()
@@ -84,7 +84,7 @@ class Watch(DataPosition):
 
 
 class Epochs(Watch):
-    """Those of one loader. A save within an epoch is followed by that epoch, of which the script may leave out batches."""
+    """The epochs of one loader. After a save within an epoch that epoch comes next; the script may leave out batches of it."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
@@ -150,5 +150,5 @@ def _gives_nothing(loop: Any) -> bool:
 
 
 def _handed_on(batches: Iterator[Any]) -> Iterator[Any]:
-    """The same; it ends with the loop, while that of workers that stay does not."""
+    """Hand the batches on. This iterator ends with the loop, while that of workers that stay does not."""
     yield from batches

@@ -36,7 +36,7 @@ class Value:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Value:
-        """One that is not offloaded."""
+        """Make the value of a tensor that is not offloaded."""
         return cls(tensor, tensor, tensor.detach)
 
     @property
@@ -118,7 +118,7 @@ def _offloaded(homes: Mapping[str, _Home], name: str, tensor: torch.Tensor) -> V
 
 
 def _look_up(values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Over the file that it was offloaded to, where there is one: Accelerate's own reading takes its size twice."""
+    """Map the file that a tensor was offloaded to, where there is one: Accelerate's own reading takes its size twice."""
     if not isinstance(values, OffloadedWeightsLoader) or name in values.state_dict or values.save_folder is None:
         return values[name].detach()
     facts = values.index[name]

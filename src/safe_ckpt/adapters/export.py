@@ -189,7 +189,7 @@ def _final(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _once(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names; of tensors that share one memory only the first. Rank 0 decides, because its parts are not empty."""
+    """Return the names; of tensors that share one memory only the first. Rank 0 decides, because its parts are not empty."""
     seen: set[object] = set()
     kept = []
     for name, tensor in tensors.items():

@@ -86,7 +86,7 @@ class Patch:
         change = self._changes[-1]
 
     def also(self, take_back: Callable[[], object]) -> None:
-        """Something else is to be done, in its turn, when everything is given back."""
+        """Have something else done, in its turn, when everything is given back."""
         self._changes.append(_Change(None, "", take_back))
 
     def give_back(self, owner: Any = None, *names: str) -> None:

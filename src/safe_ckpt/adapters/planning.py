@@ -55,7 +55,7 @@ class Attempt:
         return isinstance(error, Exception)
 
     def keep(self, error: Exception) -> None:
-        """Something went wrong; what did first counts."""
+        """Keep what went wrong; the first error counts."""
         self.error = self.error or changed_meanwhile(error, "the state of the training") or error
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""``Saver``: what an adapter holds: an engine, the directories that it saves to, and the saves that it follows."""
+"""``Saver``, which an adapter holds: an engine, the directories that it saves to, and the saves that it follows."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class _Staged:
 
 
 class _Upload(Future[Metadata]):
-    """Of one save. Whoever looks at its error has been told."""
+    """The future of one save. Whoever looks at its error has been told."""
 
     def __init__(self, handle: SaveHandle) -> None:
         super().__init__()

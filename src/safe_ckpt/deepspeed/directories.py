@@ -197,7 +197,7 @@ def order(folder: Path, tag: str | None) -> list[Path]:
 
 
 def _folders_below(top: Path) -> list[Path]:
-    """Those in which tags lie for themselves."""
+    """List the folders in which tags lie for themselves."""
     found = []
     for folder in sorted(top.iterdir()) if presence.is_directory(top) else ():
         try:

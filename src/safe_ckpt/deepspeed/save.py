@@ -277,4 +277,4 @@ def _common_state(engine: Any, client_state: Mapping[str, Any], *args: Any, **kw
 
 
 def _no_barrier(*_: Any, **__: Any) -> None:
-    """The ranks meet before and after, under deadlines."""
+    """Do nothing: the ranks meet before and after, under deadlines."""

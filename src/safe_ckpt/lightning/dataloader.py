@@ -29,7 +29,7 @@ _PLACES, _AHEAD, _NOW = "places", "ahead", "now"
 
 
 class ForLightning(Resumable):
-    """With the generators of this process, which a stock ``ModelCheckpoint`` does not save."""
+    """A loader that saves the generators of this process, too: a stock ``ModelCheckpoint`` does not."""
 
     looks_ahead = 2  # one where it has no length, and one at an exception
 
@@ -145,7 +145,7 @@ def _is_ours(state: Any) -> bool:
 
 
 def refuse_unused(fit_loop: Any) -> None:
-    """Before the first batch after a resume.
+    """Refuse, before the first batch after a resume, to begin elsewhere than where the checkpoint was saved.
 
     Raises:
         RestoreError: the checkpoint has places of loaders, and they were not loaded.

@@ -161,7 +161,7 @@ def _has_stopped(state: Any) -> bool:
 
 
 def _as_stock_tells(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether it was saved within an epoch, and, such as at an exception, within a step of a validation."""
+    """Tell if stock Lightning saved it within an epoch, and, such as at an exception, within a step of a validation."""
     batch, validation = fit_loop["epoch_loop.batch_progress"], fit_loop.get("epoch_loop.val_loop.batch_progress")
     over = bool(batch["is_last_batch"]) and not unprocessed(batch["current"])
     again = validation is not None and validation["current"]["ready"] > validation["current"]["completed"]
@@ -310,7 +310,7 @@ def let_schedulers_step(trainer: Any) -> None:
 
 
 def _let_schedulers_catch_up(trainer: Any) -> None:
-    """At the end of an epoch they step after the save."""
+    """Step the schedulers that follow a metric: at the end of an epoch they step after the save."""
     counts = trainer.fit_loop.epoch_progress.current
     if _metrics_are_known(trainer):
         with Patch(counts, {"completed": counts.completed - 1}):  # the number of that epoch

@@ -101,7 +101,7 @@ class TrainerSaver(FileSaver):
                 self.engine.emit.add(hook)
 
     def take(self, hooks: Iterable[Hook], directory: Path, suffix: str) -> None:
-        """One more callback: its hooks, and its directory with the ``suffix`` of what is in it.
+        """Take one more callback: its hooks, and its directory with the ``suffix`` of what is in it.
 
         Raises:
             DirectoryError: it cannot be used.
