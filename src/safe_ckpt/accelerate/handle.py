@@ -147,8 +147,10 @@ class Handle(AttachedHandle):
         with self.call("save_state"):
             self.saver.tracking.report()
             if save_model_func_kwargs and not strategies.engines_of(self._accelerator):
-                ignored = ", ".join(map(_near, save_model_func_kwargs))
-                logger.warning("save_state ignores %s: only DeepSpeed has them", ignored)
+                own = [*inspect.signature(Handle.save_state).parameters][1:-1]
+                near = {name: difflib.get_close_matches(name, own, n=1) for name in save_model_func_kwargs}
+                ignored = [f"{name} (did you mean {found[0]}?)" if found else name for name, found in near.items()]
+                logger.warning("save_state ignores %s: only DeepSpeed has them", ", ".join(ignored))
             options = save.Options(
                 safe_serialization=safe_serialization,
                 metrics=metrics or {},
@@ -316,13 +318,6 @@ class Handle(AttachedHandle):
     def _refuse_copy(self, call: str) -> None:
         if self.ended == "copy":
             self.refuse_ended(call)
-
-
-def _near(name: str) -> str:
-    """``metric`` -> ``metric (did you mean metrics?)``."""
-    own = [*inspect.signature(Handle.save_state).parameters][1:-1]
-    near = difflib.get_close_matches(name, own, n=1)
-    return f"{name} (did you mean {near[0]}?)" if near else name
 
 
 def check(accelerator: Any, config: CheckpointConfig) -> None:

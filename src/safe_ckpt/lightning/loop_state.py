@@ -47,7 +47,12 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
     rng, states, own = place["rng"], [], []
     if loop._combined_loader is not None:
         own = dataloader.own_generators(loop._combined_loader) if ended else []
-        unseen, trained = unprocessed(vars(batches)) + _ahead(loop), batches.processed
+        # The fetcher has taken batches that it has not handed on: one, of loaders that have no length. It drops that one where
+        # the next one cannot be fetched.
+        fetcher = loop._data_fetcher
+        dropped = fetcher.fetched - batches.ready if fetcher is not None else 0
+        ahead = max(len(getattr(fetcher, "batches", ())), dropped)
+        unseen, trained = unprocessed(vars(batches)) + ahead, batches.processed
         states = dataloader.states(loop._combined_loader, ended=ended, unseen=unseen, trained=trained, now=rng)
     again = broken_off is None and noted.validation is not None
     count = trainer.accumulate_grad_batches
@@ -360,16 +365,6 @@ def at_end(fit_loop: Any) -> bool:
 def unprocessed(batches: Mapping[str, int]) -> int:
     """How many batches were fetched and not trained on: one where an exception came in between."""
     return max(0, batches["ready"] - batches["processed"])
-
-
-def _ahead(fit_loop: Any) -> int:
-    """How many batches the fetcher has taken and not handed on: one, of loaders that have no length.
-
-    It drops that one where the next one cannot be fetched.
-    """
-    fetcher = fit_loop._data_fetcher
-    dropped = fetcher.fetched - fit_loop.epoch_loop.batch_progress.current.ready if fetcher is not None else 0
-    return max(len(getattr(fetcher, "batches", ())), dropped)
 
 
 class Noted:
