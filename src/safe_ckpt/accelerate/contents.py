@@ -1,4 +1,4 @@
-"""What ``save_state`` writes: the file names and contents that Accelerate itself would write."""
+"""The file names and contents that ``save_state`` writes: those that Accelerate itself would write."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from safe_ckpt.adapters.extras import file_plan, is_short, refuse_short, safeten
 from safe_ckpt.errors import StateError
 
 _DEVICES = ("xpu", "mlu", "sdaa", "musa", "hpu", "neuron", "cuda")
+_PLACE = ("_num_yielded", "_sampler_iter_yielded", "_steps_since_snapshot", "_iterator_finished")
 
 
 def files(
@@ -75,20 +76,21 @@ def shared_states(accelerator: Any) -> dict[str, Any]:
 
 
 def must_match(accelerator: Any, shared: Mapping[str, Any]) -> dict[str, str]:
-    """What must be equal on all ranks, because one file stands for all of them: name to fingerprint."""
+    """Return name -> fingerprint of what must be equal on all ranks, because one file stands for all of them."""
     dispatched = {
         f"{numbered('dl_state_dict', i)}.bin"
         for i, loader in enumerate(accelerator._dataloaders)
         if isinstance(loader, DataLoaderDispatcher)  # only the main process reads data
     }
-    return {name: _fingerprint(_position(state)) for name, state in shared.items() if name not in dispatched}
-
-
-def _position(state: Any) -> Any:
-    # Of a loader: how far it is. Seeds of workers differ between ranks, and each rank gets its own back (``dataloaders.py``).
-    keys = ("_num_yielded", "_sampler_iter_yielded", "_steps_since_snapshot", "_iterator_finished")
-    of_a_loader = isinstance(state, Mapping) and "_iterator_finished" in state
-    return {key: state.get(key) for key in keys} if of_a_loader else state
+    fingerprints = {}
+    for name, state in shared.items():
+        if name in dispatched:
+            continue
+        # Of a loader: how far it is. Seeds of workers differ by rank, and each rank gets its own back (``dataloaders.py``).
+        of_a_loader = isinstance(state, Mapping) and "_iterator_finished" in state
+        compared = {key: state.get(key) for key in _PLACE} if of_a_loader else state
+        fingerprints[name] = hashlib.sha256(repr(_plain(compared)).encode()).hexdigest()[:16]
+    return fingerprints
 
 
 def samplers(accelerator: Any) -> list[tuple[int, Any]]:
@@ -127,7 +129,7 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
 
 
 def numbered(name: str, index: int) -> str:
-    """The first one has no number."""
+    """Number a name; the first one has no number."""
     return f"{name}_{index}" if index else name
 
 
@@ -155,7 +157,7 @@ def _model(index: int, state: Mapping[str, Any], *, safe_serialization: bool) ->
 
 
 def _loadable(index: int, state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
-    """What safetensors' ``load_model``, which Accelerate loads with, takes: of those that share memory one that covers it.
+    """Return what safetensors' ``load_model``, Accelerate's reader, takes: of those that share memory one that covers it.
 
     Raises:
         StateError: it would take no file of these tensors; names those that are why.
@@ -203,12 +205,8 @@ def _home(tensor: torch.Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
-def _fingerprint(value: Any) -> str:
-    return hashlib.sha256(repr(_plain(value)).encode()).hexdigest()[:16]
-
-
 def _plain(value: Any) -> Any:
-    """Equal for equal values. Not a pickle: that depends on the identity of objects as well."""
+    """Return what is equal for equal values. No pickle: that depends on the identity of objects as well."""
     if isinstance(value, Mapping):
         return [(_plain(key), _plain(inner)) for key, inner in value.items()]
     if isinstance(value, list | tuple):

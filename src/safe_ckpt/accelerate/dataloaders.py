@@ -100,7 +100,7 @@ class Loaders:
         return (pending or 0) == batches
 
     def states(self, loaders: Sequence[Any]) -> list[dict[str, Any] | None]:
-        """What to save, loader by loader. Call this before a stateful one's own ``state_dict``."""
+        """Return what to save, loader by loader. Call this before a stateful one's own ``state_dict``."""
         watched = [self._of(loader) for loader in loaders]
         blind = [
             f"loader {number} of those that were prepared, a {_told(loader)},"
@@ -126,7 +126,7 @@ class Loaders:
             self._go_to(loader, state or {})
 
     def refuse_unused(self, loaders: Sequence[Any], states: Sequence[dict[str, Any] | None]) -> None:
-        """Before anything is restored.
+        """Refuse, before anything is restored, a place to which no loader can go.
 
         Raises:
             RestoreError: a loader cannot go to the place within an epoch that the checkpoint has for it.
@@ -187,7 +187,7 @@ class Loaders:
 
 
 def agreed(placed: Placed | _Watched, loader: Any, batches: int, engine: Engine) -> int | None:
-    """``placed.pending()``. Where batches are dispatched only the main process reads, so only that one has a place: of that."""
+    """Return ``placed.pending()``; where batches are dispatched, that of the main process: it alone reads, and has a place."""
     pending = placed.pending()
     if not isinstance(loader, DataLoaderDispatcher):
         return pending
@@ -219,7 +219,7 @@ def _told(loader: Any) -> str:
 
 
 class _Watched(Watch):
-    """The record of a stateful one."""
+    """The record of a stateful loader."""
 
     over = None  # a place behind the last batch of an epoch is one between two
 
@@ -359,7 +359,7 @@ def _given(position: Mapping[str, Any]) -> int:
 
 
 class ForAccelerate(Resumable):
-    """What ``safe_ckpt.data.resumable`` made, once Accelerate has prepared it.
+    """A loader that ``safe_ckpt.data.resumable`` made, once Accelerate has prepared it.
 
     Accelerate makes a loader of its own around a new ``DataLoader`` with the data set and a sampler for this rank. That inner
     one is this, and counts. Accelerate takes a batch, or with ``dispatch_batches`` one for each rank, before it gives the last
@@ -404,7 +404,7 @@ def count(loader: Any, skip: Skip, held: int = 0) -> bool:
 
 
 class Placed(DataPosition):
-    """The place of one such loader.
+    """The place of one loader whose inner one counts.
 
     Args:
         loader: a prepared one.

@@ -56,7 +56,7 @@ class Target:
         number: Accelerate's ``iteration``.
         step: the number in a name of the user's, or else ``number``.
         hooks: whether some rank has hooks that write files.
-        carries: which files that are there already are kept.
+        keep_foreign: which files that are there already are kept.
     """
 
     home: OpenHome
@@ -64,7 +64,7 @@ class Target:
     number: int
     step: int
     hooks: bool
-    carries: Callable[[str], bool]
+    keep_foreign: Callable[[str], bool]
 
 
 class AcceleratorSaver(Saver):
@@ -175,7 +175,9 @@ class AcceleratorSaver(Saver):
 
         def decide(_: object) -> bool:
             whole = not path.is_symlink() and not _has_folders(path)
-            refuse(path if whole else path.resolve(), WEIGHTS, _is_stock, whole=whole)
+            stock = "it is a checkpoint of an Accelerator"
+            target = path if whole else path.resolve()
+            refuse(target, WEIGHTS, lambda found: "" if ACCELERATE.problem(found) else stock, whole=whole)
             return whole
 
         values, phase = {"save_directory": path, **must_match}, "planning the weights"
@@ -217,9 +219,10 @@ class AcceleratorSaver(Saver):
             path, step = home.workspace.path / f"checkpoint_{number}", number
         else:
             path = self._last = _named(output_dir)
-            home, step = self._hold_named(path), _step_of(path.name, number)
-        carries = _is_users if agreed["stock"] else lambda _: True
-        return Target(home=home, path=path, number=number, step=step, hooks=agreed["hooks"], carries=carries)
+            found = _STEP.search(path.name)
+            home, step = self._hold_named(path), int(found[1]) if found else number
+        keep_foreign = _is_users if agreed["stock"] else lambda _: True
+        return Target(home=home, path=path, number=number, step=step, hooks=agreed["hooks"], keep_foreign=keep_foreign)
 
     def _hold_named(self, path: Path) -> OpenHome:
         self._take_over(path)
@@ -272,11 +275,6 @@ def _named(output_dir: str | os.PathLike[str] | None) -> Path:
     return absolute(output_dir)
 
 
-def _step_of(name: str, otherwise: int) -> int:
-    match = _STEP.search(name)
-    return int(match.group(1)) if match else otherwise
-
-
 def _has_folders(path: Path) -> bool:
     try:
         with os.scandir(path) as entries:
@@ -285,16 +283,12 @@ def _has_folders(path: Path) -> bool:
         return False
 
 
-def _is_stock(path: Path) -> str:
-    return "it is a checkpoint of an Accelerator" if not ACCELERATE.problem(path) else ""
-
-
 def _is_users(name: str) -> bool:
     return not _STATE.match(name.partition("/")[0])
 
 
 def _would_be_lost(path: Path) -> str:
-    """What is in a directory without a manifest that is neither replaced by a checkpoint nor kept beside it."""
+    """Say what a directory without a manifest has that a checkpoint neither replaces nor keeps beside it; "" for nothing."""
     if ACCELERATE.is_one(path):
         return ""
     if kind := next((kind.name for kind in KINDS if kind is not ACCELERATE and kind.is_one(path)), ""):

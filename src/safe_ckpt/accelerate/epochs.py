@@ -1,4 +1,4 @@
-"""What the epochs of a loader that knows no place begin with: their number, and what their order is drawn from.
+"""The starts of epochs, for a loader that knows no place: their numbers, and what their order is drawn from.
 
 Accelerate saves none of it: after a resume a loader with a generator of its own (Accelerate gives it one on several processes),
 or with a seedable sampler, would begin with the order of the first epoch.
@@ -21,13 +21,13 @@ from safe_ckpt.data.order import is_warm, own_as_text, put_back
 
 
 def seed(loader: Any) -> dict[str, int]:
-    """What the order of each epoch comes from, where Accelerate gave a prepared loader a seedable sampler."""
+    """Return the seed of each epoch's order, where Accelerate gave a prepared loader a seedable sampler."""
     found = getattr(loader.get_sampler(), "initial_seed", None)
     return {"seed": found} if isinstance(found, int) else {}
 
 
 def seed_as(loader: Any, state: Mapping[str, Any]) -> None:
-    """Have that be what it was at the save: a script may begin with another seed."""
+    """Give the loader the seed of the save: a script may begin with another one."""
     if "seed" in state and seed(loader):
         loader.get_sampler().initial_seed = state["seed"]
 
@@ -73,7 +73,7 @@ class Watch(DataPosition):
 
     @contextlib.contextmanager
     def drawing_nothing(self, there: bool) -> Iterator[None]:
-        """Where the iterator was there before the epoch began, starting it now must not draw from the generators."""
+        """Have the start of an iterator that was there before the epoch began draw nothing from the generators."""
         own, self._was_warm = self.base.generator, False
         if there:
             self.base.generator = torch.Generator()
@@ -84,7 +84,7 @@ class Watch(DataPosition):
 
 
 class Epochs(Watch):
-    """Those of one loader. A save within an epoch is followed by that epoch, of which the script may leave out batches."""
+    """The epochs of one loader. After a save within an epoch that epoch comes next; the script may leave out batches of it."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
@@ -94,7 +94,10 @@ class Epochs(Watch):
 
     def state(self) -> dict[str, Any]:
         """See ``DataPosition``."""
-        now, within = own_as_text(self.base), self._is_within()
+        now = own_as_text(self.base)
+        # zip leaves the second one before its end is seen.
+        over = getattr(self._reading, "end_of_dataloader", False) and not self._loop.is_place()
+        within = is_within(self._reading) and not over and not self._loop.is_left()
         return {
             "epoch": getattr(self.loader, "iteration", None),
             "over": within and bool(self._reading.end_of_dataloader),
@@ -128,11 +131,6 @@ class Epochs(Watch):
             self._patch.once(loop, "end", functools.partial(self._is_over, number))
         self._reading, self._begun, self._loop = loop, own_as_text(self.base), Loop(resumed=True)
 
-    def _is_within(self) -> bool:
-        # zip leaves the second one before its end is seen.
-        over = getattr(self._reading, "end_of_dataloader", False) and not self._loop.is_place()
-        return is_within(self._reading) and not over and not self._loop.is_left()
-
     def _is_over(self, number: int, end: Callable[[], None]) -> None:
         self.loader.iteration = number + 1  # else the next epoch would have the number of this one
         end()
@@ -152,5 +150,5 @@ def _gives_nothing(loop: Any) -> bool:
 
 
 def _handed_on(batches: Iterator[Any]) -> Iterator[Any]:
-    """The same; it ends with the loop, while that of workers that stay does not."""
+    """Hand the batches on. This iterator ends with the loop, while that of workers that stay does not."""
     yield from batches

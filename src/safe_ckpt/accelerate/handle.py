@@ -34,7 +34,7 @@ _REPLACED = (
 
 
 class Handle(AttachedHandle):
-    """What ``register`` returns. As a context manager it finishes what is in flight and takes the registration back.
+    """The result of ``register``. As a context manager it finishes what is in flight and takes the registration back.
 
     Every method is called on every rank, on the thread that trains.
 
@@ -147,8 +147,10 @@ class Handle(AttachedHandle):
         with self.call("save_state"):
             self.saver.tracking.report()
             if save_model_func_kwargs and not strategies.engines_of(self._accelerator):
-                ignored = ", ".join(map(_near, save_model_func_kwargs))
-                logger.warning("save_state ignores %s: only DeepSpeed has them", ignored)
+                own = [*inspect.signature(Handle.save_state).parameters][1:-1]
+                near = {name: difflib.get_close_matches(name, own, n=1) for name in save_model_func_kwargs}
+                ignored = [f"{name} (did you mean {found[0]}?)" if found else name for name, found in near.items()]
+                logger.warning("save_state ignores %s: only DeepSpeed has them", ", ".join(ignored))
             options = save.Options(
                 safe_serialization=safe_serialization,
                 metrics=metrics or {},
@@ -318,13 +320,6 @@ class Handle(AttachedHandle):
             self.refuse_ended(call)
 
 
-def _near(name: str) -> str:
-    """``metric`` -> ``metric (did you mean metrics?)``."""
-    own = [*inspect.signature(Handle.save_state).parameters][1:-1]
-    near = difflib.get_close_matches(name, own, n=1)
-    return f"{name} (did you mean {near[0]}?)" if near else name
-
-
 def check(accelerator: Any, config: CheckpointConfig) -> None:
     """Refuse what is not covered.
 
@@ -357,7 +352,7 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
 
 
 def retention(accelerator: Any, config: CheckpointConfig) -> Retention:
-    """What to keep: ``total_limit`` is ``keep_last``, beside the other rules of ``config``.
+    """Return the rules of retention: ``total_limit`` is ``keep_last``, beside the other rules of ``config``.
 
     Raises:
         ConfigError: both are given and differ.

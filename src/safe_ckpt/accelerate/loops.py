@@ -1,4 +1,4 @@
-"""Whether the last loop over a loader is still a place in its data, or was left for good: an evaluation of a few batches.
+"""Loops over a loader: the last one is still a place in its data, or was left for good, such as an evaluation of a few batches.
 
 A loop that somebody goes on with is one. So is one that was broken off in training, as by a signal: it is told by a step of an
 optimizer while it ran. ``break`` and ``next(iter(loader))`` in an evaluation leave none: the next one begins at its beginning.

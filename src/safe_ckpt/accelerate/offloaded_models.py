@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,12 +36,12 @@ class Value:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Value:
-        """One that is not offloaded."""
+        """Make the value of a tensor that is not offloaded."""
         return cls(tensor, tensor, tensor.detach)
 
     @property
     def identity(self) -> set[object]:
-        """What two names of one tensor have in common. Equal values are not enough: zeros are equal to zeros.
+        """Return marks, of which two names of one tensor share one. Equal values are not enough: zeros are equal to zeros.
 
         Ties between two files of weights that were offloaded to disk are unknown: each name gets its values.
         """
@@ -98,7 +97,8 @@ def _homes(model: torch.nn.Module) -> dict[str, _Home]:
     """Prefix of a module's names to where the hook on it finds their values."""
     homes = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
-        for hook in _hooks(module):
+        own = getattr(module, "_hf_hook", None)
+        for hook in getattr(own, "hooks", [own] if own is not None else []):
             values, prefix = getattr(hook, "weights_map", None), ""
             if not getattr(hook, "offload", False) or values is None:
                 continue
@@ -106,11 +106,6 @@ def _homes(model: torch.nn.Module) -> dict[str, _Home]:
                 prefix, values = values.prefix + prefix, values.dataset
             homes[f"{module_name}." if module_name else ""] = _Home(prefix, values, frozenset(values))
     return homes
-
-
-def _hooks(module: torch.nn.Module) -> list[Any]:
-    hook = getattr(module, "_hf_hook", None)
-    return list(getattr(hook, "hooks", [hook])) if hook is not None else []
 
 
 def _offloaded(homes: Mapping[str, _Home], name: str, tensor: torch.Tensor) -> Value:
@@ -123,7 +118,7 @@ def _offloaded(homes: Mapping[str, _Home], name: str, tensor: torch.Tensor) -> V
 
 
 def _look_up(values: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Over the file that it was offloaded to, where there is one: Accelerate's own reading takes its size twice."""
+    """Map the file that a tensor was offloaded to, where there is one: Accelerate's own reading takes its size twice."""
     if not isinstance(values, OffloadedWeightsLoader) or name in values.state_dict or values.save_folder is None:
         return values[name].detach()
     facts = values.index[name]

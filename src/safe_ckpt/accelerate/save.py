@@ -15,7 +15,7 @@ from safe_ckpt.accelerate.dataloaders import KEY
 from safe_ckpt.accelerate.directories import AcceleratorSaver, Target
 from safe_ckpt.adapters import Attempt, FilePlan, OnCommit, OpenSave, Planned
 from safe_ckpt.adapters.extras import OverlapPlan, check_step, checked_metrics
-from safe_ckpt.adapters.planning import know_models
+from safe_ckpt.adapters.planning import note_models
 
 logger = logging.getLogger(__name__)
 _WITHIN_A_WINDOW = (
@@ -73,7 +73,7 @@ def _save(saver: AcceleratorSaver, target: Target, folder: Path | None, options:
         files, must_match = _unsharded(saver, folder, options)
     own = Planned(files=files, error=attempt.error)
     planned = Planned.joined([own, saver.parts.plan(attempt, options.arguments)])
-    know_models(saver.engine, lambda: accelerator._models)
+    note_models(saver.engine, lambda: accelerator._models)
     overlap = None
     if saver.engine.config.snapshot == "overlapped" and planned.files:
         overlap = OverlapPlan(accelerator._models, strategies.plain_optimizers(accelerator)) or None
@@ -85,7 +85,7 @@ def _save(saver: AcceleratorSaver, target: Target, folder: Path | None, options:
         metrics=metrics,
         notes={"iteration": target.number, **planned.notes},
         must_match=must_match,
-        on_commit=OnCommit(prefilled=folder, carry=target.carries, retention=saver.retention),
+        on_commit=OnCommit(prefilled=folder, carry=target.keep_foreign, retention=saver.retention),
     )
 
 

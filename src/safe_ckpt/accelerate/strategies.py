@@ -100,7 +100,7 @@ class Parts:
 
 
 def _as_accelerate(gathered: Mapping[str, Mapping[str, Any]]) -> list[FilePlan]:
-    """A file for each; the first has no number."""
+    """Plan a file for each; the first has no number."""
     return [
         torch_file(f"{name.removesuffix('_0')}.bin", inner)
         for name, state in gathered.items()

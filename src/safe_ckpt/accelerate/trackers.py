@@ -1,4 +1,4 @@
-"""What an Accelerator's trackers are told of a save.
+"""Reports of a save to an Accelerator's trackers.
 
 W&B, Comet, DVCLive, SwanLab and Trackio have one step for all that is logged. It is the user's: W&B drops what comes with a
 smaller one. So they get none of ours, and what they are told joins the user's next row where that can be had.
@@ -15,7 +15,7 @@ _STEP_OF_EACH = ("aim", "clearml", "mlflow", "tensorboard")
 
 
 def sinks(accelerator: Any) -> list[tuple[str, Callable[..., Any]]]:
-    """What takes numbers now: see ``safe_ckpt.adapters.tracking.Sinks``."""
+    """Return the trackers that take numbers now: see ``safe_ckpt.adapters.tracking.Sinks``."""
     own = accelerator.trackers if accelerator.is_main_process else []
     return [(f"the tracker {one.name}", functools.partial(_log, one)) for one in own]
 

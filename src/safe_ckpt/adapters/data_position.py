@@ -26,7 +26,7 @@ class DataPosition(Protocol):
 
 
 def saved_state(folder: Path, pattern: str, *ranks: int) -> tuple[dict[str, Any] | None, int]:
-    """What a checkpoint has of a loader: the state of the first of these ranks that it knows, and which rank that was.
+    """Return a loader's state from a checkpoint: that of the first of these ranks that it knows, and which rank that was.
 
     Args:
         folder: the checkpoint.

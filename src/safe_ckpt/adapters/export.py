@@ -113,7 +113,7 @@ class Exporter:
 def request_of(
     workspace: FileHome, path: Path, content: Content, *, kind: Literal["directory", "file"] = "directory"
 ) -> SaveRequest:
-    """What to save so that ``path`` becomes weights alone; other files in a directory are kept."""
+    """Return the request with which ``path`` becomes weights alone; other files in a directory are kept."""
     carry = OnCommit(carry=lambda name: not hugging_face.is_weight_file(name)) if kind == "directory" else OnCommit()
     return SaveRequest(
         destination=Destination(workspace=workspace, path=path, kind=kind),
@@ -137,7 +137,7 @@ class _Stream:
         self._handover = TensorQueue(name, gather.STAGING_BYTES, self._timeout_s)
 
     def lazies(self) -> dict[str, LazyTensor]:
-        """What is fetched when its turn comes to be written."""
+        """Return tensors that are fetched when their turns come to be written."""
         return {name: self._lazy(name, tensor) for name, tensor in self._tensors.items()}
 
     def _lazy(self, name: str, tensor: torch.Tensor) -> LazyTensor:
@@ -189,7 +189,7 @@ def _final(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _once(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names; of tensors that share one memory only the first. Rank 0 decides, because its parts are not empty."""
+    """Return the names; of tensors that share one memory only the first. Rank 0 decides, because its parts are not empty."""
     seen: set[object] = set()
     kept = []
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""What adapters use of the core as it is, in one place: they may not import the core themselves."""
+"""Parts of the core that adapters use as they are, in one place: they may not import the core themselves."""
 
 from __future__ import annotations
 

@@ -49,13 +49,13 @@ def is_saved(folder: Path) -> bool:
 
 
 def model_state(model: torch.nn.Module) -> dict[str, Any]:
-    """What is saved of a model. On every rank."""
+    """Return what is saved of a model. On every rank."""
     state = model.state_dict()
     return {MODEL: {plain: state[name] for name, plain in plain_names(state, model).items()}}
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What is saved of the optimizer that steps a model's parameters, by their names. On every rank."""
+    """Return what is saved of the optimizer that steps a model's parameters, by their names. On every rank."""
     from safe_ckpt.core.sharding import dcp_read  # DCP takes a while to import
 
     return {OPTIMIZER: dcp_read.optimizer_state(dcp_read.owner_of(optimizer, {MODEL: model}), optimizer)}

@@ -1,4 +1,4 @@
-"""What we change in a framework's objects: replaced whole or not at all, and given back together, the last change first."""
+"""Changes in a framework's objects: made whole or not at all, and taken back together, the last change first."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Patch:
         change = self._changes[-1]
 
     def also(self, take_back: Callable[[], object]) -> None:
-        """Something else is to be done, in its turn, when everything is given back."""
+        """Have something else done, in its turn, when everything is given back."""
         self._changes.append(_Change(None, "", take_back))
 
     def give_back(self, owner: Any = None, *names: str) -> None:

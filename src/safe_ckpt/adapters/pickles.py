@@ -144,7 +144,7 @@ def to_text(value: object, key: str) -> str:
 
 
 def from_text(text: str, key: str) -> Any:
-    """What another rank gave to ``to_text``.
+    """Return what another rank gave to ``to_text``.
 
     Raises:
         TamperedError: it comes from somewhere else.
@@ -171,17 +171,13 @@ def _refuse(path: Path, file: Path, name: str) -> None:
             problem = error.message
         except CorruptCheckpointError:
             pass  # whoever reads it says so
-    if problem is None and _is_of_2016(file):
-        problem = "is in torch's format of 2016, which cannot be looked through"
+    if problem is None:
+        with contextlib.suppress(tarfile.TarError, EOFError, ValueError), tarfile.open(file, "r:") as archive:
+            if "pickle" in archive.getnames():
+                problem = "is in torch's format of 2016, which cannot be looked through"
     if problem is not None:
         message = f"{problem}. Nothing of it was run. Do not load it before you know where it comes from"
         raise HostileCheckpointError(path=str(path), file=name, message=message)
-
-
-def _is_of_2016(file: Path) -> bool:
-    with contextlib.suppress(tarfile.TarError, EOFError, ValueError), tarfile.open(file, "r:") as archive:
-        return "pickle" in archive.getnames()
-    return False
 
 
 def _pickles_in(file: Path, stream: IO[bytes]) -> Iterator[IO[bytes]]:

@@ -1,4 +1,4 @@
-"""What one rank adds to a save, planned before anything is written, and what goes wrong with that."""
+"""Plans of what one rank adds to a save, made before anything is written, and what goes wrong with that."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Attempt:
         return isinstance(error, Exception)
 
     def keep(self, error: Exception) -> None:
-        """Something went wrong; what did first counts."""
+        """Keep what went wrong; the first error counts."""
         self.error = self.error or changed_meanwhile(error, "the state of the training") or error
 
     @contextlib.contextmanager
@@ -151,7 +151,7 @@ def torch_file(path: str, state: object, *, key: str | None = None) -> FilePlan:
     return image
 
 
-def know_models(engine: Engine, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
+def note_models(engine: Engine, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
     """Before each save: tell which tensors may be infinite by design, and which are trained, by the models that it saves."""
     engine.know(Models(lambda: _by_name(modules())))
 

@@ -1,4 +1,4 @@
-"""``Saver``: what an adapter holds: an engine, the directories that it saves to, and the saves that it follows."""
+"""``Saver``, which an adapter holds: an engine, the directories that it saves to, and the saves that it follows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class OpenHome:
 
 
 class Saver:
-    """What an adapter holds, until ``close``. Every method is called on every rank, on the thread that trains.
+    """The saver that an adapter holds until ``close``. Every method is called on every rank, on the thread that trains.
 
     Args:
         config: settings.
@@ -149,17 +149,17 @@ class Saver:
             self.homes[folder] = self.homes.pop(folder)
         else:
             home = OpenHome(workspace=self.engine.hold(folder, hidden=hidden))
-            self.engine.take_stock(home.workspace, {"directory": folder}, lambda: self.take_stock(home))
+            self.engine.take_stock(home.workspace, {"directory": folder}, lambda: self.list_held(home))
             self.homes[folder] = home
         return self.homes[folder]
 
-    def take_stock(self, home: OpenHome) -> None:
+    def list_held(self, home: OpenHome) -> None:
         """List a directory, and number what comes behind what is in it. On rank 0."""
         found = listed(lambda: self.candidates(home.workspace.path), self.config.timeouts)
         home.catalog = Catalog(found)
         home.workspace.start_after(catalog.newest_sequence(found))
 
-    def let_go(self, folder: Path) -> None:
+    def release(self, folder: Path) -> None:
         """Give a directory back once no save of it is in flight; nothing happens where it is not held. On any rank."""
         if folder in self.homes:
             workspace = self.homes.pop(folder).workspace
@@ -167,7 +167,7 @@ class Saver:
             self.engine.let_go(workspace)
 
     def candidates(self, folder: Path) -> list[Candidate]:
-        """What may be resumed from in a directory, in no order. On rank 0."""
+        """List what may be resumed from in a directory, in no order. On rank 0."""
         return self._find(folder) if self._find is not None else candidates_in(folder, self._adapter)
 
     def newest(

@@ -38,7 +38,7 @@ class Tracking:
             engine.emit.add(self._hook)
 
     def follow(self, handle: OpenSave, *, at_end: AtEnd = lambda _: None) -> None:
-        """A save was begun.
+        """Follow a save that was begun.
 
         Args:
             handle: its outcome.

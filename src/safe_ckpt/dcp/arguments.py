@@ -1,4 +1,4 @@
-"""What may be given to ``save``, ``async_save`` and ``load``, and what is refused by name."""
+"""Arguments of ``save``, ``async_save`` and ``load``: which may be given, and which are refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EXPORT = "for HuggingFaceStorageWriter's layout use Checkpointer.export"
 
 @contextlib.contextmanager
 def named_rank(rank: int, size: int) -> Iterator[None]:
-    """What is refused in here says on which rank, where there are several: all of them raise it."""
+    """Add the rank to what is refused in here, where there are several: all of them raise it."""
     try:
         yield
     except (ConfigError, RestoreError) as error:

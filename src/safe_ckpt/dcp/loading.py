@@ -151,6 +151,10 @@ def _load(
             first = ranks.rank == 0
             loading.append(Loading(folder, states[0], planner, is_coordinator=first, optimizers=optimizers))
 
+    def tell(said: Mapping[int, Mapping[str, Any]]) -> None:  # on rank 0: warn of what is not restored
+        warn_of(folder, NOWHERE, without_place([said[rank] for rank in sorted(said)], path=str(folder), key=""))
+        warn_of(folder, ANEW, sorted({name for one in said.values() for name in one["anew"]}))
+
     reader = FileReader(ranks, share, held=False)
     try:
         verdict = reader.try_one(folder, ours=info.verified)[1]
@@ -165,12 +169,6 @@ def _load(
         verdict = visit.reading(info, compare, "fits")
     if verdict is None:
         said = {"besides": loading[0].besides, "refusal": "", "anew": list(loading[0].anew)}
-        ranks.agree("besides", local=lambda: said, decide=lambda said: _tell(folder, said), phase="comparing the names")
+        ranks.agree("besides", local=lambda: said, decide=tell, phase="comparing the names")
         verdict = visit.reading(info, loading[0].read)
     return verdict
-
-
-def _tell(folder: Path, said: Mapping[int, Mapping[str, Any]]) -> None:
-    """On rank 0: warn of what is not restored."""
-    warn_of(folder, NOWHERE, without_place([said[rank] for rank in sorted(said)], path=str(folder), key=""))
-    warn_of(folder, ANEW, sorted({name for one in said.values() for name in one["anew"]}))

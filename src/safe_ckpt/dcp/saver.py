@@ -1,4 +1,4 @@
-"""What this process saves with: one saver for each process group, kept until the group or the settings are others."""
+"""The savers of this process: one for each process group, kept until the group or the settings are others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.adapters.planning import Attempt, know_models
+from safe_ckpt.adapters.planning import Attempt, note_models
 from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
 from safe_ckpt.adapters.strategy import Sharded
 from safe_ckpt.config import CheckpointConfig
@@ -86,7 +86,7 @@ def _check(settings: CheckpointConfig) -> None:
 
 
 def given_config() -> CheckpointConfig | None:
-    """What ``configure`` said; None for what the environment says."""
+    """Return what ``configure`` said; None for what the environment says."""
     return _given[0] if _given else None
 
 
@@ -171,14 +171,18 @@ class DcpSaver(Saver):
         with attempt:  # a state_dict() of the user's may raise anything
             state = state_of()
         planned = self._parts.plan({"": state}, attempt)
-        know_models(self.engine, modules)
+        note_models(self.engine, modules)
         warn_of_refused(state)
         return self.save(
             home,
             path,
             planned.content(),
             step=step_of(path.name),
-            on_commit=OnCommit(carry=_is_users, retention=retention.policy_of(self.config.retention)),
+            # Of the folder that is replaced all is kept but stock DCP's own.
+            on_commit=OnCommit(
+                carry=lambda name: not _OF_DCP.fullmatch(name),
+                retention=retention.policy_of(self.config.retention),
+            ),
         )
 
     def _hold(self, path: Path) -> OpenHome:
@@ -189,7 +193,7 @@ class DcpSaver(Saver):
         return OpenHome(workspace=workspace, catalog=self._catalog_of(path))
 
     def _catalog_of(self, path: Path) -> Catalog:
-        """What retention chooses from: the siblings whose names differ in their number alone. Known on rank 0 only."""
+        """Return what retention chooses from: the siblings whose names differ in their number alone. Known on rank 0 only."""
         if self.engine.rank or not retention.has_rules(self.config.retention):
             return Catalog()
         family = path.parent, family_of(path.name)
@@ -227,8 +231,3 @@ def family_of(name: str) -> str:
     """A name without its last number."""
     matches = list(_NUMBER.finditer(name))
     return f"{name[: matches[-1].start()]}#{name[matches[-1].end() :]}" if matches else name
-
-
-def _is_users(name: str) -> bool:
-    """Whether a file of the folder that is replaced is kept: all but stock DCP's own."""
-    return not _OF_DCP.fullmatch(name)

@@ -147,8 +147,10 @@ def async_save(
         future.result()  # raises what went wrong
         ```
     """
-    if async_checkpointer_type != AsyncCheckpointerType.THREAD:
-        _tell_once("async_checkpointer_type is ignored: safe_ckpt's own process writes, and a thread what is small")
+    ignored = "async_checkpointer_type is ignored: safe_ckpt's own process writes, and a thread what is small"
+    if async_checkpointer_type != AsyncCheckpointerType.THREAD and ignored not in _told:
+        _told.add(ignored)
+        logger.info("%s", ignored)
     saver = saver_for(ranks_of(process_group, no_dist=no_dist))
     staged = _Staged(async_stager)
     path, handle = _begin(
@@ -165,7 +167,7 @@ def async_save(
 
 
 class _Staged:
-    """What a stager makes of the state dict.
+    """The state dict as a stager makes it.
 
     Attributes:
         asynchronously: whether it does so in a future.
@@ -189,7 +191,7 @@ class _Staged:
 
 
 class _Upload(Future[Metadata]):
-    """Of one save. Whoever looks at its error has been told."""
+    """The future of one save. Whoever looks at its error has been told."""
 
     def __init__(self, handle: OpenSave) -> None:
         super().__init__()
@@ -251,12 +253,6 @@ def _begin(
 
 
 def _metadata(saver: DcpSaver, path: Path) -> Metadata:
-    """What was committed. Another host may see it a little later."""
+    """Return what was committed. Another host may see it a little later."""
     Patience(saver.config.timeouts).until_there(path / DCP_METADATA)
     return read_metadata(path)
-
-
-def _tell_once(text: str) -> None:
-    if text not in _told:
-        _told.add(text)
-        logger.info("%s", text)

@@ -52,7 +52,7 @@ class DataPlace(DataPosition):
             set_rng_state(state["rng"])
 
     def file(self) -> FilePlan:
-        """What to save of this rank's loader."""
+        """Return the file to save of this rank's loader."""
         return torch_file(_FILE.format(rank=self._rank), self.state())
 
     def load(self, tag: Path) -> None:

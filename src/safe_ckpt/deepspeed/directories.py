@@ -68,9 +68,9 @@ class TagSaver(Saver):
         folder = (top / tag).parent
         if folder not in self.homes:
             while len(self.homes) >= max(_HELD, self.config.max_in_flight + 1):
-                self.let_go(next(iter(self.homes)))  # what is in flight goes to those used last
+                self.release(next(iter(self.homes)))  # what is in flight goes to those used last
             for other in self.living():
-                other.let_go(folder)
+                other.release(folder)
         home = self.home(folder)
         pointers = home.catalog.pointers
         pointers += [above / LATEST for above in (folder, top) if above / LATEST not in pointers]
@@ -197,7 +197,7 @@ def order(folder: Path, tag: str | None) -> list[Path]:
 
 
 def _folders_below(top: Path) -> list[Path]:
-    """Those in which tags lie for themselves."""
+    """List the folders in which tags lie for themselves."""
     found = []
     for folder in sorted(top.iterdir()) if presence.is_directory(top) else ():
         try:

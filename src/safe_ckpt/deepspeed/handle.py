@@ -66,7 +66,7 @@ def install(
 
 
 class Handle(AttachedHandle):
-    """What ``install`` returns. As a context manager it finishes what is in flight and takes the installation back.
+    """The result of ``install``. As a context manager it finishes what is in flight and takes the installation back.
 
     Every method is called on every rank, on the thread that trains.
 

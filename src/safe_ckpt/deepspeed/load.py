@@ -66,7 +66,9 @@ def load(
         saver.repair(folder / plan["repair"])
         plan = core.agree("load_checkpoint", decide=lambda _: _survey(folder, wanted))
     chosen, rejected = _first_good(saver, engine, folder, plan["order"], asked=wanted is not None)
-    with _bound_to(chosen):
+    # With ZeRO-3 and no optimizer states DeepSpeed would read the whole weights of the tag that ``latest`` names.
+    whole = functools.partial(upstream.get_fp32_state_dict_from_zero_checkpoint, tag=chosen)
+    with Patch(upstream, {"get_fp32_state_dict_from_zero_checkpoint": whole}):
         result = _restored(core, engine, lambda: restore(str(folder), chosen), folder / chosen if chosen else None)
     if chosen is not None:
         path = folder / chosen
@@ -83,7 +85,7 @@ def load(
 
 
 def _restored(core: Engine, engine: Any, restore: Callable[[], Any], path: Path | None = None) -> Any:
-    """What ``restore`` returns on this rank, once it has succeeded on all ranks."""
+    """Return what ``restore`` returns on this rank, once it has succeeded on all ranks."""
     results: list[Any] = []
     with plain_reading(engine):
         resume.apply(core, lambda: results.append(restore()), path, "load_checkpoint(..., tag=...)")
@@ -95,12 +97,6 @@ def plain_reading(engine: Any) -> contextlib.AbstractContextManager[object]:
     if not engine.checkpoint_writer_enabled():
         return contextlib.nullcontext()
     return Patch(engine, {"checkpoint_engine": TorchCheckpointEngine()})
-
-
-def _bound_to(tag: str | None) -> Patch:
-    """Have DeepSpeed read whole weights from this tag: with ZeRO-3 and no optimizer states it reads those of ``latest``."""
-    name = "get_fp32_state_dict_from_zero_checkpoint"
-    return Patch(upstream, {name: functools.partial(getattr(upstream, name), tag=tag)})
 
 
 def _survey(folder: Path, tag: str | None) -> dict[str, Any]:

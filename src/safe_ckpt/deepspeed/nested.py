@@ -21,7 +21,7 @@ ZERO3_GATHER = "_zero3_consolidated_16bit_state_dict"
 
 
 class EngineWrites(Strategy):
-    """What engines write themselves.
+    """A strategy for what engines write themselves.
 
     Args:
         core: where the ranks meet.

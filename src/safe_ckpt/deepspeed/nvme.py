@@ -33,7 +33,7 @@ def part(engine: Any) -> dict[str, Path]:
 
 
 def plan(core: Engine, engine: Any, below: str = "") -> Planned:
-    """What is to be copied into a checkpoint; nothing without NVMe offload. Every rank calls this.
+    """Plan what is to be copied into a checkpoint; nothing without NVMe offload. Every rank calls this.
 
     Args:
         core: where the ranks meet.

@@ -24,7 +24,7 @@ from deepspeed.utils import groups
 
 from safe_ckpt.adapters import Attempt, Engine, FilePlan, OnCommit, OpenSave, Patch, Planned, torch_file
 from safe_ckpt.adapters.extras import Pointer, export, file_plan, presence
-from safe_ckpt.adapters.planning import know_models
+from safe_ckpt.adapters.planning import note_models
 from safe_ckpt.deepspeed import arguments, directories, nvme
 from safe_ckpt.deepspeed.directories import TagSaver
 from safe_ckpt.errors import DirectoryError, StateError
@@ -69,7 +69,7 @@ def save(
     pointers = [Pointer(path=top / script, data=data, mode=_EXECUTABLE) for script, data in scripts.items()]
     if save_latest:  # it comes last
         pointers.append(Pointer(path=top / LATEST, data=name.encode(), is_for_resume=True))
-    know_models(core, lambda: [engine.module])
+    note_models(core, lambda: [engine.module])
     return saver.save(
         home,
         top / name,
@@ -193,10 +193,15 @@ def _captured(engine: Any, folder: str, write: Callable[[], object], client_stat
         with _listening(engine, listener, client_state):
             captured.result = write()
         if listener.wants_scripts:
-            captured.scripts = _scripts(engine)
+            with tempfile.TemporaryDirectory() as scripts:
+                engine._copy_recovery_script(scripts)
+                captured.scripts = {file.name: file.read_bytes() for file in Path(scripts).iterdir()}
     if attempt.error is not None:
         captured.error = attempt.error
-        _tidy(engine)
+        # The other ranks do this too, and it may be a collective.
+        if engine._optimizer_has_ckpt_event_epilogue():
+            with contextlib.suppress(Exception):
+                engine.optimizer.checkpoint_event_epilogue()
     return captured
 
 
@@ -254,20 +259,13 @@ def _listening(engine: Any, listener: Listener, client_state: Mapping[str, Any])
         "zero_nvme_offload_optimizer": lambda: False,
     }
     if not engine.has_moe_layers:  # with such layers DeepSpeed sets it during the save
-        stubs["save_non_zero_checkpoint"] = _writes_model(engine)
+        # This rank writes the model's states as with DeepSpeed's own plain engine in one shared directory. The engine's own
+        # answer differs with its own writer, and with ``use_node_local_storage``, where one rank of every node writes a file
+        # of the same name.
+        first = engine.zero_optimization_partition_weights() and engine.is_first_weights_partition_group()
+        stubs["save_non_zero_checkpoint"] = bool(first or groups._get_sequence_data_parallel_rank() == 0)
     with Patch(engine, stubs), Patch(upstream.dist, {"barrier": _no_barrier}):
         yield
-
-
-def _writes_model(engine: Any) -> bool:
-    """Whether this rank writes the model's states: as with DeepSpeed's own plain engine in one shared directory.
-
-    The engine's own answer differs with its own writer, and with ``use_node_local_storage``, where one rank of every node
-    writes a file of the same name.
-    """
-    if engine.zero_optimization_partition_weights() and engine.is_first_weights_partition_group():
-        return True
-    return bool(groups._get_sequence_data_parallel_rank() == 0)
 
 
 def _common_state(engine: Any, client_state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -279,17 +277,4 @@ def _common_state(engine: Any, client_state: Mapping[str, Any], *args: Any, **kw
 
 
 def _no_barrier(*_: Any, **__: Any) -> None:
-    """The ranks meet before and after, under deadlines."""
-
-
-def _scripts(engine: Any) -> dict[str, bytes]:
-    with tempfile.TemporaryDirectory() as folder:
-        engine._copy_recovery_script(folder)
-        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
-
-
-def _tidy(engine: Any) -> None:
-    # The other ranks do this too, and it may be a collective.
-    if engine._optimizer_has_ckpt_event_epilogue():
-        with contextlib.suppress(Exception):
-            engine.optimizer.checkpoint_event_epilogue()
+    """Do nothing: the ranks meet before and after, under deadlines."""

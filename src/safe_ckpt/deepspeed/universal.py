@@ -12,7 +12,7 @@ _LATEST = "latest_universal"
 
 
 def latest(folder: Path) -> str:
-    """What ``latest_universal`` names.
+    """Return what ``latest_universal`` names.
 
     Raises:
         RestoreError: it is not there, or names nothing beside it.

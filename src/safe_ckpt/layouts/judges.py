@@ -1,4 +1,4 @@
-"""What each framework knows of the checkpoints in one directory besides their order: which it takes, and which it needs.
+"""The frameworks' judges of the checkpoints in one directory, besides their order: which each takes, and which it needs.
 
 For DeepSpeed's resume and for the commands: see ``safe_ckpt.core.home.standing``. Nothing is unpickled.
 """
@@ -22,7 +22,7 @@ _MOST_BYTES = 64 << 20
 
 
 def judges_of(folder: Path) -> list[Judge]:
-    """What all frameworks say of the checkpoints in ``folder``."""
+    """Return the judges of all frameworks for the checkpoints in ``folder``."""
     return [functools.partial(judge, folder) for judge in (tags, copies, best, kept)]
 
 
@@ -98,7 +98,7 @@ def _best_model(file: Path) -> str:
 
 
 def kept(folder: Path, usable: Sequence[Candidate]) -> Iterator[Note]:
-    """What a link in the directory leads to, and what a ``latest`` above it names, such as ``"warmup/step10"``."""
+    """Keep what a link in the directory leads to, and what a ``latest`` above it names, such as ``"warmup/step10"``."""
     there = {candidate.path for candidate in usable}
     for path, link in linked_in(folder).items():
         if path in there:

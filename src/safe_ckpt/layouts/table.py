@@ -52,7 +52,7 @@ class Kind:
         return int(match.group(1)) if match else None
 
     def describe(self, path: Path) -> Layout:
-        """What is at ``path``, which is of this kind."""
+        """Describe what is at ``path``, which is of this kind."""
         number = self.number_of(path.name)
         return Layout(name=self.name, step=-1 if number is None else number, problem=self.problem(path))
 

@@ -22,7 +22,7 @@ from safe_ckpt.layouts.table import Layout, facts_file, lightning_layout_of
 
 
 def read_layout(path: Path) -> Layout:
-    """What a Lightning checkpoint says about itself, read without loading a tensor and without running its pickle.
+    """Read what a Lightning checkpoint says about itself, without loading a tensor and without running its pickle.
 
     Raises:
         OSError: it could not be read.
@@ -89,5 +89,5 @@ class _Anything(dict):  # type: ignore[type-arg]
 
 
 def _stand_in(module: str, name: str) -> type[Any]:
-    """What takes the place of a class or function: no class is imported and no function is called."""
+    """Return the stand-in for a class or function: no class is imported and no function is called."""
     return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Anything

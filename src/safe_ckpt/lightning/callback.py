@@ -383,7 +383,9 @@ class SafeCheckpointCallback(ModelCheckpoint):
             super()._save_checkpoint(trainer, filepath)
             return
         self._begin()
-        at_once = self._at_once or (not self.async_save and self._is_looked_at(trainer))
+        # A subclass of this, or of the Trainer, may use the file right after the save.
+        own = type(self)._save_checkpoint is not SafeCheckpointCallback._save_checkpoint
+        at_once = self._at_once or (not self.async_save and (own or install.overrides_saving(trainer)))
         # Before the save, which has them. If it fails, they are taken back.
         self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, filepath
 
@@ -400,11 +402,6 @@ class SafeCheckpointCallback(ModelCheckpoint):
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         # One with bad numbers is loaded only by its name.
         return {path for path in super()._find_last_checkpoints(trainer) if not is_marked(Path(path))}
-
-    def _is_looked_at(self, trainer: Any) -> bool:
-        """Whether a subclass of this, or of the Trainer, may use the file right after the save."""
-        own = type(self)._save_checkpoint is not SafeCheckpointCallback._save_checkpoint
-        return own or install.overrides_saving(trainer)
 
     def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:  # type: ignore[override]
         if self._pending is None:

@@ -44,7 +44,7 @@ __all__ = ["CheckpointIO", "ModelCheckpoint"]
 
 
 class SaverOfFit(Protocol):
-    """What saves while ``fit`` runs, as the I/O needs it.
+    """The saver while ``fit`` runs, as the I/O needs it.
 
     Attributes:
         reads_freely: whether a resume runs what a pickle names.

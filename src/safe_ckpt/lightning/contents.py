@@ -26,7 +26,7 @@ _SWAPPERS = frozenset({"StochasticWeightAveraging", "WeightAveraging", "EMAWeigh
 
 
 class SaverOfTrainer(Protocol):
-    """What a Trainer's save is planned with; see ``TrainerSaver`` for the attributes."""
+    """The parts of a saver that plan a Trainer's save; see ``TrainerSaver`` for the attributes."""
 
     trainer: Any
     engine: Engine
@@ -115,7 +115,7 @@ def _sharded(
 
 
 def _dump(saver: SaverOfTrainer, path: Path, weights_only: bool | None) -> dict[str, Any] | None:
-    """What the strategy would write, on the ranks that would write it. A hook of the user's may raise anything."""
+    """Return what the strategy would write; None on ranks that would not write. A hook of the user's may raise anything."""
     trainer = saver.trainer
     form = strategies.form_of(trainer.strategy)
     if form is not None:
@@ -139,7 +139,7 @@ def numbers(trainer: Any) -> dict[str, float]:
 
 
 def overlap_plan(trainer: Any, mode: Literal["auto", "eager", "overlapped"]) -> OverlapPlan | None:
-    """What may be copied after ``save`` has returned; None for nothing.
+    """Plan what may be copied after ``save`` has returned; None for nothing.
 
     Args:
         trainer: in ``fit``.

@@ -29,7 +29,7 @@ _PLACES, _AHEAD, _NOW = "places", "ahead", "now"
 
 
 class ForLightning(Resumable):
-    """With the generators of this process, which a stock ``ModelCheckpoint`` does not save."""
+    """A loader that saves the generators of this process, too: a stock ``ModelCheckpoint`` does not."""
 
     looks_ahead = 2  # one where it has no length, and one at an exception
 
@@ -105,7 +105,7 @@ def _go_to_places(fit_loop: Any) -> None:
 
 
 def _give_back(fit_loop: Any) -> None:
-    """What was taken of streams before they went to their places is given again."""
+    """Have streams give again what was taken of them before they went to their places."""
     for one in filter(_reads_here, fit_loop._combined_loader.flattened):
         one.dataset.load_state_dict(one.__dict__["data_at_first"])
 
@@ -145,7 +145,7 @@ def _is_ours(state: Any) -> bool:
 
 
 def refuse_unused(fit_loop: Any) -> None:
-    """Before the first batch after a resume.
+    """Refuse, before the first batch after a resume, to begin elsewhere than where the checkpoint was saved.
 
     Raises:
         RestoreError: the checkpoint has places of loaders, and they were not loaded.
@@ -156,7 +156,7 @@ def refuse_unused(fit_loop: Any) -> None:
 
 
 def states(loaders: Any, *, ended: bool, unseen: int, trained: int, now: dict[str, Any]) -> list[dict[str, Any]]:
-    """What to save of the loaders of a loop.
+    """Return the states of a loop's loaders, for a save.
 
     Args:
         loaders: Lightning's ``CombinedLoader``.
@@ -207,7 +207,7 @@ def at_batch(state: Any, *, unseen: int) -> Any:
 
 
 def of_stock(states: Sequence[Any], *, unseen: int) -> dict[str, Any] | None:
-    """What loaders of ours said to stock Lightning: where they were, and what the generators were; None if none is ours."""
+    """Return the places and generators that loaders of ours gave to stock Lightning; None if none is ours."""
     now = [state[_KEY][_NOW] for state in states if isinstance(state, dict) and _KEY in state]
     return {"rng": now[0], "loaders": [at_batch(state, unseen=unseen) for state in states]} if now else None
 

@@ -36,7 +36,7 @@ class FileSaver(Saver):
             home = self.home(directory)
             if is_held:
                 view = {"directory": directory, "suffix": suffix}
-                self.engine.agree("list", must_match=view, decide=lambda _: self.take_stock(home))
+                self.engine.agree("list", must_match=view, decide=lambda _: self.list_held(home))
         except BaseException:
             suffixes.remove(suffix)
             raise

@@ -26,7 +26,7 @@ KEY = "safe_ckpt"
 
 
 def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
-    """What this rank contributes at a save.
+    """Return this rank's part of a save.
 
     Args:
         trainer: in ``fit``.
@@ -47,7 +47,12 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
     rng, states, own = place["rng"], [], []
     if loop._combined_loader is not None:
         own = dataloader.own_generators(loop._combined_loader) if ended else []
-        unseen, trained = unprocessed(vars(batches)) + _ahead(loop), batches.processed
+        # The fetcher has taken batches that it has not handed on: one, of loaders that have no length. It drops that one where
+        # the next one cannot be fetched.
+        fetcher = loop._data_fetcher
+        dropped = fetcher.fetched - batches.ready if fetcher is not None else 0
+        ahead = max(len(getattr(fetcher, "batches", ())), dropped)
+        unseen, trained = unprocessed(vars(batches)) + ahead, batches.processed
         states = dataloader.states(loop._combined_loader, ended=ended, unseen=unseen, trained=trained, now=rng)
     again = broken_off is None and noted.validation is not None
     count = trainer.accumulate_grad_batches
@@ -81,7 +86,7 @@ def assemble(texts: Mapping[int, str]) -> dict[str, Any]:
 
 @dataclass
 class Continuation:
-    """What is to be done before the loop goes on.
+    """Work that is left before the loop goes on.
 
     Attributes:
         mine: what this rank contributed at the save; None for a checkpoint of stock Lightning, or of fewer ranks.
@@ -161,7 +166,7 @@ def _has_stopped(state: Any) -> bool:
 
 
 def _as_stock_tells(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether it was saved within an epoch, and, such as at an exception, within a step of a validation."""
+    """Tell if stock Lightning saved it within an epoch, and, such as at an exception, within a step of a validation."""
     batch, validation = fit_loop["epoch_loop.batch_progress"], fit_loop.get("epoch_loop.val_loop.batch_progress")
     over = bool(batch["is_last_batch"]) and not unprocessed(batch["current"])
     again = validation is not None and validation["current"]["ready"] > validation["current"]["completed"]
@@ -196,7 +201,11 @@ def let_next_epoch_begin(fit_loop: Any, undo: Patch) -> None:
 
     def set_up() -> None:
         _ask_as_of(fit_loop, range(counts.ready), setup_data)
-        _count_where_all_is_done(fit_loop)  # it asks next whether there is anything to do
+        # It asks next whether there is anything to do. At ``max_steps`` nothing is left to train on: the last epoch counts, as
+        # it does in the run that ended there.
+        if 0 <= fit_loop.max_steps <= fit_loop.epoch_loop.global_step:
+            for count in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
+                count.processed = count.completed = count.ready
 
     def set_up_validation() -> None:
         every = fit_loop.trainer.check_val_every_n_epoch or 1
@@ -268,15 +277,8 @@ def continue_from(trainer: Any, continuation: Continuation, undo: Patch) -> None
     _begin_with(epoch_loop, continuation, undo)
 
 
-def _count_where_all_is_done(fit_loop: Any) -> None:
-    """At ``max_steps`` nothing is left to train on: the last epoch counts, as it does in the run that ended there."""
-    if 0 <= fit_loop.max_steps <= fit_loop.epoch_loop.global_step:
-        for count in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
-            count.processed = count.completed = count.ready
-
-
 def _count_on(val_loop: Any, validated: Mapping[int, int], undo: Patch) -> None:
-    """What is logged at the steps of a validation is logged at the number of batches that all validations have had."""
+    """Log a validation's steps at the number of batches that all validations have had."""
 
     def set_up(original: Callable[[], None]) -> None:
         original()
@@ -313,7 +315,7 @@ def let_schedulers_step(trainer: Any) -> None:
 
 
 def _let_schedulers_catch_up(trainer: Any) -> None:
-    """At the end of an epoch they step after the save."""
+    """Step the schedulers that follow a metric: at the end of an epoch they step after the save."""
     counts = trainer.fit_loop.epoch_progress.current
     if _metrics_are_known(trainer):
         with Patch(counts, {"completed": counts.completed - 1}):  # the number of that epoch
@@ -328,7 +330,7 @@ def _metrics_are_known(trainer: Any) -> bool:
 
 
 def _begin_with(epoch_loop: Any, continuation: Continuation, undo: Patch) -> None:
-    """What followed the last batch is done as far as it was not done before the save: validation, then schedulers.
+    """Do what follows the last batch, as far as it was not done before the save: validation, then schedulers.
 
     Lightning would leave out a validation that was not over. Where it was over, Lightning would draw from the generators again.
     """
@@ -363,16 +365,6 @@ def at_end(fit_loop: Any) -> bool:
 def unprocessed(batches: Mapping[str, int]) -> int:
     """How many batches were fetched and not trained on: one where an exception came in between."""
     return max(0, batches["ready"] - batches["processed"])
-
-
-def _ahead(fit_loop: Any) -> int:
-    """How many batches the fetcher has taken and not handed on: one, of loaders that have no length.
-
-    It drops that one where the next one cannot be fetched.
-    """
-    fetcher = fit_loop._data_fetcher
-    dropped = fetcher.fetched - fit_loop.epoch_loop.batch_progress.current.ready if fetcher is not None else 0
-    return max(len(getattr(fetcher, "batches", ())), dropped)
 
 
 class Noted:

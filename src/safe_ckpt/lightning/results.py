@@ -1,4 +1,4 @@
-"""What was logged in an epoch that is under way, and the states of its torchmetrics: Lightning's own checkpoint has none of it.
+"""Values logged in an epoch that is under way, and the states of its torchmetrics: Lightning's own checkpoint has none of them.
 
 A scheduler that follows a training metric, ``monitor=`` and EarlyStopping ask for it at the end of the epoch, or right after
 the batch at which a checkpoint was saved. Each rank keeps its own, as it was before ranks are synchronized.
@@ -25,7 +25,7 @@ _MOST_BYTES = 4 << 20  # of one rank: it goes to rank 0 with every save, while t
 
 
 def gather(trainer: Any, device: Any = "cpu") -> dict[str, Any]:
-    """What this rank has logged in this epoch, as data. Every rank calls this: at the end of an epoch ranks synchronize.
+    """Return what this rank has logged in this epoch, as data. Every rank calls this: at the end of an epoch ranks synchronize.
 
     Args:
         trainer: in ``fit``.
@@ -81,7 +81,7 @@ def _bytes(value: Any) -> float:
 
 
 def put_back(trainer: Any, saved: Mapping[str, Any], undo: Patch, *, over: bool) -> None:
-    """At ``on_train_start``.
+    """Put back, at ``on_train_start``, what was logged.
 
     Args:
         trainer: in ``fit``.
@@ -112,7 +112,7 @@ def put_back(trainer: Any, saved: Mapping[str, Any], undo: Patch, *, over: bool)
 
 
 def do_without(trainer: Any, undo: Patch) -> None:
-    """The checkpoint has none. Until this epoch has ended it is no error to ask for a metric that nobody knows."""
+    """Go on without what was logged. Until this epoch has ended it is no error to ask for a metric that nobody knows."""
     lenient = Patch()
     for one in (*trainer.lr_scheduler_configs, *trainer.early_stopping_callbacks):
         lenient.put(one, {"strict": False})
@@ -140,7 +140,7 @@ def _save_if_known(saving: Any, trainer: Any, monitor_candidates: Mapping[str, A
 
 
 def _made(trainer: Any, saved: Mapping[str, Any], kind: type[Any]) -> Any:
-    """As if it had been logged. Its value is None where the metric that was logged is not there any more."""
+    """Make a result as if it had been logged. Its value is None where the metric that was logged is not there any more."""
     module = sys.modules[kind.__module__]
     known = {field.name for field in dataclasses.fields(module._Metadata)}
     meta = module._Metadata(**{name: value for name, value in saved["meta"].items() if name in known})
@@ -154,7 +154,7 @@ def _made(trainer: Any, saved: Mapping[str, Any], kind: type[Any]) -> Any:
 
 
 def _fill(metric: Any, saved: Mapping[str, Any]) -> None:
-    """Nothing is done if this metric is now another one."""
+    """Give a metric its saved state; nothing is done if it is now another one."""
     if metric._defaults.keys() != saved["state"].keys():
         return
     for name, value in saved["state"].items():
@@ -164,7 +164,7 @@ def _fill(metric: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _go_on_with(results: Any, waiting: dict[str, Any], undo: Patch) -> None:
-    """The first ``log`` of each makes it anew, for it says how: with a process group, or otherwise than before the resume."""
+    """Have the first ``log`` of each make it anew, for it says how: with a process group, or otherwise than before."""
     log, update = results.log, results.update_metrics
 
     def make_anew(fx: str, name: str, *args: Any, **kwargs: Any) -> None:

@@ -46,7 +46,7 @@ LINKS = "links"
 
 
 class ResumingSaver(Protocol):
-    """What resumes a Trainer; see ``TrainerSaver`` for the attributes."""
+    """The parts of a saver that resume a Trainer; see ``TrainerSaver`` for the attributes."""
 
     auto_directory: Path | None
     reads_freely: bool
@@ -195,7 +195,7 @@ def _judged(candidate: Candidate) -> Candidate:
 
 
 def _due(workspace: FileHome, path: Path) -> tuple[dict[Path, str | None], list[Path]]:
-    """What was due when ``path`` was committed: the links with what they point to, and what is to be deleted.
+    """Return what was due when ``path`` was committed: the links with their targets, and the paths to delete.
 
     Raises:
         HostileCheckpointError: something of it lies outside of the directory.

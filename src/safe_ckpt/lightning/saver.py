@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import CheckpointInfo, OnCommit, OpenSave, Patch, Planned
 from safe_ckpt.adapters.extras import Destination, Exporter, Facts, Link, SaveRequest, delete_listed
-from safe_ckpt.adapters.planning import go_on, know_models
+from safe_ckpt.adapters.planning import go_on, note_models
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.adapters.strategy import Sharded
 from safe_ckpt.config import CheckpointConfig
@@ -101,7 +101,7 @@ class TrainerSaver(FileSaver):
                 self.engine.emit.add(hook)
 
     def take(self, hooks: Iterable[Hook], directory: Path, suffix: str) -> None:
-        """One more callback: its hooks, and its directory with the ``suffix`` of what is in it.
+        """Take one more callback: its hooks, and its directory with the ``suffix`` of what is in it.
 
         Raises:
             DirectoryError: it cannot be used.
@@ -368,7 +368,7 @@ class TrainerSaver(FileSaver):
         primary = Path(os.path.abspath((pending.saves or [*pending.links, *pending.removals])[0]))
         workspace = self.of(primary)
         planned = Planned()
-        know_models(self.engine, lambda: [self.trainer.lightning_module])
+        note_models(self.engine, lambda: [self.trainer.lightning_module])
         if pending.saves:
             fitting = self.training and str(getattr(self.trainer.state.fn, "value", "")) == "fit"
             planned = contents.planned(self, primary, weights_only=weights_only, whole=fitting and not weights_only)

@@ -44,7 +44,7 @@ class Form:
 
 
 def form_of(strategy: Any) -> Form | None:
-    """What a strategy writes; None for one that leaves its file to the I/O, or that is not covered."""
+    """Return the form of a strategy's checkpoints; None for one that leaves its file to the I/O, or that is not covered."""
     names = {base.__name__ for base in type(strategy).__mro__}
     if "ModelParallelStrategy" in names:
         return Form("state_dict", sharded=bool(strategy._save_distributed_checkpoint), gathers=True)
@@ -68,7 +68,7 @@ def dump(trainer: Any, form: Form, weights_only: bool | None) -> dict[str, Any]:
 
 
 def split(checkpoint: Mapping[str, Any], form: Form) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What every rank writes its parts of, and what rank 0 writes besides."""
+    """Split a checkpoint into what every rank writes its parts of, and what rank 0 writes besides."""
     rest = dict(checkpoint)
     states = {form.key: rest.pop("state_dict")}
     states.update({f"optimizer_{number}": state for number, state in enumerate(rest.pop("optimizer_states", []))})
@@ -95,7 +95,7 @@ def _by_number(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
 
 
 class GuardingSaver(Protocol):
-    """What a strategy's load and its end are guarded with; see ``TrainerSaver`` for the attributes."""
+    """The parts of a saver that guard a strategy's load and its end; see ``TrainerSaver`` for the attributes."""
 
     engine: Engine
     undo: Patch
@@ -151,7 +151,7 @@ def guard(trainer: Any, saver: GuardingSaver) -> None:
 
 
 def engine_of(core: Engine, strategy: Any) -> Strategy:
-    """What lays out the checkpoints of a DeepSpeed engine."""
+    """Return the strategy that lays out the checkpoints of a DeepSpeed engine."""
     from safe_ckpt.deepspeed.nested import EngineWrites
 
     return EngineWrites(core, {LIGHTNING_TAG: strategy.deepspeed_engine})

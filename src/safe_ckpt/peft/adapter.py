@@ -118,7 +118,7 @@ def load_adapter(model: torch.nn.Module, directory: str | os.PathLike[str], **op
 
 
 def tensors_of(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """What PEFT saves of the active adapter.
+    """Return the tensors that PEFT saves of the active adapter.
 
     Raises:
         StateError: it is no PEFT model with one active adapter.

@@ -157,7 +157,7 @@ class SafeCheckpointManager(CheckpointManager):
 
 
 class Outcome(Future[None]):
-    """What torchtitan waits for before the next save: that this one is committed.
+    """The commit of one save, for which torchtitan waits before the next one.
 
     Args:
         saver: whose.

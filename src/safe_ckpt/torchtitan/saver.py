@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import Attempt, OnCommit, OpenSave, Planned
 from safe_ckpt.adapters.extras import Candidate, keep_newest, resume
-from safe_ckpt.adapters.planning import give_back, go_on, know_models, states_of
+from safe_ckpt.adapters.planning import give_back, go_on, note_models, states_of
 from safe_ckpt.adapters.saver import Saver, candidates_in
 from safe_ckpt.adapters.strategy import Sharded, names_in
 from safe_ckpt.config import CheckpointConfig
@@ -79,7 +79,7 @@ class ManagerSaver(Saver):
     def _commit(
         self, path: Path, planned: Planned, step: int, weights_only: bool, prefilled: Path | None = None
     ) -> OpenSave:
-        know_models(self.engine, lambda: self._models)
+        note_models(self.engine, lambda: self._models)
         return self.save(
             self.home(path.parent),
             path,

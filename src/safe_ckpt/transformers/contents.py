@@ -24,7 +24,7 @@ from safe_ckpt.adapters.extras import safetensors as safetensors_format
 
 
 class Catch:
-    """What was caught; a later file replaces an earlier one.
+    """The files and shards that were caught; a later file replaces an earlier one.
 
     Attributes:
         files: by their path within the folder, in the order in which they were written first.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import TrainerCallback
@@ -45,11 +45,9 @@ def anyone_looks(trainer: Any) -> bool:
     return (
         trainer.args.push_to_hub
         or any(map(looks, trainer.callback_handler.callbacks))
-        or any(function.__module__.partition(".")[0] not in _DONE_BEFORE for function in _saves(trainer))
+        or any(
+            vars(owner)[_SAVE].__module__.partition(".")[0] not in _DONE_BEFORE
+            for owner in (trainer, *type(trainer).__mro__)
+            if _SAVE in vars(owner)
+        )
     )
-
-
-def _saves(trainer: Any) -> Iterator[Any]:
-    for owner in (trainer, *type(trainer).__mro__):
-        if _SAVE in vars(owner):
-            yield vars(owner)[_SAVE]

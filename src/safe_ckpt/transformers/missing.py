@@ -1,4 +1,4 @@
-"""What a Trainer goes on without after a resume, told in warnings."""
+"""Warnings of what a Trainer goes on without after a resume."""
 
 from __future__ import annotations
 

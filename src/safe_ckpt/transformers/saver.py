@@ -12,7 +12,7 @@ from transformers.trainer_callback import ExportableState
 
 from safe_ckpt.adapters import Attempt, OnCommit, OpenSave, Planned
 from safe_ckpt.adapters.extras import HIDDEN_TOO, Candidate, keep_newest, presence, refuse_short
-from safe_ckpt.adapters.planning import know_models
+from safe_ckpt.adapters.planning import note_models
 from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import NoValidCheckpointError
@@ -130,7 +130,7 @@ class TrainerSaver(Saver):
     def _save(self, trainer: Any, path: Path, home: OpenHome, folder: Path) -> None:
         best = trainer.state.best_model_checkpoint
         limit = trainer.args.save_total_limit
-        know_models(self.engine, lambda: [trainer.model])
+        note_models(self.engine, lambda: [trainer.model])
         attempt = Attempt()
         noting = self.sharing.noting(trainer, folder)
         besides = self.sharing.besides(trainer)
@@ -168,7 +168,7 @@ def candidates(folder: Path) -> list[Candidate]:
 
 
 def _write(trainer: Any, folder: str) -> None:
-    """What ``Trainer._save_checkpoint`` writes, in its order."""
+    """Write what ``Trainer._save_checkpoint`` writes, in its order."""
     trainer.save_model(folder, _internal_call=True)
     if not trainer.args.save_only_model:
         trainer._save_optimizer_and_scheduler(folder)
@@ -189,7 +189,7 @@ def _write(trainer: Any, folder: str) -> None:
 
 
 def _metrics(trainer: Any) -> dict[str, float]:
-    """What was evaluated at this step, for people who look into the manifest."""
+    """Return what was evaluated at this step, for people who look into the manifest."""
     latest: Mapping[str, Any] = next((row for row in reversed(trainer.state.log_history) if "eval_loss" in row), {})
     if latest.get("step") != trainer.state.global_step:
         return {}

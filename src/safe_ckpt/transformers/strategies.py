@@ -180,7 +180,7 @@ class Noted:
         return act
 
     def of(self, engine: Any) -> Callable[..., bool]:
-        """What stands in for ``engine.save_checkpoint``."""
+        """Return the stand-in for ``engine.save_checkpoint``."""
         from safe_ckpt.deepspeed.arguments import default_tag
 
         save = engine.save_checkpoint

@@ -1,1 +1,1 @@
-"""What other callbacks and the module do beside training: what they set for an epoch, and put into the module meanwhile."""
+"""Effects of other callbacks and of the module: what they set for an epoch, and what they put into the module meanwhile."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def watch(trainer: Any, undo: Patch) -> list[Callable[[Any], None]]:
-    """Know, from now on, which WeightAveraging callbacks have their weights in the module, and the trained ones in their own.
+    """Note from now on which WeightAveraging callbacks have swapped: the module has their weights, and they the trained ones.
 
     Returns:
         How each of them takes them back; it changes as they swap.
@@ -34,7 +34,7 @@ def watch(trainer: Any, undo: Patch) -> list[Callable[[Any], None]]:
 
 @contextlib.contextmanager
 def in_their_places(swapped: list[Callable[[Any], None]], module: Any) -> Iterator[None]:
-    """Within this block the module has the trained weights: such a callback saves both, each under the other's names else."""
+    """Have the trained weights in the module within this block. Else a callback saves both, each under the other's names."""
     due = list(swapped)
     for swap in due:
         swap(module)

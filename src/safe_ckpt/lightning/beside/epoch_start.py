@@ -1,7 +1,7 @@
-"""What was set at the start of an epoch, for a process that resumes within it: ``on_train_epoch_start`` is not called again.
+"""Settings from the start of an epoch, for a process that resumes within it: ``on_train_epoch_start`` is not called again.
 
-Lightning keeps none of it. ``accumulate_grad_batches`` is saved, and put back. What StochasticWeightAveraging sets follows from
-the state that it saves itself. Of other callbacks, and of modules, nobody knows what they set: a warning names them.
+Lightning keeps none of them. ``accumulate_grad_batches`` is saved, and put back. StochasticWeightAveraging's follow from the
+state that it saves itself. Nobody knows what other callbacks, and modules, set: a warning names them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def put_back(
 
 
 def _average_on(trainer: Any, callback: Any, kind: Any) -> None:
-    """Have it schedule the learning rate from here on, as it did. Lightning would from the next epoch on, one step behind."""
+    """Have a callback schedule the learning rate from here on. Lightning would from the next epoch on, one step behind."""
     view = SimpleNamespace(
         current_epoch=callback._latest_update_epoch,  # there it sets up, and adds nothing to the average
         optimizers=trainer.optimizers,
@@ -69,7 +69,7 @@ def _average_on(trainer: Any, callback: Any, kind: Any) -> None:
 
 
 def _count_on(trainer: Any, callback: Any, accumulates: int) -> None:
-    """Within the last epoch, in which it trains nothing and batch norms count anew: they go on with what they have counted."""
+    """Have batch norms go on with their counts in the last epoch, in which it trains nothing and they count anew."""
     trainer.fit_loop.max_batches += 1
     trainer.fit_loop._skip_backward = True
     callback._accumulate_grad_batches, trainer.accumulate_grad_batches = accumulates, trainer.fit_loop.max_batches
@@ -79,9 +79,9 @@ def _count_on(trainer: Any, callback: Any, accumulates: int) -> None:
 
 
 def _say_what_gradients_are_missing(trainer: Any, averaging: list[Any]) -> None:
-    """Lightning steps once at the end of the epoch in which batch norms count anew, by gradients that it did not make there.
+    """Warn of gradients that are in no checkpoint: a validation before the epoch in which batch norms count anew clears them.
 
-    A validation before that epoch clears them.
+    Lightning steps once at the end of that epoch, by gradients that it did not make there.
     """
     over = trainer.current_epoch + trainer.fit_loop.epoch_loop._num_ready_batches_reached()
     if trainer.enable_validation or trainer.global_rank != 0:
