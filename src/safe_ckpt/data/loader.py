@@ -255,7 +255,7 @@ class Resumable:
         return vain
 
     def _take_back_draws(self) -> None:
-        """What torch drew to begin with, and would not have drawn in an uninterrupted run."""
+        """Put back what torch drew to begin with, and would not have drawn in an uninterrupted run."""
         undo, self._undo = self._undo, None
         if undo is None:
             return

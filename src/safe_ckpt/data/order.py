@@ -113,7 +113,7 @@ def _random(
 
 
 def _spread(sampler: Any, start: int) -> Iterator[int]:
-    """What is left of the order, taken in turns. It is filled up, or cut off, so that all ranks get as many."""
+    """The rest of the order, taken in turns. It is filled up, or cut off, so that all ranks get as many."""
     size, ranks = len(sampler.dataset), sampler.num_replicas
     order = torch.arange(size)
     if sampler.shuffle:
@@ -147,13 +147,13 @@ def loses_its_buffer(loader: Any) -> bool:
 
 
 def sampler_of(loader: Any) -> Any:
-    """What gives the indices, one by one if that can be told."""
+    """The sampler of single indices where there is one, else ``order_of``."""
     given = order_of(loader)
     return given.sampler if type(given) is BatchSampler else given
 
 
 def order_of(loader: Any) -> Any:
-    """What gives the indices: of batches, or one by one."""
+    """The sampler that the loader asks: for batches of indices, or for one at a time."""
     return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
 
 
@@ -235,7 +235,7 @@ def most_of(loader: Any) -> int | None:
 
 
 def epoch_of(sampler: Any) -> int | None:
-    """What ``set_epoch`` was given; None where the sampler has no such number."""
+    """The epoch that ``set_epoch`` was given; None where the sampler has no such number."""
     epoch = getattr(sampler, "epoch", None)
     return epoch if isinstance(epoch, int) else None
 
@@ -259,7 +259,7 @@ def is_still_meant(loader: Any, pending: Position) -> bool:
 
 
 def facts_of(loader: Any) -> dict[str, Any]:
-    """What the order depends on: another one then, and the place means nothing."""
+    """The facts on which the order depends. If one of them has changed, the place means nothing."""
     sampler, given = sampler_of(loader), order_of(loader)
     facts: dict[str, Any] = {"sampler": type(sampler).__name__}
     if not is_map(loader):

@@ -170,7 +170,7 @@ class Position:
 
 
 def plain(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a worker was at, as plain data."""
+    """The state of a worker as plain data."""
     return {**state, RNG: rng.snapshot_to_text(state[RNG])} if RNG in state else state
 
 

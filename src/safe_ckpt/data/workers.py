@@ -1,7 +1,7 @@
-"""What makes the batches, and what only it knows: its random generators, and the place of an iterable data set.
+"""The makers of batches, and the state that only they know: random generators, and the place of an iterable data set.
 
-That comes along with each batch, as it was right after the batch was made. So what is saved belongs to the last batch that
-training was given, however far ahead the workers are; and after a resume the workers go on from there.
+This state comes along with each batch, as it was right after the batch was made. So the saved state belongs to the last batch
+that training was given, however far ahead the workers are. After a resume the workers go on from there.
 """
 
 from __future__ import annotations
@@ -112,11 +112,11 @@ class Maker:
             self._drawn = set(drawn)
 
     def place(self) -> Mapping[str, Any]:
-        """What the data set is to begin with; once."""
+        """The state with which the data set is to begin; given once."""
         return self._states.pop(str(self.worker), {})
 
     def after(self) -> dict[str, Any]:
-        """What comes along with the batch that has just been made."""
+        """The state that comes along with the batch that has just been made."""
         state: dict[str, Any] = {}
         if self._watched:
             self._made += 1
@@ -131,7 +131,7 @@ class Maker:
         return state
 
     def failed(self) -> Delivered:
-        """What comes instead of a batch, with the state, if the batch cannot be made: training may go on with the next one.
+        """The error that stands for a batch that could not be made, with the state: training may go on with the next batch.
 
         Raises:
             Exception: the one that is being handled, where there is no state.
@@ -169,7 +169,7 @@ class StandIn:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """What ``isinstance`` in a ``worker_init_fn`` should see."""
+        """The class that ``isinstance`` in a ``worker_init_fn`` should see."""
         return type(self.__dict__.get("_inner", self))
 
     def __reduce__(self) -> tuple[Any, ...]:
