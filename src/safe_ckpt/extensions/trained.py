@@ -38,7 +38,7 @@ _hooked = False
 
 
 class Trained(Extension):
-    """What rank 0 knows of that; other ranks note and expect nothing. Used on the thread that trains."""
+    """Notes and compares, on rank 0; other ranks note and expect nothing. Used on the thread that trains."""
 
     name: ClassVar[str] = "trained"
 

@@ -87,7 +87,7 @@ class _Directory:
 
 @dataclass(kw_only=True)
 class _Sharing:
-    """What one save shares with the checkpoints before.
+    """The files that one save shares with the checkpoints before.
 
     Attributes:
         root: the directory of its checkpoint.
@@ -115,7 +115,7 @@ class _Sharing:
 
 
 class UnchangedExtension(Extension):
-    """What one rank knows of the files that it wrote last. See the module."""
+    """The knowledge of one rank about the files that it wrote last. See the module."""
 
     name: ClassVar[str] = UNCHANGED
 
@@ -222,7 +222,7 @@ class UnchangedExtension(Extension):
             tries.failed()  # it relied on an object: the next one does not, and later ones less often
 
     def _learn(self, sharing: _Sharing, checkpoint: Place) -> None:
-        """What this rank has written was committed at ``checkpoint``."""
+        """Note the files that this rank has written: they were committed at ``checkpoint``."""
         found = {}
         for path, file in sharing.written.items():
             if file.size_bytes < LEAST_SHARED_BYTES:
@@ -269,7 +269,7 @@ class UnchangedExtension(Extension):
                 )
 
     def _candidate(self, wanted: Wanted, root: Place) -> Before | None:
-        """What a file probably is."""
+        """The file before that a file probably equals; None if none is worth a look."""
         directory = self._directories.get(root)
         before = directory.known.get(wanted.path) if directory is not None else None
         if directory is None or before is None or before.size_bytes != wanted.length or not self._settings.share:

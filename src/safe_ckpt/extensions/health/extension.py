@@ -94,7 +94,7 @@ class Health(Extension):
 
 
 class Known:
-    """What one rank knows of the files that it writes.
+    """The knowledge of one rank about the files that it writes.
 
     Attributes:
         fixed: names of buffers, and of parameters that are not trained: they may be infinite, if they stay so.

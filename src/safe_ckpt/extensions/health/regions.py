@@ -158,7 +158,7 @@ class _Anything:
         self.append(value)
 
     def parts(self) -> list[tuple[Any, Any]]:
-        """What it holds, by keys or numbers."""
+        """Its parts, by keys or numbers."""
         return [*self.arguments, *self.items]
 
 
@@ -179,7 +179,7 @@ class _Odd(_Anything):
 
 
 def _pairs(value: Any) -> list[tuple[Any, Any]]:
-    """What a container holds, by keys or numbers; a value itself where it is none."""
+    """The parts of a container, by keys or numbers. A value that is no container is its own part."""
     kind = type(value)
     if kind in (dict, OrderedDict):
         return list(value.items())

@@ -141,7 +141,7 @@ class Scan:
             self._next += 1
 
     def facts(self) -> dict[str, Any]:
-        """What was found, as JSON-able data. ``layout`` is a digest of names and sizes."""
+        """The facts that were found, as JSON-able data. ``layout`` is a digest of names and sizes."""
         self._look_at_small_ones()
         layout = xxhash.xxh3_64("\n".join(f"{one.name} {one.length}" for one in self._regions).encode())
         seen = self._most >= self._least

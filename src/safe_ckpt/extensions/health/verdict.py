@@ -1,7 +1,7 @@
-"""What follows from the numbers of a file: whether they are healthy, and what is learnt for the next save. Pure decisions.
+"""Decides whether the numbers of a file are healthy, and what is learnt for the next save. Pure decisions.
 
-Of a trained parameter, or of an optimizer's state, no number may be NaN or infinite. Anything else may be infinite by design,
-such as a mask. What of it is infinite at the first save that has it is learnt, and is no alarm as long as it stays as it is. A
+In a trained parameter, or in an optimizer's state, no number may be NaN or infinite. Anything else, such as a mask, may be
+infinite by design. Where it is infinite at the first save that has it is learnt, and is no alarm as long as it stays so. A
 buffer, or a parameter that is not trained, may also become less infinite. NaN is always an alarm.
 """
 
@@ -28,7 +28,7 @@ _LARGEST = 1e300  # JSON has no infinity
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What is known of a file before it is written. Its ``vars`` are JSON-able.
+    """The facts that are known of a file before it is written. Its ``vars`` are JSON-able.
 
     Attributes:
         first: whether no save of this file is known.
@@ -63,7 +63,7 @@ class Expectation:
         names: Iterable[str] | None = None,
         optimizers: Collection[str] = (),
     ) -> dict[str, Any]:
-        """What the manifest says of the file's health.
+        """The entry of one file in the manifest's health section.
 
         Args:
             facts: of the numbers.
@@ -86,7 +86,7 @@ class Expectation:
     def _alarms(
         self, facts: Mapping[str, Any], sick: Sequence[Mapping[str, Any]], kept: frozenset[str]
     ) -> tuple[list[dict[str, Any]], dict[str, Sequence[Any]]]:
-        """What is an alarm, and what is learnt with what was known."""
+        """The alarms, and what is learnt beside what was known."""
         fixed, trained = frozenset(self.fixed), frozenset(self.trained)
         others, learnt, alarms = facts.get("layout") != self.layout, dict(self.learnt), []
         for row in sick:
@@ -118,7 +118,7 @@ class Expectation:
     def _with_finite(
         self, learnt: Mapping[str, Sequence[Any]], names: Iterable[str], kept: frozenset[str]
     ) -> Mapping[str, Sequence[Any]]:
-        """What is learnt, and what else is in the file that may be infinite when it comes: it is there already."""
+        """Add to what is learnt the other tensors of the file that may be infinite: none of them is new at the next save."""
         trained, infinite = frozenset(self.trained), {name: known for name, known in learnt.items() if known[0]}
         finite = [name for name in names if name not in infinite and not (name in kept or name_among(name, trained))]
         return infinite | dict.fromkeys((finite or [_NO_OTHER]) if len(finite) <= _MOST_FINITE else [_MORE], ("", 0))
@@ -144,7 +144,7 @@ def is_sick(health: Mapping[str, Any]) -> bool:
 
 
 def of_checkpoint(files: Mapping[str, Mapping[str, Any]], action: str) -> dict[str, Any]:
-    """What the manifest of a checkpoint says: of each file, and whether it is marked.
+    """The health section of a checkpoint's manifest: its files, and whether it is marked.
 
     Args:
         files: path -> what ``Expectation.judge`` returned. Empty where nothing was looked at.

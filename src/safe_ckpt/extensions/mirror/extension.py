@@ -66,7 +66,7 @@ class Mirroring(Extension):
             mirror.put(info, home, saved=False)
 
     def _of(self, home: Home) -> Mirror | None:
-        """What uploads the checkpoints of this directory; None on other ranks, and for one that is in a store itself."""
+        """The mirror of this directory; None on other ranks, and for a directory that is in a store itself."""
         return self.mirror if home.is_mounted else None
 
     def stopping(self, until: float) -> None:

@@ -144,7 +144,7 @@ class Mirror:
         return root is None or root not in self._newest
 
     def candidates(self, workspace: Home) -> list[Candidate]:
-        """What the mirror has of a directory, the newest first.
+        """The checkpoints of a directory that the mirror has, the newest first.
 
         Raises:
             OSError: the store gives no answer.
