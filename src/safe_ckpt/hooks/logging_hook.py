@@ -20,7 +20,7 @@ _SENTENCES: dict[type[events.Event], str] = {
 
 
 class LoggingHook:
-    """What a person should act on as a sentence at WARNING, everything else at DEBUG."""
+    """Logs a sentence at WARNING where a person should act, and everything else at DEBUG."""
 
     def __call__(self, event: events.Event) -> None:
         """Log the event."""
