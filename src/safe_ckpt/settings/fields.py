@@ -113,7 +113,7 @@ class Key:
 
     @property
     def unit(self) -> str:
-        """What it counts, as the end of its name says: ``seconds``, ``bytes``, ``steps``, or nothing."""
+        """The unit that the end of its name says: ``seconds``, ``bytes``, ``steps``, or nothing."""
         return next((unit for suffix, unit in _UNITS.items() if self.name.endswith(suffix)), "")
 
 
@@ -251,7 +251,7 @@ def _has_secrets(kind: type) -> bool:
 
 
 def _shown_section(kind: type, data: object) -> str:
-    """What was given instead of a section; where that may hold a password, only its type."""
+    """The value that was given instead of a section; where it may hold a password, only its type."""
     if not _has_secrets(kind):
         return _shown(data)
     return (

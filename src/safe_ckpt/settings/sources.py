@@ -47,7 +47,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """What one source says.
+    """The settings of one source.
 
     Attributes:
         data: the plain data, nested as the settings are.
