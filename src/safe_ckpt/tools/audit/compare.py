@@ -1,4 +1,4 @@
-"""What differs between a run that was stopped and one that was not. Values in, values out.
+"""The differences between a run that was stopped and one that was not. Values in, values out.
 
 A run is what its processes told of their optimizer steps, see ``recorder``: rank -> lines in their order.
 """
@@ -35,7 +35,7 @@ _FOLLOWS = {"state", "buffers", "copies", "logged", "scaler"}
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What differs.
+    """One difference.
 
     Attributes:
         category: a key of ``MEANS``.
@@ -65,7 +65,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What one resume came to.
+    """The result of comparing one resume.
 
     Attributes:
         findings: what differs, in the order of ``MEANS``.
@@ -95,7 +95,7 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]
 
 
 def noise(first: Run, second: Run) -> frozenset[str]:
-    """What differs between two runs that nothing has stopped."""
+    """The names of values that differ between two runs that nothing has stopped."""
     return frozenset(
         name
         for rank in first.keys() & second.keys()
@@ -240,7 +240,7 @@ def _counters(whole: Sequence[Line], one: Line, other: Line) -> Iterator[str]:
 
 
 def without_equality(resumed: Run) -> Iterator[Finding]:
-    """What a run tells that cannot be compared: moments that are zero or missing at its first step, and not at its last."""
+    """Findings that need no comparison: moments that are zero or missing at the run's first step, and not at its last."""
     for rank, lines in sorted(resumed.items()):
         first, last = lines[0], lines[-1]
         names = [{name.split(".")[1] for name in line["values"] if name.startswith("state.")} for line in (first, last)]

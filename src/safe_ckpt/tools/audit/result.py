@@ -1,4 +1,4 @@
-"""What an audit came to: as text, for programs, and as JUnit XML."""
+"""The result of an audit: as text, for programs, and as JUnit XML."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _HOOK = Path(__file__).with_name("hook")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to run.
+    """The runs of an audit.
 
     Attributes:
         command: of the script; ``{out}`` in it becomes a folder of each run's own.

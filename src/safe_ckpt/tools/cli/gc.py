@@ -61,7 +61,7 @@ def gc(
 
 
 class _Selection:
-    """What is to be deleted, and what became of it."""
+    """The checkpoints that are to be deleted, and what became of them."""
 
     def __init__(self, listing: Listing, *, policy: Retention, quarantine: bool, verify: bool) -> None:
         for path, why in listing.unreadable.items():

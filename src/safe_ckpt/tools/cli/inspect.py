@@ -175,7 +175,7 @@ def _compare(first: Content, second: Content, *, as_json: bool) -> bool:
 
 
 def _difference(one: Entry | None, other: Entry | None, maps: tuple[Mapped, Mapped]) -> tuple[str, float | None]:
-    """What differs, "" for nothing, and the largest absolute difference where there is one."""
+    """The kind of a difference, "" for none, and the largest absolute difference where there is one."""
     from safe_ckpt.tools.inspection.values import difference
 
     if one is None or other is None:

@@ -77,7 +77,7 @@ def _reading(directory: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def nothing_in(directory: Path) -> str:
-    """What to say, and to do, where no events were recorded."""
+    """The message where no events were recorded: why, and what to do."""
     why = "no job has saved there yet, record_events was off, or it is not the directory that the job saves to"
     return f"{directory} has no {event_log.EVENTS}: {why}. What is there: safe-ckpt list {directory}"
 
@@ -133,7 +133,7 @@ def _stream(follower: Follower, every_s: float) -> None:
 
 
 def view(history: History | None, directory: Path, now: float) -> RenderableType:
-    """What the terminal shows at ``now``, seconds since the epoch."""
+    """The view of the terminal at ``now``, seconds since the epoch."""
     if history is None:
         return Text(f"{clean(str(directory))}: nothing recorded yet, waiting. Ctrl-C ends this.")
     figures = summary.total(history)

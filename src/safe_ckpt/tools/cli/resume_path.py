@@ -36,7 +36,7 @@ _ATTEMPTS = 5
 
 @dataclass(kw_only=True)
 class _Choice:
-    """What a resume would take.
+    """The checkpoint that a resume would take.
 
     Attributes:
         path: what it is; None for nothing.

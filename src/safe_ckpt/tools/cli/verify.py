@@ -100,7 +100,7 @@ def _kept_at(path: Place) -> dict[Place, str]:
 
 
 def _planned(path: Place, why: str, *, follow_symlinks: bool) -> Task:
-    """What is to be read. What cannot be looked at is a judgement already."""
+    """The task for one path. A path that cannot be looked at is a judgement already."""
     if not why:
         try:
             task = plan(path, follow_symlinks=follow_symlinks)
@@ -132,7 +132,7 @@ def _unread(file: str, why: str) -> Judgement:
 
 
 def _told(verdict: Verdict, given: Sequence[Place]) -> Verdict:
-    """What a job has deleted since it was listed is neither damaged nor unreadable."""
+    """A checkpoint that a job has deleted since it was listed is neither damaged nor unreadable."""
     if verdict.state != "valid" and verdict.path not in given and _is_gone(verdict.path):
         return Verdict(path=verdict.path, kind=_DELETED, files=())
     return verdict

@@ -1,4 +1,4 @@
-"""What a check finds, and the runner of checks: none can hang the caller.
+"""The findings of checks, and the runner of checks: none can hang the caller.
 
 Each runs on a daemon thread, under a deadline; those of a directory in a private folder of it.
 
@@ -186,7 +186,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """What a check is given.
+    """The input of a check.
 
     Attributes:
         asked: the directory that was asked about, absolute.

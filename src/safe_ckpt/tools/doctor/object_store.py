@@ -55,7 +55,7 @@ _RULE = "set a lifecycle rule that aborts unfinished uploads (AbortIncompleteMul
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What a check is given.
+    """The input of a check.
 
     Attributes:
         directory: what was asked about.
@@ -173,7 +173,7 @@ def listing(probe: Probe) -> list[Finding]:
 
 
 def _twice(check: str, look: Callable[[Bucket], str], bucket: Bucket, advice: str) -> list[Finding]:
-    """What is wrong, if anything: what a second look over another connection does not find is no more than a warning."""
+    """Look twice, over two connections. A fault that the second look does not find is no more than a warning."""
     first = look(bucket)
     if not first:
         return []
@@ -224,7 +224,7 @@ def speed(probe: Probe) -> list[Finding]:
 
 
 def uploads(probe: Probe) -> list[Finding]:
-    """What becomes of uploads that a killed job leaves unfinished, which are charged for."""
+    """The fate of uploads that a killed job leaves unfinished, which are charged for."""
     if probe.directory.bucket.scheme == "az":
         return [ok("unfinished uploads", "the store drops them by itself after a week")]
     return [
@@ -257,7 +257,7 @@ def _of_store(name: str, error: OSError) -> tuple[Finding, str]:
 
 
 class _Load:
-    """What is uploaded to measure the speed: at most so many bytes, for at most ``_PASS_S``."""
+    """The bytes that are uploaded to measure the speed: at most so many, for at most ``_PASS_S``."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes

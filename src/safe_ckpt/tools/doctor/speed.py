@@ -67,7 +67,7 @@ def speed(examined: Examined) -> list[Finding]:
 
 
 def judge_speed(passes: dict[str, Pass], size: int | None) -> Finding:
-    """What these passes mean for a save of ``size`` bytes."""
+    """Judge from these passes how long a save of ``size`` bytes takes."""
     words = {"direct": "written past the page cache", "cached": "written through it", "read": "read back"}
     parts = [f"{passes[key].rate / 1e9:.2f} GB/s {text}" for key, text in words.items() if key in passes]
     moved = max(done.moved_bytes for done in passes.values())

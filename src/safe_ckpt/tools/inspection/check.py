@@ -371,7 +371,7 @@ def _located(folder: Path, name: str, size: int) -> Judgement:
 
 
 def unlocated(name: str) -> str:
-    """What to say of a file whose digest is wrong, where nothing tells which part of it is."""
+    """The message about a file whose digest is wrong, where nothing tells which part of it is."""
     is_safetensors = name.endswith(SUFFIX)
     return f"{UNEQUAL}; in which of its tensors is not known: safetensors {NO_CHECKSUMS}" if is_safetensors else UNEQUAL
 

@@ -295,7 +295,7 @@ def list_existing(directory: Path) -> tuple[tuple[Row, ...], str]:
 
 
 def read_layout(path: Path) -> Layout:
-    """What a Lightning checkpoint says about itself; of a pickle that is too long to be read, what its name says.
+    """The layout that a Lightning checkpoint says it has; for a pickle that is too long to be read, as its name says.
 
     Bounded like all that the command reads. A resume looks into any length: ``layouts.top_level.read_layout``.
 

@@ -152,7 +152,7 @@ def names_in(archive: Archive, bad: Iterable[Span]) -> list[str]:
 
 
 def root_of(source: Window) -> Any | None:
-    """What a file of either format would build; None when it is none.
+    """Return what a file of either format would build; None when it is none.
 
     Raises:
         CorruptCheckpointError: it contradicts itself.
@@ -164,7 +164,7 @@ def root_of(source: Window) -> Any | None:
 
 
 def read_old_file(source: Window) -> Any | None:
-    """What a file from before the zip format would build; None when it is none. Plain pickles are read too.
+    """Return what a file from before the zip format would build; None when it is none. Plain pickles are read too.
 
     Raises:
         CorruptCheckpointError: it is shorter or longer than it says.

@@ -70,7 +70,7 @@ class Recorded:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What was read.
+    """The events that were read.
 
     Attributes:
         events: oldest first.

@@ -48,7 +48,7 @@ _PLACES = 1000  # along a strip
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a page is about.
+    """The subject of a page.
 
     Attributes:
         directory: as the user knows it.
@@ -66,7 +66,7 @@ class Subject:
 
 
 def _harmless(value: object) -> object:
-    """What is printed, fit for a page; it is escaped after that. A macro's output is HTML already, as the style sheet is."""
+    """Make a printed value fit for a page. It is escaped later. A macro's output, and the style sheet, are HTML already."""
     if hasattr(value, "__html__"):
         return value
     return f"{value:.6g}" if isinstance(value, float) else text.clean(str(value), 4000)
