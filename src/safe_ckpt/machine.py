@@ -1,4 +1,4 @@
-"""What the kernel says: of processes, which, since when and in what state; and how much memory and processor time is left.
+"""Facts from the kernel: which processes run, since when and in what state; how much memory and processor time is left.
 
 A control group that runs out of memory kills instead of refusing, so a caller that wants much memory asks here first. Versions
 1 and 2 of control groups are read; what cannot be read is no limit.
