@@ -143,16 +143,12 @@ class Resumable:
 
     def __iter__(self) -> Iterator[Any]:
         pending = self._pending
-        if pending is not None and pending is self._offered and self._is_whole(pending):
-            self.begin_anew()  # another loader that is read beside it was at its end, too, so nothing was asked of this one
+        if pending is not None and pending is self._offered and pending.begun and order.is_map(self):
+            can_tell = pending.first_sample == pending.first_batch * pending.each
+            if can_tell and pending.batches == len(self):  # type: ignore[arg-type] # nothing is left of the epoch
+                self.begin_anew()  # another loader that is read beside it was at its end, too, so nothing was asked of this one
         self._offered = self._pending
         return Batches(self)
-
-    def _is_whole(self, place: Position) -> bool:
-        """Whether nothing is left of the epoch, as far as that can be told."""
-        if not place.begun or not order.is_map(self) or place.first_sample != place.first_batch * place.each:
-            return False
-        return bool(place.batches == len(self))  # type: ignore[arg-type]
 
     def beside(self, batches: Batches) -> Iterator[Any] | None:
         """For an iteration that looks at a batch while another one trains: it has no part in the place, as with torch's loader.

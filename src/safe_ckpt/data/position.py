@@ -91,7 +91,11 @@ class Position:
             if before is not None:
                 drawn.insert(0, before)
         place = dataclasses.replace(self, batches=batches, turn=turn, workers=workers, undo=())
-        return dataclasses.replace(place, again=len(drawn), before=_changes(drawn)) if drawn else place
+        if not drawn:
+            return place
+        # {} where a snapshot is the one before it.
+        changes = [{} if n and one == drawn[n - 1] else rng.snapshot_to_text(one) for n, one in enumerate(drawn)]
+        return dataclasses.replace(place, again=len(drawn), before=changes)
 
     def at_end(self) -> Position:
         """The place after the last batch of this epoch. Workers that stay go on drawing where they are."""
@@ -172,10 +176,3 @@ class Position:
 def plain(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state of a worker as plain data."""
     return {**state, RNG: rng.snapshot_to_text(state[RNG])} if RNG in state else state
-
-
-def _changes(taken: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Snapshots as plain data; {} where one is that before it."""
-    return [
-        {} if number and one == taken[number - 1] else rng.snapshot_to_text(one) for number, one in enumerate(taken)
-    ]

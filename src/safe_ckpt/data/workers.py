@@ -121,7 +121,9 @@ class Maker:
         if self._watched:
             self._made += 1
             if self._made <= _LOOKS or self._made % _EVERY == 0:
-                self._look()
+                others = [name for name in _ALL if name not in self._drawn]
+                now, first = rng.snapshot(others), self._first or {}
+                self._drawn |= {name for name in others if now.get(name) != first.get(name)}
             if self._drawn:
                 state[RNG] = rng.snapshot(self._drawn)
         if self.inner is not None:
@@ -141,11 +143,6 @@ class Maker:
             raise  # noqa: PLE0704 - called while it is handled
         error = ExceptionWrapper(where=f"in DataLoader worker process {self.worker}")  # type: ignore[no-untyped-call]
         return Delivered(error, self.worker, state)
-
-    def _look(self) -> None:
-        others = [name for name in _ALL if name not in self._drawn]
-        now, first = rng.snapshot(others), self._first or {}
-        self._drawn |= {name for name in others if now.get(name) != first.get(name)}
 
 
 class StandIn:
