@@ -24,6 +24,7 @@ from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.core.state.planner import Models
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.text import listed
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +125,11 @@ class Trained(Extension):
             return
         if frozen or thawed:
             self.closed()
-            told = [f"{_told(names)} {word}" for names, word in ((frozen, "no longer"), (thawed, "now")) if names]
+            told = [
+                f"{listed(names, _MOST_TOLD)} {word}"
+                for names, word in ((frozen, "no longer"), (thawed, "now"))
+                if names
+            ]
             logger.warning(
                 "training goes on from %s with other trained parameters (requires_grad) than at its save: %s. "
                 "What froze or unfroze them has to do so again after a resume",
@@ -165,8 +170,3 @@ def _frozen(modules: Mapping[str, torch.nn.Module]) -> list[str]:
     trained = Counter(_NUMBER.sub("*", name) for name, is_trained in flags.items() if is_trained)
     frozen = [name for name, is_trained in flags.items() if not is_trained]
     return sorted({name if _NUMBER.sub("*", name) in trained else _NUMBER.sub("*", name) for name in frozen})
-
-
-def _told(names: list[str]) -> str:
-    more = len(names) - _MOST_TOLD
-    return ", ".join(names[:_MOST_TOLD]) + (f" and {more} more" if more > 0 else "")

@@ -153,7 +153,8 @@ class UnchangedExtension(Extension):
     def _look(self, plan: FilePlan, wanted: Wanted, sharing: _Sharing, *, later: bool) -> None:
         """Tell whether a file is there already; ``later``: the writer is to look, once the save before is over."""
         before = self._candidate(wanted, sharing.root)
-        if later or before is None or not _is_in_order(plan):
+        # Hashed here only where its bytes lie in host memory as they would in the file.
+        if later or before is None or not all(one.is_cpu and lies_as_written(one) for _, one in plan.tensors):
             if before is not None or (later and plan.frozen):
                 sharing.perhaps[plan.path] = wanted
             return
@@ -277,14 +278,13 @@ class UnchangedExtension(Extension):
         if not directory.tries.allowed or (before.size_bytes > MOST_BYTES and not can_be_held(root)):
             return None
         probably = wanted.frozen if before.repeated is None else before.repeated
-        fits = probably and not self._is_old(before) and self._is_known_well(before, wanted.unexamined)
+        oldest = self._settings.full_every
+        is_old = oldest is not None and before.age + 1 >= oldest
+        fits = probably and not is_old and self._is_known_well(before, wanted.unexamined)
         return before if fits else None
 
     def _directory(self, root: Place) -> _Directory:
         return self._directories.use(root, _Directory)
-
-    def _is_old(self, before: Before) -> bool:
-        return self._settings.full_every is not None and before.age + 1 >= self._settings.full_every
 
     def _is_known_well(self, before: Before, unexamined: Sequence[str]) -> bool:
         """Whether what was found of its numbers is what would be found now. An alarm is not said again without a look."""
@@ -302,27 +302,17 @@ class UnchangedExtension(Extension):
         return Existing(path, before, fd, examined=examined) if fd is not None or not can_be_held(root) else None
 
 
-def _is_in_order(plan: FilePlan) -> bool:
-    """Whether its bytes lie in host memory as they would in the file."""
-    return all(tensor.is_cpu and lies_as_written(tensor) for _, tensor in plan.tensors)
-
-
 def digest_of(plan: FilePlan) -> str:
     """The xxh3-128 of the file that would be written, as hex. Its tensors are in host memory and contiguous."""
     whole, at = xxhash.xxh3_128(), 0
     parts: list[tuple[int, Any]] = [*plan.pieces, *plan.tensors]
     for begin, part in sorted(parts, key=lambda one: one[0]):
         _zeros(whole, begin - at)
-        data = part if isinstance(part, bytes) else _memory(part)
+        data = part if isinstance(part, bytes) else memoryview(part.detach().reshape(-1).view(torch.uint8).numpy())
         whole.update(data)
         at = begin + len(data)
     _zeros(whole, plan.length - at)
     return whole.hexdigest()
-
-
-def _memory(tensor: torch.Tensor) -> Any:
-    numbers: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(numbers)
 
 
 def _zeros(whole: Any, count: int) -> None:

@@ -149,7 +149,12 @@ def fixed_names(modules: Iterable[torch.nn.Module]) -> list[str]:
         frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
         buffers = [name for name, _ in module.named_buffers()]
         found.update(*(plain for _, plain in _plain(module, [*buffers, *frozen])))
-    return sorted(found.difference(*map(_endings, _trained(modules))))
+    for name in _trained(modules):
+        ending = name
+        while ending:  # the name, and what is left of it behind each dot
+            found.discard(ending)
+            ending = ending.partition(".")[2]
+    return sorted(found)
 
 
 def _trained(modules: Iterable[torch.nn.Module]) -> set[str]:
@@ -158,10 +163,3 @@ def _trained(modules: Iterable[torch.nn.Module]) -> set[str]:
         parameters = dict(module.named_parameters())
         found.update(*(plain for name, plain in _plain(module, parameters) if parameters[name].requires_grad))
     return found
-
-
-def _endings(name: str) -> Iterator[str]:
-    """The name, and what is left of it behind each dot."""
-    while name:
-        yield name
-        name = name.partition(".")[2]

@@ -87,9 +87,12 @@ class Mirror:
             return self._top / NAMED
         path = in_files(workspace.path)
         with self._turn:
-            if path not in self._roots:
-                first = next(iter(self._roots), None)
-                self._roots[path] = self._top if first is None else self._top / _name_beside(path, first)
+            if not self._roots:
+                self._roots[path] = self._top
+            elif path not in self._roots:
+                # Each has another folder, and the same on another machine with the same layout.
+                digest = hashlib.sha256(os.path.relpath(path, next(iter(self._roots))).encode()).hexdigest()
+                self._roots[path] = self._top / f"{path.name}-{digest[:_LETTERS]}"
             return self._roots[path]
 
     def put(self, info: CheckpointInfo, workspace: Home, *, saved: bool = True) -> None:
@@ -205,7 +208,9 @@ class Mirror:
         with self._turn:
             size = sum(one.info.size_bytes for one in self._known())
         if size:
-            self._forecast(size)
+            left = "" if self.stop_by is None else f", {max(0.0, self.stop_by - time.monotonic()):.0f} s are left"
+            takes = f"about {size / self._rate:.0f} s" if self._rate else "an unknown time"
+            logger.info("uploading %d MiB to the mirror takes %s%s", size >> 20, takes, left)
             with contextlib.suppress(Refused):
                 self._background.put("once more")  # what has failed
         self._background.end()
@@ -216,9 +221,9 @@ class Mirror:
             self._closing.set()
             self._background.join(_LAST_WORDS_S)
         with self._turn:
-            left = [str(one.info.path) for one in self._known()]
-        if left:
-            logger.warning("not mirrored in time: %s", ", ".join(left))
+            late = [str(one.info.path) for one in self._known()]
+        if late:
+            logger.warning("not mirrored in time: %s", ", ".join(late))
 
     def close(self) -> None:
         """Give the mirror back, after ``drain``."""
@@ -229,11 +234,6 @@ class Mirror:
             tiers = dict(self._tiers)
         for place, tier in tiers.items():
             tier.close(self._deleted_from(place) if self.error is None else ())
-
-    def _forecast(self, size: int) -> None:
-        left = "" if self.stop_by is None else f", {max(0.0, self.stop_by - time.monotonic()):.0f} s are left"
-        takes = f"about {size / self._rate:.0f} s" if self._rate else "an unknown time"
-        logger.info("uploading %d MiB to the mirror takes %s%s", size >> 20, takes, left)
 
     def _known(self) -> list[Waiting]:
         return [*([self._current] if self._current is not None else []), *self._queue]
@@ -308,9 +308,3 @@ class Mirror:
     def _respawned(self, pid: int, ended: str) -> None:
         name = self._current.info.name if self._current is not None else ""
         self._emit(events.Respawned(rank=0, pid=pid, ended=ended, name=name))
-
-
-def _name_beside(path: Path, first: Path) -> str:
-    """The folder of a further directory: another one for each, and the same on another machine with the same layout."""
-    digest = hashlib.sha256(os.path.relpath(path, first).encode()).hexdigest()
-    return f"{path.name}-{digest[:_LETTERS]}"
