@@ -331,7 +331,12 @@ class Checkpointer:
     def _restore(self, chosen: Chosen | None, state: Mapping[str, Any], step: int | None) -> CheckpointInfo | None:
         if chosen is None and step is not None:
             path = self.directory / catalog.step_name(step)
-            raise not_found(path, self._engine.agree("named", must_match={"path": path}, decide=self._names))
+            there = self._engine.agree(
+                "named",
+                must_match={"path": path},
+                decide=lambda _: [one.told.name for one in catalog.newest_first(self._workspace.look())],
+            )
+            raise not_found(path, there)
         if chosen is None:
             self.prepare(state)
             return None
@@ -348,9 +353,6 @@ class Checkpointer:
         )
         self.prepare(state)
         return chosen.info
-
-    def _names(self, _: object) -> list[str]:
-        return [one.told.name for one in catalog.newest_first(self._workspace.look())]
 
     def export(
         self,
