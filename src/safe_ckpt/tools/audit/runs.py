@@ -59,7 +59,10 @@ class Options:
             raise AuditError(
                 message=f"write {OUT} where the command names the folder of its checkpoints: each run needs one of its own"
             )
-        if _ignores_the_environment(self.command):
+        # The options of a Python in the command stand before its script.
+        pythons = [number for number, part in enumerate(self.command) if os.path.basename(part).startswith("python")]
+        own = (itertools.takewhile(lambda part: part.startswith("-"), self.command[at + 1 :]) for at in pythons)
+        if any(part[1:2] in "ISE" for part in itertools.chain(*own)):
             raise AuditError(
                 message="python -I, -S and -E ignore PYTHONPATH, through which the audit looks in: leave them out"
             )
@@ -67,13 +70,6 @@ class Options:
             raise AuditError(
                 message=f"stop={self.stop} must lie below until={self.until}, and stops={self.stops} be 1 or more"
             )
-
-
-def _ignores_the_environment(command: Sequence[str]) -> bool:
-    """Whether a Python in the command is started with an option of its own that leaves ``PYTHONPATH`` out."""
-    pythons = [number for number, part in enumerate(command) if os.path.basename(part).startswith("python")]
-    own = (itertools.takewhile(lambda part: part.startswith("-"), command[number + 1 :]) for number in pythons)
-    return any(part[1:2] in "ISE" for part in itertools.chain(*own))
 
 
 def audit(options: Options) -> Audit:

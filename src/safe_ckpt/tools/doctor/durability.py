@@ -98,7 +98,10 @@ def locking(examined: Examined) -> list[Finding]:
     if not sys.executable:
         return [skipped("lock", "sys.executable is not set: no second process can be started")]
     lock = JobLock(folder, subject=folder, lease_s=_LEASE_S)
-    with _holder(folder) as holder:
+    roots = [str(Path(module.__file__).parent.parent) for module in (safe_ckpt, filelock) if module.__file__]
+    command = [sys.executable, "-I", "-c", _HOLD.format(roots=roots, folder=str(folder), lease_s=_LEASE_S)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as holder:
         try:
             if holder.stdout is None or holder.stdout.readline() != b"held\n":
                 last = (holder.communicate()[1].decode(errors="replace").strip().splitlines() or ["it ended"])[-1]
@@ -111,12 +114,6 @@ def locking(examined: Examined) -> list[Finding]:
         finally:
             holder.kill()
     return [_taken_over(lock)]
-
-
-def _holder(folder: Path) -> subprocess.Popen[bytes]:
-    roots = [str(Path(module.__file__).parent.parent) for module in (safe_ckpt, filelock) if module.__file__]
-    command = [sys.executable, "-I", "-c", _HOLD.format(roots=roots, folder=str(folder), lease_s=_LEASE_S)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def _taken_over(lock: JobLock) -> Finding:

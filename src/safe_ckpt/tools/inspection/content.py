@@ -72,13 +72,16 @@ def read_structure(path: Path, *, follow_symlinks: bool = False) -> Any:
     for folder in folders:
         inner = _structure_of_folder(folder)
         whole.update(inner if folder == path else {folder.relative_to(path).as_posix(): inner})
+    readable = (safetensors_reader.SUFFIX, ".json", *torch_reader.SUFFIXES)
     for file in others:
-        if file.path.parent not in folders and _is_readable(file):
-            stem, inner = stem_of(file.name), _structure_of_file(file)
-            if isinstance(whole.get(stem), dict) and isinstance(inner, dict):
-                whole[stem].update(inner)  # the next shard
-            else:
-                whole[stem] = inner
+        is_index = file.name.endswith(".safetensors.index.json")
+        if file.path.parent in folders or file.path.suffix not in readable or is_index:
+            continue
+        stem, inner = stem_of(file.name), _structure_of_file(file)
+        if isinstance(whole.get(stem), dict) and isinstance(inner, dict):
+            whole[stem].update(inner)  # the next shard
+        else:
+            whole[stem] = inner
     if not whole:
         raise UnsupportedFormatError(path=str(path), message=_NOTHING)
     return whole
@@ -142,11 +145,6 @@ def tensors_in(structure: object) -> Iterator[tuple[str, Entry]]:
         if isinstance(value, dict | list | tuple):
             parts = value.items() if isinstance(value, dict) else enumerate(value)
             stack += reversed([(f"{name}.{key}" if name else str(key), part) for key, part in parts])
-
-
-def _is_readable(file: CheckpointFile) -> bool:
-    index = file.name.endswith(".safetensors.index.json")
-    return not index and file.path.suffix in (safetensors_reader.SUFFIX, ".json", *torch_reader.SUFFIXES)
 
 
 def _structure_of_file(file: CheckpointFile) -> Any:
