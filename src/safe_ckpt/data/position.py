@@ -1,4 +1,4 @@
-"""Where in the data training is, as a value: small, the same on all ranks, plain data."""
+"""The place of training in the data, as a value: small, the same on all ranks, plain data."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Position:
 
     @property
     def samples(self) -> int:
-        """How many indices were used up, of all ranks together if they share one order."""
+        """The number of indices that were used up, of all ranks together if they share one order."""
         given = self.first_sample + (self.batches - self.first_batch) * self.each
         return given if self.most is None else min(given, self.most)
 
@@ -125,14 +125,14 @@ class Position:
         return dataclasses.replace(self, base_seed=None, workers={}, undo=())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; what says nothing is left out."""
+        """Return plain data, without the fields that say nothing."""
         plain = Position()
         facts = {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
         return {"version": VERSION, **facts}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Position:
-        """From ``to_json``.
+        """Build from what ``to_json`` returned.
 
         Raises:
             RestoreError: it is not the position of a loader, or of a newer version.

@@ -30,7 +30,7 @@ _ALL = (rng.TORCH, rng.PYTHON, rng.NUMPY)
 
 
 def outlive(then: Callable[[int], None] | None, worker: int) -> None:
-    """In a worker, before anything is made: it outlives SIGTERM, which schedulers and shells send to all processes of a job.
+    """Let this worker outlive SIGTERM, which schedulers and shells send to all processes of a job. Before anything is made.
 
     What the loop needs for the rest of its step is still made then, and the save can be committed. A handler, not SIG_IGN:
     programs that it starts would inherit that.
@@ -79,7 +79,7 @@ class Delivered:
 
 
 class Maker:
-    """Knows, where batches are made, what has to come along with them.
+    """Knows, where batches are made, which state has to come along with them.
 
     A worker whose data set draws no random numbers sends nothing of them. Whether it does is looked at after each of its first
     batches, and then after each 64th: looking takes as long as making a trivial batch.
@@ -100,7 +100,7 @@ class Maker:
         self.ended = False
 
     def begin(self) -> None:
-        """Before the first sample: the generators as they are to be."""
+        """Set the generators before the first sample."""
         if self._first is not None:
             return
         info = get_worker_info()
