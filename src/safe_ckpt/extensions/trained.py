@@ -1,4 +1,4 @@
-"""Which parameters are trained: noted at each save, and compared where training goes on from it.
+"""Notes at each save which parameters are trained, and compares them where training goes on from it.
 
 What a schedule has unfrozen is frozen again in a fresh model, and no ``state_dict`` says so. The comparison waits for the first
 step of each optimizer: until then callbacks may set what they set. What is frozen when training goes on, and trained by then,
@@ -112,7 +112,7 @@ class Trained(Extension):
         self._path, self._before = path, None if frozen is None else frozenset(frozen)
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step."""
+        """Compare the parameters of an optimizer that is about to step."""
         try:
             if id(optimizer) in self._stepped:
                 self.closed()  # all of them have stepped

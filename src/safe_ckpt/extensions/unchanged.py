@@ -64,7 +64,7 @@ class Wanted:
 
     @classmethod
     def of(cls, plan: FilePlan, unexamined: Sequence[str]) -> Wanted | None:
-        """None for one that is not worth it, or has other bytes than the tensors': an archive has check sums."""
+        """The file of a plan; None if it is not worth it, or has other bytes than the tensors': an archive has check sums."""
         if plan.length < LEAST_SHARED_BYTES or plan.records is not None or plan.lazies:
             return None
         return cls(path=plan.path, length=plan.length, frozen=plan.frozen, unexamined=tuple(unexamined))
@@ -151,7 +151,7 @@ class UnchangedExtension(Extension):
         return {one.path: one for one in sharing.shared}
 
     def _look(self, plan: FilePlan, wanted: Wanted, sharing: _Sharing, *, later: bool) -> None:
-        """Tell whether a file is there already; ``later``: the writer is to look, once the save before is over."""
+        """Look whether a file is there already; ``later``: the writer is to look, once the save before is over."""
         before = self._candidate(wanted, sharing.root)
         # Hashed here only where its bytes lie in host memory as they would in the file.
         if later or before is None or not all(one.is_cpu and lies_as_written(one) for _, one in plan.tensors):

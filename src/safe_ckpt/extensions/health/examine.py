@@ -29,7 +29,7 @@ def told(plan: FilePlan, expected: Expectation) -> dict[str, Any]:
 
 
 class Examination:
-    """Of one file. See ``content.Observer``.
+    """The examination of one file. See ``content.Observer``.
 
     Args:
         task: what is written.

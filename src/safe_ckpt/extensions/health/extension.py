@@ -109,7 +109,7 @@ class Known:
         self._files: dict[str, Mapping[str, Any]] = {}
 
     def look(self, models: Models) -> None:
-        """Which tensors of the models may be infinite by design. What came since, or is trained now, is learnt with this."""
+        """Note which tensors of the models may be infinite by design. What came since, or is trained now, is noted, too."""
         if models.view != self.there:
             modules = models.modules.values()
             self.fixed, self.trained, self.there = fixed_names(modules), sorted(_trained(modules)), models.view
@@ -128,7 +128,7 @@ class Known:
             self._files[path] = {**known, "norm": norm}
 
     def expectation(self, path: str, usual: Expectation) -> Expectation:
-        """Of one file, by its path in the checkpoint; ``usual`` is what the settings say of every file."""
+        """The expectation of one file, by its path in the checkpoint; ``usual`` is what the settings say of every file."""
         known = self._files.get(path, {})
         return replace(usual, first=not known, fixed=self.fixed, trained=self.trained, **known)
 

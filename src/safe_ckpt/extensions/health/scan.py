@@ -26,7 +26,7 @@ _NUMBERS = 128 << 10  # at a time: what is made of them stays in the cache, too
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """How the numbers of one type are read.
+    """The way in which the numbers of one type are read.
 
     Attributes:
         signed: the whole numbers of the same width.
@@ -83,7 +83,7 @@ class _Small:
 
 
 class Scan:
-    """One file.
+    """The scan of one file.
 
     Args:
         regions: what is looked at, by offset.
@@ -231,7 +231,7 @@ class Scan:
             self._largest = size, region.name
 
     def _note_sick(self, region: Region, odd: Any, nan: Any, at: int) -> None:
-        """Which numbers of a tensor are not finite, and how."""
+        """Note which numbers of a tensor are not finite, and how."""
         size = FLOATS[region.dtype]
         if region.name not in self._sick:
             self._sick[region.name] = _Sick(name=region.name, numbers=region.length // size)

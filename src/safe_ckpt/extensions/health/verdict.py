@@ -53,7 +53,7 @@ class Expectation:
     action: str = "mark"
 
     def regions(self, regions: Iterable[Region]) -> list[Region]:
-        """Those that are looked at."""
+        """The regions that are looked at."""
         return [one for one in regions if not any(fnmatchcase(one.name, pattern) for pattern in self.ignored)]
 
     def judge(

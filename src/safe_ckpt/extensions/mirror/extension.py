@@ -1,4 +1,4 @@
-"""Each checkpoint goes to a second place as well, and comes back from there: the moments at which that is asked for."""
+"""The moments at which checkpoints go to the mirror, or come back from there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safe_ckpt.extensions.mirror.mirror import Mirror
 
 
 class Mirroring(Extension):
-    """On rank 0, of directories in a file system.
+    """Mirrors directories of a file system, on rank 0.
 
     Attributes:
         mirror: uploads; None on other ranks.

@@ -76,7 +76,7 @@ def directory_of(manifest: Manifest) -> str:
 
 
 def origin(manifest: Manifest, path: ObjectPath) -> tuple[str, bool]:
-    """Where a mirrored checkpoint was, relative to its directory, and whether it was a single file.
+    """The place of a mirrored checkpoint, relative to its directory, and whether it was a single file.
 
     Raises:
         HostileCheckpointError: its name leads elsewhere.

@@ -82,7 +82,7 @@ class Mirror:
         self.error: SafeCheckpointError | None = None
 
     def root_of(self, workspace: Home) -> ObjectPath:
-        """Where the checkpoints of a directory go: of the first one to the url itself, of others to a folder in it."""
+        """The place for the checkpoints of a directory: for the first one the url itself, for others a folder in it."""
         if workspace.is_for_one_name:
             return self._top / NAMED
         path = in_files(workspace.path)
@@ -127,7 +127,7 @@ class Mirror:
         return one.root == newer.root and (not kept or one.info.path == newer.info.path) and one.root.name != NAMED
 
     def holding(self, paths: Sequence[Place]) -> set[Place]:
-        """Those of ``paths`` that must not be deleted now: one that is being uploaded, and what ``required`` protects."""
+        """The ``paths`` that must not be deleted now: one that is being uploaded, and what ``required`` protects."""
         with self._turn:
             current = self._current.info.path if self._current is not None else None
             held = {path for path in paths if path == current or self._is_protected(path)}
@@ -159,7 +159,7 @@ class Mirror:
         return newest_first(found)
 
     def fetch(self, candidate: Candidate, workspace: Home) -> CheckpointInfo:
-        """Bring one into the directory.
+        """Bring a checkpoint into the directory.
 
         Raises:
             CorruptCheckpointError: it is damaged, or something of it is not there.
@@ -185,7 +185,7 @@ class Mirror:
         return info
 
     def deleted(self, paths: Sequence[Place], workspace: Home) -> None:
-        """Retention has deleted these. With ``follow`` their copies go, too, after the next upload."""
+        """Note what retention has deleted. With ``follow`` the copies go, too, after the next upload."""
         if not self._config.mirror.follow:
             return
         place = self.root_of(workspace)

@@ -185,7 +185,7 @@ class Tier:
         return written
 
     def _earlier(self, manifest: Manifest) -> dict[str, str]:
-        """Files with the bytes of this one's that this job has uploaded or verified, by their names: where they are."""
+        """The places of files with this one's bytes that this job has uploaded or verified, by their names."""
         self._copies.begin()
         if self._newest is None or not (self._unchanged.share and self._copies.allowed):
             return {}
@@ -224,7 +224,7 @@ def _rules_of(config: CheckpointConfig) -> Retention | None:
 def _sent(
     manifest: Manifest, path: Path, folder: ObjectPath, send: Send, earlier: Mapping[str, str]
 ) -> list[FileEntry]:
-    """Upload the files. Their entries, as they are in the manifest; they are what was written, and no other bytes.
+    """Upload the files: the bytes that were written, and no others. Return their entries, as they are in the manifest.
 
     Args:
         manifest: of the checkpoint.
