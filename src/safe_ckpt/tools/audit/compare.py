@@ -84,7 +84,7 @@ def values_of(line: Line) -> dict[str, Any]:
 
 
 def category_of(name: str) -> str:
-    """Which of ``MEANS``."""
+    """The key of ``MEANS`` for a name."""
     return name.partition(".")[0]
 
 
@@ -105,7 +105,7 @@ def noise(first: Run, second: Run) -> frozenset[str]:
 
 
 def place(whole: Sequence[Line], first: Line) -> int | None:
-    """Which line of the whole run has the weights of a resumed run's first; of several, that with most of the rest equal."""
+    """The line of the whole run that has the weights of a resumed run's first; of several, that with most of the rest equal."""
 
     def same(line: Line, *categories: str) -> list[bool]:
         """For each value of the first line, whether this line has it."""
@@ -178,7 +178,7 @@ def _leave_out_what_was_before(found: dict[str, list[str]], ours: Sequence[str],
 
 
 def _how(category: str, rows: Sequence[str], whole: Sequence[Line], number: int, other: Line) -> tuple[str, str]:
-    """In which way it differs, and what that means."""
+    """The way in which it differs, and what that means."""
     one, means = whole[number], MEANS[category][1]
     ours, theirs = values_of(one), values_of(other)
     if category == "state":
@@ -205,7 +205,7 @@ def _listed(names: Sequence[object]) -> str:
 
 
 def _samples(one: Line, other: Line) -> str:
-    """Which ones went in, where both tell all of theirs."""
+    """The samples that went in, where both runs tell all of theirs."""
     ours, theirs = (line.get("samples") or [None] for line in (one, other))
     if None in ours or None in theirs:
         return ""
@@ -214,7 +214,7 @@ def _samples(one: Line, other: Line) -> str:
 
 
 def _where(whole: Sequence[Line], batch: Sequence[str], number: int) -> tuple[str, str]:
-    """Which step of the whole run had this batch, and what that means."""
+    """The step of the whole run that had this batch, and what that means."""
     places = [n for n, line in enumerate(whole) if batch == line["batch"]]
     places = places or [n for n, line in enumerate(whole) if set(batch) & set(line["batch"])]
     if not places:

@@ -196,7 +196,7 @@ class Recorder:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _look_around(self, optimizer: Any) -> None:
-        """Names of what is trained, by any optimizer; which modules none of them steps; what scales the losses."""
+        """Note the names of what any optimizer trains, the modules that none of them steps, and what scales the losses."""
         import torch
 
         kinds = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
@@ -250,7 +250,7 @@ class Recorder:
 
 
 def digest(tensor: Any, most: int) -> str:
-    """Of the values, on whatever device, of at most so many bytes spread over it; of this rank's part of a DTensor."""
+    """The digest of a tensor on any device: of at most so many bytes spread over it; of a DTensor this rank's part."""
     import torch
 
     tensor = _local(tensor).detach()

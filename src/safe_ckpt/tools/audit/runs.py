@@ -176,7 +176,7 @@ class Runner:
     def _wait(
         self, process: subprocess.Popen[bytes], records: Path, name: str, steps: int, within: Path | None
     ) -> bool:
-        """Until it ends or is to be killed. Returns whether it is."""
+        """Wait until it ends or is to be killed. Returns whether it is to be killed."""
         before = None
         while True:
             running = process.poll() is None
@@ -206,7 +206,7 @@ def _runs(pid: int) -> bool:
 
 
 def _kill(process: subprocess.Popen[bytes], marker: str) -> None:
-    """SIGKILL for it and for all that it has started, also in sessions of their own."""
+    """Send SIGKILL to it and to all that it has started, also in sessions of their own."""
     looked = f"{_MARKER}={marker}".encode()
     for _ in range(100):
         found = False

@@ -89,7 +89,7 @@ def _at_hand(source: str, destination: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the log of a save, which is written for the checkpoints of a run. The error of the command is enough."""
+    """Mute the log of a save, which is written for the checkpoints of a run. The error of the command is enough."""
     logger = logging.getLogger("safe_ckpt")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -175,7 +175,7 @@ def happenings(history: History) -> list[str]:
 
 
 def after(happened: list[str], printed: list[str]) -> list[str]:
-    """Those of ``happened`` that come after the last one that was printed already."""
+    """The lines of ``happened`` that come after the last one that was printed already."""
     if printed and printed[-1] in happened:
         newest = len(happened) - happened[::-1].index(printed[-1])
         return happened[newest:]
@@ -183,7 +183,7 @@ def after(happened: list[str], printed: list[str]) -> list[str]:
 
 
 def line_of(save: Save) -> str:
-    """One save."""
+    """The line of one save."""
     if save.outcome != "committed":
         return f"{clock(save.ended)}  {save.outcome}  {save.name}: {summary.why(save)}"
     held, total, speed, size = summary.figures_of(save)
@@ -192,7 +192,7 @@ def line_of(save: Save) -> str:
 
 
 def line_of_notice(notice: Notice) -> str:
-    """One resume or mishap."""
+    """The line of one resume or mishap."""
     return f"{clock(notice.at)}  {notice.kind}  {notice.text}"
 
 

@@ -1,4 +1,4 @@
-"""Whether a file holds what was written, fsync takes as long as a disk takes, and a job's lock excludes a second job."""
+"""Checks that a file holds what was written, fsync takes as long as a disk takes, and a job's lock excludes a second job."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def creating(examined: Examined) -> list[Finding]:
 
 
 def syncing(examined: Examined) -> list[Finding]:
-    """How long a file and a directory take to reach the disk."""
+    """Measure how long a file and a directory take to reach the disk."""
     folder = examined.folder("synced")
     file_s, folder_s = [], []
     for number in range(_ROUNDS):
@@ -82,7 +82,7 @@ def _seconds(action: Callable[[_T], object], argument: _T) -> float:
 
 
 def judge_fsync(file_s: float, folder_s: float, *, in_memory: bool) -> Finding:
-    """Whether an fsync that takes so long can be believed, and afforded."""
+    """Judge whether an fsync that takes so long can be believed, and afforded."""
     text = f"{duration(file_s)} for a file of 64 KiB, {duration(folder_s)} for a directory"
     figures = {"file_s": file_s, "directory_s": folder_s}
     if max(file_s, folder_s) > _SLOW_S:
@@ -93,7 +93,7 @@ def judge_fsync(file_s: float, folder_s: float, *, in_memory: bool) -> Finding:
 
 
 def locking(examined: Examined) -> list[Finding]:
-    """Whether a second job is refused while the first lives, and takes over at once when that is killed."""
+    """Check whether a second job is refused while the first lives, and takes over at once when that is killed."""
     folder = examined.folder("locked")
     if not sys.executable:
         return [skipped("lock", "sys.executable is not set: no second process can be started")]
@@ -132,7 +132,7 @@ def _taken_over(lock: JobLock) -> Finding:
 
 
 def holder(examined: Examined) -> list[Finding]:
-    """Which job holds the directory. Its lock is only read; the job is not disturbed."""
+    """The job that holds the directory. Its lock is only read; the job is not disturbed."""
     if examined.existing != examined.asked or not examined.asked.is_dir():
         return []
     held, advice = holders_of(examined.asked), "that job is not disturbed; speeds are measured beside it"

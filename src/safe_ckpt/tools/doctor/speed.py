@@ -1,4 +1,4 @@
-"""How fast bytes go to this disk and come back unchanged."""
+"""Measures how fast bytes go to this disk and come back unchanged."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class _Meter:
 
 
 def _write(examined: Examined, path: Path, block: mmap.mmap, wanted: int, *, direct: bool) -> Pass | None:
-    """None where this file system cannot write directly."""
+    """Write one pass; None where this file system cannot write directly."""
     fd, is_direct = create_file(str(path), direct)
     meter = _Meter(examined)
     try:

@@ -200,7 +200,7 @@ def _some(shown: Sequence[object], of: Sequence[object], noun: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """From zero to ``top`` (in the unit of the values), with ticks as (value, label)."""
+    """A scale from zero to ``top`` (in the unit of the values), with ticks as (value, label)."""
 
     top: float
     unit: str
