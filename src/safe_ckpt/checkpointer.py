@@ -133,7 +133,7 @@ class Checkpointer:
             self._engine.agree(
                 "list",
                 must_match={"directory": self.directory},
-                decide=lambda _: self._take_stock(listed(self._workspace.look, timeouts)),
+                decide=lambda _: self._list_held(listed(self._workspace.look, timeouts)),
             )
             self._engine.watch_signals()
         except BaseException:
@@ -349,7 +349,7 @@ class Checkpointer:
         modules = modules_of(items_of(state))
         self._engine.extensions.ask("a resume", lambda one: one.training(lambda: modules))
         self._engine.agree(
-            "list", must_match={"directory": self.directory}, decide=lambda _: self._take_stock(self._workspace.look())
+            "list", must_match={"directory": self.directory}, decide=lambda _: self._list_held(self._workspace.look())
         )
         self.prepare(state)
         return chosen.info
@@ -458,7 +458,7 @@ class Checkpointer:
         within_s = None if error is None else self.config.timeouts.shutdown_s
         self._engine.close(quiet=error is not None, within_s=within_s)
 
-    def _take_stock(self, candidates: Sequence[Candidate]) -> None:
+    def _list_held(self, candidates: Sequence[Candidate]) -> None:
         self._catalog = Catalog(candidates)
         self._workspace.start_after(catalog.newest_sequence(candidates))
 
