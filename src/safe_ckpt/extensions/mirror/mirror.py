@@ -90,7 +90,7 @@ class Mirror:
             if not self._roots:
                 self._roots[path] = self._top
             elif path not in self._roots:
-                # Each has another folder, and the same on another machine with the same layout.
+                # A further directory has a folder of its own, and the same one on another machine with the same layout.
                 digest = hashlib.sha256(os.path.relpath(path, next(iter(self._roots))).encode()).hexdigest()
                 self._roots[path] = self._top / f"{path.name}-{digest[:_LETTERS]}"
             return self._roots[path]
@@ -208,9 +208,9 @@ class Mirror:
         with self._turn:
             size = sum(one.info.size_bytes for one in self._known())
         if size:
-            left = "" if self.stop_by is None else f", {max(0.0, self.stop_by - time.monotonic()):.0f} s are left"
+            until = "" if self.stop_by is None else f", {max(0.0, self.stop_by - time.monotonic()):.0f} s are left"
             takes = f"about {size / self._rate:.0f} s" if self._rate else "an unknown time"
-            logger.info("uploading %d MiB to the mirror takes %s%s", size >> 20, takes, left)
+            logger.info("uploading %d MiB to the mirror takes %s%s", size >> 20, takes, until)
             with contextlib.suppress(Refused):
                 self._background.put("once more")  # what has failed
         self._background.end()
@@ -221,9 +221,9 @@ class Mirror:
             self._closing.set()
             self._background.join(_LAST_WORDS_S)
         with self._turn:
-            late = [str(one.info.path) for one in self._known()]
-        if late:
-            logger.warning("not mirrored in time: %s", ", ".join(late))
+            left = [str(one.info.path) for one in self._known()]
+        if left:
+            logger.warning("not mirrored in time: %s", ", ".join(left))
 
     def close(self) -> None:
         """Give the mirror back, after ``drain``."""
