@@ -145,8 +145,10 @@ class Resumable:
         pending = self._pending
         if pending is not None and pending is self._offered and pending.begun and order.is_map(self):
             can_tell = pending.first_sample == pending.first_batch * pending.each
-            if can_tell and pending.batches == len(self):  # type: ignore[arg-type] # nothing is left of the epoch
-                self.begin_anew()  # another loader that is read beside it was at its end, too, so nothing was asked of this one
+            # If nothing is left of the epoch, another loader that is read beside it was at its end, too: nothing was asked of
+            # this one.
+            if can_tell and pending.batches == len(self):  # type: ignore[arg-type]
+                self.begin_anew()
         self._offered = self._pending
         return Batches(self)
 
