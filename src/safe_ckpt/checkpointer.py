@@ -133,7 +133,7 @@ class Checkpointer:
             self._engine.agree(
                 "list",
                 must_match={"directory": self.directory},
-                decide=lambda _: self._take_stock(listed(self._workspace.look, timeouts)),
+                decide=lambda _: self._list_held(listed(self._workspace.look, timeouts)),
             )
             self._engine.watch_signals()
         except BaseException:
@@ -331,7 +331,12 @@ class Checkpointer:
     def _restore(self, chosen: Chosen | None, state: Mapping[str, Any], step: int | None) -> CheckpointInfo | None:
         if chosen is None and step is not None:
             path = self.directory / catalog.step_name(step)
-            raise not_found(path, self._engine.agree("named", must_match={"path": path}, decide=self._names))
+            there = self._engine.agree(
+                "named",
+                must_match={"path": path},
+                decide=lambda _: [one.told.name for one in catalog.newest_first(self._workspace.look())],
+            )
+            raise not_found(path, there)
         if chosen is None:
             self.prepare(state)
             return None
@@ -344,13 +349,10 @@ class Checkpointer:
         modules = modules_of(items_of(state))
         self._engine.extensions.ask("a resume", lambda one: one.training(lambda: modules))
         self._engine.agree(
-            "list", must_match={"directory": self.directory}, decide=lambda _: self._take_stock(self._workspace.look())
+            "list", must_match={"directory": self.directory}, decide=lambda _: self._list_held(self._workspace.look())
         )
         self.prepare(state)
         return chosen.info
-
-    def _names(self, _: object) -> list[str]:
-        return [one.told.name for one in catalog.newest_first(self._workspace.look())]
 
     def export(
         self,
@@ -456,7 +458,7 @@ class Checkpointer:
         within_s = None if error is None else self.config.timeouts.shutdown_s
         self._engine.close(quiet=error is not None, within_s=within_s)
 
-    def _take_stock(self, candidates: Sequence[Candidate]) -> None:
+    def _list_held(self, candidates: Sequence[Candidate]) -> None:
         self._catalog = Catalog(candidates)
         self._workspace.start_after(catalog.newest_sequence(candidates))
 

@@ -206,7 +206,7 @@ class Mirror(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Health(_Checked):
-    """What happens to an unhealthy checkpoint: one with NaN or Inf in its tensors.
+    """Rules for an unhealthy checkpoint: one with NaN or Inf in its tensors.
 
     Example:
         ```python
@@ -229,7 +229,7 @@ class Health(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Unchanged(_Checked):
-    """What happens to files that have the same bytes as in the checkpoint before.
+    """Rules for files that have the same bytes as in the checkpoint before.
 
     Example:
         ```python
@@ -338,7 +338,7 @@ class CheckpointConfig(_Checked):
             _require(name in signal.Signals.__members__, "save_on_signals", f"there is no signal {name!r} here")
 
     def deviations(self) -> str:
-        """What differs from the defaults, such as ``retention.keep_last=3, timeouts.barrier_s=25.0``, or ``the defaults``.
+        """Every setting that is no default, such as ``retention.keep_last=3, timeouts.barrier_s=25.0``, or ``the defaults``.
 
         Equal for equal settings, different for different ones. What is longer than 600 characters ends in a hash of all of it.
         """
@@ -375,7 +375,7 @@ class CheckpointConfig(_Checked):
 
     @classmethod
     def from_environment(cls) -> CheckpointConfig:
-        """What holds where no ``config`` is given: variables, over the YAML file that ``SAFE_CKPT_CONFIG`` names.
+        """The settings where no ``config`` is given: variables, over the YAML file that ``SAFE_CKPT_CONFIG`` names.
 
         ``SAFE_CKPT__RETENTION__KEEP_LAST=3`` sets one key; values are written as in YAML. The defaults where nothing is set.
 

@@ -299,7 +299,7 @@ class UnhealthyStateError(SafeCheckpointError, ArithmeticError):
     path: str
     step: int
     what: str
-    _text = "training went bad by step {0.step}: {0.what}. {0.path} is committed and marked, so no resume takes it"
+    _text = "training went bad by step {0.step}: {0.what}. {0.path} is committed as unhealthy, so no resume takes it"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -438,7 +438,7 @@ class ClosedError(SafeCheckpointError, RuntimeError):
 
 
 def _whose(error: OSError, path: str) -> str:
-    """Where this user may not do it: which user may."""
+    """The user who may do it, where this one may not."""
     if error.errno not in (_errno.EACCES, _errno.EPERM) or not os.path.isabs(path):
         return ""
     while not os.path.lexists(path) and path != os.path.dirname(path):

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What all events have: when it happened (seconds since the epoch), which may be before its delivery, and on which rank."""
+    """The base of all events: its rank, and when it happened (seconds since the epoch), which may be before its delivery."""
 
     rank: int
     at: float = field(default_factory=time.time)

@@ -1,4 +1,4 @@
-"""What the kernel says: of processes, which, since when and in what state; and how much memory and processor time is left.
+"""Facts from the kernel: which processes run, since when and in what state; how much memory and processor time is left.
 
 A control group that runs out of memory kills instead of refusing, so a caller that wants much memory asks here first. Versions
 1 and 2 of control groups are read; what cannot be read is no limit.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def process_start(pid: int) -> int | None:
-    """When a process began, in clock ticks since the kernel did; None when it has ended.
+    """The time when a process began, in clock ticks since the kernel did; None when it has ended.
 
     Raises:
         OSError: there is no such process, or it cannot be looked at.
@@ -99,7 +99,7 @@ def available_bytes(
 
 
 def memory_limit_bytes(membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> int | None:
-    """How much memory the control groups allow; None for no limit. For the arguments see ``available_bytes``."""
+    """The memory that the control groups allow; None for no limit. For the arguments see ``available_bytes``."""
     return min((limit for group in _groups(membership, cgroups) for limit, _ in _memory(group)), default=None)
 
 
@@ -113,7 +113,7 @@ def address_space_left() -> int | None:
 
 
 def largest_file_bytes() -> int | None:
-    """How large a file of this process may grow (``ulimit -f``), one in memory as well; None for no limit."""
+    """The size to which a file of this process may grow (``ulimit -f``), one in memory as well; None for no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return None if limit == resource.RLIM_INFINITY else limit
 

@@ -227,19 +227,19 @@ class publishing:  # noqa: N801 - it is used as a function
         self._path = self._directory / candidates.step_name(self._step)
         self._catalog = Catalog()
 
-        def take_stock() -> None:
+        def list_held() -> None:
             refuse(self._path, ADAPTER)
             found = listed(functools.partial(candidates.list_directories, self._directory), engine.config.timeouts)
             own = [one for one in found if one.manifest is None or one.manifest.notes.get("adapter") == ADAPTER]
             self._catalog = Catalog(own)
             home.start_after(candidates.newest_sequence(found))
 
-        engine.take_stock(home, {"path": self._path}, take_stock)
+        engine.take_stock(home, {"path": self._path}, list_held)
         self._key = engine.agree("publishing", must_match={"path": self._path}, decide=lambda _: uuid.uuid4().hex)
         self._folder = open_folder(engine.coordinator, home, self._key, engine.config.timeouts.barrier_s)
 
     def _publish(self, engine: Engine, error: BaseException | None) -> OpenSave:
-        """All ranks have left the block: have the files written down, and the folder named."""
+        """Have the files written down, and the folder named: all ranks have left the block."""
 
         def left() -> dict[str, str]:
             if isinstance(error, Exception):
@@ -278,7 +278,7 @@ class publishing:  # noqa: N801 - it is used as a function
         )
 
     def _listed(self, answers: Mapping[int, Mapping[str, str]]) -> dict[str, Any]:
-        """On rank 0: what lies in the folder, the largest first, and which digests are known."""
+        """List on rank 0 what lies in the folder, the largest first, and which digests are known."""
         known: dict[str, str] = {}
         for rank in sorted(answers):
             known |= answers[rank]
@@ -295,7 +295,7 @@ class publishing:  # noqa: N801 - it is used as a function
         }
 
     def _abandon(self, engine: Engine) -> None:
-        """Nothing appears. Never raises."""
+        """Let nothing appear. Never raises."""
         with contextlib.suppress(SafeCheckpointError, OSError):
             if engine.rank == 0:
                 self._home.drop_pending(self._key)

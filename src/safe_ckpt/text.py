@@ -9,6 +9,9 @@ from datetime import datetime, tzinfo
 from typing import Any
 
 _MOST_CHARACTERS = 1000
+_SPACES = str.maketrans("\n\t\r", "   ")
+_HARMFUL = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+"""Categories of Unicode: control characters, marks of format, surrogates, private ones, ends of lines and paragraphs."""
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=\S)")
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?$", re.IGNORECASE)
@@ -22,14 +25,9 @@ def clean(text: str, most: int = _MOST_CHARACTERS) -> str:
     spaces.
     """
     cut = text[: most + 1]
-    shown = "".join(map(_harmless, cut))
+    spaced = cut.translate(_SPACES)
+    shown = "".join("�" if unicodedata.category(one) in _HARMFUL else one for one in spaced)
     return shown if len(cut) <= most else shown[:most] + "…"
-
-
-def _harmless(character: str) -> str:
-    if character in "\n\t\r":
-        return " "
-    return "�" if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp") else character
 
 
 def unbroken(text: str) -> str:

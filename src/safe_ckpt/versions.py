@@ -1,4 +1,4 @@
-"""Which releases of the frameworks this package works with, and the check that every adapter makes when it is imported.
+"""The releases of the frameworks that this package works with, and the check that every adapter makes when it is imported.
 
 The table says what ``pyproject.toml`` allows and what was tested; a test compares it with that and ``docs/limits.md``.
 Versions are read from the metadata of what is installed: nothing is imported for it.

@@ -86,7 +86,7 @@ def forget_refusals_of_direct_io(patch):
 
 def copy_all_tensors(patch):
     """No tensor lies in host memory in its order, as on a GPU: all is copied, and the writer looks what is unchanged."""
-    patch.setattr(unchanged, "_is_in_order", lambda _: False)
+    patch.setattr(unchanged, "lies_as_written", lambda _: False)
 
 
 def copy_after(patch, event, *, thread=None, seconds=30):

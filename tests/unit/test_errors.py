@@ -63,7 +63,7 @@ WORDS = {
     "TamperedError": "timeouts.barrier_s: this value was not written by a rank of this job. Another program writes to the "
     "port of rank 0's store: let no other hosts and users reach it (network.interface)",
     "UnexpectedError": "rank 2 failed in commit: OSError: no",
-    "UnhealthyStateError": "training went bad by step 3: step. /runs/exp is committed and marked, so no resume takes it",
+    "UnhealthyStateError": "training went bad by step 3: step. /runs/exp is committed as unhealthy, so no resume takes it",
     "UnsupportedFormatError": "/runs/exp: what went wrong",
     "UnsupportedVersionError": "torch 2.4.1 is too old, 2.9 is the oldest that is supported (it lacks something): "
     "pip install torch",

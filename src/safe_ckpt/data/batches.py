@@ -29,7 +29,7 @@ _LOOKED_BACK = 3  # a framework has given training one batch less than it took, 
 
 
 class Counter:
-    """How many batches were handed out since an epoch began, or was resumed, and what their workers were at after them.
+    """Counts the batches that were handed out since an epoch began, or was resumed, and keeps their workers' state after them.
 
     One that could not be made was handed to nobody. torch has left it behind if the data set raised. Then it counts once the
     caller goes on: that error is handled, or a later batch is handed out.
@@ -59,7 +59,7 @@ class Counter:
         self.again: deque[Mapping[str, Any]] = deque()
 
     def fail(self, error: BaseException) -> None:
-        """No batch came, but this error."""
+        """Note that no batch came, but this error."""
         self.failed += 1
         self.lost |= not isinstance(error, Exception)
         self._error = id(error)  # not itself: its traceback holds the loop
@@ -75,7 +75,7 @@ class Counter:
         return not self.lost
 
     def passed(self) -> None:
-        """Training goes on behind what could not be made."""
+        """Let training go on behind what could not be made."""
         self.count = max(self.count, self.taken) if self.taken else self.count + self.failed
         self.failed, self.lost = 0, False
         for delivered in self._aside:

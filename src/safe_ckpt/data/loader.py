@@ -143,16 +143,14 @@ class Resumable:
 
     def __iter__(self) -> Iterator[Any]:
         pending = self._pending
-        if pending is not None and pending is self._offered and self._is_whole(pending):
-            self.begin_anew()  # another loader that is read beside it was at its end, too, so nothing was asked of this one
+        if pending is not None and pending is self._offered and pending.begun and order.is_map(self):
+            can_tell = pending.first_sample == pending.first_batch * pending.each
+            # If nothing is left of the epoch, another loader that is read beside it was at its end, too: nothing was asked of
+            # this one.
+            if can_tell and pending.batches == len(self):  # type: ignore[arg-type]
+                self.begin_anew()
         self._offered = self._pending
         return Batches(self)
-
-    def _is_whole(self, place: Position) -> bool:
-        """Whether nothing is left of the epoch, as far as that can be told."""
-        if not place.begun or not order.is_map(self) or place.first_sample != place.first_batch * place.each:
-            return False
-        return bool(place.batches == len(self))  # type: ignore[arg-type]
 
     def beside(self, batches: Batches) -> Iterator[Any] | None:
         """For an iteration that looks at a batch while another one trains: it has no part in the place, as with torch's loader.
@@ -255,7 +253,7 @@ class Resumable:
         return vain
 
     def _take_back_draws(self) -> None:
-        """What torch drew to begin with, and would not have drawn in an uninterrupted run."""
+        """Put back what torch drew to begin with, and would not have drawn in an uninterrupted run."""
         undo, self._undo = self._undo, None
         if undo is None:
             return

@@ -1,4 +1,4 @@
-"""In which order samplers give the indices of an epoch, from any place on, without giving those before it.
+"""The order in which samplers give the indices of an epoch, from any place on, without giving those before it.
 
 The samplers of torch are done again here: what they draw is the same, number for number, and the place is found by counting.
 Any other sampler is asked for its indices anew, and those before the place are dropped. Below: what else of a DataLoader its
@@ -113,7 +113,7 @@ def _random(
 
 
 def _spread(sampler: Any, start: int) -> Iterator[int]:
-    """What is left of the order, taken in turns. It is filled up, or cut off, so that all ranks get as many."""
+    """The rest of the order, taken in turns. It is filled up, or cut off, so that all ranks get as many."""
     size, ranks = len(sampler.dataset), sampler.num_replicas
     order = torch.arange(size)
     if sampler.shuffle:
@@ -147,13 +147,13 @@ def loses_its_buffer(loader: Any) -> bool:
 
 
 def sampler_of(loader: Any) -> Any:
-    """What gives the indices, one by one if that can be told."""
+    """The sampler of single indices where there is one, else ``order_of``."""
     given = order_of(loader)
     return given.sampler if type(given) is BatchSampler else given
 
 
 def order_of(loader: Any) -> Any:
-    """What gives the indices: of batches, or one by one."""
+    """The sampler that the loader asks: for batches of indices, or for one at a time."""
     return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
 
 
@@ -182,7 +182,7 @@ def own_generators(loader: Any) -> dict[str, torch.Generator]:
 
 
 def own_as_text(loader: Any) -> dict[str, str]:
-    """These generators as they are now, encoded; none of what is no stock loader."""
+    """The user's generators as they are now, encoded; none of what is no stock loader."""
     found = own_generators(loader) if isinstance(loader, DataLoader) else {}
     return {name: rng.to_text(one.get_state()) for name, one in found.items()}
 
@@ -214,7 +214,7 @@ def stays(loader: Any) -> bool:
 
 
 def each_of(loader: Any) -> int:
-    """How many indices a batch has, of all ranks together; 0 where only batches can be counted."""
+    """The number of indices in a batch, of all ranks together; 0 where only batches can be counted."""
     given, sampler = order_of(loader), sampler_of(loader)
     if type(given) is BatchSampler:
         size = given.batch_size
@@ -226,7 +226,7 @@ def each_of(loader: Any) -> int:
 
 
 def most_of(loader: Any) -> int | None:
-    """How many indices an epoch has, of all ranks together if they share one order; None where that is not known."""
+    """The number of indices in an epoch, of all ranks together if they share one order; None where that is not known."""
     sampler = sampler_of(loader)
     try:
         return len(sampler.dataset) if is_spread(sampler) else len(sampler)
@@ -235,7 +235,7 @@ def most_of(loader: Any) -> int | None:
 
 
 def epoch_of(sampler: Any) -> int | None:
-    """What ``set_epoch`` was given; None where the sampler has no such number."""
+    """The epoch that ``set_epoch`` was given; None where the sampler has no such number."""
     epoch = getattr(sampler, "epoch", None)
     return epoch if isinstance(epoch, int) else None
 
@@ -259,7 +259,7 @@ def is_still_meant(loader: Any, pending: Position) -> bool:
 
 
 def facts_of(loader: Any) -> dict[str, Any]:
-    """What the order depends on: another one then, and the place means nothing."""
+    """The facts on which the order depends. If one of them has changed, the place means nothing."""
     sampler, given = sampler_of(loader), order_of(loader)
     facts: dict[str, Any] = {"sampler": type(sampler).__name__}
     if not is_map(loader):
@@ -279,5 +279,5 @@ def facts_of(loader: Any) -> dict[str, Any]:
 
 
 def name_of(loader: Any) -> str:
-    """For messages."""
+    """The name of a loader in messages."""
     return f"{type(loader).__name__} over {type(loader.__dict__['dataset']).__name__}"

@@ -1,4 +1,4 @@
-"""Where in the data training is, as a value: small, the same on all ranks, plain data."""
+"""The place of training in the data, as a value: small, the same on all ranks, plain data."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Position:
 
     @property
     def samples(self) -> int:
-        """How many indices were used up, of all ranks together if they share one order."""
+        """The number of indices that were used up, of all ranks together if they share one order."""
         given = self.first_sample + (self.batches - self.first_batch) * self.each
         return given if self.most is None else min(given, self.most)
 
@@ -91,7 +91,11 @@ class Position:
             if before is not None:
                 drawn.insert(0, before)
         place = dataclasses.replace(self, batches=batches, turn=turn, workers=workers, undo=())
-        return dataclasses.replace(place, again=len(drawn), before=_changes(drawn)) if drawn else place
+        if not drawn:
+            return place
+        # {} where a snapshot is the one before it.
+        changes = [{} if n and one == drawn[n - 1] else rng.snapshot_to_text(one) for n, one in enumerate(drawn)]
+        return dataclasses.replace(place, again=len(drawn), before=changes)
 
     def at_end(self) -> Position:
         """The place after the last batch of this epoch. Workers that stay go on drawing where they are."""
@@ -121,14 +125,14 @@ class Position:
         return dataclasses.replace(self, base_seed=None, workers={}, undo=())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; what says nothing is left out."""
+        """Return plain data, without the fields that say nothing."""
         plain = Position()
         facts = {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
         return {"version": VERSION, **facts}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Position:
-        """From ``to_json``.
+        """Build from what ``to_json`` returned.
 
         Raises:
             RestoreError: it is not the position of a loader, or of a newer version.
@@ -170,12 +174,5 @@ class Position:
 
 
 def plain(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a worker was at, as plain data."""
+    """The state of a worker as plain data."""
     return {**state, RNG: rng.snapshot_to_text(state[RNG])} if RNG in state else state
-
-
-def _changes(taken: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Snapshots as plain data; {} where one is that before it."""
-    return [
-        {} if number and one == taken[number - 1] else rng.snapshot_to_text(one) for number, one in enumerate(taken)
-    ]

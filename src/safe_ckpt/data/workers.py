@@ -1,7 +1,7 @@
-"""What makes the batches, and what only it knows: its random generators, and the place of an iterable data set.
+"""The makers of batches, and the state that only they know: random generators, and the place of an iterable data set.
 
-That comes along with each batch, as it was right after the batch was made. So what is saved belongs to the last batch that
-training was given, however far ahead the workers are; and after a resume the workers go on from there.
+This state comes along with each batch, as it was right after the batch was made. So the saved state belongs to the last batch
+that training was given, however far ahead the workers are. After a resume the workers go on from there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALL = (rng.TORCH, rng.PYTHON, rng.NUMPY)
 
 
 def outlive(then: Callable[[int], None] | None, worker: int) -> None:
-    """In a worker, before anything is made: it outlives SIGTERM, which schedulers and shells send to all processes of a job.
+    """Let this worker outlive SIGTERM, which schedulers and shells send to all processes of a job. Before anything is made.
 
     What the loop needs for the rest of its step is still made then, and the save can be committed. A handler, not SIG_IGN:
     programs that it starts would inherit that.
@@ -79,7 +79,7 @@ class Delivered:
 
 
 class Maker:
-    """Knows, where batches are made, what has to come along with them.
+    """Knows, where batches are made, which state has to come along with them.
 
     A worker whose data set draws no random numbers sends nothing of them. Whether it does is looked at after each of its first
     batches, and then after each 64th: looking takes as long as making a trivial batch.
@@ -100,7 +100,7 @@ class Maker:
         self.ended = False
 
     def begin(self) -> None:
-        """Before the first sample: the generators as they are to be."""
+        """Set the generators before the first sample."""
         if self._first is not None:
             return
         info = get_worker_info()
@@ -112,16 +112,18 @@ class Maker:
             self._drawn = set(drawn)
 
     def place(self) -> Mapping[str, Any]:
-        """What the data set is to begin with; once."""
+        """The state with which the data set is to begin; given once."""
         return self._states.pop(str(self.worker), {})
 
     def after(self) -> dict[str, Any]:
-        """What comes along with the batch that has just been made."""
+        """The state that comes along with the batch that has just been made."""
         state: dict[str, Any] = {}
         if self._watched:
             self._made += 1
             if self._made <= _LOOKS or self._made % _EVERY == 0:
-                self._look()
+                others = [name for name in _ALL if name not in self._drawn]
+                now, first = rng.snapshot(others), self._first or {}
+                self._drawn |= {name for name in others if now.get(name) != first.get(name)}
             if self._drawn:
                 state[RNG] = rng.snapshot(self._drawn)
         if self.inner is not None:
@@ -131,7 +133,7 @@ class Maker:
         return state
 
     def failed(self) -> Delivered:
-        """What comes instead of a batch, with the state, if the batch cannot be made: training may go on with the next one.
+        """The error that stands for a batch that could not be made, with the state: training may go on with the next batch.
 
         Raises:
             Exception: the one that is being handled, where there is no state.
@@ -141,11 +143,6 @@ class Maker:
             raise  # noqa: PLE0704 - called while it is handled
         error = ExceptionWrapper(where=f"in DataLoader worker process {self.worker}")  # type: ignore[no-untyped-call]
         return Delivered(error, self.worker, state)
-
-    def _look(self) -> None:
-        others = [name for name in _ALL if name not in self._drawn]
-        now, first = rng.snapshot(others), self._first or {}
-        self._drawn |= {name for name in others if now.get(name) != first.get(name)}
 
 
 class StandIn:
@@ -169,7 +166,7 @@ class StandIn:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """What ``isinstance`` in a ``worker_init_fn`` should see."""
+        """The class that ``isinstance`` in a ``worker_init_fn`` should see."""
         return type(self.__dict__.get("_inner", self))
 
     def __reduce__(self) -> tuple[Any, ...]:

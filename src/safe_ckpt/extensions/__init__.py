@@ -1,1 +1,1 @@
-"""What stands beside saves and resumes. The core does not know their names."""
+"""Extensions: they stand beside saves and resumes. The core does not know their names."""

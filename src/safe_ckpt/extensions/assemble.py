@@ -1,4 +1,4 @@
-"""Which extensions a job has. Their order is fixed: at every moment they are asked in it."""
+"""The extensions of a job. Their order is fixed: at every moment they are asked in it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from safe_ckpt.extensions.unchanged import UnchangedExtension
 
 
 def assemble(config: CheckpointConfig) -> list[Extension]:
-    """Those of these settings."""
+    """The extensions for these settings."""
     mirrors = [Mirroring()] if config.mirror.url is not None else []
     return [Record(), UnchangedExtension(), Health(), Trained(), *mirrors]

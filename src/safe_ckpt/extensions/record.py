@@ -1,4 +1,4 @@
-"""What hooks are told of each save: the events of its phases."""
+"""The events of the phases of each save, for hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters are trained: noted at each save, and compared where training goes on from it.
+"""Notes at each save which parameters are trained, and compares them where training goes on from it.
 
 What a schedule has unfrozen is frozen again in a fresh model, and no ``state_dict`` says so. The comparison waits for the first
 step of each optimizer: until then callbacks may set what they set. What is frozen when training goes on, and trained by then,
@@ -24,6 +24,7 @@ from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.core.state.planner import Models
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.text import listed
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,7 @@ _hooked = False
 
 
 class Trained(Extension):
-    """What rank 0 knows of that; other ranks note and expect nothing. Used on the thread that trains."""
+    """Notes and compares, on rank 0; other ranks note and expect nothing. Used on the thread that trains."""
 
     name: ClassVar[str] = "trained"
 
@@ -111,7 +112,7 @@ class Trained(Extension):
         self._path, self._before = path, None if frozen is None else frozenset(frozen)
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step."""
+        """Compare the parameters of an optimizer that is about to step."""
         try:
             if id(optimizer) in self._stepped:
                 self.closed()  # all of them have stepped
@@ -124,7 +125,11 @@ class Trained(Extension):
             return
         if frozen or thawed:
             self.closed()
-            told = [f"{_told(names)} {word}" for names, word in ((frozen, "no longer"), (thawed, "now")) if names]
+            told = [
+                f"{listed(names, _MOST_TOLD)} {word}"
+                for names, word in ((frozen, "no longer"), (thawed, "now"))
+                if names
+            ]
             logger.warning(
                 "training goes on from %s with other trained parameters (requires_grad) than at its save: %s. "
                 "What froze or unfroze them has to do so again after a resume",
@@ -165,8 +170,3 @@ def _frozen(modules: Mapping[str, torch.nn.Module]) -> list[str]:
     trained = Counter(_NUMBER.sub("*", name) for name, is_trained in flags.items() if is_trained)
     frozen = [name for name, is_trained in flags.items() if not is_trained]
     return sorted({name if _NUMBER.sub("*", name) in trained else _NUMBER.sub("*", name) for name in frozen})
-
-
-def _told(names: list[str]) -> str:
-    more = len(names) - _MOST_TOLD
-    return ", ".join(names[:_MOST_TOLD]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""How often what has failed is tried again."""
+"""Decides how often something that failed is tried again."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Tries:
         return self.count >= self._from
 
     def failed(self) -> None:
-        """It is not tried the next time; nor, after further failures in a row, the 3, 7 or 15 next times."""
+        """Note a failure: it is not tried the next time; nor, after further failures in a row, the 3, 7 or 15 next times."""
         self._failures += 1
         self._from = max(self._from, self.count + min(2**self._failures, _LONGEST))
 
     def refused(self) -> None:
-        """It cannot be done: it is not tried the next 15 times."""
+        """Note that it cannot be done: it is not tried the next 15 times."""
         self._from = self.count + _LONGEST
 
     def worked(self) -> None:
-        """It was done."""
+        """Note that it was done."""
         self._failures = 0

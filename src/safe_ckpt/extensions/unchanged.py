@@ -64,7 +64,7 @@ class Wanted:
 
     @classmethod
     def of(cls, plan: FilePlan, unexamined: Sequence[str]) -> Wanted | None:
-        """None for one that is not worth it, or has other bytes than the tensors': an archive has check sums."""
+        """The file of a plan; None if it is not worth it, or has other bytes than the tensors': an archive has check sums."""
         if plan.length < LEAST_SHARED_BYTES or plan.records is not None or plan.lazies:
             return None
         return cls(path=plan.path, length=plan.length, frozen=plan.frozen, unexamined=tuple(unexamined))
@@ -87,7 +87,7 @@ class _Directory:
 
 @dataclass(kw_only=True)
 class _Sharing:
-    """What one save shares with the checkpoints before.
+    """The files that one save shares with the checkpoints before.
 
     Attributes:
         root: the directory of its checkpoint.
@@ -115,7 +115,7 @@ class _Sharing:
 
 
 class UnchangedExtension(Extension):
-    """What one rank knows of the files that it wrote last. See the module."""
+    """The knowledge of one rank about the files that it wrote last. See the module."""
 
     name: ClassVar[str] = UNCHANGED
 
@@ -151,9 +151,10 @@ class UnchangedExtension(Extension):
         return {one.path: one for one in sharing.shared}
 
     def _look(self, plan: FilePlan, wanted: Wanted, sharing: _Sharing, *, later: bool) -> None:
-        """Tell whether a file is there already; ``later``: the writer is to look, once the save before is over."""
+        """Look whether a file is there already; ``later``: the writer is to look, once the save before is over."""
         before = self._candidate(wanted, sharing.root)
-        if later or before is None or not _is_in_order(plan):
+        # Hashed here only where its bytes lie in host memory as they would in the file.
+        if later or before is None or not all(one.is_cpu and lies_as_written(one) for _, one in plan.tensors):
             if before is not None or (later and plan.frozen):
                 sharing.perhaps[plan.path] = wanted
             return
@@ -222,7 +223,7 @@ class UnchangedExtension(Extension):
             tries.failed()  # it relied on an object: the next one does not, and later ones less often
 
     def _learn(self, sharing: _Sharing, checkpoint: Place) -> None:
-        """What this rank has written was committed at ``checkpoint``."""
+        """Note the files that this rank has written: they were committed at ``checkpoint``."""
         found = {}
         for path, file in sharing.written.items():
             if file.size_bytes < LEAST_SHARED_BYTES:
@@ -269,7 +270,7 @@ class UnchangedExtension(Extension):
                 )
 
     def _candidate(self, wanted: Wanted, root: Place) -> Before | None:
-        """What a file probably is."""
+        """The file before that a file probably equals; None if none is worth a look."""
         directory = self._directories.get(root)
         before = directory.known.get(wanted.path) if directory is not None else None
         if directory is None or before is None or before.size_bytes != wanted.length or not self._settings.share:
@@ -277,14 +278,13 @@ class UnchangedExtension(Extension):
         if not directory.tries.allowed or (before.size_bytes > MOST_BYTES and not can_be_held(root)):
             return None
         probably = wanted.frozen if before.repeated is None else before.repeated
-        fits = probably and not self._is_old(before) and self._is_known_well(before, wanted.unexamined)
+        oldest = self._settings.full_every
+        is_old = oldest is not None and before.age + 1 >= oldest
+        fits = probably and not is_old and self._is_known_well(before, wanted.unexamined)
         return before if fits else None
 
     def _directory(self, root: Place) -> _Directory:
         return self._directories.use(root, _Directory)
-
-    def _is_old(self, before: Before) -> bool:
-        return self._settings.full_every is not None and before.age + 1 >= self._settings.full_every
 
     def _is_known_well(self, before: Before, unexamined: Sequence[str]) -> bool:
         """Whether what was found of its numbers is what would be found now. An alarm is not said again without a look."""
@@ -302,27 +302,17 @@ class UnchangedExtension(Extension):
         return Existing(path, before, fd, examined=examined) if fd is not None or not can_be_held(root) else None
 
 
-def _is_in_order(plan: FilePlan) -> bool:
-    """Whether its bytes lie in host memory as they would in the file."""
-    return all(tensor.is_cpu and lies_as_written(tensor) for _, tensor in plan.tensors)
-
-
 def digest_of(plan: FilePlan) -> str:
     """The xxh3-128 of the file that would be written, as hex. Its tensors are in host memory and contiguous."""
     whole, at = xxhash.xxh3_128(), 0
     parts: list[tuple[int, Any]] = [*plan.pieces, *plan.tensors]
     for begin, part in sorted(parts, key=lambda one: one[0]):
         _zeros(whole, begin - at)
-        data = part if isinstance(part, bytes) else _memory(part)
+        data = part if isinstance(part, bytes) else memoryview(part.detach().reshape(-1).view(torch.uint8).numpy())
         whole.update(data)
         at = begin + len(data)
     _zeros(whole, plan.length - at)
     return whole.hexdigest()
-
-
-def _memory(tensor: torch.Tensor) -> Any:
-    numbers: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(numbers)
 
 
 def _zeros(whole: Any, count: int) -> None:

@@ -37,11 +37,11 @@ class Emitter:
         self._pid = os.getpid()
 
     def add(self, hook: Hook) -> None:
-        """One more hook."""
+        """Add a hook."""
         self._hooks.append(hook)
 
     def remove(self, hook: Hook) -> None:
-        """One hook less."""
+        """Remove a hook."""
         with contextlib.suppress(ValueError):
             self._hooks.remove(hook)
 

@@ -20,17 +20,14 @@ _SENTENCES: dict[type[events.Event], str] = {
 
 
 class LoggingHook:
-    """What a person should act on as a sentence at WARNING, everything else at DEBUG."""
+    """Logs a sentence at WARNING where a person should act, and everything else at DEBUG."""
 
     def __call__(self, event: events.Event) -> None:
         """Log the event."""
         sentence = _SENTENCES.get(type(event))
         if sentence is not None and (event.rank == 0 or not isinstance(event, events.Unhealthy)):
-            logger.warning("%s", sentence.format(event, _named_only(event)))
+            by_name = isinstance(event, events.Unhealthy) and event.marked
+            logger.warning("%s", sentence.format(event, "; it is resumed from by name alone" if by_name else ""))
         elif logger.isEnabledFor(logging.DEBUG):
             facts = event.facts()
             logger.debug("%s %s", facts.pop("event"), facts)
-
-
-def _named_only(event: events.Event) -> str:
-    return "; it is resumed from by name alone" if isinstance(event, events.Unhealthy) and event.marked else ""

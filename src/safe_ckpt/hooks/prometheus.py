@@ -120,7 +120,7 @@ class PrometheusHook(SaveHook):
 
 
 def _last_commit(path: Path, label: str) -> dict[str, float]:
-    """What an earlier run of this label left in the file; nothing where that cannot be read, for observing fails no save."""
+    """The numbers that an earlier run of this label left in the file; none if it cannot be read: observing fails no save."""
     try:
         if not path.is_file():
             return {}

@@ -24,7 +24,7 @@ class Save:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """How fast this rank wrote; None where it wrote nothing."""
+        """The rate at which this rank wrote; None where it wrote nothing."""
         if self.written is None or self.written.seconds <= 0:
             return None
         return self.written.size_bytes / self.written.seconds
@@ -58,7 +58,7 @@ class SaveHook:
         raise NotImplementedError
 
     def on_event(self, event: events.Event) -> None:
-        """Any event that ends no save. Called on the thread of the event."""
+        """Take any event that ends no save. Called on the thread of the event."""
 
     def _ended_by(self, event: events.Event) -> Save | None:
         if isinstance(event, events.Snapshotted):

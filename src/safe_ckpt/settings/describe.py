@@ -13,6 +13,7 @@ from safe_ckpt.settings.sources import OWN_KEY, variable
 from safe_ckpt.settings.texts import meanings, summary
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", tuple: "array"}
+_NAMES = {float: "number", tuple: "list of text", str: "text"}
 _NUMBER = r"^\d+(?:\.\d+)?$"
 _INTRODUCTION = resources.files("safe_ckpt.settings").joinpath("reference.md")
 
@@ -31,17 +32,20 @@ class Row:
 
 def rows(kind: type) -> list[Row]:
     """All settings, in the order of the fields."""
-    return [
-        Row(
+    found = []
+    for key in keys(kind):
+        name = _NAMES.get(key.kind, key.kind.__name__)
+        allowed = ", ".join(f"`{choice}`" for choice in key.choices)
+        row = Row(
             key=key.path,
-            type=_type(key),
+            type=f"{name} or null" if key.nullable else name,
             unit=key.unit,
-            default=_literal(key.default),
-            allowed=_allowed(key),
+            default=json.dumps(list(key.default) if isinstance(key.default, tuple) else key.default),
+            allowed=allowed or ("`true`, `false`" if key.kind is bool else str(key.limits)),
             meaning=meanings(key.section).get(key.name, ""),
         )
-        for key in keys(kind)
-    ]
+        found.append(row)
+    return found
 
 
 def markdown(kind: type) -> str:
@@ -56,33 +60,14 @@ def markdown(kind: type) -> str:
         lines = [f"## {title}", "", summary(section), "", f"The variable of the first one is `{example}`.", ""]
         columns = [field.name.capitalize() for field in dataclasses.fields(Row)]
         lines += [_line(columns), _line(["---"] * len(columns))]
-        lines += [_line(_cells(row)) for row in own]
+        for row in own:
+            lines.append(_line([f"`{row.key}`", row.type, row.unit, f"`{row.default}`", row.allowed, row.meaning]))
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
 
-def _cells(row: Row) -> list[str]:
-    return [f"`{row.key}`", row.type, row.unit, f"`{row.default}`", row.allowed, row.meaning]
-
-
 def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _type(key: Key) -> str:
-    names = {"float": "number", "tuple": "list of text", "str": "text"}
-    name = names.get(key.kind.__name__, key.kind.__name__)
-    return f"{name} or null" if key.nullable else name
-
-
-def _allowed(key: Key) -> str:
-    if key.choices:
-        return ", ".join(f"`{choice}`" for choice in key.choices)
-    return "`true`, `false`" if key.kind is bool else str(key.limits)
-
-
-def _literal(value: Any) -> str:
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def schema(kind: type) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeGuard, TypeVar, Union
+from typing import Any, Literal, TypeVar, Union
 
 from safe_ckpt.errors import ConfigError
 
@@ -113,7 +113,7 @@ class Key:
 
     @property
     def unit(self) -> str:
-        """What it counts, as the end of its name says: ``seconds``, ``bytes``, ``steps``, or nothing."""
+        """The unit that the end of its name says: ``seconds``, ``bytes``, ``steps``, or nothing."""
         return next((unit for suffix, unit in _UNITS.items() if self.name.endswith(suffix)), "")
 
 
@@ -251,7 +251,7 @@ def _has_secrets(kind: type) -> bool:
 
 
 def _shown_section(kind: type, data: object) -> str:
-    """What was given instead of a section; where that may hold a password, only its type."""
+    """The value that was given instead of a section; where it may hold a password, only its type."""
     if not _has_secrets(kind):
         return _shown(data)
     return (
@@ -298,7 +298,8 @@ def _check_type(key: Key, value: object) -> None:
         right = isinstance(value, tuple | list) and all(isinstance(entry, str) for entry in value)
     elif kind is float:
         words = "a finite number"
-        right = _is_number(value) and (isinstance(value, int) or math.isfinite(value))
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        right = whole or (isinstance(value, float) and math.isfinite(value))
     elif kind is bool:
         words, right = "true or false", isinstance(value, bool)
     elif kind is int:
@@ -309,10 +310,6 @@ def _check_type(key: Key, value: object) -> None:
     if not right:
         got = "" if key.limits.secret else f", got {_shown(value)}"
         raise ConfigError(key=key.name, message=f"expected {words}{got}")
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _whole(value: object) -> str:
@@ -344,7 +341,9 @@ def deviations(settings: Any) -> str:
     """
     different = []
     for key in keys(type(settings)):
-        value, default = (_plain(key, each) for each in (value_at(settings, key.path), key.default))
+        # 25 and 25.0, and a list and a tuple, are the same setting: in Python both may be given.
+        pair = (value_at(settings, key.path), key.default)
+        value, default = (None if each is None else key.kind(each) for each in pair)
         if value != default:
             different.append(f"{key.path}={shown(key, value)!r}")
     text = ", ".join(sorted(different)) or DEFAULTS
@@ -357,8 +356,3 @@ def deviations(settings: Any) -> str:
 def shown(key: Key, value: Any) -> Any:
     """The value of a setting as anybody may see it."""
     return HIDDEN_VALUE if key.limits.secret and value else value
-
-
-def _plain(key: Key, value: Any) -> Any:
-    # 25 and 25.0, and a list and a tuple, are the same setting: in Python both may be given.
-    return None if value is None else key.kind(value)

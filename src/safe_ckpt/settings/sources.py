@@ -1,4 +1,4 @@
-"""Where settings come from: a YAML file with the line of every key, and environment variables over it.
+"""The sources of settings: a YAML file with the line of every key, and environment variables over it.
 
 Each source is a layer of plain data; later layers lie over earlier ones, and each value has its origin.
 ``SAFE_CKPT__RETENTION__KEEP_LAST=3`` is ``retention.keep_last: 3``: two underscores between the parts, values as in YAML.
@@ -31,7 +31,7 @@ _HELP = "`safe-ckpt config reference` lists the keys; between the parts of a key
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a value was written.
+    """The place where a value was written.
 
     Attributes:
         source: the file or the environment variable.
@@ -47,7 +47,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """What one source says.
+    """The settings of one source.
 
     Attributes:
         data: the plain data, nested as the settings are.
@@ -104,7 +104,7 @@ def _over(upper: object, lower: object) -> object:
 
 
 def _blamed(kind: type, path: str, layers: Sequence[Layer]) -> Origin:
-    """Where the key was written; where it was not, what clashes with its default: in the first layer that brings the error."""
+    """The origin of the key; if it is not written, of what clashes with its default, in the first layer with the error."""
     written = [layer.origins[path] for layer in layers if path in layer.origins]
     if written:
         return written[-1]
@@ -242,7 +242,7 @@ def load_effective(kind: type[_T], environ: Mapping[str, str], *, file: str | No
 
 
 def origin_of(kind: type, environ: Mapping[str, str], section: str) -> tuple[str, Origin] | None:
-    """Which key of ``section`` the environment sets to something that is not its default, and where; None for none.
+    """The key of ``section`` that the environment sets to something that is not its default, and where; None for none.
 
     Never raises: it is called for an error message.
     """

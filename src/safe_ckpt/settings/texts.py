@@ -17,7 +17,7 @@ def summary(section: type) -> str:
 
 
 def meanings(section: type) -> dict[str, str]:
-    """What each field of a dataclass means, in the order of the fields; of a section, what its class says."""
+    """The meaning of each field of a dataclass, in the order of the fields; of a section, what its class says."""
     below = _below_fields(section.__module__).get(section.__name__, {})
     return {
         name: summary(key.kind) if is_section(key.kind) else below.get(name, "")

@@ -20,7 +20,7 @@ AHEAD = "safe_ckpt.extensions.health.scan"
 
 
 def told(plan: FilePlan, expected: Expectation) -> dict[str, Any]:
-    """What the writer is told of a file: what is expected, and where its numbers lie, if the file itself does not say it."""
+    """The message to the writer about a file: its expectation, and where its numbers lie if the file itself does not say it."""
     rows = None
     if plan.names is not None:
         placed = zip(plan.names, plan.tensors, strict=True)
@@ -29,7 +29,7 @@ def told(plan: FilePlan, expected: Expectation) -> dict[str, Any]:
 
 
 class Examination:
-    """Of one file. See ``content.Observer``.
+    """The examination of one file. See ``content.Observer``.
 
     Args:
         task: what is written.
@@ -60,7 +60,7 @@ class Examination:
             self._scan.take(at, piece)
 
     def found(self) -> dict[str, Any] | None:
-        """What was found; None where nothing was looked at."""
+        """The facts that were found; None where nothing was looked at."""
         if self._scan is not None and self._found is None:
             facts, sick = self._scan.facts(), self._scan.sick()
             names = (one.name for one in self._looked_at)
@@ -69,6 +69,6 @@ class Examination:
         return self._found
 
     def section(self) -> dict[str, Any]:
-        """What a checkpoint that is this file says of its own health."""
+        """The health section of a checkpoint that is this one file."""
         found = self.found() if self._is_checkpoint else None
         return of_checkpoint({ITSELF: found}, self._expected.action) if found is not None else {}

@@ -94,7 +94,7 @@ class Health(Extension):
 
 
 class Known:
-    """What one rank knows of the files that it writes.
+    """The knowledge of one rank about the files that it writes.
 
     Attributes:
         fixed: names of buffers, and of parameters that are not trained: they may be infinite, if they stay so.
@@ -109,7 +109,7 @@ class Known:
         self._files: dict[str, Mapping[str, Any]] = {}
 
     def look(self, models: Models) -> None:
-        """Which tensors of the models may be infinite by design. What came since, or is trained now, is learnt with this."""
+        """Note which tensors of the models may be infinite by design. What came since, or is trained now, is noted, too."""
         if models.view != self.there:
             modules = models.modules.values()
             self.fixed, self.trained, self.there = fixed_names(modules), sorted(_trained(modules)), models.view
@@ -128,7 +128,7 @@ class Known:
             self._files[path] = {**known, "norm": norm}
 
     def expectation(self, path: str, usual: Expectation) -> Expectation:
-        """Of one file, by its path in the checkpoint; ``usual`` is what the settings say of every file."""
+        """The expectation of one file, by its path in the checkpoint; ``usual`` is what the settings say of every file."""
         known = self._files.get(path, {})
         return replace(usual, first=not known, fixed=self.fixed, trained=self.trained, **known)
 
@@ -149,7 +149,12 @@ def fixed_names(modules: Iterable[torch.nn.Module]) -> list[str]:
         frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
         buffers = [name for name, _ in module.named_buffers()]
         found.update(*(plain for _, plain in _plain(module, [*buffers, *frozen])))
-    return sorted(found.difference(*map(_endings, _trained(modules))))
+    for name in _trained(modules):
+        ending = name
+        while ending:  # the name, and what is left of it behind each dot
+            found.discard(ending)
+            ending = ending.partition(".")[2]
+    return sorted(found)
 
 
 def _trained(modules: Iterable[torch.nn.Module]) -> set[str]:
@@ -158,10 +163,3 @@ def _trained(modules: Iterable[torch.nn.Module]) -> set[str]:
         parameters = dict(module.named_parameters())
         found.update(*(plain for name, plain in _plain(module, parameters) if parameters[name].requires_grad))
     return found
-
-
-def _endings(name: str) -> Iterator[str]:
-    """The name, and what is left of it behind each dot."""
-    while name:
-        yield name
-        name = name.partition(".")[2]

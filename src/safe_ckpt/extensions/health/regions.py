@@ -1,4 +1,4 @@
-"""Where the floating-point numbers of a file lie, read from the file itself.
+"""The places of a file's floating-point numbers, read from the file itself.
 
 A safetensors file says it in its header, a torch archive in its ``data.pkl``. Nothing of a pickle is executed: whatever it
 names, a stand-in takes its place. The writer process uses this, so neither torch nor numpy is needed.
@@ -125,7 +125,7 @@ class _Anything:
     """Stands for any class and function, and for what they make. It keeps the items that are put into it."""
 
     def __new__(cls, *arguments: Any, **_: Any) -> Any:
-        """Whatever it is called with."""
+        """Take any arguments."""
         made = super().__new__(cls)
         made.arguments = _pairs(arguments[0] if len(arguments) == 1 else arguments)
         made.items = []
@@ -158,7 +158,7 @@ class _Anything:
         self.append(value)
 
     def parts(self) -> list[tuple[Any, Any]]:
-        """What it holds, by keys or numbers."""
+        """Its parts, by keys or numbers."""
         return [*self.arguments, *self.items]
 
 
@@ -179,7 +179,7 @@ class _Odd(_Anything):
 
 
 def _pairs(value: Any) -> list[tuple[Any, Any]]:
-    """What a container holds, by keys or numbers; a value itself where it is none."""
+    """The parts of a container, by keys or numbers. A value that is no container is its own part."""
     kind = type(value)
     if kind in (dict, OrderedDict):
         return list(value.items())
@@ -224,7 +224,7 @@ def _parameter(data: Any = None, *_: Any) -> Any:
 
 
 def _of_a_type(rebuild: Any = None, _: Any = None, arguments: Sequence[Any] = (), *__: Any) -> Any:
-    """Of a subclass, or with attributes of its own."""
+    """A tensor of a subclass, or with attributes of its own."""
     return rebuild(*arguments) if rebuild in _REBUILT.values() else None
 
 
@@ -238,7 +238,7 @@ _REBUILT: dict[str, Any] = {
 
 
 def _tensors(whole: Any) -> Iterator[tuple[str, _Tensor, bool]]:
-    """By name, and whether it is of an optimizer. Each container once: in many places it would be walked without end."""
+    """The tensors by name, and whether each is of an optimizer. Each container is walked once: else this might never end."""
     seen: set[int] = set()
     waiting = [("", whole, False)]
     while waiting:

@@ -26,7 +26,7 @@ _NUMBERS = 128 << 10  # at a time: what is made of them stays in the cache, too
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """How the numbers of one type are read.
+    """The way in which the numbers of one type are read.
 
     Attributes:
         signed: the whole numbers of the same width.
@@ -83,7 +83,7 @@ class _Small:
 
 
 class Scan:
-    """One file.
+    """The scan of one file.
 
     Args:
         regions: what is looked at, by offset.
@@ -141,7 +141,7 @@ class Scan:
             self._next += 1
 
     def facts(self) -> dict[str, Any]:
-        """What was found, as JSON-able data. ``layout`` is a digest of names and sizes."""
+        """The facts that were found, as JSON-able data. ``layout`` is a digest of names and sizes."""
         self._look_at_small_ones()
         layout = xxhash.xxh3_64("\n".join(f"{one.name} {one.length}" for one in self._regions).encode())
         seen = self._most >= self._least
@@ -231,7 +231,7 @@ class Scan:
             self._largest = size, region.name
 
     def _note_sick(self, region: Region, odd: Any, nan: Any, at: int) -> None:
-        """Which numbers of a tensor are not finite, and how."""
+        """Note which numbers of a tensor are not finite, and how."""
         size = FLOATS[region.dtype]
         if region.name not in self._sick:
             self._sick[region.name] = _Sick(name=region.name, numbers=region.length // size)

@@ -1,7 +1,7 @@
-"""What follows from the numbers of a file: whether they are healthy, and what is learnt for the next save. Pure decisions.
+"""Decides whether the numbers of a file are healthy, and what is learnt for the next save. Pure decisions.
 
-Of a trained parameter, or of an optimizer's state, no number may be NaN or infinite. Anything else may be infinite by design,
-such as a mask. What of it is infinite at the first save that has it is learnt, and is no alarm as long as it stays as it is. A
+In a trained parameter, or in an optimizer's state, no number may be NaN or infinite. Anything else, such as a mask, may be
+infinite by design. Where it is infinite at the first save that has it is learnt, and is no alarm as long as it stays so. A
 buffer, or a parameter that is not trained, may also become less infinite. NaN is always an alarm.
 """
 
@@ -28,7 +28,7 @@ _LARGEST = 1e300  # JSON has no infinity
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What is known of a file before it is written. Its ``vars`` are JSON-able.
+    """The facts that are known of a file before it is written. Its ``vars`` are JSON-able.
 
     Attributes:
         first: whether no save of this file is known.
@@ -53,7 +53,7 @@ class Expectation:
     action: str = "mark"
 
     def regions(self, regions: Iterable[Region]) -> list[Region]:
-        """Those that are looked at."""
+        """The regions that are looked at."""
         return [one for one in regions if not any(fnmatchcase(one.name, pattern) for pattern in self.ignored)]
 
     def judge(
@@ -63,7 +63,7 @@ class Expectation:
         names: Iterable[str] | None = None,
         optimizers: Collection[str] = (),
     ) -> dict[str, Any]:
-        """What the manifest says of the file's health.
+        """The entry of one file in the manifest's health section.
 
         Args:
             facts: of the numbers.
@@ -71,9 +71,17 @@ class Expectation:
             names: of all tensors that were looked at; None where that is not known.
             optimizers: of those that lie where an optimizer keeps its state.
         """
-        kept = frozenset(name for name in optimizers if not self._is_of_model(name))
-        alarms, infinite = self._alarms(facts, sick, kept)
-        learnt = infinite if names is None else self._with_finite(infinite, names, kept)
+        # A tensor that the models have, in a module that is called ``state``, is not of an optimizer.
+        own = frozenset((*self.fixed, *self.trained))
+        kept = frozenset(name for name in optimizers if "state" not in name_among(name, own).split(".")[:-1])
+        alarms, learnt = self._alarms(facts, sick, kept)
+        if names is not None:
+            # The other tensors of the file that may be infinite are learnt, too: none of them is new at the next save.
+            learnt = {name: known for name, known in learnt.items() if known[0]}
+            trained = frozenset(self.trained)
+            finite = [name for name in names if name not in learnt and not (name in kept or name_among(name, trained))]
+            more = (finite or [_NO_OTHER]) if len(finite) <= _MOST_FINITE else [_MORE]
+            learnt |= dict.fromkeys(more, ("", 0))
         alarms.sort(key=lambda row: (-row["nan"] - row["inf"], row["name"]))
         jump = None
         same = facts.get("layout") == self.layout  # with other tensors in it a file has another norm
@@ -86,15 +94,18 @@ class Expectation:
     def _alarms(
         self, facts: Mapping[str, Any], sick: Sequence[Mapping[str, Any]], kept: frozenset[str]
     ) -> tuple[list[dict[str, Any]], dict[str, Sequence[Any]]]:
-        """What is an alarm, and what is learnt with what was known."""
+        """The alarms, and what is learnt beside what was known."""
         fixed, trained = frozenset(self.fixed), frozenset(self.trained)
         others, learnt, alarms = facts.get("layout") != self.layout, dict(self.learnt), []
+        # A tensor that was not in the file before is new. Where that is not known, what is not trained may be.
+        all_named = _MORE not in self.learnt and any(pattern == "" for pattern, _ in self.learnt.values())
+        may_be_new = others and (all_named or bool(self.trained))
         for row in sick:
             name, pattern, inf = row["name"], row["pattern"], row["inf"]
             before, count = learnt.get(name, ("", -1))
             if row["nan"]:
                 fine = False
-            elif self.first or (others and self._is_new(name)):
+            elif self.first or (may_be_new and name not in self.learnt):
                 fine = name not in kept and not name_among(name, trained)
             else:
                 is_fixed = bool(name_among(name, fixed, whole=name in kept))
@@ -104,24 +115,6 @@ class Expectation:
             else:
                 alarms.append({key: value for key, value in row.items() if key != "pattern"})
         return alarms, learnt
-
-    def _is_of_model(self, name: str) -> bool:
-        """Whether the models have this tensor, in a module that is called ``state``."""
-        found = name_among(name, frozenset((*self.fixed, *self.trained)))
-        return "state" in found.split(".")[:-1]
-
-    def _is_new(self, name: str) -> bool:
-        """Whether a tensor was not in the file before. Where that is not known, what is not trained may be."""
-        all_named = _MORE not in self.learnt and any(pattern == "" for pattern, _ in self.learnt.values())
-        return name not in self.learnt and (all_named or bool(self.trained))
-
-    def _with_finite(
-        self, learnt: Mapping[str, Sequence[Any]], names: Iterable[str], kept: frozenset[str]
-    ) -> Mapping[str, Sequence[Any]]:
-        """What is learnt, and what else is in the file that may be infinite when it comes: it is there already."""
-        trained, infinite = frozenset(self.trained), {name: known for name, known in learnt.items() if known[0]}
-        finite = [name for name in names if name not in infinite and not (name in kept or name_among(name, trained))]
-        return infinite | dict.fromkeys((finite or [_NO_OTHER]) if len(finite) <= _MOST_FINITE else [_MORE], ("", 0))
 
 
 def digest_of_patterns(patterns: Sequence[str]) -> str:
@@ -144,7 +137,7 @@ def is_sick(health: Mapping[str, Any]) -> bool:
 
 
 def of_checkpoint(files: Mapping[str, Mapping[str, Any]], action: str) -> dict[str, Any]:
-    """What the manifest of a checkpoint says: of each file, and whether it is marked.
+    """The health section of a checkpoint's manifest: its files, and whether it is marked.
 
     Args:
         files: path -> what ``Expectation.judge`` returned. Empty where nothing was looked at.

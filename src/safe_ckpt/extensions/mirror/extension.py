@@ -1,4 +1,4 @@
-"""Each checkpoint goes to a second place as well, and comes back from there: the moments at which that is asked for."""
+"""The moments at which checkpoints go to the mirror, or come back from there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safe_ckpt.extensions.mirror.mirror import Mirror
 
 
 class Mirroring(Extension):
-    """On rank 0, of directories in a file system.
+    """Mirrors directories of a file system, on rank 0.
 
     Attributes:
         mirror: uploads; None on other ranks.
@@ -66,7 +66,7 @@ class Mirroring(Extension):
             mirror.put(info, home, saved=False)
 
     def _of(self, home: Home) -> Mirror | None:
-        """What uploads the checkpoints of this directory; None on other ranks, and for one that is in a store itself."""
+        """The mirror of this directory; None on other ranks, and for a directory that is in a store itself."""
         return self.mirror if home.is_mounted else None
 
     def stopping(self, until: float) -> None:

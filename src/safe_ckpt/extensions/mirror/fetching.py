@@ -48,7 +48,7 @@ def mirrored(manifest: Manifest, path: Path, workspace: Home, *, single: bool) -
 
 
 def identity_of(path: Path, workspace: Home) -> str:
-    """What a checkpoint is called in the mirror. What has the same name later replaces it.
+    """The name of a checkpoint in the mirror. A later checkpoint with the same name replaces it.
 
     Relative to its directory; one that the user named himself, relative to where the job was started.
     """
@@ -76,7 +76,7 @@ def directory_of(manifest: Manifest) -> str:
 
 
 def origin(manifest: Manifest, path: ObjectPath) -> tuple[str, bool]:
-    """Where a mirrored checkpoint was, relative to its directory, and whether it was a single file.
+    """The place of a mirrored checkpoint, relative to its directory, and whether it was a single file.
 
     Raises:
         HostileCheckpointError: its name leads elsewhere.
@@ -90,7 +90,7 @@ def origin(manifest: Manifest, path: ObjectPath) -> tuple[str, bool]:
 
 
 def own_manifest(manifest: Manifest) -> Manifest:
-    """What ``mirrored`` was given, but for the files."""
+    """The manifest that ``mirrored`` was given, but for its files."""
     name = str(_facts(manifest).get("own_name", manifest.name))
     return dataclasses.replace(manifest, name=name, notes={k: v for k, v in manifest.notes.items() if k != MIRRORED})
 

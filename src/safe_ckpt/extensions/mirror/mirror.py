@@ -82,14 +82,17 @@ class Mirror:
         self.error: SafeCheckpointError | None = None
 
     def root_of(self, workspace: Home) -> ObjectPath:
-        """Where the checkpoints of a directory go: of the first one to the url itself, of others to a folder in it."""
+        """The place for the checkpoints of a directory: for the first one the url itself, for others a folder in it."""
         if workspace.is_for_one_name:
             return self._top / NAMED
         path = in_files(workspace.path)
         with self._turn:
-            if path not in self._roots:
-                first = next(iter(self._roots), None)
-                self._roots[path] = self._top if first is None else self._top / _name_beside(path, first)
+            if not self._roots:
+                self._roots[path] = self._top
+            elif path not in self._roots:
+                # A further directory has a folder of its own, and the same one on another machine with the same layout.
+                digest = hashlib.sha256(os.path.relpath(path, next(iter(self._roots))).encode()).hexdigest()
+                self._roots[path] = self._top / f"{path.name}-{digest[:_LETTERS]}"
             return self._roots[path]
 
     def put(self, info: CheckpointInfo, workspace: Home, *, saved: bool = True) -> None:
@@ -124,7 +127,7 @@ class Mirror:
         return one.root == newer.root and (not kept or one.info.path == newer.info.path) and one.root.name != NAMED
 
     def holding(self, paths: Sequence[Place]) -> set[Place]:
-        """Those of ``paths`` that must not be deleted now: one that is being uploaded, and what ``required`` protects."""
+        """The ``paths`` that must not be deleted now: one that is being uploaded, and what ``required`` protects."""
         with self._turn:
             current = self._current.info.path if self._current is not None else None
             held = {path for path in paths if path == current or self._is_protected(path)}
@@ -144,7 +147,7 @@ class Mirror:
         return root is None or root not in self._newest
 
     def candidates(self, workspace: Home) -> list[Candidate]:
-        """What the mirror has of a directory, the newest first.
+        """The checkpoints of a directory that the mirror has, the newest first.
 
         Raises:
             OSError: the store gives no answer.
@@ -156,7 +159,7 @@ class Mirror:
         return newest_first(found)
 
     def fetch(self, candidate: Candidate, workspace: Home) -> CheckpointInfo:
-        """Bring one into the directory.
+        """Bring a checkpoint into the directory.
 
         Raises:
             CorruptCheckpointError: it is damaged, or something of it is not there.
@@ -182,7 +185,7 @@ class Mirror:
         return info
 
     def deleted(self, paths: Sequence[Place], workspace: Home) -> None:
-        """Retention has deleted these. With ``follow`` their copies go, too, after the next upload."""
+        """Note what retention has deleted. With ``follow`` the copies go, too, after the next upload."""
         if not self._config.mirror.follow:
             return
         place = self.root_of(workspace)
@@ -205,7 +208,9 @@ class Mirror:
         with self._turn:
             size = sum(one.info.size_bytes for one in self._known())
         if size:
-            self._forecast(size)
+            until = "" if self.stop_by is None else f", {max(0.0, self.stop_by - time.monotonic()):.0f} s are left"
+            takes = f"about {size / self._rate:.0f} s" if self._rate else "an unknown time"
+            logger.info("uploading %d MiB to the mirror takes %s%s", size >> 20, takes, until)
             with contextlib.suppress(Refused):
                 self._background.put("once more")  # what has failed
         self._background.end()
@@ -229,11 +234,6 @@ class Mirror:
             tiers = dict(self._tiers)
         for place, tier in tiers.items():
             tier.close(self._deleted_from(place) if self.error is None else ())
-
-    def _forecast(self, size: int) -> None:
-        left = "" if self.stop_by is None else f", {max(0.0, self.stop_by - time.monotonic()):.0f} s are left"
-        takes = f"about {size / self._rate:.0f} s" if self._rate else "an unknown time"
-        logger.info("uploading %d MiB to the mirror takes %s%s", size >> 20, takes, left)
 
     def _known(self) -> list[Waiting]:
         return [*([self._current] if self._current is not None else []), *self._queue]
@@ -308,9 +308,3 @@ class Mirror:
     def _respawned(self, pid: int, ended: str) -> None:
         name = self._current.info.name if self._current is not None else ""
         self._emit(events.Respawned(rank=0, pid=pid, ended=ended, name=name))
-
-
-def _name_beside(path: Path, first: Path) -> str:
-    """The folder of a further directory: another one for each, and the same on another machine with the same layout."""
-    digest = hashlib.sha256(os.path.relpath(path, first).encode()).hexdigest()
-    return f"{path.name}-{digest[:_LETTERS]}"

@@ -118,7 +118,11 @@ class Tier:
         if not path.exists() or (not one.saved and one.info.sequence <= self._newest_before):
             return None  # retention was faster, or what is there came later
         manifest, name = read_manifest(path), identity_of(path, one.workspace)
-        remote = mirrored(self._as_the_newest(manifest, saved=one.saved), path, one.workspace, single=not path.is_dir())
+        ordered = manifest
+        if one.saved and manifest.sequence <= self._newest_before:
+            # This host's clock is behind that of an earlier one: in the order it would come before what was there.
+            ordered = replace(manifest, sequence=self._root.next_sequence())
+        remote = mirrored(ordered, path, one.workspace, single=not path.is_dir())
         new = NewCheckpoint(path=self._root.path / name, manifest=remote, op_id=uuid.uuid4().hex)
         publication = self._root.begin(new, self._timeouts)
         try:
@@ -181,7 +185,7 @@ class Tier:
         return written
 
     def _earlier(self, manifest: Manifest) -> dict[str, str]:
-        """Files with the bytes of this one's that this job has uploaded or verified, by their names: where they are."""
+        """The places of files with this one's bytes that this job has uploaded or verified, by their names."""
         self._copies.begin()
         if self._newest is None or not (self._unchanged.share and self._copies.allowed):
             return {}
@@ -195,12 +199,6 @@ class Tier:
             and (entry.path, entry.size_bytes, entry.xxh3_128) in there
             and (most is None or self._copied.get(entry.path, 0) + 1 < most)
         }
-
-    def _as_the_newest(self, manifest: Manifest, *, saved: bool) -> Manifest:
-        """Where this host's clock is behind that of an earlier one, it would come before what was there."""
-        if saved and manifest.sequence <= self._newest_before:
-            return replace(manifest, sequence=self._root.next_sequence())
-        return manifest
 
     def _retain(self, info: CheckpointInfo) -> None:
         rules = self._rules
@@ -226,7 +224,7 @@ def _rules_of(config: CheckpointConfig) -> Retention | None:
 def _sent(
     manifest: Manifest, path: Path, folder: ObjectPath, send: Send, earlier: Mapping[str, str]
 ) -> list[FileEntry]:
-    """Upload the files. Their entries, as they are in the manifest; they are what was written, and no other bytes.
+    """Upload the files: the bytes that were written, and no others. Return their entries, as they are in the manifest.
 
     Args:
         manifest: of the checkpoint.

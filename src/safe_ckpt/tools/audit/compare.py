@@ -1,4 +1,4 @@
-"""What differs between a run that was stopped and one that was not. Values in, values out.
+"""The differences between a run that was stopped and one that was not. Values in, values out.
 
 A run is what its processes told of their optimizer steps, see ``recorder``: rank -> lines in their order.
 """
@@ -35,7 +35,7 @@ _FOLLOWS = {"state", "buffers", "copies", "logged", "scaler"}
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What differs.
+    """One difference.
 
     Attributes:
         category: a key of ``MEANS``.
@@ -65,7 +65,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What one resume came to.
+    """The result of comparing one resume.
 
     Attributes:
         findings: what differs, in the order of ``MEANS``.
@@ -84,7 +84,7 @@ def values_of(line: Line) -> dict[str, Any]:
 
 
 def category_of(name: str) -> str:
-    """Which of ``MEANS``."""
+    """The key of ``MEANS`` for a name."""
     return name.partition(".")[0]
 
 
@@ -95,7 +95,7 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]
 
 
 def noise(first: Run, second: Run) -> frozenset[str]:
-    """What differs between two runs that nothing has stopped."""
+    """The names of values that differ between two runs that nothing has stopped."""
     return frozenset(
         name
         for rank in first.keys() & second.keys()
@@ -105,7 +105,7 @@ def noise(first: Run, second: Run) -> frozenset[str]:
 
 
 def place(whole: Sequence[Line], first: Line) -> int | None:
-    """Which line of the whole run has the weights of a resumed run's first; of several, that with most of the rest equal."""
+    """The line of the whole run that has the weights of a resumed run's first; of several, that with most of the rest equal."""
 
     def same(line: Line, *categories: str) -> list[bool]:
         """For each value of the first line, whether this line has it."""
@@ -178,7 +178,7 @@ def _leave_out_what_was_before(found: dict[str, list[str]], ours: Sequence[str],
 
 
 def _how(category: str, rows: Sequence[str], whole: Sequence[Line], number: int, other: Line) -> tuple[str, str]:
-    """In which way it differs, and what that means."""
+    """The way in which it differs, and what that means."""
     one, means = whole[number], MEANS[category][1]
     ours, theirs = values_of(one), values_of(other)
     if category == "state":
@@ -205,7 +205,7 @@ def _listed(names: Sequence[object]) -> str:
 
 
 def _samples(one: Line, other: Line) -> str:
-    """Which ones went in, where both tell all of theirs."""
+    """The samples that went in, where both runs tell all of theirs."""
     ours, theirs = (line.get("samples") or [None] for line in (one, other))
     if None in ours or None in theirs:
         return ""
@@ -214,7 +214,7 @@ def _samples(one: Line, other: Line) -> str:
 
 
 def _where(whole: Sequence[Line], batch: Sequence[str], number: int) -> tuple[str, str]:
-    """Which step of the whole run had this batch, and what that means."""
+    """The step of the whole run that had this batch, and what that means."""
     places = [n for n, line in enumerate(whole) if batch == line["batch"]]
     places = places or [n for n, line in enumerate(whole) if set(batch) & set(line["batch"])]
     if not places:
@@ -240,7 +240,7 @@ def _counters(whole: Sequence[Line], one: Line, other: Line) -> Iterator[str]:
 
 
 def without_equality(resumed: Run) -> Iterator[Finding]:
-    """What a run tells that cannot be compared: moments that are zero or missing at its first step, and not at its last."""
+    """Findings that need no comparison: moments that are zero or missing at the run's first step, and not at its last."""
     for rank, lines in sorted(resumed.items()):
         first, last = lines[0], lines[-1]
         names = [{name.split(".")[1] for name in line["values"] if name.startswith("state.")} for line in (first, last)]

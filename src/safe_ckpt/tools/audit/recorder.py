@@ -80,7 +80,7 @@ def watch() -> None:
 
 
 class Recorder:
-    """What this process tells of its optimizer steps.
+    """Records the optimizer steps of this process.
 
     Args:
         folder: gets a file of each process.
@@ -146,7 +146,7 @@ class Recorder:
         batches.Remaining.__iter__, batches.Batches._given = asking, giving
 
     def _called(self, module: Any, args: Any) -> None:
-        """What goes into the outermost module, or the first within it that is given tensors by position."""
+        """Note the tensors given to the outermost module, or to the first within it that is given tensors by position."""
         import torch
 
         if torch.compiler.is_compiling():
@@ -179,7 +179,7 @@ class Recorder:
         self._line = {"step": self._step, "rank": _rank(), **self._of(optimizer, parameters)}
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """What a closure has computed is there only now."""
+        """Write the line of a step. Only now it has what a closure has computed."""
         if not self._line:
             return
         values = {**self._line["values"], **self._logged, **{f"generators.{name}": one for name, one in _generators()}}
@@ -196,7 +196,7 @@ class Recorder:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _look_around(self, optimizer: Any) -> None:
-        """Names of what is trained, by any optimizer; which modules none of them steps; what scales the losses."""
+        """Note the names of what any optimizer trains, the modules that none of them steps, and what scales the losses."""
         import torch
 
         kinds = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
@@ -250,7 +250,7 @@ class Recorder:
 
 
 def digest(tensor: Any, most: int) -> str:
-    """Of the values, on whatever device, of at most so many bytes spread over it; of this rank's part of a DTensor."""
+    """The digest of a tensor on any device: of at most so many bytes spread over it; of a DTensor this rank's part."""
     import torch
 
     tensor = _local(tensor).detach()
@@ -276,7 +276,7 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 def _leaves(value: Any, name: str = "", depth: int = 6) -> Iterator[tuple[str, Any]]:
-    """What containers hold, with the innermost key above it."""
+    """The values in nested containers, each with the innermost key above it."""
     if depth and isinstance(value, Mapping):
         for key, one in value.items():
             yield from _leaves(one, str(key), depth - 1)
@@ -362,7 +362,7 @@ _PLAIN = (Mapping, list, tuple, str, bytes, bool, int, float, type(None))
 
 
 def _copies(variables: Mapping[str, Any], parameters: list[Any], most: int) -> Iterator[tuple[str, list[str]]]:
-    """What among them has all the shapes of what is trained, and is not that: an average of the weights, for example."""
+    """Variables with all the shapes of the trained parameters that are not those: an average of the weights, for example."""
     shapes, own = Counter(tuple(one.shape) for one in parameters), {_local(one).data_ptr() for one in parameters}
     # What holds a module, an optimizer or the like is the list of what is saved: its parts may be copies.
     left, limit = list(variables.items()), 100 + 10 * len(parameters)  # what has more parts is the data

@@ -1,4 +1,4 @@
-"""What an audit came to: as text, for programs, and as JUnit XML."""
+"""The result of an audit: as text, for programs, and as JUnit XML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safe_ckpt.tools.audit.compare import MEANS, Comparison, Finding
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """All that an audit came to.
+    """The result of an audit.
 
     Attributes:
         killed: behind how many optimizer steps; several, where nothing was resumed after the kills before the last.
@@ -35,7 +35,7 @@ class Audit:
         return not self.findings and not self.cannot
 
     def check(self) -> None:
-        """For a test.
+        """Raise if the runs differ, for a test.
 
         Raises:
             ResumeDiffersError: it is not equal; the error says what differs.

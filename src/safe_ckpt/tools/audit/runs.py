@@ -28,7 +28,7 @@ _HOOK = Path(__file__).with_name("hook")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to run.
+    """The runs of an audit.
 
     Attributes:
         command: of the script; ``{out}`` in it becomes a folder of each run's own.
@@ -59,7 +59,10 @@ class Options:
             raise AuditError(
                 message=f"write {OUT} where the command names the folder of its checkpoints: each run needs one of its own"
             )
-        if _ignores_the_environment(self.command):
+        # The options of a Python in the command stand before its script.
+        pythons = [number for number, part in enumerate(self.command) if os.path.basename(part).startswith("python")]
+        own = (itertools.takewhile(lambda part: part.startswith("-"), self.command[at + 1 :]) for at in pythons)
+        if any(part[1:2] in "ISE" for part in itertools.chain(*own)):
             raise AuditError(
                 message="python -I, -S and -E ignore PYTHONPATH, through which the audit looks in: leave them out"
             )
@@ -67,13 +70,6 @@ class Options:
             raise AuditError(
                 message=f"stop={self.stop} must lie below until={self.until}, and stops={self.stops} be 1 or more"
             )
-
-
-def _ignores_the_environment(command: Sequence[str]) -> bool:
-    """Whether a Python in the command is started with an option of its own that leaves ``PYTHONPATH`` out."""
-    pythons = [number for number, part in enumerate(command) if os.path.basename(part).startswith("python")]
-    own = (itertools.takewhile(lambda part: part.startswith("-"), command[number + 1 :]) for number in pythons)
-    return any(part[1:2] in "ISE" for part in itertools.chain(*own))
 
 
 def audit(options: Options) -> Audit:
@@ -180,7 +176,7 @@ class Runner:
     def _wait(
         self, process: subprocess.Popen[bytes], records: Path, name: str, steps: int, within: Path | None
     ) -> bool:
-        """Until it ends or is to be killed. Returns whether it is."""
+        """Wait until it ends or is to be killed. Returns whether it is to be killed."""
         before = None
         while True:
             running = process.poll() is None
@@ -210,7 +206,7 @@ def _runs(pid: int) -> bool:
 
 
 def _kill(process: subprocess.Popen[bytes], marker: str) -> None:
-    """SIGKILL for it and for all that it has started, also in sessions of their own."""
+    """Send SIGKILL to it and to all that it has started, also in sessions of their own."""
     looked = f"{_MARKER}={marker}".encode()
     for _ in range(100):
         found = False

@@ -54,7 +54,9 @@ def convert(
         options = {"item": item, "max_shard_size": max_shard_size, "dtype": dtype, "drop_objects": drop_objects}
         with _at_hand(source, target) as given:
             if not no_verify:
-                _verify(given, follow_symlinks=follow_symlinks)
+                for bad in judge([plan(given, follow_symlinks=follow_symlinks)])[0].damaged:
+                    why = f"{bad.reason}; nothing was converted"
+                    raise CorruptCheckpointError(path=str(given), file=bad.file, message=why)
             info = _written(given, target, form, read_structure(given, follow_symlinks=follow_symlinks), options)
     if as_json:
         print_json(info.to_json())
@@ -85,14 +87,9 @@ def _at_hand(source: str, destination: Path) -> Iterator[Path]:
         yield fetch(in_store(one_of(place)), scratch)
 
 
-def _verify(source: Path, *, follow_symlinks: bool) -> None:
-    for bad in judge([plan(source, follow_symlinks=follow_symlinks)])[0].damaged:
-        raise CorruptCheckpointError(path=str(source), file=bad.file, message=f"{bad.reason}; nothing was converted")
-
-
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the log of a save, which is written for the checkpoints of a run. The error of the command is enough."""
+    """Mute the log of a save, which is written for the checkpoints of a run. The error of the command is enough."""
     logger = logging.getLogger("safe_ckpt")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

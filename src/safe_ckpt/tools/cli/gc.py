@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -61,7 +61,7 @@ def gc(
 
 
 class _Selection:
-    """What is to be deleted, and what became of it."""
+    """The checkpoints that are to be deleted, and what became of them."""
 
     def __init__(self, listing: Listing, *, policy: Retention, quarantine: bool, verify: bool) -> None:
         for path, why in listing.unreadable.items():
@@ -85,7 +85,8 @@ class _Selection:
             self.protected = {i.path: standing.protected[i.path] for i in chosen if i.path in standing.protected}
             self.to_delete: list[CheckpointInfo] = [info for info in chosen if info.path not in self.protected]
             kept = {info.path for info in left} - {info.path for info in self.to_delete} - sound
-            bad = _damaged_among(sorted(kept, key=str)) if verify and self.to_delete else []
+            verdicts = judge(map(plan, sorted(kept, key=str))) if verify and self.to_delete else []
+            bad = [verdict.path for verdict in verdicts if verdict.state == "damaged"]
             sound |= kept - set(bad)
             self.damaged += bad
             if not bad:
@@ -96,10 +97,6 @@ class _Selection:
         sizes = {info.path: info.size_bytes for info in self.to_delete}
         self.frees = frees_bytes(list(sizes), sizes)
         self.gone: list[Place] = []
-
-
-def _damaged_among(paths: Sequence[Place]) -> list[Place]:
-    return [verdict.path for verdict in judge(map(plan, paths)) if verdict.state == "damaged"]
 
 
 def _carried_out(place: Place, select: Callable[[Listing], _Selection], *, dry_run: bool) -> _Selection:

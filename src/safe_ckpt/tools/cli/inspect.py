@@ -29,7 +29,7 @@ from safe_ckpt.tools.cli.output import (
 from safe_ckpt.tools.inspection.content import read_content, read_object_content
 from safe_ckpt.tools.inspection.files import place_of, walk
 from safe_ckpt.tools.inspection.listing import kind_of, one_of
-from safe_ckpt.tools.inspection.tensors import Content, Entry, Value
+from safe_ckpt.tools.inspection.tensors import Entry, TensorTable, Value
 
 if TYPE_CHECKING:
     from safe_ckpt.tools.inspection.values import Mapped
@@ -79,8 +79,8 @@ def _here(place: Place) -> Path:
         raise ConfigError(key=str(place), message=message) from None
 
 
-def _matching(content: Content, pattern: str) -> Content:
-    return Content(
+def _matching(content: TensorTable, pattern: str) -> TensorTable:
+    return TensorTable(
         tensors=tuple(entry for entry in content.tensors if fnmatch.fnmatchcase(entry.name, pattern)),
         values=tuple(value for value in content.values if fnmatch.fnmatchcase(value.name, pattern)),
     )
@@ -118,7 +118,7 @@ def _show_object(path: ObjectPath, match: str, *, as_json: bool) -> None:
         say(f"not read: {listed(unread)}. {advice}")
 
 
-def _print(path: Place, facts: dict[str, Any], content: Content, *, as_json: bool) -> None:
+def _print(path: Place, facts: dict[str, Any], content: TensorTable, *, as_json: bool) -> None:
     total = sum(entry.size_bytes for entry in content.tensors)
     if as_json:
         tensors = [
@@ -147,7 +147,7 @@ def _as_json(value: Value) -> object:
     return value.value if value.is_plain and fits else None
 
 
-def _compare(first: Content, second: Content, *, as_json: bool) -> bool:
+def _compare(first: TensorTable, second: TensorTable, *, as_json: bool) -> bool:
     from safe_ckpt.tools.inspection.values import Mapped, same  # torch: a second that only this needs
 
     one, other = ({entry.name: entry for entry in content.tensors} for content in (first, second))
@@ -175,7 +175,7 @@ def _compare(first: Content, second: Content, *, as_json: bool) -> bool:
 
 
 def _difference(one: Entry | None, other: Entry | None, maps: tuple[Mapped, Mapped]) -> tuple[str, float | None]:
-    """What differs, "" for nothing, and the largest absolute difference where there is one."""
+    """The kind of a difference, "" for none, and the largest absolute difference where there is one."""
     from safe_ckpt.tools.inspection.values import difference
 
     if one is None or other is None:
@@ -194,7 +194,7 @@ def _difference(one: Entry | None, other: Entry | None, maps: tuple[Mapped, Mapp
 
 
 def _show_health(path: Path, *, as_json: bool) -> None:
-    """Of each file its numbers and their norm; then the worst tensors."""
+    """Print for each file its numbers and their norm; then the worst tensors."""
     found = read_manifest(path).health
     if not found:
         say("its numbers were not looked at: it was saved with health.action=off, or by an earlier version")
@@ -214,4 +214,4 @@ def _show_health(path: Path, *, as_json: bool) -> None:
     ]
     if sick:
         print_table(("tensor", "numbers", "NaN", "Inf"), sick)
-    say(f"{'healthy' if found['healthy'] else described(found)}{', marked' if found['marked'] else ''}")
+    say(f"{'healthy' if found['healthy'] else described(found)}{', unhealthy' if found['marked'] else ''}")

@@ -82,7 +82,7 @@ def local_directory(text: str) -> Path:
 
 @contextlib.contextmanager
 def failing(before: str = "", after: str = "") -> Iterator[None]:
-    """An error becomes its sentence on stderr and the exit status: 2 for wrong usage, 1 for everything else.
+    """Turn an error into its sentence on stderr and the exit status: 2 for wrong usage, 1 for everything else.
 
     Args:
         before: written before an error of the operating system: what it means.

@@ -77,7 +77,7 @@ def _reading(directory: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def nothing_in(directory: Path) -> str:
-    """What to say, and to do, where no events were recorded."""
+    """The message where no events were recorded: why, and what to do."""
     why = "no job has saved there yet, record_events was off, or it is not the directory that the job saves to"
     return f"{directory} has no {event_log.EVENTS}: {why}. What is there: safe-ckpt list {directory}"
 
@@ -133,7 +133,7 @@ def _stream(follower: Follower, every_s: float) -> None:
 
 
 def view(history: History | None, directory: Path, now: float) -> RenderableType:
-    """What the terminal shows at ``now``, seconds since the epoch."""
+    """The view of the terminal at ``now``, seconds since the epoch."""
     if history is None:
         return Text(f"{clean(str(directory))}: nothing recorded yet, waiting. Ctrl-C ends this.")
     figures = summary.total(history)
@@ -175,7 +175,7 @@ def happenings(history: History) -> list[str]:
 
 
 def after(happened: list[str], printed: list[str]) -> list[str]:
-    """Those of ``happened`` that come after the last one that was printed already."""
+    """The lines of ``happened`` that come after the last one that was printed already."""
     if printed and printed[-1] in happened:
         newest = len(happened) - happened[::-1].index(printed[-1])
         return happened[newest:]
@@ -183,7 +183,7 @@ def after(happened: list[str], printed: list[str]) -> list[str]:
 
 
 def line_of(save: Save) -> str:
-    """One save."""
+    """The line of one save."""
     if save.outcome != "committed":
         return f"{clock(save.ended)}  {save.outcome}  {save.name}: {summary.why(save)}"
     held, total, speed, size = summary.figures_of(save)
@@ -192,7 +192,7 @@ def line_of(save: Save) -> str:
 
 
 def line_of_notice(notice: Notice) -> str:
-    """One resume or mishap."""
+    """The line of one resume or mishap."""
     return f"{clock(notice.at)}  {notice.kind}  {notice.text}"
 
 

@@ -26,7 +26,7 @@ from safe_ckpt.tools.cli.output import (
     print_json,
     say,
 )
-from safe_ckpt.tools.inspection.check import Verdict, judge, plan
+from safe_ckpt.tools.inspection.check import judge, plan
 from safe_ckpt.tools.inspection.fetch import fetch
 from safe_ckpt.tools.inspection.files import place_of
 from safe_ckpt.tools.inspection.listing import Listing, read_listing
@@ -36,7 +36,7 @@ _ATTEMPTS = 5
 
 @dataclass(kw_only=True)
 class _Choice:
-    """What a resume would take.
+    """The checkpoint that a resume would take.
 
     Attributes:
         path: what it is; None for nothing.
@@ -135,9 +135,5 @@ def _choose(listing: Listing, *, quick: bool, fetch_to: Path | None) -> _Choice:
             newer = passed_over(listing.standing.order, candidate)
             choice.rejected += [newer] if newer is not None else []
             return choice
-        choice.rejected.append((path, _why(verdict)))
+        choice.rejected.append((path, "; ".join(f"{bad.file} {bad.reason}" for bad in verdict.damaged[:3])))
     return choice
-
-
-def _why(verdict: Verdict) -> str:
-    return "; ".join(f"{bad.file} {bad.reason}" for bad in verdict.damaged[:3])

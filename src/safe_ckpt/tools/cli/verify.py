@@ -59,7 +59,11 @@ def verify(
         given = [place_of(path) for path in paths]
         found = _checkpoints(given)
         tasks = [_planned(path, why, follow_symlinks=follow_symlinks) for path, why in found.items()]
-        verdicts = [_told(verdict, given) for verdict in _judged(tasks)]
+        verdicts = _judged(tasks)
+        for number, one in enumerate(verdicts):
+            # A checkpoint that a job has deleted since it was listed is neither damaged nor unreadable.
+            if one.state != "valid" and one.path not in given and _is_gone(one.path):
+                verdicts[number] = Verdict(path=one.path, kind=_DELETED, files=())
     if as_json:
         print_json([_row(verdict) for verdict in verdicts])
     else:
@@ -100,7 +104,7 @@ def _kept_at(path: Place) -> dict[Place, str]:
 
 
 def _planned(path: Place, why: str, *, follow_symlinks: bool) -> Task:
-    """What is to be read. What cannot be looked at is a judgement already."""
+    """The task for one path. A path that cannot be looked at is a judgement already."""
     if not why:
         try:
             task = plan(path, follow_symlinks=follow_symlinks)
@@ -129,13 +133,6 @@ class _Tolerant:
 
 def _unread(file: str, why: str) -> Judgement:
     return Judgement(file=file, state="unreadable", reason=f"{_UNREAD}: {why}")
-
-
-def _told(verdict: Verdict, given: Sequence[Place]) -> Verdict:
-    """What a job has deleted since it was listed is neither damaged nor unreadable."""
-    if verdict.state != "valid" and verdict.path not in given and _is_gone(verdict.path):
-        return Verdict(path=verdict.path, kind=_DELETED, files=())
-    return verdict
 
 
 def _is_gone(path: Place) -> bool:
@@ -167,16 +164,15 @@ def _print(verdict: Verdict) -> None:
         share = f"{int(1000 * verdict.covered_bytes / size) / 10:g} %" if size else "nothing"
         line += f", {share} under checksums"
         shown = tuple(judgement for judgement in verdict.files if judgement.state != "valid")
-    remarks = [f"{judgement.file}: {_what(judgement)}" for judgement in shown[:_MOST_FILES]]
+    remarks = []
+    for judgement in shown[:_MOST_FILES]:
+        names = f": {listed(judgement.names)}" if judgement.names else ""
+        remarks.append(f"{judgement.file}: {judgement.reason}{names}")
     if len(shown) > _MOST_FILES:
         remarks.append(f"and {len(shown) - _MOST_FILES} more files; --json names all")
     tell(f"{line})")
     for remark in (*remarks, *verdict.remarks):
         tell(f"            {remark}")
-
-
-def _what(judgement: Judgement) -> str:
-    return f"{judgement.reason}: {listed(judgement.names)}" if judgement.names else judgement.reason
 
 
 def _row(verdict: Verdict) -> dict[str, Any]:

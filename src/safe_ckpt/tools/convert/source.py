@@ -1,4 +1,4 @@
-"""What is to be converted: all of a checkpoint, or the weights of a model in it."""
+"""The source of a conversion: all of a checkpoint, or the weights of a model in it."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def scratch_beside(path: Path) -> Iterator[Path]:
 
 
 def refuse_existing(path: Path) -> None:
-    """Converting replaces nothing.
+    """Refuse a destination that exists: converting replaces nothing.
 
     Raises:
         ConfigError: something is there.

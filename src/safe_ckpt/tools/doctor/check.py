@@ -1,4 +1,4 @@
-"""What a check finds, and the runner of checks: none can hang the caller.
+"""The findings of checks, and the runner of checks: none can hang the caller.
 
 Each runs on a daemon thread, under a deadline; those of a directory in a private folder of it.
 
@@ -73,12 +73,12 @@ class Finding:
 
 
 def ok(check: str, measured: str, advice: str = "", /, **figures: Figure) -> Finding:
-    """Nothing to do; ``advice`` is only a hint."""
+    """A finding with nothing to do; ``advice`` is only a hint."""
     return Finding(check=check, state="ok", measured=measured, advice=advice, figures=figures)
 
 
 def warn(check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
-    """It works, at a price."""
+    """A finding of what works, at a price."""
     return Finding(check=check, state="warn", measured=measured, advice=advice, figures=figures)
 
 
@@ -107,7 +107,7 @@ def refused(check: str, error: OSError, doing: str = "") -> Finding:
 
 
 def held_by(held: Sequence[Held], advice: str, **figures: Figure) -> list[Finding]:
-    """Which job holds the directory; ``advice`` where it may be alive."""
+    """The job that holds the directory; ``advice`` where it may be alive."""
     if not held:
         return [ok("held by", "no job", **figures)]
     lease = held[0].holder
@@ -186,7 +186,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """What a check is given.
+    """The input of a check.
 
     Attributes:
         asked: the directory that was asked about, absolute.

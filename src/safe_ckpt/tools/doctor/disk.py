@@ -86,7 +86,7 @@ def current(path: Path, table: Path = _TABLE) -> Mount | None:
 
 
 def judge(mount: Mount) -> Finding:
-    """Whether checkpoints survive on a file system of this kind."""
+    """Judge whether checkpoints survive on a file system of this kind."""
     text = f"{mount.kind} at {mount.point}, from {mount.source}"
     figures = {"kind": mount.kind, "mount_point": mount.point, "source": mount.source}
     if "ro" in mount.options:
@@ -148,7 +148,7 @@ def space(examined: Examined) -> list[Finding]:
 
 
 def judge_space(*, free_bytes: int, total_bytes: int, size: int | None, why: str = "") -> Finding:
-    """Whether that is enough: a new checkpoint is complete before an old one is deleted.
+    """Judge whether that is enough: a new checkpoint is complete before an old one is deleted.
 
     Args:
         free_bytes: free for this user.

@@ -1,4 +1,4 @@
-"""Whether a file holds what was written, fsync takes as long as a disk takes, and a job's lock excludes a second job."""
+"""Checks that a file holds what was written, fsync takes as long as a disk takes, and a job's lock excludes a second job."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def creating(examined: Examined) -> list[Finding]:
 
 
 def syncing(examined: Examined) -> list[Finding]:
-    """How long a file and a directory take to reach the disk."""
+    """Measure how long a file and a directory take to reach the disk."""
     folder = examined.folder("synced")
     file_s, folder_s = [], []
     for number in range(_ROUNDS):
@@ -82,7 +82,7 @@ def _seconds(action: Callable[[_T], object], argument: _T) -> float:
 
 
 def judge_fsync(file_s: float, folder_s: float, *, in_memory: bool) -> Finding:
-    """Whether an fsync that takes so long can be believed, and afforded."""
+    """Judge whether an fsync that takes so long can be believed, and afforded."""
     text = f"{duration(file_s)} for a file of 64 KiB, {duration(folder_s)} for a directory"
     figures = {"file_s": file_s, "directory_s": folder_s}
     if max(file_s, folder_s) > _SLOW_S:
@@ -93,12 +93,15 @@ def judge_fsync(file_s: float, folder_s: float, *, in_memory: bool) -> Finding:
 
 
 def locking(examined: Examined) -> list[Finding]:
-    """Whether a second job is refused while the first lives, and takes over at once when that is killed."""
+    """Check whether a second job is refused while the first lives, and takes over at once when that is killed."""
     folder = examined.folder("locked")
     if not sys.executable:
         return [skipped("lock", "sys.executable is not set: no second process can be started")]
     lock = JobLock(folder, subject=folder, lease_s=_LEASE_S)
-    with _holder(folder) as holder:
+    roots = [str(Path(module.__file__).parent.parent) for module in (safe_ckpt, filelock) if module.__file__]
+    command = [sys.executable, "-I", "-c", _HOLD.format(roots=roots, folder=str(folder), lease_s=_LEASE_S)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as holder:
         try:
             if holder.stdout is None or holder.stdout.readline() != b"held\n":
                 last = (holder.communicate()[1].decode(errors="replace").strip().splitlines() or ["it ended"])[-1]
@@ -111,12 +114,6 @@ def locking(examined: Examined) -> list[Finding]:
         finally:
             holder.kill()
     return [_taken_over(lock)]
-
-
-def _holder(folder: Path) -> subprocess.Popen[bytes]:
-    roots = [str(Path(module.__file__).parent.parent) for module in (safe_ckpt, filelock) if module.__file__]
-    command = [sys.executable, "-I", "-c", _HOLD.format(roots=roots, folder=str(folder), lease_s=_LEASE_S)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def _taken_over(lock: JobLock) -> Finding:
@@ -135,7 +132,7 @@ def _taken_over(lock: JobLock) -> Finding:
 
 
 def holder(examined: Examined) -> list[Finding]:
-    """Which job holds the directory. Its lock is only read; the job is not disturbed."""
+    """The job that holds the directory. Its lock is only read; the job is not disturbed."""
     if examined.existing != examined.asked or not examined.asked.is_dir():
         return []
     held, advice = holders_of(examined.asked), "that job is not disturbed; speeds are measured beside it"

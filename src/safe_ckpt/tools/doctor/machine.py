@@ -19,7 +19,7 @@ _TIGHT_BYTES = 1 << 30
 
 
 def memory(state_bytes: int | None) -> list[Finding]:
-    """How much a snapshot may take on this host."""
+    """The memory that a snapshot may take on this host."""
     free = host_memory.available_bytes()
     if free is None:
         return [skipped("memory", "the kernel does not report how much is free")]
@@ -27,7 +27,7 @@ def memory(state_bytes: int | None) -> list[Finding]:
 
 
 def judge_memory(*, free_bytes: int, limit_bytes: int | None, size: int | None) -> Finding:
-    """Whether a snapshot of ``size`` bytes fits into what is free, below a control group's limit."""
+    """Judge whether a snapshot of ``size`` bytes fits into what is free, below a control group's limit."""
     limit = f", limited to {bytes_text(limit_bytes)} by a control group" if limit_bytes is not None else ""
     text = f"{bytes_text(free_bytes)} can still be taken{limit}"
     figures = {"free_bytes": free_bytes, "limit_bytes": limit_bytes}
@@ -56,7 +56,7 @@ def file_size(state_bytes: int | None) -> list[Finding]:
 
 
 def judge_file_size(limit_bytes: int | None, size: int | None) -> Finding:
-    """Whether a file of ``size`` bytes, where that is known, may be written; None for no limit."""
+    """Judge whether a file of ``size`` bytes, where that is known, may be written; None for no limit."""
     if limit_bytes is None:
         return ok("file size", "unlimited")
     make = fail if size is not None and limit_bytes < size else warn
@@ -74,7 +74,7 @@ def versions(_: int | None) -> list[Finding]:
 
 
 def judge_versions(installed: Mapping[str, str]) -> list[Finding]:
-    """Whether these releases work together: one finding for each that does not, and one for all.
+    """Judge whether these releases work together: one finding for each that does not, and one for all.
 
     Args:
         installed: package to version, Python among them.

@@ -1,4 +1,4 @@
-"""Whether a directory in an object store is fit for safe checkpoints: what the store promises, and how fast it is."""
+"""Checks whether a directory in an object store is fit for safe checkpoints: what the store promises, and how fast it is."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _RULE = "set a lifecycle rule that aborts unfinished uploads (AbortIncompleteMul
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What a check is given.
+    """The input of a check.
 
     Attributes:
         directory: what was asked about.
@@ -110,7 +110,7 @@ def diagnose_store(url: str, options: Options) -> Report:
 
 
 def held(probe: Probe) -> list[Finding]:
-    """Which job owns the directory, and what is in it."""
+    """The job that owns the directory, and what is in it."""
     infos = [candidate.info for candidate in read_listing(probe.directory).standing.usable]
     newest_bytes = infos[0].size_bytes if infos and infos[0] else None
     figures: dict[str, Figure] = {"checkpoints": len(infos), "newest_bytes": newest_bytes}
@@ -118,7 +118,7 @@ def held(probe: Probe) -> list[Finding]:
 
 
 def conditions(probe: Probe) -> list[Finding]:
-    """Whether the store creates and replaces objects on a condition: without it two jobs could both commit."""
+    """Check whether the store creates and replaces objects on a condition: without it two jobs could both commit."""
     probe.wrote.set()
     problem = missing_condition(probe.scratch) or _race(probe.scratch)
     if not problem:
@@ -173,7 +173,7 @@ def listing(probe: Probe) -> list[Finding]:
 
 
 def _twice(check: str, look: Callable[[Bucket], str], bucket: Bucket, advice: str) -> list[Finding]:
-    """What is wrong, if anything: what a second look over another connection does not find is no more than a warning."""
+    """Look twice, over two connections. A fault that the second look does not find is no more than a warning."""
     first = look(bucket)
     if not first:
         return []
@@ -183,7 +183,7 @@ def _twice(check: str, look: Callable[[Bucket], str], bucket: Bucket, advice: st
 
 
 def latency(probe: Probe) -> list[Finding]:
-    """How long the creation of a small object takes: each commit waits for three or four."""
+    """Measure how long the creation of a small object takes: each commit waits for three or four."""
     seconds = []
     for number in range(_ROUNDS):
         place, since = probe.scratch / f"latency-{number}", time.monotonic()
@@ -224,7 +224,7 @@ def speed(probe: Probe) -> list[Finding]:
 
 
 def uploads(probe: Probe) -> list[Finding]:
-    """What becomes of uploads that a killed job leaves unfinished, which are charged for."""
+    """The fate of uploads that a killed job leaves unfinished, which are charged for."""
     if probe.directory.bucket.scheme == "az":
         return [ok("unfinished uploads", "the store drops them by itself after a week")]
     return [
@@ -243,7 +243,7 @@ _CHECKS: Checks[Probe] = (
 
 
 def _of_store(name: str, error: OSError) -> tuple[Finding, str]:
-    """No other check is made after an error that shows that the store cannot be used."""
+    """The finding of an error. Where it shows that the store cannot be used, no other check is made."""
     advice, why = "use another store, or look at what it says", "the store cannot be used"
     if isinstance(error, StuckError | TimeoutError):
         advice = "look at the endpoint, the region and the network; --timeout-s gives a slow store longer"
@@ -257,7 +257,7 @@ def _of_store(name: str, error: OSError) -> tuple[Finding, str]:
 
 
 class _Load:
-    """What is uploaded to measure the speed: at most so many bytes, for at most ``_PASS_S``."""
+    """The bytes that are uploaded to measure the speed: at most so many, for at most ``_PASS_S``."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -265,7 +265,7 @@ class _Load:
         self.moved, self.digest = 0, xxhash.xxh3_128()
 
     def pieces(self) -> Iterator[bytes]:
-        """From the first on, each time this is called."""
+        """The pieces, from the first on each time this is called."""
         self.moved, self.digest = 0, xxhash.xxh3_128()
         until = time.monotonic() + _PASS_S
         while self.moved < self._most_bytes and (not self.moved or time.monotonic() < until):

@@ -1,4 +1,4 @@
-"""How fast bytes go to this disk and come back unchanged."""
+"""Measures how fast bytes go to this disk and come back unchanged."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def speed(examined: Examined) -> list[Finding]:
 
 
 def judge_speed(passes: dict[str, Pass], size: int | None) -> Finding:
-    """What these passes mean for a save of ``size`` bytes."""
+    """Judge from these passes how long a save of ``size`` bytes takes."""
     words = {"direct": "written past the page cache", "cached": "written through it", "read": "read back"}
     parts = [f"{passes[key].rate / 1e9:.2f} GB/s {text}" for key, text in words.items() if key in passes]
     moved = max(done.moved_bytes for done in passes.values())
@@ -104,7 +104,7 @@ class _Meter:
 
 
 def _write(examined: Examined, path: Path, block: mmap.mmap, wanted: int, *, direct: bool) -> Pass | None:
-    """None where this file system cannot write directly."""
+    """Write one pass; None where this file system cannot write directly."""
     fd, is_direct = create_file(str(path), direct)
     meter = _Meter(examined)
     try:

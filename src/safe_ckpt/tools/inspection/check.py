@@ -1,4 +1,4 @@
-"""Whether the bytes of a checkpoint are those that were written: ours by its digests, any other by what its format has."""
+"""Checks the bytes of a checkpoint against those that were written: ours by its digests, any other by what its format has."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Verdict:
 
     @property
     def covered_bytes(self) -> int:
-        """How many of them a checksum covers."""
+        """The number of bytes that a checksum covers."""
         return sum(judgement.covered_bytes for judgement in self.files)
 
 
@@ -224,7 +224,7 @@ def judge(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> lis
 
 
 def bytes_to_read(tasks: Iterable[Task]) -> int:
-    """How much ``judge`` reads of these."""
+    """The number of bytes that ``judge`` reads of these."""
     tasks, total, seen = list(tasks), 0, set()
     for task in tasks:
         total += task.size_bytes
@@ -241,7 +241,7 @@ def known(judgement: Judgement) -> Job:
 
 
 def unreadable(path: Place, judgement: Judgement) -> Task:
-    """One of which nothing is read any more."""
+    """A task of which nothing is read any more."""
     return Task(path=path, kind="unreadable", size_bytes=0, jobs=[known(judgement)])
 
 
@@ -325,7 +325,7 @@ def _archive(path: Path, progress: ReadProgress | None) -> Judgement:
 
 
 def _looked_through(judgement: Judgement, place: Path, metadata: Callable[[Path], Metadata]) -> Judgement:
-    """Of a file whose bytes are those that were written: whether a resume would refuse it, for it would run code."""
+    """The judgement on a file with the bytes that were written: whether a resume would refuse it, for it would run code."""
     if judgement.state != "valid":
         return judgement
     name, size = judgement.file, judgement.size_bytes
@@ -371,7 +371,7 @@ def _located(folder: Path, name: str, size: int) -> Judgement:
 
 
 def unlocated(name: str) -> str:
-    """What to say of a file whose digest is wrong, where nothing tells which part of it is."""
+    """The message about a file whose digest is wrong, where nothing tells which part of it is."""
     is_safetensors = name.endswith(SUFFIX)
     return f"{UNEQUAL}; in which of its tensors is not known: safetensors {NO_CHECKSUMS}" if is_safetensors else UNEQUAL
 

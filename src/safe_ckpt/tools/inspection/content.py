@@ -18,7 +18,7 @@ from safe_ckpt.tools.inspection.check import read_committed
 from safe_ckpt.tools.inspection.files import CheckpointFile, Window, inside, read_json, walk
 from safe_ckpt.tools.inspection.pickle_objects import Ordered, Tensor
 from safe_ckpt.tools.inspection.safetensors_reader import SUFFIX, content_of_header
-from safe_ckpt.tools.inspection.tensors import Content, Entry, leaves
+from safe_ckpt.tools.inspection.tensors import Entry, TensorTable, leaves
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\Z")
 _MOST_NODES = 2_000_000
@@ -28,7 +28,7 @@ _NOTHING = "has no file that can be read without running it"
 _BESIDE = (MANIFEST_NAME, DCP_METADATA)
 
 
-def read_content(path: Path, *, follow_symlinks: bool = False) -> Content:
+def read_content(path: Path, *, follow_symlinks: bool = False) -> TensorTable:
     """Tensors and values of a checkpoint. In a directory each name begins with that of its file, or item, and a colon.
 
     Raises:
@@ -51,7 +51,7 @@ def read_content(path: Path, *, follow_symlinks: bool = False) -> Content:
     parts += [part.under(stem_of(file.name)) for file in others if (part := _content_of_file(file)) is not None]
     if not parts:
         raise UnsupportedFormatError(path=str(path), message=_NOTHING)
-    return Content.of(parts)
+    return TensorTable.of(parts)
 
 
 def read_structure(path: Path, *, follow_symlinks: bool = False) -> Any:
@@ -72,13 +72,16 @@ def read_structure(path: Path, *, follow_symlinks: bool = False) -> Any:
     for folder in folders:
         inner = _structure_of_folder(folder)
         whole.update(inner if folder == path else {folder.relative_to(path).as_posix(): inner})
+    readable = (safetensors_reader.SUFFIX, ".json", *torch_reader.SUFFIXES)
     for file in others:
-        if file.path.parent not in folders and _is_readable(file):
-            stem, inner = stem_of(file.name), _structure_of_file(file)
-            if isinstance(whole.get(stem), dict) and isinstance(inner, dict):
-                whole[stem].update(inner)  # the next shard
-            else:
-                whole[stem] = inner
+        is_index = file.name.endswith(".safetensors.index.json")
+        if file.path.parent in folders or file.path.suffix not in readable or is_index:
+            continue
+        stem, inner = stem_of(file.name), _structure_of_file(file)
+        if isinstance(whole.get(stem), dict) and isinstance(inner, dict):
+            whole[stem].update(inner)  # the next shard
+        else:
+            whole[stem] = inner
     if not whole:
         raise UnsupportedFormatError(path=str(path), message=_NOTHING)
     return whole
@@ -91,15 +94,15 @@ def _parts_of(files: Sequence[CheckpointFile]) -> tuple[Collection[Path], list[C
     return folders, [file for file in others if file.path.suffix != ".distcp" or folders.isdisjoint(file.path.parents)]
 
 
-def _by_item(content: Content, directory: dcp_reader.Directory) -> Content:
-    """With the name of an item and a colon before the names in it, where the files of items lie in folders of their own."""
+def _by_item(content: TensorTable, directory: dcp_reader.Directory) -> TensorTable:
+    """Put the name of an item and a colon before the names in it, where the files of items lie in folders of their own."""
     items = sorted({file.rpartition("/")[0] for file in directory.items} - {""}, key=len, reverse=True)
 
     def shown(name: str) -> str:
         item = next((one for one in items if name == one or name.startswith(f"{one}.")), None)
         return name if item is None else f"{item}:{name[len(item) + 1 :] or item}"
 
-    return Content(
+    return TensorTable(
         tensors=tuple(replace(one, name=shown(one.name)) for one in content.tensors),
         values=tuple(replace(one, name=shown(one.name)) for one in content.values),
     )
@@ -111,13 +114,13 @@ def stem_of(name: str) -> str:
     return _SHARD.sub("", stem.removesuffix(".safetensors"))
 
 
-def _content_of_file(file: CheckpointFile) -> Content | None:
+def _content_of_file(file: CheckpointFile) -> TensorTable | None:
     suffix = file.path.suffix
     try:
         if suffix == safetensors_reader.SUFFIX:
             return safetensors_reader.read_safetensors(file.path)
         if suffix == ".json":
-            return Content() if file.size_bytes > MOST_BYTES else _content_of_json(read_json(file), file.path)
+            return TensorTable() if file.size_bytes > MOST_BYTES else _content_of_json(read_json(file), file.path)
         with Window(file.path) as window:
             if torch_reader.looks_like_archive(window):
                 return torch_reader.content_of(torch_reader.open_archive(window))
@@ -128,8 +131,8 @@ def _content_of_file(file: CheckpointFile) -> Content | None:
     return None if root is None else torch_reader.content_of_old(root, str(file.path))
 
 
-def _content_of_json(parsed: object, path: Place) -> Content:
-    return Content(values=tuple(torch_reader.value_of(name, leaf) for name, leaf in leaves(parsed, str(path))))
+def _content_of_json(parsed: object, path: Place) -> TensorTable:
+    return TensorTable(values=tuple(torch_reader.value_of(name, leaf) for name, leaf in leaves(parsed, str(path))))
 
 
 def tensors_in(structure: object) -> Iterator[tuple[str, Entry]]:
@@ -142,11 +145,6 @@ def tensors_in(structure: object) -> Iterator[tuple[str, Entry]]:
         if isinstance(value, dict | list | tuple):
             parts = value.items() if isinstance(value, dict) else enumerate(value)
             stack += reversed([(f"{name}.{key}" if name else str(key), part) for key, part in parts])
-
-
-def _is_readable(file: CheckpointFile) -> bool:
-    index = file.name.endswith(".safetensors.index.json")
-    return not index and file.path.suffix in (safetensors_reader.SUFFIX, ".json", *torch_reader.SUFFIXES)
 
 
 def _structure_of_file(file: CheckpointFile) -> Any:
@@ -222,7 +220,7 @@ def _put(root: dict[str, Any], path: tuple[str | int, ...], leaf: Any) -> None:
     at[path[-1]] = leaf
 
 
-def read_object_content(path: ObjectPath) -> tuple[Manifest, Content, list[str]]:
+def read_object_content(path: ObjectPath) -> tuple[Manifest, TensorTable, list[str]]:
     """The headers of safetensors and small JSON; of other files nothing is read.
 
     Returns:
@@ -237,10 +235,10 @@ def read_object_content(path: ObjectPath) -> tuple[Manifest, Content, list[str]]
     manifest, _ = read_committed(path)
     parts = in_parallel(lambda entry: look_thrice(path, lambda place: _content_of_object(place, entry)), manifest.files)
     unread = [entry.path for entry, part in zip(manifest.files, parts, strict=True) if part is None]
-    return manifest, Content.of([part for part in parts if part is not None]), unread
+    return manifest, TensorTable.of([part for part in parts if part is not None]), unread
 
 
-def _content_of_object(folder: ObjectPath, entry: FileEntry) -> Content | None:
+def _content_of_object(folder: ObjectPath, entry: FileEntry) -> TensorTable | None:
     place = folder / entry.path
     if place.suffix == SUFFIX:
         return content_of_header(place, entry.size_bytes, lambda at, size: _read(place, at, size)).under(

@@ -15,7 +15,7 @@ from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.tools.inspection.files import Window, inside
 from safe_ckpt.tools.inspection.pickle_objects import Global, Opaque, counts_of
 from safe_ckpt.tools.inspection.pickle_reader import MOST_BYTES, read_pickle
-from safe_ckpt.tools.inspection.tensors import Content, Entry, Piece
+from safe_ckpt.tools.inspection.tensors import Entry, Piece, TensorTable
 from safe_ckpt.tools.inspection.torch_reader import Archive, content_of, looks_like_archive, open_archive
 
 _MOST_CHUNKS = 1_000_000
@@ -222,7 +222,7 @@ def archives_in(directory: Directory, file: str, window: Window) -> Iterator[tup
         yield item, open_archive(part) if looks_like_archive(part) else None
 
 
-def content_of_directory(directory: Directory) -> Content:
+def content_of_directory(directory: Directory) -> TensorTable:
     """Tensors, with the place of every part, and objects.
 
     Raises:
@@ -235,7 +235,7 @@ def content_of_directory(directory: Directory) -> Content:
     for file in sorted(directory.items):
         with Window(inside(directory.folder, file)) as window:
             for item, archive in archives_in(directory, file, window):
-                content = content_of(archive) if archive is not None else Content()
+                content = content_of(archive) if archive is not None else TensorTable()
                 if item.name not in directory.tensors:
                     values += [replace(v, name=".".join(filter(None, (item.name, v.name)))) for v in content.values]
                 elif len(content.tensors) == 1 and content.tensors[0].pieces:
@@ -250,11 +250,11 @@ def content_of_directory(directory: Directory) -> Content:
         Entry(name=name, dtype=about.dtype, shape=about.shape, pieces=tuple(pieces[name]), note=_placement(about))
         for name, about in directory.tensors.items()
     ]
-    return Content(tensors=tuple(entries), values=tuple(values))
+    return TensorTable(tensors=tuple(entries), values=tuple(values))
 
 
 def _placement(about: Shape) -> str:
-    """How a tensor is divided: ``in 4 parts along dimension 0``."""
+    """The way in which a tensor is divided: ``in 4 parts along dimension 0``."""
     if len(about.chunks) < 2:
         return ""
     axes = [str(axis) for axis in range(len(about.shape)) if len({starts[axis] for starts, _ in about.chunks}) > 1]

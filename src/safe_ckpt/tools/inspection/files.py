@@ -183,7 +183,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def place_at(url: str, config: CheckpointConfig | None = None, *, within_s: float | None = None) -> ObjectPath:
-    """What ``url`` names, reached as the environment says.
+    """The place that ``url`` names, reached as the environment says.
 
     Args:
         url: such as ``s3://bucket/run``.
@@ -199,7 +199,7 @@ def place_at(url: str, config: CheckpointConfig | None = None, *, within_s: floa
 
 
 def place_of(path: str) -> Place:
-    """What a user names: a place in a bucket if it is an address of one, else a path.
+    """The place that a user names: in a bucket if it is an address of one, else a path.
 
     A store gets one request at once, so that a wrong endpoint is found in some seconds.
 

@@ -83,7 +83,7 @@ class Listing:
 
     @property
     def places_of_all(self) -> list[Place]:
-        """Where all of them are, whatever a resume thinks of them."""
+        """The places of all of them, whatever a resume thinks of them."""
         return [candidate.path for candidate in (*self.standing.usable, *self.standing.unusable)]
 
 
@@ -234,7 +234,7 @@ def _tags_below(top: Path, note: OnError) -> list[Candidate]:
 
 
 def holders_of(place: Place) -> list[Held]:
-    """Who holds the directory, or a name in it: those that may be alive come first.
+    """The jobs that hold the directory, or a name in it: those that may be alive come first.
 
     Raises:
         OSError: it could not be listed, or a lock is there and could not be read.
@@ -295,7 +295,7 @@ def list_existing(directory: Path) -> tuple[tuple[Row, ...], str]:
 
 
 def read_layout(path: Path) -> Layout:
-    """What a Lightning checkpoint says about itself; of a pickle that is too long to be read, what its name says.
+    """The layout that a Lightning checkpoint says it has; for a pickle that is too long to be read, as its name says.
 
     Bounded like all that the command reads. A resume looks into any length: ``layouts.top_level.read_layout``.
 
@@ -321,7 +321,7 @@ def _number_of(name: str) -> int | None:
 
 
 def _problem_of(path: Path) -> str:
-    """Why a directory without a manifest cannot be used; "" if another tool may have written it to its end."""
+    """The reason why a directory without a manifest cannot be used; "" if another tool may have written it to its end."""
     named_by_other = layouts.TORCHTITAN.number_of(path.name) is not None and layouts.TORCHTITAN.is_one(path)
     if path.name.startswith("step-") and not named_by_other:
         return "has no manifest.json: never committed, or altered"
@@ -332,7 +332,7 @@ def _problem_of(path: Path) -> str:
 
 
 def _judged(candidate: Candidate) -> Candidate:
-    """As a resume of Lightning does, but bounded: the step in a file of another tool, and whether there are only weights."""
+    """Judge as a resume of Lightning does, but bounded: the step in another tool's file, and whether it has only weights."""
     if candidate.manifest is not None and candidate.manifest.notes.get("weights_only"):
         return replace(candidate, problem=layouts.WEIGHTS_ONLY)
     return look_inside(candidate, read_layout)
@@ -364,7 +364,7 @@ def row_of(name: str, candidate: Candidate, state: str) -> Row:
 
 
 def _name(listing: Listing, place: Place) -> str:
-    """Relative to the directory, or to the hidden folder that it lies in."""
+    """The path relative to the directory, or to the hidden folder that it lies in."""
     for top in (listing.folder, *listing.places):
         if (name := name_below(top, place)) is not None:
             return name if top is listing.folder else f"{top.name}/{name}"

@@ -1,4 +1,4 @@
-"""What the calls in a pickle of ``torch.save`` would return, without making them."""
+"""The objects that the calls in a pickle of ``torch.save`` would return, without making the calls."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _is_short(part: object) -> bool:
 
 
 def storage_of(key: object) -> object:
-    """What torch's persistent ids stand for."""
+    """The storage that one of torch's persistent ids stands for."""
     if isinstance(key, tuple) and len(key) >= 5 and key[0] == "storage" and isinstance(key[1], Global):
         name, count = key[1].name, key[4]
         if isinstance(key[2], str) and isinstance(count, int) and count >= 0:
@@ -98,7 +98,7 @@ def storage_of(key: object) -> object:
 
 
 def made_of(made_by: object, args: object) -> object:
-    """What a call would return: a shape, a tensor, or an ``Opaque``."""
+    """The object that a call would return: a shape, a tensor, or an ``Opaque``."""
     if not isinstance(made_by, Global):
         return Opaque(Global("builtins", "object"), args=args)
     name = str(made_by)
@@ -114,7 +114,7 @@ def made_of(made_by: object, args: object) -> object:
 
 
 def pairs_of(args: object) -> list[Any] | tuple[Any, ...]:
-    """What an ordered or defaulting dict is made of: nothing, or one list of pairs."""
+    """The pairs that an ordered or defaulting dict is made of: none, or one list of them."""
     pairs = args[0] if isinstance(args, tuple) and args and isinstance(args[0], list | tuple) else []
     return pairs if all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs) else []
 

@@ -112,7 +112,7 @@ class _Machine:
             target.state, target.stage = state, 3
 
     def changes(self, target: object, stage: int) -> None:
-        """What is put into an object is given to methods of it: they may be what the pickle has put there before."""
+        """Note a change of an object, or refuse it: it would call methods that the pickle may have put into the object."""
         if isinstance(target, Opaque):
             target.stage = next_stage(target.stage, stage, str(target.made_by))
         elif isinstance(target, Global | Ordered):
@@ -145,7 +145,7 @@ class _Machine:
         return found
 
     def called(self, made_by: object, args: object) -> object:
-        """What a call would return, and a note that the pickle makes it."""
+        """Return what a call would return, and note that the pickle makes it."""
         first = args[0] if isinstance(args, tuple) and args else None
         if isinstance(made_by, Opaque):
             raise Odd(f"calls what it makes of {made_by.made_by}")
@@ -262,7 +262,7 @@ _STEPS: dict[str, _Step] = {
 
 
 def read_pickle(data: bytes, path: str, *, records: bool = False) -> Any:
-    """What a pickle would build, as plain containers, ``Opaque``, ``Storage`` and ``Tensor``.
+    """Return what a pickle would build, as plain containers, ``Opaque``, ``Storage`` and ``Tensor``.
 
     Args:
         data: the pickle.

@@ -15,13 +15,13 @@ from safe_ckpt.core.storage.source import files_in
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
 from safe_ckpt.tools.inspection.files import Window
 from safe_ckpt.tools.inspection.pickle_objects import counts_of
-from safe_ckpt.tools.inspection.tensors import Content, Entry, Piece, Value
+from safe_ckpt.tools.inspection.tensors import Entry, Piece, TensorTable, Value
 
 SUFFIX = ".safetensors"
 _MOST_HEADER_BYTES = 64 << 20
 
 
-def read_safetensors(path: Path) -> Content:
+def read_safetensors(path: Path) -> TensorTable:
     """The tensors of a file, from its header alone.
 
     Raises:
@@ -33,7 +33,7 @@ def read_safetensors(path: Path) -> Content:
         return content_of_header(path, window.size, window.read)
 
 
-def content_of_header(path: Place, size: int, read: Callable[[int, int], bytes]) -> Content:
+def content_of_header(path: Place, size: int, read: Callable[[int, int], bytes]) -> TensorTable:
     """As ``read_safetensors``, of anything that can be read at offsets.
 
     Args:
@@ -58,7 +58,7 @@ def content_of_header(path: Place, size: int, read: Callable[[int, int], bytes])
         if isinstance(name, str) and name in named and alias not in named
     ]
     values = [Value(name=key, text=text[:80], value=text) for key, text in metadata.items() if key not in KEYS]
-    return Content(tensors=(*entries, *aliases), values=tuple(values))
+    return TensorTable(tensors=(*entries, *aliases), values=tuple(values))
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -78,21 +78,21 @@ class Value:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Content:
+class TensorTable:
     """All of a checkpoint, or of one of its files."""
 
     tensors: tuple[Entry, ...] = ()
     values: tuple[Value, ...] = ()
 
     @classmethod
-    def of(cls, parts: Sequence[Content]) -> Content:
-        """All of them in one."""
+    def of(cls, parts: Sequence[TensorTable]) -> TensorTable:
+        """Join all of them into one."""
         tensors = tuple(entry for part in parts for entry in part.tensors)
         return cls(tensors=tensors, values=tuple(value for part in parts for value in part.values))
 
-    def under(self, prefix: str) -> Content:
+    def under(self, prefix: str) -> TensorTable:
         """The same with a name in front of each."""
-        return Content(
+        return TensorTable(
             tensors=tuple(replace(entry, name=f"{prefix}:{entry.name}") for entry in self.tensors),
             values=tuple(replace(value, name=f"{prefix}:{value.name}") for value in self.values),
         )

@@ -13,7 +13,7 @@ from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.tools.inspection.files import Window
 from safe_ckpt.tools.inspection.pickle_objects import Storage, Tensor
 from safe_ckpt.tools.inspection.pickle_reader import MOST_BYTES, read_pickle, read_pickles
-from safe_ckpt.tools.inspection.tensors import Content, Entry, Piece, Value, describe, leaves
+from safe_ckpt.tools.inspection.tensors import Entry, Piece, TensorTable, Value, describe, leaves
 from safe_ckpt.tools.inspection.zip_reader import Member, is_archive, read_members
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".tar")
@@ -35,7 +35,7 @@ class Archive:
 
     @property
     def unverifiable_bytes(self) -> int:
-        """How many of its bytes have no checksum."""
+        """The number of its bytes that have no checksum."""
         return sum(member.size for member in self.members if _lacks_checksum(member))
 
 
@@ -68,7 +68,7 @@ def open_archive(source: Window) -> Archive:
     return Archive(source=source, members=members, root=root)
 
 
-def content_of(archive: Archive) -> Content:
+def content_of(archive: Archive) -> TensorTable:
     """Tensors and values of an archive.
 
     Raises:
@@ -77,12 +77,12 @@ def content_of(archive: Archive) -> Content:
     return _content(archive.root, str(archive.source.path), Locator(archive))
 
 
-def content_of_old(root: object, path: str) -> Content:
+def content_of_old(root: object, path: str) -> TensorTable:
     """Tensors and values of a file from before the zip format: the tensors' shapes, not where their bytes are."""
     return _content(root, path, None)
 
 
-def _content(root: object, path: str, locate: Locator | None) -> Content:
+def _content(root: object, path: str, locate: Locator | None) -> TensorTable:
     tensors, values = [], []
     for name, leaf in leaves(root, path):
         if isinstance(leaf, Tensor) and locate is not None:
@@ -91,7 +91,7 @@ def _content(root: object, path: str, locate: Locator | None) -> Content:
             tensors.append(Entry(name=name, dtype=leaf.dtype, shape=leaf.shape, note="in torch's format before 1.6"))
         elif not isinstance(leaf, Storage):
             values.append(value_of(name, leaf))
-    return Content(tensors=tuple(tensors), values=tuple(values))
+    return TensorTable(tensors=tuple(tensors), values=tuple(values))
 
 
 def value_of(name: str, leaf: object) -> Value:
@@ -152,7 +152,7 @@ def names_in(archive: Archive, bad: Iterable[Span]) -> list[str]:
 
 
 def root_of(source: Window) -> Any | None:
-    """What a file of either format would build; None when it is none.
+    """Return what a file of either format would build; None when it is none.
 
     Raises:
         CorruptCheckpointError: it contradicts itself.
@@ -164,7 +164,7 @@ def root_of(source: Window) -> Any | None:
 
 
 def read_old_file(source: Window) -> Any | None:
-    """What a file from before the zip format would build; None when it is none. Plain pickles are read too.
+    """Return what a file from before the zip format would build; None when it is none. Plain pickles are read too.
 
     Raises:
         CorruptCheckpointError: it is shorter or longer than it says.

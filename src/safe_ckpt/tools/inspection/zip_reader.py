@@ -97,7 +97,7 @@ class _Reader:
         return entries, start
 
     def _end(self) -> tuple[int, int, int, int]:
-        """Where the end record begins (of the two, the first), and what it says: records, bytes and offset of the directory."""
+        """The place of the end record (of the two, the first), and what it says: records, bytes and offset of the directory."""
         size = self._source.size
         tail = self._source.read(max(0, size - _LIMIT16 - 22), min(size, _LIMIT16 + 22))
         for place in range(len(tail) - 22, -1, -1):

@@ -1,4 +1,4 @@
-"""From ``events.jsonl`` and its rotated predecessors to events. Whatever is in the files, memory is bounded and nothing raises.
+"""Reads ``events.jsonl`` and its rotated predecessors. Whatever is in the files, memory is bounded and nothing raises.
 
 The files are read from their ends, so that the last events of gigabytes take no longer than those of a small file.
 """
@@ -70,7 +70,7 @@ class Recorded:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What was read.
+    """The events that were read.
 
     Attributes:
         events: oldest first.

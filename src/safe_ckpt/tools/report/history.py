@@ -92,7 +92,7 @@ class Removal:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """From the start of a process (or its resume) to the last thing that it recorded."""
+    """One run: from the start of a process (or its resume) to the last thing that it recorded."""
 
     number: int
     begun: float
@@ -104,13 +104,13 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """How long it lasted, going by its records."""
+        """The time that it lasted, going by its records."""
         return max(0.0, self.ended - self.begun)
 
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """All of it, oldest first.
+    """The history of a directory, oldest first.
 
     Attributes:
         freed_bytes: what the removals freed, where that was recorded.
@@ -165,7 +165,7 @@ class _Builder:
         self._runs[-1] = replace(run, begun=min(run.begun, event.at), ended=max(run.ended, event.at))
 
     def history(self) -> History:
-        """All of it."""
+        """The history that these events tell."""
         return History(
             runs=tuple(self._runs),
             saves=(*self._saves, *self._open.values()),
@@ -256,8 +256,8 @@ class _Builder:
         self._notice(event, f"{event.text('path')}: {event.text('reason')}")
 
     def _on_unhealthy(self, event: Recorded) -> None:
-        marked = "marked" if event.facts.get("marked") is True else "not marked"
-        self._notice(event, f"{event.text('path')} ({marked}): {event.text('what')}", event.count("step"))
+        counts = "unhealthy" if event.facts.get("marked") is True else "counts like any other"
+        self._notice(event, f"{event.text('path')} ({counts}): {event.text('what')}", event.count("step"))
 
     def _on_respawned(self, event: Recorded) -> None:
         self._notice(event, f"the writer process was replaced on rank {event.rank}: {event.text('ended')}")

@@ -24,7 +24,6 @@ from safe_ckpt.text import bytes_text, counted, duration, rate
 from safe_ckpt.tools.inspection.listing import Row
 from safe_ckpt.tools.report import summary
 from safe_ckpt.tools.report.history import UNCOMMITTED, History, Run, Save
-from safe_ckpt.tools.report.summary import Totals
 
 CSS = resources.files("safe_ckpt.tools.report").joinpath("page.css").read_text(encoding="utf-8")
 _MOST_FAILURES, _MOST_NOTICES, _MOST_SAVES, _MOST_EXISTING = 30, 60, 200, 100
@@ -48,7 +47,7 @@ _PLACES = 1000  # along a strip
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a page is about.
+    """The subject of a page.
 
     Attributes:
         directory: as the user knows it.
@@ -66,7 +65,7 @@ class Subject:
 
 
 def _harmless(value: object) -> object:
-    """What is printed, fit for a page; it is escaped after that. A macro's output is HTML already, as the style sheet is."""
+    """Make a printed value fit for a page. It is escaped later. A macro's output, and the style sheet, are HTML already."""
     if hasattr(value, "__html__"):
         return value
     return f"{value:.6g}" if isinstance(value, float) else text.clean(str(value), 4000)
@@ -99,6 +98,8 @@ def render(history: History, subject: Subject) -> str:
     runs = history.runs[-_MOST_RUNS:]
     longest_s = max((run.seconds for run in runs), default=0.0) or 1.0
     made = datetime.fromtimestamp(subject.made_at, tz=subject.zone).astimezone(subject.zone)
+    others = ((figures.unknown, "unknown"), (figures.interrupted, "cut short"), (figures.in_flight, "in flight"))
+    unfinished = [f"{figures.failed} failed", *(f"{count} {what}" for count, what in others if count)]
     versions = next((run.versions for run in reversed(history.runs) if run.versions), {})
     return TEMPLATES.get_template("page.html").render(
         history=history,
@@ -108,7 +109,7 @@ def render(history: History, subject: Subject) -> str:
         digest=base64.b64encode(hashlib.sha256(CSS.encode()).digest()).decode(),
         zone=made.strftime("UTC%z"),
         sentences=summary.sentences(figures, subject.made_at),
-        unfinished=_unfinished(figures),
+        unfinished=", ".join(unfinished),
         strips=[_strip(run, history, longest_s, subject.zone) for run in runs],
         hidden_runs=len(history.runs) - len(runs),
         longest_s=longest_s,
@@ -120,11 +121,6 @@ def render(history: History, subject: Subject) -> str:
         **_saves(history, subject),
         existing=_existing(subject),
     )
-
-
-def _unfinished(figures: Totals) -> str:
-    others = ((figures.unknown, "unknown"), (figures.interrupted, "cut short"), (figures.in_flight, "in flight"))
-    return ", ".join([f"{figures.failed} failed", *(f"{count} {what}" for count, what in others if count)])
 
 
 def _listing(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -144,7 +140,9 @@ def _failures(history: History, subject: Subject) -> dict[str, Any]:
         several = len(group) > 1
         saves = f"{_label(group[0])} to {_label(last)}" if several else _label(last)
         count = str(len(group)) if several else ""
-        rows.append((text.clock(last.ended, subject.zone), saves, count, last.phase, _why(last)))
+        unknown = "outcome unknown: " if last.outcome == "outcome unknown" else ""
+        why = f"{unknown}{summary.why(last)}"
+        rows.append((text.clock(last.ended, subject.zone), saves, count, last.phase, why))
     some = _some([save for group in shown for save in group], failed, "failure")
     joined = " Failures in a row that differ in numbers only are one entry." if len(alike) < len(failed) else ""
     intro = f"{some}. A failed save leaves earlier checkpoints as they are.{joined}"
@@ -158,16 +156,13 @@ def _existing(subject: Subject) -> dict[str, Any]:
     for row in subject.existing[:_MOST_EXISTING]:
         step = "" if row.step is None else str(row.step)
         created = f"{row.created_at[:19].replace('T', ' ')} UTC" if row.created_at else ""
-        metrics = ", ".join(f"{key} {_short(value)}" for key, value in row.metrics.items())
+        shown = {key: f"{one:.4g}" if isinstance(one, int | float) else str(one) for key, one in row.metrics.items()}
+        metrics = ", ".join(f"{key} {one}" for key, one in shown.items())
         state = f"{row.state}: {row.reason}" if row.reason else row.state
         rows.append(
             [text.clean(cell) for cell in (row.name, step, created, bytes_text(row.size_bytes), metrics, state)]
         )
     return _listing(("name", "step", "created", "size", "metrics", "state"), rows)
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
 
 
 def _notices(history: History, subject: Subject) -> dict[str, Any]:
@@ -193,11 +188,6 @@ def _label(save: Save) -> str:
     return f"step {save.step}" if save.step is not None and not save.weights_only else save.name or "a save"
 
 
-def _why(save: Save) -> str:
-    unknown = "outcome unknown: " if save.outcome == "outcome unknown" else ""
-    return f"{unknown}{summary.why(save)}"
-
-
 def _cause(save: Save) -> tuple[object, ...]:
     failed = save.outcome in UNCOMMITTED
     return (save.run, save.outcome, save.phase, _NUMBER.sub("#", save.error)) if failed else ()
@@ -210,7 +200,7 @@ def _some(shown: Sequence[object], of: Sequence[object], noun: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """From zero to ``top`` (in the unit of the values), with ticks as (value, label)."""
+    """A scale from zero to ``top`` (in the unit of the values), with ticks as (value, label)."""
 
     top: float
     unit: str

@@ -80,13 +80,13 @@ def total(history: History) -> Totals:
 
 
 def figures_of(save: Save) -> tuple[str, ...]:
-    """Of one save its stall, the time until it was durable, the throughput and the size; "" for what is not known."""
+    """The figures of one save: stall, time until it was durable, throughput and size; "" for what is not known."""
     times = (text.duration(save.stall_s), text.duration(save.total_s))
     return (*times, text.rate(save.gbps), text.bytes_text(save.size_bytes))
 
 
 def why(save: Save) -> str:
-    """Why it is not known to be committed."""
+    """The reason why it is not known to be committed."""
     return save.error or "its run ended before the save did"
 
 
