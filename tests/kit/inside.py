@@ -12,8 +12,10 @@ from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.resuming import candidate
 from safe_ckpt.core.saving.write_phase import WritePhase
 from safe_ckpt.core.staging.snapshot import StagingCopy
+from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.core.storage import direct_io, durable
 from safe_ckpt.extensions import unchanged
+from safe_ckpt.extensions.mirror import mirror
 
 
 def engine_of(job):
@@ -29,6 +31,24 @@ def writer_of(job):
 def home_of(ckpt):
     """The directory of a ``Checkpointer``, as its saves see it."""
     return ckpt._workspace
+
+
+def waits_for_mirror(ckpt):
+    """Whether an upload of a ``Checkpointer`` is under way, or has failed and will be tried again."""
+    found = [one.mirror for one in engine_of(ckpt).extensions if one.name == "mirror"]
+    return any(one is not None and one._known() for one in found)
+
+
+def upload_at_once(patch):
+    """A mirror uploads on the thread that asks for it, which goes on when that is done or has failed."""
+
+    class AtOnce(Background):
+        def put(self, item):
+            if self._ended:
+                raise Refused(self._name)
+            self._work(item)
+
+    patch.setattr(mirror, "Background", AtOnce)
 
 
 def store_keys(job):
@@ -163,6 +183,8 @@ __all__ = [
     "put_owners_elsewhere",
     "store_keys",
     "store_port",
+    "upload_at_once",
     "verdict_on_hosts",
+    "waits_for_mirror",
     "writer_of",
 ]
