@@ -21,9 +21,18 @@ import obstore.store
 
 from safe_ckpt.core.storage.objects import bucket
 
-_VERBS = ("put", "get", "get_range", "head", "copy", "delete", "list", "list_with_delimiter")
+VERBS = ("put", "get", "get_range", "head", "copy", "delete", "list", "list_with_delimiter")
 _numbers = itertools.count()
 NO_ANSWER = "no answer"
+ERRORS = (
+    obstore.exceptions.GenericError,
+    obstore.exceptions.PermissionDeniedError,
+    obstore.exceptions.UnauthenticatedError,
+    obstore.exceptions.NotSupportedError,
+    TimeoutError,
+    ConnectionResetError,
+)
+"""What a store may raise that says nothing about what it has."""
 
 
 class MemoryStore:
@@ -73,7 +82,7 @@ class MemoryStore:
         }  # else a place that is taken for nothing
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _VERBS:
+        if name not in VERBS:
             raise AttributeError(name)
         real = getattr(obstore, name)
 
@@ -103,4 +112,4 @@ def _is_over(one: bucket.Bucket, seconds: float) -> None:
     raise TimeoutError(errno.ETIMEDOUT, NO_ANSWER, one.url)
 
 
-__all__ = ["MemoryStore", "no_answer"]
+__all__ = ["ERRORS", "VERBS", "MemoryStore", "no_answer"]

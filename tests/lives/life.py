@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import safe_ckpt
 from kit.inside import waits_for_mirror
 from kit.limits import PATIENT
-from kit.memory_store import MemoryStore, no_answer
+from kit.memory_store import ERRORS, VERBS, MemoryStore, no_answer
 from lives.model import Model, Rules, Saved
 from safe_ckpt import CheckpointConfig, Checkpointer, Health, Mirror, Retention
 from safe_ckpt.core.home.file_home import FileHome
@@ -178,6 +178,15 @@ class Life:
         if self.ckpt is None and not self.inner:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.model.here, self.model.quarantine = {}, []
+
+    def elsewhere(self, draw: random.Random) -> None:
+        """The next job runs on another machine, and perhaps the store fails once while it fetches."""
+        self.close(draw)
+        self.check()
+        self.lose(draw)
+        self.open(draw, mirror=0.9)
+        self.failing = draw.random() < 0.7
+        self.resume(draw)
 
     def hold(self, draw: random.Random) -> None:
         """Another job saves into a checkpoint."""
@@ -368,15 +377,16 @@ class Life:
     @contextlib.contextmanager
     def _glitching(self, draw: random.Random) -> Any:
         """One request of the mirror fails within, some time, if one is to fail; or all do, if it is away."""
-        at, where = draw.randrange(16), draw.choice(["before", "after"])
+        where, verbs = draw.choice(["before", "before", "after"]), draw.choice([("get_range",), VERBS])
+        at, error = draw.randrange(5 if len(verbs) == 1 else 16), draw.choice(ERRORS)
         if not self._strikes:
             yield
             return
         left = itertools.count()
 
-        def once(*_: str) -> None:
-            if next(left) == at:
-                no_answer()
+        def once(verb: str, _: str) -> None:
+            if verb in verbs and next(left) == at:
+                raise error("it failed once")
 
         setattr(self.store, where, once)
         try:
