@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 from dataclasses import replace
 
+from kit.patience import wait_until
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.home import lease, object_lock
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.resuming import candidate
+from safe_ckpt.core.saving.save import SaveHandle
 from safe_ckpt.core.saving.write_phase import WritePhase
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.staging.worker_thread import Background, Refused
@@ -165,6 +169,24 @@ def once_written(action):
     WritePhase.run = run
 
 
+@contextlib.contextmanager
+def save_in_flight():
+    """The next save is written, and not committed until the event that this gives is set, or this thread waits for a save."""
+    free, here = threading.Event(), threading.get_ident()
+
+    def waits():
+        frame = sys._current_frames().get(here)
+        while frame is not None and frame.f_code is not SaveHandle._await.__code__:
+            frame = frame.f_back
+        return frame is not None
+
+    once_written(lambda _: wait_until(lambda: free.is_set() or waits(), 60, "the end of the wait") and None)
+    try:
+        yield free
+    finally:
+        free.set()
+
+
 __all__ = [
     "before_pieces",
     "copy_after",
@@ -181,6 +203,7 @@ __all__ = [
     "once_written",
     "ownership",
     "put_owners_elsewhere",
+    "save_in_flight",
     "store_keys",
     "store_port",
     "upload_at_once",
