@@ -22,13 +22,14 @@ from kit.inside import waits_for_mirror
 from kit.limits import PATIENT
 from kit.memory_store import ERRORS, VERBS, MemoryStore, no_answer
 from lives.model import Model, Rules, Saved
-from safe_ckpt import CheckpointConfig, Checkpointer, Health, Mirror, Retention
+from safe_ckpt import CheckpointConfig, Checkpointer, Health, Mirror, PerRank, Retention
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.errors import CheckpointNotFoundError, NoValidCheckpointError, SafeCheckpointError
 
 STEPS = (1, 2, 3, 9, 10, 11, 12)
 _HIDDEN = ".safe_ckpt"
 _VALUE = "value.json"
+_JUMP = 500
 
 
 class Wrong(AssertionError):
@@ -36,16 +37,22 @@ class Wrong(AssertionError):
 
 
 def content(value: int, *, sick: bool = False) -> dict[str, Any]:
-    """What the state holds that was saved as ``value``: its list grows and shrinks from one to the next."""
-    w = torch.full((4,), float(value))
+    """What the state holds that was saved as ``value``: its list grows and shrinks, its numbers may jump."""
+    w = torch.full((4,), float(value * size_of(value)))
     w[0] = math.nan if sick else w[0]
     table = {"always": value, f"only {value % 3}": [value] * (value % 2 + 1)}
     return {
         "net": {"w": w, "tied": w, "row": w[1:3]},
         "log": list(range(value * 7 % 5)),
         "table": table,
+        "own": PerRank((f"own {value}", value)),
         "value": value,
     }
+
+
+def size_of(value: int) -> int:
+    """By how much its numbers are larger than they usually are."""
+    return 10_000 if value % 5 == 4 else 1
 
 
 def become(state: dict[str, Any], value: int, *, sick: bool = False) -> None:
@@ -55,7 +62,7 @@ def become(state: dict[str, Any], value: int, *, sick: bool = False) -> None:
     state["log"][:] = new["log"]
     state["table"].clear()
     state["table"].update(new["table"])
-    state["value"] = value
+    state["own"], state["value"] = new["own"], value
 
 
 def same(state: dict[str, Any], value: int, *, sick: bool) -> bool:
@@ -63,7 +70,8 @@ def same(state: dict[str, Any], value: int, *, sick: bool) -> bool:
     new, net = content(value, sick=sick), state["net"]
     equal = all(torch.equal(net[name].nan_to_num(-1), new["net"][name].nan_to_num(-1)) for name in net)
     shared = net["tied"].data_ptr() == net["w"].data_ptr() and net["row"].data_ptr() == net["w"].data_ptr() + 4
-    return equal and shared and all(state[name] == new[name] for name in ("log", "table", "value"))
+    own = isinstance(state["own"], PerRank) and state["own"].value == new["own"].value
+    return equal and shared and own and all(state[name] == new[name] for name in ("log", "table", "value"))
 
 
 class Life:
@@ -82,6 +90,8 @@ class Life:
         self.values = itertools.count(1)
         self.sick: set[int] = set()
         self.marked: set[int] = set()
+        self.unhealthy: set[int] = set()
+        self.healthy = 0  # the value of the last healthy one that this job knows
         self.inner: dict[str, FileHome] = {}
         self.failing = False  # one request of the next save or resume will
 
@@ -95,7 +105,7 @@ class Life:
             self.model.rules, self.model.behind, self.model.may_go = rules, False, set()
             self.model.there_may_go, self.model.there_may_come, self.model.last = set(), {}, None
             self.model.followed = set()
-            self.state = content(0)  # a process of its own
+            self.state, self.healthy = content(0), 0  # a process of its own
         return self.ckpt
 
     def close(self, draw: random.Random) -> None:
@@ -119,7 +129,10 @@ class Life:
         with self._glitching(draw):
             info = ckpt.save(step, self.state, metrics=metrics).result()
         self.model.up = up and not self._strikes
-        new = self.model.save(step, value, metrics.get("loss"), sick=sick)
+        unhealthy = sick or self._jumps(value)
+        new = self.model.save(step, value, metrics.get("loss"), sick=unhealthy)
+        self.unhealthy |= {value} if unhealthy else set()
+        self.healthy = self.healthy if unhealthy else value
         self.model.up, self.failing = up, False
         self.sick |= {value} if sick else set()
         self.marked |= {value} if new.marked else set()
@@ -235,6 +248,11 @@ class Life:
         self.model.up = not self.model.up
         self.store.before = None if self.model.up else no_answer
 
+    def _jumps(self, value: int) -> bool:
+        """Whether its norm has grown too much since the last healthy one that this job has saved or resumed from."""
+        before = self.healthy * size_of(self.healthy)
+        return self.model.rules.jumps and self.healthy > 0 and value * size_of(value) > _JUMP * before
+
     @property
     def _strikes(self) -> bool:
         return self.failing and self.model.up and self.model.rules.mirror
@@ -273,9 +291,16 @@ class Life:
         model.here = {folder: model.here[folder] for folder in here}
         model.may_go &= here.keys()
         aside = Counter(_value(path) for path in (self.folder / _HIDDEN / "quarantine").glob("*"))
-        _require(aside == Counter(model.quarantine), f"in quarantine: {aside}, not {model.quarantine}")
+        _require(
+            aside == Counter(one.value for one in model.quarantine), f"in quarantine: {aside}, not {model.quarantine}"
+        )
 
     def _resume(self, draw: random.Random, step: int | None) -> None:
+        taken = self._resume_as(draw, step)
+        if taken is not None:
+            self.healthy = 0 if taken.value in self.unhealthy else taken.value
+
+    def _resume_as(self, draw: random.Random, step: int | None) -> Saved | None:
         ckpt, model = self.open(draw), self.model
         usual, alone = copy.deepcopy(model), copy.deepcopy(model)
         alone.rules = Rules()
@@ -286,7 +311,7 @@ class Life:
             self.model = usual
             if model.rules.mirror:
                 self._is_there(says[1])
-            return
+            return says[1]
         before = self.state["value"]
         known = {one.value for one in model.here.values()}
         reached = says[1] is not None and (glitch or says[1].value in known)
@@ -309,12 +334,13 @@ class Life:
         else:
             _require(glitch and info is None and says[0] == "fresh", f"resumed {info}, not {says} or {here}")
         self.model.behind = True
-        taken = says[1] if self.model is usual else here[1]
-        if failure is None and taken is not None:
+        taken = None if failure is not None else says[1] if self.model is usual else here[1]
+        if taken is not None:
             _require(same(self.state, value, sick=value in self.sick), f"the state of {taken} differs")
             if not taken.marked:
                 self.model.there_may_come[taken.folder] = taken
                 self.model._let_go({**self.model.there, taken.folder: taken})
+        return taken
 
     def _compare(self, says: tuple[str, Saved | None], state: dict[str, Any], action: Any) -> None:
         said, taken = says
@@ -404,7 +430,7 @@ class Life:
             timeouts=PATIENT,
             retention=Retention(**keep, metric="loss", mode=rules.mode),
             mirror=Mirror(**mirror),
-            health=Health(action="mark" if rules.judges else "warn"),
+            health=Health(action="mark" if rules.judges else "warn", norm_jump=_JUMP if rules.jumps else None),
         )
 
 
@@ -416,6 +442,7 @@ def _rules(draw: random.Random, *, mirror: float) -> Rules:
         mode=draw.choice(["min", "max"]),
         every=draw.choice([None, None, 2, 5]),
         judges=draw.random() < 0.8,
+        jumps=draw.random() < 0.3,
         mirror=mirrored,
         there_last=draw.choice([None, 1, 2]) if mirrored else None,
         there_every=draw.choice([None, None, 2]) if mirrored else None,

@@ -19,6 +19,7 @@ class Rules:
     mode: str = "min"
     every: int | None = None
     judges: bool = True  # bad numbers mark a checkpoint
+    jumps: bool = False  # and so does a norm that has jumped
     mirror: bool = False
     there_last: int | None = None
     there_every: int | None = None
@@ -81,7 +82,7 @@ class Model:
     rules: Rules = field(default_factory=Rules)
     here: dict[str, Saved] = field(default_factory=dict)
     there: dict[str, Saved] = field(default_factory=dict)
-    quarantine: list[int] = field(default_factory=list)
+    quarantine: list[Saved] = field(default_factory=list)
     held: set[str] = field(default_factory=set)
     may_go: set[str] = field(default_factory=set)  # here: chosen by retention, and needed or held for longer
     there_may_go: set[str] = field(default_factory=set)
@@ -172,7 +173,7 @@ class Model:
         """It is brought here, under the folder's name that it was uploaded from."""
         old = self.here.get(one.folder)
         if old is not None and (old.order >= one.order or old.damage == "manifest"):
-            self.quarantine.append(old.value)
+            self.quarantine.append(old)
         self.here[one.folder] = one
         self.may_go.discard(one.folder)
 
@@ -192,13 +193,14 @@ class Model:
                 self.fetch(one)
                 return "taken", self._take(one, [old for old in tried if old.folder != one.folder])
         passed = step is None and any(one.marked for one in self.here.values())
-        if tried or passed or self.quarantine:
+        aside = [one for one in self.quarantine if one.folder in names] if step is not None else self.quarantine
+        if tried or passed or aside:
             return "no valid", None
         return ("fresh" if step is None else "not found"), None
 
     def _take(self, one: Saved, damaged: list[Saved]) -> Saved:
         for bad in damaged:
-            self.quarantine.append(bad.value)
+            self.quarantine.append(bad)
             del self.here[bad.folder]
             self.may_go.discard(bad.folder)
         if self.rules.mirror and one.value not in {other.value for other in self.there.values()} and not one.marked:

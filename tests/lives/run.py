@@ -27,7 +27,7 @@ _OFTEN = {
     "save": 12, "resume": 6, "resume_named": 3, "close": 4, "damage": 3, "load": 2, "remove": 2, "down": 2, "glitch": 3,
     "lose": 1, "elsewhere": 4, "rename": 1, "hold": 1, "release": 1, "export": 1, "publish": 1,
 }  # fmt: skip
-_LENGTH = 10
+_LENGTH = 9
 
 
 @dataclass(frozen=True)
