@@ -144,11 +144,11 @@ class Life:
 
     def resume_named(self, draw: random.Random) -> None:
         """Take the one of a step."""
-        self._resume(draw, draw.choice(STEPS))
+        self._resume(draw, self._step(draw))
 
     def load(self, draw: random.Random) -> None:
         """Only read, beside the job or without one: the mirror is not asked, and nothing moves."""
-        step, state, model = draw.choice([None, draw.choice(STEPS)]), content(0), copy.deepcopy(self.model)
+        step, state, model = draw.choice([None, self._step(draw)]), content(0), copy.deepcopy(self.model)
         model.rules, model.quarantine = Rules(), []
         said, taken = model.resume(step)
         said = "no valid" if said == "fresh" else said
@@ -268,10 +268,13 @@ class Life:
                 one.value for one in (model.there.get(folder), model.there_may_come.get(folder)) if one is not None
             }
             _require(value in known, f"{folder} in the mirror is {value}, and may be {known}")
+        if model.rules.follow:
+            model.there_may_go |= {one.folder for one in model.there.values() if one.value in model.followed}
         missing = model.there.keys() - there.keys() - model.there_may_go
         _require(not missing, f"{missing} is gone from the mirror")
-        known = {one.value: one for one in [*model.there.values(), *model.there_may_come.values()]}
-        model.there = {folder: known[value] for folder, value in there.items()}
+        both = [*model.there_may_come.values(), *model.there.values()]
+        known = {(one.folder, one.value): one for one in both}
+        model.there = {folder: known[folder, value] for folder, value in there.items()}
         model.there_may_go &= there.keys()
         if self.ckpt is None or not waits_for_mirror(self.ckpt):
             model.behind, model.there_may_come = False, {}
@@ -394,6 +397,11 @@ class Life:
             name, value = folder.rpartition(".")[0], json.loads(self.store.read(f"run/{folder}/{_VALUE}"))
             found[name] = max(found.get(name, (0, 0)), (manifest["sequence"], value))
         return {name: value for name, (_, value) in found.items()}
+
+    def _step(self, draw: random.Random) -> int:
+        """Mostly one that is here, or was."""
+        there = sorted({one.step for one in [*self.model.here.values(), *self.model.quarantine]})
+        return draw.choice(there) if there and draw.random() < 0.8 else draw.choice(STEPS)
 
     def _any(self, draw: random.Random, *, damaged: bool = True) -> str | None:
         found = [one.folder for one in self.model.here.values() if damaged or not one.damage]

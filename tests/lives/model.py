@@ -97,7 +97,8 @@ class Model:
         """A save was committed: what it is, and what goes for it."""
         self.orders += 1
         name, marked = f"step-{step:08d}", sick and self.rules.judges
-        if marked and name in self.here and not self.here[name].marked:
+        there = self.here.get(name)
+        if marked and there is not None and not (there.marked and there.damage != "manifest"):
             name = f"unhealthy-{name}"
         new = Saved(name, step, self.orders, value, loss, marked, folder=name)
         self.here[name] = new
@@ -192,7 +193,7 @@ class Model:
             if not one.damage:
                 self.fetch(one)
                 return "taken", self._take(one, [old for old in tried if old.folder != one.folder])
-        passed = step is None and any(one.marked for one in self.here.values())
+        passed = step is None and any(one.marked and one.damage != "manifest" for one in self.here.values())
         aside = [one for one in self.quarantine if one.folder in names] if step is not None else self.quarantine
         if tried or passed or aside:
             return "no valid", None
