@@ -51,7 +51,9 @@ def steps_of(seed: int) -> tuple[Step, ...]:
 
 def problem_of(steps: Sequence[Step]) -> Exception | None:
     """Live through these steps. What was wrong; None where all is as promised."""
-    logging.getLogger("safe_ckpt").setLevel(logging.CRITICAL)
+    logger = logging.getLogger("safe_ckpt")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     folder = Path(tempfile.mkdtemp(prefix="life-", dir=_MEMORY if _MEMORY.is_dir() else None))
     try:
         with pytest.MonkeyPatch.context() as patch, inline_saves():
@@ -69,6 +71,7 @@ def problem_of(steps: Sequence[Step]) -> Exception | None:
     except Exception as error:
         return error
     finally:
+        logger.setLevel(level)
         shutil.rmtree(folder, ignore_errors=True)
     return None
 
