@@ -23,6 +23,7 @@ from safe_ckpt.core.home.visibility import Patience
 from safe_ckpt.core.resuming import candidate
 from safe_ckpt.core.storage.reader import drop_cache
 from safe_ckpt.errors import (
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     NoValidCheckpointError,
     RestoreError,
@@ -160,6 +161,22 @@ def test_no_usable_checkpoint_is_an_error(tmp_path):
     (tmp_path / "step-00000001").rename(tmp_path / ".safe_ckpt/quarantine/step-00000001")
     with Checkpointer(tmp_path, config()) as ckpt, pytest.raises(NoValidCheckpointError, match="in quarantine"):
         ckpt.resume({"a": 0})
+
+
+def test_a_mistyped_step_is_not_found_whatever_lies_in_quarantine(tmp_path):
+    """Of the step that was named a resume says that it is there; of another one nothing, also where all others are damaged."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"a": step}).result(timeout_s=20)
+        (tmp_path / "step-00000002/a.json").write_text("3")
+        assert ckpt.resume({"a": 0}).step == 1
+        with pytest.raises(CheckpointNotFoundError, match="step-00000001"):
+            ckpt.resume({"a": 0}, step=3)
+        with pytest.raises(NoValidCheckpointError, match="step-00000002: in quarantine"):
+            ckpt.resume({"a": 0}, step=2)
+        (tmp_path / "step-00000001/a.json").write_text("3")
+        with pytest.raises(CheckpointNotFoundError):
+            ckpt.resume({"a": 0}, step=3)
 
 
 @needs_root
