@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,13 @@ from torch.nn.parameter import is_lazy
 from safe_ckpt.errors import RestoreError, StateError
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+# What does not begin at zero in the optimizers of torch, and what stands beside it there: of ASGD, Rprop and NAdam.
+_BEGIN_WITH_LR = {"eta": "ax", "step_size": "prev"}
+_BEGIN_WITH_ONE = {"mu": "ax", "mu_product": "exp_avg"}
+RATES = (
+    "in a flattened state with the learning rate that the checkpoint has. If a scheduler changes that before these parameters "
+    "are used, hand over the optimizer itself"
+)
 _LEAVES = frozenset({*_PLAIN, int, float, str, bool, type(None)})
 _HOMES = {
     "DTensor": "torch.distributed.tensor",
@@ -422,6 +429,33 @@ def stepped(path: Sequence[Any]) -> Iterator[tuple[int, str, str]]:
             yield at + 2, where, str(path[at + 1])
         elif part.startswith("state."):
             yield from ((at + 1, where, name) for name in names_above(part.removeprefix("state.")))
+
+
+def begin_anew(holder: MutableMapping[Any, Any], key: Any) -> None:
+    """Have a parameter begin anew: with nothing, or in a flattened state with what an optimizer of torch begins with.
+
+    A flattened one must have something there: torch has taken a step, with a learning rate of 0, to make it.
+
+    Args:
+        holder: with all else of the state, restored.
+        key: what ``stepped`` has found there.
+    """
+    room = holder[key]
+    if isinstance(room, MutableMapping):
+        room.clear()
+        return
+    above, _, name = str(key).rpartition(".")
+    begins: Any = 0
+    if f"{above}.{_BEGIN_WITH_ONE.get(name)}" in holder:
+        begins = 1
+    elif f"{above}.{_BEGIN_WITH_LR.get(name)}" in holder:
+        begins = holder.get(f"param_groups.{above.removeprefix('state.')}.lr", 0)
+    holder[key] = torch.zeros_like(room).fill_(begins) if isinstance(room, torch.Tensor) else begins
+
+
+def begin_with_lr(names: Iterable[str]) -> bool:
+    """Whether one of these begins with the learning rate, in a flattened state."""
+    return any(name.rpartition(".")[2] in _BEGIN_WITH_LR for name in names)
 
 
 def names_above(name: str) -> Iterator[str]:
