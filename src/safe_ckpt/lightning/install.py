@@ -50,6 +50,8 @@ def install(
     with undo.whole_or_nothing():
         io = _install_io(trainer)
         saver = TrainerSaver(trainer, config, io)
+        if isinstance(present, SafeCheckpointIO) and present.saver is not None:
+            saver.come_after(present.saver)
         undo.also(saver.give_up)
         undo.put(io, {"saver": saver})
         saver.take(hooks, directory, suffix)
