@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from safe_ckpt.core.sharding.dtensor import load_optimizer, refuse_local_state
+from safe_ckpt.core.sharding.dtensor import keeping_types, load_optimizer, refuse_local_state
+
+__all__ = ["give_back", "keeping_types", "states_of", "versions_of_buffers"]
 
 
 def states_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:

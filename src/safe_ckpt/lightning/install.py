@@ -56,6 +56,7 @@ def install(
         undo.put(io, {"saver": saver})
         saver.take(hooks, directory, suffix)
         resuming.keep_from_tuner(trainer, saver)
+        resuming.keep_types(strategy, saver)
         if strategies.form_of(strategy) is not None:
             strategies.guard(trainer, saver)
     _let_savers_save(_home(trainer))

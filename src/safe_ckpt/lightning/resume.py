@@ -25,6 +25,7 @@ from safe_ckpt.adapters.extras import (
 )
 from safe_ckpt.adapters.pickles import refusing
 from safe_ckpt.adapters.saver import OpenHome, Saver
+from safe_ckpt.adapters.stateful import keeping_types
 from safe_ckpt.config import Timeouts
 from safe_ckpt.errors import (
     ConfigError,
@@ -128,6 +129,17 @@ def keep_from_tuner(trainer: Any, saver: TrainerSaver) -> None:
             connector._ckpt_path, connector._loaded_checkpoint = kept
 
     saver.undo.put_methods(connector, {"restore": restore})
+
+
+def keep_types(strategy: Any, saver: TrainerSaver) -> None:
+    """What an optimizer keeps in float32 beside bfloat16 parameters is not rounded by a resume."""
+    original = strategy.load_optimizer_state_dict
+
+    def load(checkpoint: Any) -> None:
+        with keeping_types(strategy.optimizers):
+            original(checkpoint)
+
+    saver.undo.put_methods(strategy, {"load_optimizer_state_dict": load})
 
 
 def choose(saver: Saver, home: OpenHome, suffix: str, rival: Path | None = None) -> Path | None:

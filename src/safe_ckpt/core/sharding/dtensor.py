@@ -317,6 +317,29 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     have it their way: of torch's own classes nothing is of the parameter's type then.
     """
     optimizer.load_state_dict(dict(state))
+    _keep_types(optimizer, state)
+
+
+@contextlib.contextmanager
+def keeping_types(optimizers: Iterable[Any]) -> Iterator[None]:
+    """Within this, a ``load_state_dict`` of these optimizers, whoever calls it, is as ``load_optimizer``."""
+    given: dict[int, Mapping[str, Any]] = {}
+    of_torch = [one for one in optimizers if isinstance(one, torch.optim.Optimizer)]
+
+    def before(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        given[id(optimizer)] = state
+
+    def after(optimizer: torch.optim.Optimizer) -> None:
+        _keep_types(optimizer, given.pop(id(optimizer)))
+
+    with contextlib.ExitStack() as hooks:
+        for one in of_torch:
+            hooks.callback(one.register_load_state_dict_pre_hook(before).remove)
+            hooks.callback(one.register_load_state_dict_post_hook(after).remove)
+        yield
+
+
+def _keep_types(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     if not is_torchs(optimizer.load_state_dict):
         return
     is_known = is_torchs(type(optimizer))
