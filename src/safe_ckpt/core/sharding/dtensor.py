@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -19,7 +20,9 @@ from torch.nn.parameter import is_lazy
 
 from safe_ckpt.errors import RestoreError, StateError
 
+logger = logging.getLogger(__name__)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_rounded: set[tuple[str, ...]] = set()
 # What does not begin at zero in the optimizers of torch, and what stands beside it there: of ASGD, Rprop and NAdam.
 _BEGIN_WITH_LR = {"eta": "ax", "step_size": "prev"}
 _BEGIN_WITH_ONE = {"mu": "ax", "mu_product": "exp_avg"}
@@ -479,6 +482,35 @@ def begin_anew(holder: MutableMapping[Any, Any], key: Any) -> None:
 def begin_with_lr(names: Iterable[str]) -> bool:
     """Whether one of these begins with the learning rate, in a flattened state."""
     return any(name.rpartition(".")[2] in _BEGIN_WITH_LR for name in names)
+
+
+def warn_of_rounded(state: Any) -> None:
+    """Log, once for the same names and on rank 0, which optimizer state torch's functions round to the parameters' type.
+
+    Args:
+        state: what was restored: of a model, and what ``get_optimizer_state_dict`` returns, flattened or not, anywhere in it.
+    """
+    found = [
+        (path, leaf) for path, leaf in placed(state) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
+    sizes = {str(path[-1]): leaf.itemsize for path, leaf in found}
+    names = tuple(
+        ".".join(map(str, path))
+        for path, leaf in found
+        if leaf.itemsize > 2 and str(path[-1]).rpartition(".")[2] != "step"
+        for _, _, name in stepped(path)
+        if sizes.get(name, leaf.itemsize) < leaf.itemsize
+    )
+    group = torch.distributed
+    if not names or names in _rounded or (group.is_available() and group.is_initialized() and group.get_rank()):
+        return
+    _rounded.add(names)
+    logger.warning(
+        "torch's set_optimizer_state_dict rounds %d entries to their parameters' type: %s. Hand over the optimizer itself, "
+        "which is restored as it was",
+        len(names),
+        ", ".join([*names[:5], *(["..."] if names[5:] else [])]),
+    )
 
 
 def names_above(name: str) -> Iterator[str]:

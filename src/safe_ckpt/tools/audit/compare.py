@@ -28,8 +28,8 @@ MEANS = {
     "logged": ("logged", "a counter, or an average that is logged, was not restored"),
     "gradients": ("gradients", "weights and batch are equal: something else that the loss depends on was not restored"),
 }
+# Of which others each is a result; each is one of everything else, too.
 _RESULTS = {"weights": ("gradients", "calls"), "gradients": ("weights", "calls"), "calls": ()}
-"""Of which others each is a result; each is one of everything else, too."""
 # What differs because the weights or the batches do tells nothing more.
 _FOLLOWS = {"state", "buffers", "copies", "logged", "scaler"}
 
@@ -143,12 +143,9 @@ def _is_result(finding: Finding, told: Sequence[Finding]) -> bool:
     if finding.category not in _RESULTS:
         return False
     # The weights of a step are from before it: what its gradients and its number of batches do to them is seen a step later.
-    causes, later = _RESULTS[finding.category], int(finding.category == "weights")
-    return any(
-        one.step <= finding.step - (later if one.category in causes else 0)
-        for one in told
-        if one.category in causes or one.category not in _RESULTS
-    )
+    causes, later = _RESULTS[finding.category], finding.category == "weights"
+    found = (one for one in told if one.category in causes or one.category not in _RESULTS)
+    return any(one.step <= finding.step - (later and one.category in causes) for one in found)
 
 
 def _of_rank(
