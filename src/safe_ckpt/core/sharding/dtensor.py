@@ -490,9 +490,8 @@ def warn_of_rounded(state: Any) -> None:
     Args:
         state: what was restored: of a model, and what ``get_optimizer_state_dict`` returns, flattened or not, anywhere in it.
     """
-    found = [
-        (path, leaf) for path, leaf in placed(state) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    ]
+    known = [(path, leaf) for path, leaf in placed(state) if path and (type(leaf) in _PLAIN or is_dtensor(leaf))]
+    found = [(path, leaf) for path, leaf in known if leaf.is_floating_point()]
     sizes = {str(path[-1]): leaf.itemsize for path, leaf in found}
     names = tuple(
         ".".join(map(str, path))
