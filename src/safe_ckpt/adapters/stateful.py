@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from safe_ckpt.core.sharding.dtensor import load_optimizer, refuse_local_state
+from safe_ckpt.core.sharding.dtensor import keeping_types, load_optimizer, refuse_local_state, warn_of_rounded
+
+__all__ = ["give_back", "keeping_types", "states_of", "versions_of_buffers"]
 
 
 def states_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,6 +23,7 @@ def states_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 def give_back(states: Mapping[str, Any], state_dict: MutableMapping[str, Any]) -> None:
     """Give every Stateful its state, and put everything else in its place; a name that is not there is left out."""
+    warn_of_rounded(states)
     for name, loaded in states.items():
         if name not in state_dict:
             continue

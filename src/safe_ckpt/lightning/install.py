@@ -50,10 +50,13 @@ def install(
     with undo.whole_or_nothing():
         io = _install_io(trainer)
         saver = TrainerSaver(trainer, config, io)
+        if isinstance(present, SafeCheckpointIO) and present.saver is not None:
+            saver.come_after(present.saver)
         undo.also(saver.give_up)
         undo.put(io, {"saver": saver})
         saver.take(hooks, directory, suffix)
         resuming.keep_from_tuner(trainer, saver)
+        resuming.keep_types(strategy, saver)
         if strategies.form_of(strategy) is not None:
             strategies.guard(trainer, saver)
     _let_savers_save(_home(trainer))
