@@ -148,8 +148,10 @@ def kinds() -> dict[str, Callable[[], Any]]:
 
     return {
         "states": of("states", "States"),
+        "loaders": of("loaders", "Loaders"),
         "loops": of("loops", "Loops"),
         "ranks": of("ranks", "Ranks"),
+        "fits": of("fits", "Fits"),
         "sharded": of("sharded", "Sharded"),
         "lightning": of("lightning_", "Lightning"),
         "accelerate": of("accelerate_", "Accelerated"),
