@@ -1,17 +1,17 @@
 """Histories of Lightning's callback in this process: saves that fail, a second callback, stops and signals, resumes.
 
-The reference is the stock ModelCheckpoint in a run that goes through, which writes nothing: a save that fails is one that it never
-made. Files, their steps, links, paths and scores at the end are the same, and behind each resume every hook sees the same.
+The reference is the stock ModelCheckpoint in a run that goes through, which writes nothing: a save that fails is one that it
+never made. Files, their steps, links, paths and scores at the end are the same, and behind each resume every hook sees the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import os
 import signal
 import warnings
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +48,7 @@ class Fits:
     def run(self, draw: Draw, folder: Path) -> Verdict:
         """Through, and stopped up to three times."""
         one = choose(draw)
-        with warnings.catch_warnings(), _signals_reach_us(), _quiet():
+        with warnings.catch_warnings(), _signals_reach_us(), starts.quiet():
             warnings.simplefilter("ignore")
             whole = Start(one, folder / "whole", draw.seed)
             try:
@@ -88,26 +88,20 @@ def choose(draw: Draw) -> SimpleNamespace:
         one.top, one.trigger = draw.number("best", 1, 3), {"every_n_train_steps": draw.number("every", 1, 3)}
     if one.monitor is None:
         one.mode = "min"
-    one.second = draw.among("another callback", "", "weights", "whole", "weights elsewhere", "whole elsewhere")
+    one.second = draw.among(
+        "another callback", "", "weights", "weights", "whole", "weights elsewhere", "whole elsewhere"
+    )
     one.second_every, one.second_last = draw.number("another one's every", 1, 3), draw.flag("another one comes last")
     one.stops = []
-    for n in range(draw.number("stops", 0, 2)):
-        what = draw.among(f"stop {n}", "SIGTERM", "step", "hook")
+    for n in range(draw.among("stops", 1, 2, 2, 0)):
+        what = draw.among(f"stop {n}", "SIGTERM", "SIGTERM", "step", "hook")
         number = draw.number(f"at {n}", 1, 14)
         one.stops.append((what, 4 * number if what == "hook" else number))
+    if any(what == "SIGTERM" for what, _ in one.stops):
+        one.accumulate = 1  # gradients that are not applied yet are in no checkpoint
     full = {draw.among(f"full disk at {n}", 0, *range(1, 13)) for n in range(3)}
     one.failing = frozenset(full - {number for what, number in one.stops if what == "SIGTERM"})
     return one
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 @contextlib.contextmanager
@@ -201,9 +195,10 @@ class Module(lightning_parts.Module):
     """Has a score that goes up and down."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        step = self.global_step  # manual optimization makes one
         found = super().training_step(batch, batch_idx)
-        self.log("score", float(starts.zlib.crc32(b"%d" % (self.global_step + self.one.seed)) % 1000))
-        self.stop.meets("SIGTERM", at=self.global_step)
+        self.log("score", float(zlib.crc32(b"%d" % step) % 1000))
+        self.stop.meets("SIGTERM", at=step)
         return found
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
@@ -230,7 +225,6 @@ class Start:
         """Make it all, and train."""
         one, stop = self._one, Stop(self._stop)
         starts.seed(self._seed)
-        one.seed = 5
         module = Module(one, stop)
         self.callbacks = self._made()
         witness = lightning_parts.Witness(self.here, stop)
@@ -263,9 +257,7 @@ class Start:
         if not self._ours:
             return [Stock(one.failing, **each) for each in given]
         auto: dict[str, Any] = {"config": _CONFIG, "resume": "auto"}
-        return [
-            SafeCheckpointCallback(**each, **(auto if each is first else {"config": _CONFIG})) for each in given
-        ]
+        return [SafeCheckpointCallback(**each, **(auto if each is first else {"config": _CONFIG})) for each in given]
 
     def newest(self) -> int:
         """The step from which the next start has to go on."""

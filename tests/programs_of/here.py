@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
+import logging
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +16,7 @@ from unittest import mock
 import numpy
 import torch
 
+from programs_of.processes import Started
 from safe_ckpt.core.writer import sink
 from safe_ckpt.testing import inline_saves
 
@@ -62,6 +65,12 @@ class HereInProcess:
         """As there."""
         self.notes.setdefault(name, []).append(value)
 
+    def started(self, said: str) -> Started:
+        """As a start in a process of its own that came to its end, or was stopped."""
+        told: list[dict[str, Any]] = [{"position": at, "event": text} for at, text in self.events]
+        told += [{"result": name, "value": value} for name, value in self.results.items()]
+        return Started(codes=(0,), lines={}, told={0: told}, said=said)
+
 
 def seed(number: int) -> None:
     """Of the generators of this process."""
@@ -78,7 +87,10 @@ def drawn() -> int:
 
 @contextlib.contextmanager
 def full_disk(is_full: Callable[[], bool]) -> Iterator[None]:
-    """Within, this process writes its saves itself, and has no space for one that begins while the disk is full."""
+    """Within, this process writes its saves itself, and has no space for one that begins while the disk is full.
+
+    What frameworks collect then is what came since: going through all that a process of the tests has takes most of the time.
+    """
     write = sink.write_file
 
     def written(*given: Any) -> Any:
@@ -86,8 +98,23 @@ def full_disk(is_full: Callable[[], bool]) -> Iterator[None]:
             raise OSError(errno.ENOSPC, "the disk is full")
         return write(*given)
 
-    with inline_saves(), mock.patch.object(sink, "write_file", written):
+    gc.freeze()
+    try:
+        with inline_saves(), mock.patch.object(sink, "write_file", written):
+            yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Nothing is logged: on purpose much goes wrong."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
         yield
+    finally:
+        logging.disable(before)
 
 
 def first_difference(whole: Sequence[tuple[int, str]], found: Sequence[tuple[int, str]], behind: int) -> str:

@@ -1,12 +1,13 @@
 """Histories of one loader, all in this process, beside torch's own loader that is not stopped.
 
-The loop stops at any moment and goes on from a place that was saved then or before, with a new loader or the same one, again and
-again, also within one epoch. Every batch, what was drawn for it, what training draws, and the generators behind each epoch are
+The loop stops at any moment and goes on from a place that was saved then or before, with a new loader or the same one, again
+and again, also within one epoch. Every batch, what was drawn for it, what training draws, and the generators behind each epoch are
 those of the loader that goes through.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -272,7 +273,7 @@ def _short(state: Any) -> int:
 
 
 def _generators() -> list[int]:
-    found = torch.get_rng_state(), random.getstate(), [one for one in numpy.random.get_state()[1:3]]
+    found = torch.get_rng_state(), random.getstate(), list(numpy.random.get_state()[1:3])
     return [*map(_short, found)]
 
 
@@ -341,10 +342,8 @@ class Loaders:
 
 
 def _look(loader: Any) -> None:
-    try:
+    with contextlib.suppress(OSError):
         next(iter(loader))
-    except OSError:
-        pass
 
 
 def _length(loader: Any) -> int | None:

@@ -152,8 +152,10 @@ def kinds() -> dict[str, Callable[[], Any]]:
         "loops": of("loops", "Loops"),
         "ranks": of("ranks", "Ranks"),
         "fits": of("fits", "Fits"),
+        "prepared": of("prepared", "Prepared"),
         "sharded": of("sharded", "Sharded"),
         "lightning": of("lightning_", "Lightning"),
         "accelerate": of("accelerate_", "Accelerated"),
         "transformers": of("trainers", "Trained"),
+        "trained": of("trained", "TrainedHere"),
     }
