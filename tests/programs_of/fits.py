@@ -1,7 +1,7 @@
 """Histories of Lightning's callback in this process: saves that fail, a second callback, stops and signals, resumes.
 
 The reference is the stock ModelCheckpoint in a run that goes through, which writes nothing: a save that fails is one that it
-never made. Files, their steps, links, paths and scores at the end are the same, and behind each resume every hook sees the same.
+never made. Files, their steps, links, paths and scores at the end are the same; behind each resume every hook sees the same.
 """
 
 from __future__ import annotations

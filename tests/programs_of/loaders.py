@@ -1,8 +1,8 @@
 """Histories of one loader, all in this process, beside torch's own loader that is not stopped.
 
 The loop stops at any moment and goes on from a place that was saved then or before, with a new loader or the same one, again
-and again, also within one epoch. Every batch, what was drawn for it, what training draws, and the generators behind each epoch are
-those of the loader that goes through.
+and again, also within one epoch. Every batch, what was drawn for it, what training draws, and the generators behind each epoch
+are those of the loader that goes through.
 """
 
 from __future__ import annotations
