@@ -471,3 +471,17 @@ def test_a_place_in_another_order_of_the_data_is_refused():
         resumable(made("shuffle")).load_state_dict({**state, "facts": {**state["facts"], "rank": 1}})
     with pytest.raises(RestoreError, match="version 9"):
         resumable(made("shuffle")).load_state_dict({"version": 9})
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_resume_behind_every_batch_gives_the_same_batches(name):
+    """A resume of a resume of a resume, within one epoch and on into the next: nothing comes twice or is left out."""
+    seed_all(1)
+    whole, _ = run(made(name), 2)
+    seed_all(1)
+    seen, state = run(resumable(made(name)), 2, stop_at=1)
+    while state is not None:
+        seed_all(99)
+        more, state = run(resumable(made(name)), 2, stop_at=1, resumed=state)
+        seen += more
+    assert seen == whole
