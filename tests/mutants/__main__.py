@@ -37,10 +37,35 @@ _STARTS_A_WRITER, _SAVING_TESTS = "core/writer/workers.py", 8
 _SAVING = ["tests/unit/saving/test_checkpointer.py", "tests/unit/saving/test_resume.py"]
 # Which tests are those of a room. They are what is quick of it: see ``pytest --quick``.
 ROOMS = {
-    "core/home": ["tests/unit/home"],
-    "core/saving": ["tests/unit/saving"],
-    "core/resuming": [*_SAVING, "tests/unit/saving/test_starts.py", "tests/unit/saving/test_reading_frameworks.py"],
-    "core/state": ["tests/unit/state", "tests/unit/saving/test_as_it_was.py", *_SAVING],
+    "core/home": [
+        "tests/unit/home",
+        "tests/unit/saving/test_commit_order.py",
+        "tests/unit/saving/test_mirror.py",
+        "tests/unit/saving/test_mirror_behind.py",
+        "tests/unit/saving/test_paths_that_mean_something_else.py",
+        "tests/unit/tools/cli/test_standing.py",
+        "tests/unit/tools/cli/test_unlock.py",
+        "tests/unit/tools/inspection/test_listing.py",
+        *_SAVING,
+    ],
+    "core/saving": [
+        "tests/unit/saving",
+        "tests/unit/staging/test_host_budget.py",
+        "tests/unit/state/test_overlap.py",
+        "tests/unit/test_cuda.py",
+    ],
+    "core/resuming": [
+        "tests/unit/saving",
+        "tests/unit/storage/test_host_cache.py",
+        "tests/unit/tools/cli/test_stores.py",
+    ],
+    "core/state": [
+        "tests/unit/state",
+        "tests/unit/saving/test_as_it_was.py",
+        "tests/unit/saving/test_trained.py",
+        "tests/unit/saving/test_unchanged.py",
+        *_SAVING,
+    ],
     "core/formats": [
         "tests/unit/formats",
         "tests/unit/tools/inspection",
@@ -51,7 +76,7 @@ ROOMS = {
     "core/storage": ["tests/unit/storage", "tests/unit/home/test_file_home.py"],
     "core/writer": ["tests/unit/writer", *_SAVING],
     "core/sharding": ["tests/unit/sharding", "tests/multirank/test_sharded.py"],
-    "extensions": ["tests/unit/extensions", "tests/unit/saving"],
+    "extensions": ["tests/unit/extensions", "tests/unit/saving", "tests/unit/writer/test_content_bytes.py"],
     "data": ["tests/unit/data"],
     "offload": ["tests/unit/offload", "tests/multirank/test_offload.py"],
 }
