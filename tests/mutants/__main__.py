@@ -3,9 +3,9 @@
     python -m mutants ROOM [--seed 1] [--count 50] [--only NUMBER ...]
 
 Each runs in a fork and a copy of the tree, against the tests that enter its line: a run without a mutant records them. What
-only a process that a test started enters is not recorded: a few tests that start a writer are run then. It prints a line for
-each mutant, and the difference of each that survived: read these. Some change nothing that anybody sees; of the others each
-is a test that is missing. Exit status: 1 if one survived.
+only a process that a test started enters is not recorded: a few tests that start a writer, or enter most of the module, are
+run then. It prints a line for each mutant, and the difference of each that survived: read these. Some change nothing that
+anybody sees; of the others each is a test that is missing. Exit status: 1 if one survived.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 SRC = Path("src/safe_ckpt")
 _MOST_FAILED = 5  # more are no accident of the machine
 _STARTS_A_WRITER, _SAVING_TESTS = "core/writer/workers.py", 8
+_NEAR_TESTS = 24
 _SAVING = ["tests/unit/saving/test_checkpointer.py", "tests/unit/saving/test_resume.py"]
 # Which tests are those of a room. They are what is quick of it: see ``pytest --quick``.
 ROOMS = {
@@ -56,6 +57,8 @@ ROOMS = {
     ],
     "core/resuming": [
         "tests/unit/saving",
+        "tests/unit/adapters/test_newest.py",
+        "tests/unit/state/test_one_rank_of_a_group.py",
         "tests/unit/storage/test_host_cache.py",
         "tests/unit/tools/cli/test_stores.py",
     ],
@@ -124,10 +127,16 @@ def measure_patience() -> None:
 def noticing(record: Record, mutant: Mutant) -> list[str]:
     """The tests that enter the statement, the quickest first: all, where the import of the module runs it.
 
-    Where none does in its own process, a few that start a writer, in whose process it may be run.
+    Where none does in its own process, a few that start a writer, in whose process it may be run, and those that enter most
+    of its module, as a process that they fork, such as a loader's worker, may run it.
     """
-    found = _entering(record, mutant)
-    return found or [test for test, ran in record.items() if _STARTS_A_WRITER in ran.lines][:_SAVING_TESTS]
+    if found := _entering(record, mutant):
+        return found
+    module = str(mutant.name.relative_to(SRC))
+    near = [test for test, ran in record.items() if module in ran.lines]
+    near.sort(key=lambda test: -len(record[test].lines[module]))
+    starting = [test for test, ran in record.items() if _STARTS_A_WRITER in ran.lines][:_SAVING_TESTS]
+    return list(dict.fromkeys([*starting, *near[:_NEAR_TESTS]]))
 
 
 def _entering(record: Record, mutant: Mutant) -> list[str]:
