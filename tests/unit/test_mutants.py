@@ -50,7 +50,7 @@ def tried(tree, files):
 
 @pytest.mark.slow
 def test_a_mutant_dies_where_a_test_notices_it_and_lives_where_none_can(tmp_path):
-    """Each is run with the tests that enter its statement, or else its module; it tells which failed. The tree stays the same."""
+    """Each is run with the tests of its statement, or else its module; it tells which failed. The tree stays the same."""
     done = tried(tmp_path, TINY)
     assert done.returncode == 0, done.stdout + done.stderr
     said = [(line, kind, tests, alive) for line, kind, tests, alive, _ in json.loads(done.stdout)]
