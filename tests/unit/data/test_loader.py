@@ -291,6 +291,12 @@ def test_persistent_workers_are_seeded_once_also_after_a_resume(name):
         first, state = run(resumable(made(name, 1, **more)), 3, stop_at=place)
         rest, _ = run(resumable(made(name, 1, **more)), 3, resumed=state)
         assert first + rest == whole, place
+    seed_all(1)
+    loader = resumable(made(name, 1, **more))
+    first, _ = run(loader, 1)
+    between = {"epoch": 1, "loader": json.dumps(loader.state_dict()), "rng": states()}
+    rest, _ = run(resumable(made(name, 1, **more)), 3, resumed=between)
+    assert first + rest == whole
 
 
 @pytest.mark.slow
@@ -375,6 +381,8 @@ def test_loaders_whose_place_cannot_be_told_are_refused_by_name():
         def __iter__(self):
             return iter(range(10))
 
+    with pytest.raises(TypeError, match="takes a DataLoader, got list"):
+        resumable([1, 2])
     with pytest.raises(TypeError, match="in_order"):
         resumable(DataLoader(Ids(), num_workers=2, in_order=False))
     with pytest.raises(TypeError, match="knows its place itself"):

@@ -202,13 +202,14 @@ def _unreadable(tmp_path):
     [
         ({"b": 1}, "no such item"),
         ({"a": PerRank(1)}, "saved not PerRank"),
+        ({"own": 1}, "saved PerRank"),
         ({"model": torch.nn.Linear(3, 3)}, "size mismatch"),
     ],
 )
 def test_a_state_that_does_not_fit_is_told_so(tmp_path, state, words):
     """Restoring something else than was saved is an error that says what there is."""
     with Checkpointer(tmp_path, config()) as ckpt:
-        ckpt.save(1, {"a": 1, "model": torch.nn.Linear(2, 2)}).result(timeout_s=20)
+        ckpt.save(1, {"a": 1, "own": PerRank(1), "model": torch.nn.Linear(2, 2)}).result(timeout_s=20)
         with pytest.raises(RestoreError, match=words):
             ckpt.resume(state)
 
