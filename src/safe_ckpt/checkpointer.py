@@ -320,7 +320,7 @@ class Checkpointer:
                 reader,
                 view,
                 accepts=wanted,
-                named=step is not None,
+                named="" if step is None else catalog.step_name(step),
                 by_name=_BY_NAME,
                 others=lambda: of_frameworks(self._workspace),
             )

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerate_runs import CONFIG, fresh, make
+from kit.inside import save_in_flight
+from safe_ckpt import CheckpointConfig
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import LazyTensor
@@ -416,3 +418,19 @@ def test_beside_checkpoints_a_reader_finds_the_old_weights_or_the_new_ones(tmp_p
         seen.clear()
         assert found() == number
     assert not list((tmp_path / ".safe_ckpt").rglob("*.safetensors"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("on_busy", ["wait", "skip"])
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
+def test_weights_wait_for_a_save_in_flight_and_are_never_left_out(tmp_path, on_busy, safe):
+    """Whatever ``on_busy`` says of ``save_state``: when ``save_model`` returns they are there."""
+    config = CheckpointConfig(timeouts=CONFIG.timeouts, on_busy=on_busy)
+    with fresh(), register(accelerator := make(None), config) as handle, save_in_flight() as free:
+        model = accelerator.prepare(torch.nn.Linear(3, 2))
+        accelerator.save_state(tmp_path / "state")
+        handle.save_model(model, tmp_path / "weights", safe_serialization=safe)
+        free.set()
+    found = loaded(tmp_path / "weights") if safe else torch.load(tmp_path / "weights/pytorch_model.bin")
+    assert found["weight"].equal(model.weight)
+    assert (tmp_path / "state/manifest.json").is_file()

@@ -293,6 +293,7 @@ ELSEWHERE = {
         [
             "_logger_connector",
             "_seen_batches_per_dataloader",
+            "_last_val_dl_reload_epoch",
             "_first_loop_iter",
             "_results",
             "_forward_cache",

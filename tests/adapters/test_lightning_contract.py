@@ -186,6 +186,7 @@ def test_the_iterators_that_train_and_the_epoch_of_a_loader_are_where_we_look(na
         assert not inspect.signature(loop.setup_data).parameters
         assert f"self.{due}" in inspect.getsource(inspect.unwrap(type(loop).setup_data))
         assert "self.trainer.current_epoch - self._last_" in inspect.getsource(getattr(type(loop), due).fget)
+    assert trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch == float("-inf")
     assert "epoch_progress.total" in inspect.getsource(type(trainer.fit_loop).update_restart_stage)
     assert "batch_progress.total" in inspect.getsource(type(trainer.fit_loop.epoch_loop).update_restart_stage)
 

@@ -130,6 +130,52 @@ def test_a_second_fit_does_not_resume(tmp_path):
     assert made.ckpt_path is None
 
 
+def fit_twice(folder, *, seed, stop=None, between=lambda module: None):
+    """Two epochs, something in between, and in a second fit a third epoch."""
+    pl = package("lightning.pytorch")
+    pl.seed_everything(seed, verbose=False)
+    module = module_class(pl)(loader=resumable)
+    saves = SafeCheckpointCallback(
+        dirpath=folder, every_n_train_steps=1, save_top_k=-1, filename="{step}", resume="auto"
+    )
+    made = trainer(pl, [saves, *([stop_at(pl, stop)] if stop is not None else [])], folder, max_epochs=2)
+    with contextlib.suppress(Stop):
+        made.fit(module)
+        between(module)
+        made.fit_loop.max_epochs = 3
+        made.fit(module)
+    return fingerprint(module), made.global_step
+
+
+def test_a_second_fit_that_was_killed_goes_on_with_its_own_state(tmp_path):
+    """Started again, the first fit has nothing to do; the second one has the moments, the rate and the numbers of the second.
+
+    What the script does between the two is done again, and is in what the second one has saved.
+    """
+
+    def draw(module):
+        torch.rand(3)
+
+    expected = fit_twice(tmp_path / "whole", seed=1, between=draw)
+    for stop in (4, 7, 8):
+        fit_twice(tmp_path / f"{stop}", seed=1, stop=stop, between=draw)
+        assert fit_twice(tmp_path / f"{stop}", seed=77, between=draw) == expected, stop
+
+
+def test_a_second_fit_that_had_saved_nothing_begins_with_what_the_script_has_made(tmp_path):
+    """It is not set back to the end of the first fit: what the script changed in between counts."""
+    pl = package("lightning.pytorch")
+
+    def double(module):
+        pl.seed_everything(5, verbose=False)
+        with torch.no_grad():
+            module.net[0].weight.mul_(2)
+
+    expected = fit_twice(tmp_path / "whole", seed=1, between=double)
+    fit_twice(tmp_path / "stopped", seed=1, stop=6, between=double)
+    assert fit_twice(tmp_path / "stopped", seed=77, between=double) == expected
+
+
 def test_an_explicit_path_wins(tmp_path):
     """fit(ckpt_path=...) is obeyed also with resume="auto"."""
     pl = package("lightning.pytorch")

@@ -97,6 +97,26 @@ def test_a_signal_saves_where_the_resume_looks(tmp_path, other, first):
     assert len(module.seen) == made.global_step - 5
 
 
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.quick
+def test_a_signal_saves_the_whole_state_beside_what_another_callback_saves_there(tmp_path, other, first):
+    """In one directory for both, too: only a whole checkpoint of that step makes ``stopped.ckpt`` needless."""
+    pl = package("lightning.pytorch")
+
+    def run(*more):
+        own = SafeCheckpointCallback(tmp_path / "a", filename="{step}", resume="auto", config=STOPS)
+        more_often = {"every_n_train_steps": 1, **OTHERS[other]}
+        others = SafeCheckpointCallback(tmp_path / "a", filename="other-{step}", mode="max", config=STOPS, **more_often)
+        return fit(tmp_path, *([others, own] if first else [own, others]), *more)
+
+    made, _ = run(signal_at(pl, 5))
+    assert made.global_step == 5
+    assert ("stopped.ckpt" in names(tmp_path / "a")) == (other != "that step")
+    made, module = run()
+    assert len(module.seen) == made.global_step - 5
+
+
 @pytest.mark.parametrize("limits", [{"min_steps": 5}, {"min_epochs": 2}, {"min_epochs": 2, "min_steps": 5}])
 @pytest.mark.quick
 def test_a_signal_ends_fit_before_what_it_is_to_train_at_least(tmp_path, limits):

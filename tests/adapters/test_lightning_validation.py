@@ -269,8 +269,12 @@ def test_loaders_are_those_of_the_epoch_in_which_they_were_loaded(tmp_path, ever
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_what_a_validation_logs_at_its_steps_goes_on_to_be_counted(tmp_path):
-    """The step that a logger is given behind a resume is that of the run that was not stopped, not 0 again."""
+@pytest.mark.parametrize("reload", [0, 1, 2])
+def test_what_a_validation_logs_at_its_steps_goes_on_to_be_counted(tmp_path, reload):
+    """The step that a logger is given behind a resume is that of the run that was not stopped, not 0 again.
+
+    Where loaders are loaded again Lightning counts from 0 there: so it does after a resume, there alone.
+    """
     pl = package("lightning.pytorch")
 
     class Told(pl.loggers.logger.DummyLogger):
@@ -288,11 +292,12 @@ def test_what_a_validation_logs_at_its_steps_goes_on_to_be_counted(tmp_path):
         module.validation_step = lambda batch, batch_idx: module.log("score", module.net(batch[0]).mean(), on_step=True)
         to = tmp_path / ("first" if path is None else path.stem)
         saving = SafeCheckpointCallback(dirpath=to, save_top_k=-1, every_n_train_steps=1, config=QUICK)
-        made = trainer(pl, [saving], tmp_path, max_epochs=3, logger=told, log_every_n_steps=1)
+        more = {"reload_dataloaders_every_n_epochs": reload, "val_check_interval": 0.5}
+        made = trainer(pl, [saving], tmp_path, max_epochs=4, logger=told, log_every_n_steps=1, **more)
         made.fit(module, ckpt_path=path)
         return told.steps
 
     straight = fit()
-    assert [step for step, _ in straight] == list(range(18))
+    assert [step for step, _ in straight] == {0: [*range(48)], 1: [*range(12)] * 4, 2: [*range(24)] * 2}[reload]
     for path in sorted((tmp_path / "first").glob("*.ckpt")):
         assert (found := fit(path)) == straight[len(straight) - len(found) :], path

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 from dataclasses import replace
 
+from kit.patience import wait_until
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.home import lease
 from safe_ckpt.core.home.file_lock import JobLock
@@ -12,9 +15,12 @@ from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.home.objects import lock as object_lock
 from safe_ckpt.core.resuming import candidate
 from safe_ckpt.core.saving import one_save
+from safe_ckpt.core.saving.handle import OpenSave
 from safe_ckpt.core.staging.snapshot import StagingCopy
+from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.core.storage import direct_io, durable
 from safe_ckpt.extensions import unchanged
+from safe_ckpt.extensions.mirror import mirror
 
 
 def engine_of(job):
@@ -30,6 +36,24 @@ def writer_of(job):
 def home_of(ckpt):
     """The directory of a ``Checkpointer``, as its saves see it."""
     return ckpt._workspace
+
+
+def waits_for_mirror(ckpt):
+    """Whether an upload of a ``Checkpointer`` is under way, or has failed and will be tried again."""
+    found = [one.mirror for one in engine_of(ckpt).extensions if one.name == "mirror"]
+    return any(one is not None and one._known() for one in found)
+
+
+def upload_at_once(patch):
+    """A mirror uploads on the thread that asks for it, which goes on when that is done or has failed."""
+
+    class AtOnce(Background):
+        def put(self, item):
+            if self._ended:
+                raise Refused(self._name)
+            self._work(item)
+
+    patch.setattr(mirror, "Background", AtOnce)
 
 
 def store_keys(job):
@@ -146,6 +170,24 @@ def once_written(action):
     one_save.write = write
 
 
+@contextlib.contextmanager
+def save_in_flight():
+    """The next save is written, and not committed until the event that this gives is set, or this thread waits for a save."""
+    free, here = threading.Event(), threading.get_ident()
+
+    def waits():
+        frame = sys._current_frames().get(here)
+        while frame is not None and frame.f_code is not OpenSave._await.__code__:
+            frame = frame.f_back
+        return frame is not None
+
+    once_written(lambda _: wait_until(lambda: free.is_set() or waits(), 60, "the end of the wait") and None)
+    try:
+        yield free
+    finally:
+        free.set()
+
+
 __all__ = [
     "before_pieces",
     "copy_after",
@@ -162,8 +204,11 @@ __all__ = [
     "once_written",
     "ownership",
     "put_owners_elsewhere",
+    "save_in_flight",
     "store_keys",
     "store_port",
+    "upload_at_once",
     "verdict_on_hosts",
+    "waits_for_mirror",
     "writer_of",
 ]

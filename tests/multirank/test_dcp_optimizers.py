@@ -63,6 +63,12 @@ OPTIMIZERS = {
     "counts": Counts,
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
 }
+# Those of torch whose state does not begin at zero.
+BEGIN_ELSEWHERE = {
+    "asgd": lambda parameters: torch.optim.ASGD(parameters, lr=torch.tensor(0.05)),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=0.05),
+    "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=0.05),
+}
 
 
 class Run:
@@ -75,7 +81,7 @@ class Run:
             fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         elif wrap == "ddp":
             self.model = nn.parallel.DistributedDataParallel(self.inner, find_unused_parameters=True)
-        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.optimizer = (OPTIMIZERS | BEGIN_ELSEWHERE)[optimizer](self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 6], 0.5)
 
     def train(self, begin, end):
@@ -196,12 +202,12 @@ def test_a_parameter_that_has_begun_anew_may_begin_anew_again(tmp_path, way):
 def _through_a_checkpointer(rank, path, ways):
     """What differs after two resumes before a layer was used."""
     found = {}
-    for way in ways:
-        run = Run(1, wrap="fsdp2").train(0, 2)
+    for way, optimizer in ways:
+        run = Run(1, optimizer, "fsdp2").train(0, 2)
         for step in (2, LOADED):
-            with Checkpointer(path / way) as ckpt:
+            with Checkpointer(path / f"{way}-{optimizer}") as ckpt:
                 ckpt.save(step, _state(run, way)).result()
-                run = Run(7, wrap="fsdp2")
+                run = Run(7, optimizer, "fsdp2")
                 state = _state(run, way)
                 ckpt.resume(state)
             if way == "functions":
@@ -209,26 +215,28 @@ def _through_a_checkpointer(rank, path, ways):
                     run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
                 )
             run.train(step, END if step == LOADED else LOADED)
-        found[way] = _different(run.whole(), _at(END, wrap="fsdp2"))
+        found[way, optimizer] = _different(run.whole(), _at(END, optimizer, "fsdp2"))
     return found
 
 
 def test_a_checkpointer_begins_anew_with_a_parameter_that_had_no_state(tmp_path):
     """The state of an FSDP2 optimizer as DCP's functions, its tutorial and its flattened form have it is saved and resumed."""
-    ways = ("functions", "app", "flat")
+    ways = [*((way, "adamw") for way in ("functions", "app", "flat")), ("flat", "asgd"), ("flat", "nadam")]
     for found in values(spawn_ranks(_through_a_checkpointer, 2, tmp_path, ways)):
         assert found == {way: [] for way in ways}
 
 
-def test_a_flattened_state_begins_anew_with_a_parameter_that_had_none(tmp_path, caplog):
-    """It must have something there: that is what a first step makes. One warning names what the checkpoint has not."""
-    run = Run(1).train(0, LOADED)
+@pytest.mark.parametrize("optimizer", ["adamw", *BEGIN_ELSEWHERE])
+def test_a_flattened_state_begins_anew_with_a_parameter_that_had_none(tmp_path, caplog, optimizer):
+    """It must have something there: that with which a first step begins. One warning names what the checkpoint has not."""
+    run = Run(1, optimizer).train(0, LOADED)
     dcp.save(_state(run, "flat"), checkpoint_id=tmp_path / "one")
     for _ in range(2):
-        again = _resumed(tmp_path / "one", "flat", Run(7))
-        assert _different(again.train(LOADED, END).whole(), _at(END)) == []
+        again = _resumed(tmp_path / "one", "flat", Run(7, optimizer))
+        assert _different(again.train(LOADED, END).whole(), _at(END, optimizer)) == []
     (said,) = [record.message for record in caplog.records if "begins anew" in record.message]
-    assert "flat.optimizer.state.later.bias.step" in said
+    assert "flat.optimizer.state.later.bias." in said
+    assert ("with the learning rate that the checkpoint has" in said) == (optimizer in ("asgd", "rprop"))
 
 
 @pytest.mark.parametrize(("way", "prefix"), [("plain", ""), ("functions", ""), ("app", "app.")])

@@ -3,9 +3,9 @@
     python -m mutants ROOM [--seed 1] [--count 50] [--only NUMBER ...]
 
 Each runs in a fork and a copy of the tree, against the tests that enter its line: a run without a mutant records them. What
-only a process that a test started enters is not recorded: a few tests that start a writer are run then. It prints a line for
-each mutant, and the difference of each that survived: read these. Some change nothing that anybody sees; of the others each
-is a test that is missing. Exit status: 1 if one survived.
+only a process that a test started enters is not recorded: a few tests that start a writer, or enter most of the module, are
+run then. It prints a line for each mutant, and the difference of each that survived: read these. Some change nothing that
+anybody sees; of the others each is a test that is missing. Exit status: 1 if one survived.
 """
 
 from __future__ import annotations
@@ -34,13 +34,41 @@ ROOT = Path(__file__).parents[2]
 SRC = Path("src/safe_ckpt")
 _MOST_FAILED = 5  # more are no accident of the machine
 _STARTS_A_WRITER, _SAVING_TESTS = "core/writer/workers.py", 8
+_NEAR_TESTS = 24
 _SAVING = ["tests/unit/saving/test_checkpointer.py", "tests/unit/saving/test_resume.py"]
 # Which tests are those of a room. They are what is quick of it: see ``pytest --quick``.
 ROOMS = {
-    "core/home": ["tests/unit/home"],
-    "core/saving": ["tests/unit/saving"],
-    "core/resuming": [*_SAVING, "tests/unit/saving/test_starts.py", "tests/unit/saving/test_reading_frameworks.py"],
-    "core/state": ["tests/unit/state", "tests/unit/saving/test_as_it_was.py", *_SAVING],
+    "core/home": [
+        "tests/unit/home",
+        "tests/unit/saving/test_commit_order.py",
+        "tests/unit/saving/test_mirror.py",
+        "tests/unit/saving/test_mirror_behind.py",
+        "tests/unit/saving/test_paths_that_mean_something_else.py",
+        "tests/unit/tools/cli/test_standing.py",
+        "tests/unit/tools/cli/test_unlock.py",
+        "tests/unit/tools/inspection/test_listing.py",
+        *_SAVING,
+    ],
+    "core/saving": [
+        "tests/unit/saving",
+        "tests/unit/staging/test_host_budget.py",
+        "tests/unit/state/test_overlap.py",
+        "tests/unit/test_cuda.py",
+    ],
+    "core/resuming": [
+        "tests/unit/saving",
+        "tests/unit/adapters/test_newest.py",
+        "tests/unit/state/test_one_rank_of_a_group.py",
+        "tests/unit/storage/test_host_cache.py",
+        "tests/unit/tools/cli/test_stores.py",
+    ],
+    "core/state": [
+        "tests/unit/state",
+        "tests/unit/saving/test_as_it_was.py",
+        "tests/unit/saving/test_trained.py",
+        "tests/unit/saving/test_unchanged.py",
+        *_SAVING,
+    ],
     "core/formats": [
         "tests/unit/formats",
         "tests/unit/tools/inspection",
@@ -51,7 +79,7 @@ ROOMS = {
     "core/storage": ["tests/unit/storage", "tests/unit/home/test_file_home.py"],
     "core/writer": ["tests/unit/writer", *_SAVING],
     "core/sharding": ["tests/unit/sharding", "tests/multirank/test_sharded.py"],
-    "extensions": ["tests/unit/extensions", "tests/unit/saving"],
+    "extensions": ["tests/unit/extensions", "tests/unit/saving", "tests/unit/writer/test_content_bytes.py"],
     "data": ["tests/unit/data"],
     "offload": ["tests/unit/offload", "tests/multirank/test_offload.py"],
 }
@@ -99,10 +127,16 @@ def measure_patience() -> None:
 def noticing(record: Record, mutant: Mutant) -> list[str]:
     """The tests that enter the statement, the quickest first: all, where the import of the module runs it.
 
-    Where none does in its own process, a few that start a writer, in whose process it may be run.
+    Where none does in its own process, a few that start a writer, in whose process it may be run, and those that enter most
+    of its module, as a process that they fork, such as a loader's worker, may run it.
     """
-    found = _entering(record, mutant)
-    return found or [test for test, ran in record.items() if _STARTS_A_WRITER in ran.lines][:_SAVING_TESTS]
+    if found := _entering(record, mutant):
+        return found
+    module = str(mutant.name.relative_to(SRC))
+    near = [test for test, ran in record.items() if module in ran.lines]
+    near.sort(key=lambda test: -len(record[test].lines[module]))
+    starting = [test for test, ran in record.items() if _STARTS_A_WRITER in ran.lines][:_SAVING_TESTS]
+    return list(dict.fromkeys([*starting, *near[:_NEAR_TESTS]]))
 
 
 def _entering(record: Record, mutant: Mutant) -> list[str]:

@@ -38,6 +38,16 @@ PLANTED = {
         "        waits = {_WAITS: True} if getattr(self, _WAITS, False) else {}\n",
         "        waits: dict[str, Any] = {}\n",
     ),
+    "a second fit that was killed begins with an optimizer of its own": (
+        "lightning/resume.py",
+        "        if none_given and (saver.goes_on or not trained):\n",
+        "        if none_given and not trained:\n",
+    ),
+    "what a validation logs is counted on although its loaders are loaded again": (
+        "lightning/loop_state.py",
+        'mine.get("validated_since", since) == since',
+        "True",
+    ),
     "an empty validation is never over": (
         "lightning/loop_state.py",
         "            found = run()  # after an exception it is not over\n            self.validation = None  #",

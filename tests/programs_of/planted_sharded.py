@@ -6,6 +6,7 @@ FOUND_BY = {
     "dcp.load leaves the state that torch has made for a parameter that had none": (
         "sharded", 0, {"door": 1, "handed": 4, "unused": 3},
     ),
+    "a flattened state begins anew with zeros": ("sharded", 0, {"door": 1, "handed": 4, "unused": 3, "optimizer": 10}),
     "dcp.load puts text beside numbers that are keys": ("sharded", 0, {"door": 1, "scheduler": 2}),
     "no resume takes a list of DTensors": ("sharded", 0, {"more": 2}),
     "ranks that are new draw what rank 0 draws": (
@@ -37,8 +38,13 @@ PLANTED = {
     ),
     "dcp.load leaves the state that torch has made for a parameter that had none": (
         "core/sharding/dcp_load.py",
-        "            _begin_anew(_at(self._state, place[:-1]), place[-1])",
+        "            dtensor.begin_anew(_at(self._state, place[:-1]), place[-1])",
         "            pass",
+    ),
+    "a flattened state begins anew with zeros": (
+        "core/sharding/dtensor.py",
+        "        begins = holder.get(f\"param_groups.{above.removeprefix('state.')}.lr\", 0)\n",
+        "        begins = 0\n",
     ),
     "dcp.load puts text beside numbers that are keys": (
         "core/sharding/dcp_load.py",

@@ -127,8 +127,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float, said: 
     """Where one is killed the others are, too, as launchers do it."""
     deadline = time.monotonic() + timeout_s
     try:
-        while any(one.poll() is None for one in processes):
-            if any(one.returncode == -signal.SIGKILL for one in processes):
+        while None in (codes := [one.poll() for one in processes]):  # of all, not only up to the first that runs
+            if -signal.SIGKILL in codes:
                 break
             if time.monotonic() > deadline:
                 last = said.read_text(errors="replace")[-2000:]

@@ -148,10 +148,14 @@ def kinds() -> dict[str, Callable[[], Any]]:
 
     return {
         "states": of("states", "States"),
+        "loaders": of("loaders", "Loaders"),
         "loops": of("loops", "Loops"),
         "ranks": of("ranks", "Ranks"),
+        "fits": of("fits", "Fits"),
+        "prepared": of("prepared", "Prepared"),
         "sharded": of("sharded", "Sharded"),
         "lightning": of("lightning_", "Lightning"),
         "accelerate": of("accelerate_", "Accelerated"),
         "transformers": of("trainers", "Trained"),
+        "trained": of("trained", "TrainedHere"),
     }

@@ -128,6 +128,8 @@ def _choose(draw: Draw) -> dict[str, Any]:
         found["unused"] = (
             ""  # torch's set_optimizer_state_dict wants state for it, or counts a step: see docs/limits.md
         )
+    if (found["handed"], found["optimizer"], found["unused"]) == ("flattened", "ASGD", "later"):
+        found["scheduler"] = ""  # its rate begins with that of the load: see docs/limits.md
     if found["bfloat16"] and is_of_torch and found["optimizer"] in ("NAdam", "ASGD"):
         found["bfloat16"] = False  # torch's set_optimizer_state_dict rounds what they keep in float32
     found["tied"] &= found["handed"] != "modules"

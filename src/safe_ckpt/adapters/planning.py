@@ -16,7 +16,7 @@ from safe_ckpt.core.formats import torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.refusals import changed_meanwhile
 from safe_ckpt.core.saving.request import Content, Snapshot, Streamed, Unplanned
-from safe_ckpt.core.sharding.dtensor import load_optimizer, refuse_local_state
+from safe_ckpt.core.sharding.dtensor import load_optimizer, refuse_local_state, warn_of_rounded
 from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.state.planner import Models
 from safe_ckpt.core.storage.copier import FileCopy
@@ -176,6 +176,7 @@ def states_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 def give_back(states: Mapping[str, Any], state_dict: MutableMapping[str, Any]) -> None:
     """Give every Stateful its state, and put everything else in its place; a name that is not there is left out."""
+    warn_of_rounded(states)
     for name, loaded in states.items():
         if name not in state_dict:
             continue

@@ -126,7 +126,9 @@ class Resumable:
         if not place.begun:
             warm, epoch = order.is_warm(self), order.epoch_of(order.sampler_of(self))
             return dataclasses.replace(place, now=now, warm=warm, sampler_epoch=epoch, facts=order.facts_of(self))
-        given = self._given or Counter()
+        given = self._given
+        if given is None:  # of a copy: see __reduce__
+            return dataclasses.replace(place, now=now)
         # Under a framework no loop goes on after an error.
         if given.failed and not self.looks_ahead and given.is_over():
             given.passed()

@@ -58,7 +58,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
         config: timeouts and the like; None takes what the environment says (``SAFE_CKPT_CONFIG``), or the defaults.
         resume: ``"auto"``: ``fit`` without a ``ckpt_path`` continues from the newest valid checkpoint in ``dirpath``, verified
             and agreed by all ranks, or starts afresh when there never was one; a Trainer that has trained goes on as it is.
-            Needs an explicit ``dirpath``. Of several callbacks in a Trainer all that say so must name one directory.
+            Where a second ``fit`` was killed the second one continues. Needs an explicit ``dirpath``. Of several callbacks in a
+            Trainer all that say so must name one directory.
         async_save: ``False``: ``fit`` goes on only when the checkpoint is committed.
         export_to: a directory that gets the module's weights, whole and in Hugging Face's layout, when ``fit`` has ended; not
             after a signal. See ``Checkpointer.export``.

@@ -39,21 +39,25 @@ def install(
     config = signals.with_requeue_signal(trainer, config)
     strategy = trainer.strategy
     present = strategy.checkpoint_io
-    if isinstance(present, SafeCheckpointIO) and isinstance(present.saver, TrainerSaver) and not present.saver.closed:
-        if present.saver.config != config:
+    before = present.saver if isinstance(present, SafeCheckpointIO) else None
+    if isinstance(before, TrainerSaver) and not before.closed:
+        if before.config != config:
             message = "all SafeCheckpointCallbacks of a Trainer must have the same one: give each the same config"
             raise ConfigError(key="config", message=message)
-        present.saver.take(hooks, directory, suffix)
-        return present.saver
+        before.take(hooks, directory, suffix)
+        return before
     undo = Patch()  # of what stays when fit has ended
     undo.also(functools.partial(setattr, strategy, "checkpoint_io", present))
     with undo.whole_or_nothing():
         io = _install_io(trainer)
         saver = TrainerSaver(trainer, config, io)
+        if isinstance(before, TrainerSaver):
+            saver.come_after(before)
         undo.also(saver.give_up)
         undo.put(io, {"saver": saver})
         saver.take(hooks, directory, suffix)
         resuming.keep_from_tuner(trainer, saver)
+        resuming.keep_types(strategy, saver)
         if strategies.form_of(strategy) is not None:
             strategies.guard(trainer, saver)
     _let_savers_save(_home(trainer))

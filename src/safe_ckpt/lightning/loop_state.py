@@ -66,12 +66,18 @@ def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
         "validate_again": again,
         "accumulates": None if count == noted.accumulates else count,
         "following": noted.following,
+        "fit": noted.fit,
     }
 
 
 def _place(trainer: Any) -> dict[str, Any]:
-    counted = dict(trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader)
-    return {"rng": get_rng_state(), "results": results.gather(trainer), "validated": counted}
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    return {
+        "rng": get_rng_state(),
+        "results": results.gather(trainer),
+        "validated": dict(val_loop._seen_batches_per_dataloader),
+        "validated_since": val_loop._last_val_dl_reload_epoch,
+    }
 
 
 def assemble(texts: Mapping[int, str]) -> dict[str, Any]:
@@ -95,6 +101,7 @@ class Continuation:
         validated: whether the validation there is over.
         accumulates: how many batches made a step, if something had changed that.
         epoch_due: whether it was saved after an epoch, before the schedulers that follow a metric.
+        fit: in which ``fit`` of its Trainer it was saved, counted from 1.
     """
 
     mine: dict[str, Any] | None
@@ -103,6 +110,7 @@ class Continuation:
     validated: bool
     accumulates: int | None
     epoch_due: bool
+    fit: int
 
 
 def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | None:
@@ -155,6 +163,7 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
         validated=following and not again,
         accumulates=first.get("accumulates"),
         epoch_due=not mid_epoch and epochs["completed"] < epochs["processed"],
+        fit=first.get("fit", 1),
     )
 
 
@@ -270,22 +279,30 @@ def continue_from(trainer: Any, continuation: Continuation, undo: Patch) -> None
     elif within:
         results.do_without(trainer, undo)
     if mine is not None:
-        _count_on(epoch_loop.val_loop, mine.get("validated", {}), undo)
+        _count_on(epoch_loop.val_loop, mine, undo)
     if mine is not None and not continuation.mid_epoch:
         dataloader.put_own_back(fit_loop._combined_loader, mine.get("generators", []))
         dataloader.load_again(fit_loop, mine["loaders"])
     _begin_with(epoch_loop, continuation, undo)
 
 
-def _count_on(val_loop: Any, validated: Mapping[int, int], undo: Patch) -> None:
-    """Log a validation's steps at the number of batches that all validations have had."""
+def _count_on(val_loop: Any, mine: Mapping[str, Any], undo: Patch) -> None:
+    """Log a validation's steps at the number of batches that all validations have had.
+
+    All since its loaders were loaded: where an uninterrupted run loads them again by now, it counts from 0.
+    """
+
+    def count() -> None:
+        since = val_loop._last_val_dl_reload_epoch
+        if not val_loop.trainer.reload_dataloaders_every_n_epochs or mine.get("validated_since", since) == since:
+            val_loop._seen_batches_per_dataloader.update(mine.get("validated", {}))
 
     def set_up(original: Callable[[], None]) -> None:
         original()
-        val_loop._seen_batches_per_dataloader.update(validated)
+        count()
 
     if val_loop._combined_loader is not None:
-        val_loop._seen_batches_per_dataloader.update(validated)
+        count()
     else:  # the set-up counts from 0
         undo.once(val_loop, "setup_data", set_up)
 
@@ -386,6 +403,7 @@ class Noted:
         accumulates: how many batches made a step when ``fit`` began; what differs from that was set by something.
         following: whether what follows a batch is under way.
         told: whether the module's hook at the end of this epoch was called.
+        fit: which one of its Trainer this is, counted from 1.
     """
 
     def __init__(self) -> None:
@@ -396,6 +414,7 @@ class Noted:
         self.versions: list[int] = []
         self.accumulates: int | None = None
         self.following = self.told = False
+        self.fit = 1
 
     def watch(self, trainer: Any, undo: Patch) -> None:
         """Note them from now on, until ``undo`` takes that back."""

@@ -19,6 +19,7 @@ from safe_ckpt.adapters.extras import (
     Link,
     NewCheckpoint,
     catalog,
+    keeping_types,
     read_manifest,
     really_inside,
     resume,
@@ -51,6 +52,7 @@ class ResumingSaver(Protocol):
     auto_directory: Path | None
     reads_freely: bool
     searching: bool
+    goes_on: bool
     undo: Patch
 
     def resume_from(self, directory: Path, suffix: str, rival: Path | None) -> Path | None:
@@ -79,7 +81,8 @@ def arrange(trainer: Any, saver: ResumingSaver, directory: Path, suffix: str) ->
     """Let the ``fit`` that is being set up resume from ``directory`` if it is given no path, and has nothing to go on with.
 
     A Trainer that has trained goes on with what is in memory. One that has not resumes, whatever its callbacks did before, and
-    whatever became of an earlier ``fit``: a finder of learning rates, or a hook that failed.
+    whatever became of an earlier ``fit``: a finder of learning rates, a hook that failed, or nothing to do, as the checkpoint
+    is of this later one.
 
     Raises:
         ConfigError: another directory is to be resumed from already.
@@ -100,7 +103,7 @@ def arrange(trainer: Any, saver: ResumingSaver, directory: Path, suffix: str) ->
         none_given = checkpoint_path is None or (rival is not None and rival == Path(os.path.abspath(checkpoint_path)))
         # What a finder of learning rates did, it has given back.
         trained = trainer.global_step or trainer.fit_loop.epoch_loop.batch_progress.total.processed
-        if none_given and not trained:
+        if none_given and (saver.goes_on or not trained):
             chosen = saver.resume_from(directory, suffix, rival)
             checkpoint_path = str(chosen) if chosen is not None else None
         if checkpoint_path is None:
@@ -131,6 +134,17 @@ def keep_from_tuner(trainer: Any, saver: ResumingSaver) -> None:
             connector._ckpt_path, connector._loaded_checkpoint = kept
 
     saver.undo.put_methods(connector, {"restore": restore})
+
+
+def keep_types(strategy: Any, saver: ResumingSaver) -> None:
+    """Let a resume not round what an optimizer keeps in float32 beside bfloat16 parameters."""
+    original = strategy.load_optimizer_state_dict
+
+    def load(checkpoint: Any) -> None:
+        with keeping_types(strategy.optimizers):
+            original(checkpoint)
+
+    saver.undo.put_methods(strategy, {"load_optimizer_state_dict": load})
 
 
 def choose(saver: Saver, home: OpenHome, suffix: str, rival: Path | None = None) -> Path | None:

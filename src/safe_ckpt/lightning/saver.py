@@ -57,6 +57,7 @@ class TrainerSaver(FileSaver):
         stopping: whether a signal ended the run: a later checkpoint would be resumed from instead of ``stopped.ckpt``.
         stopper: the callback that asks for signals: the last one, after all others have saved.
         continuation: what remains to be done before a resumed loop continues.
+        goes_on: whether an earlier ``fit`` has resumed a checkpoint that this one has saved, and had nothing to do with it.
         reads_freely: whether a resume runs what a pickle names: Lightning's before 2.6, or when ``fit`` was told to.
         requeue_due: whether SLURM requeues the job after ``fit``.
     """
@@ -75,6 +76,7 @@ class TrainerSaver(FileSaver):
         self.requeue_due = False
         self._warned = False
         self.continuation: Continuation | None = None
+        self.goes_on = False
         self.noted = Noted()
         self.reads_freely = "weights_only" not in inspect.signature(trainer.fit).parameters
         self.swapped: list[Callable[[Any], None]] = []
@@ -350,6 +352,12 @@ class TrainerSaver(FileSaver):
         if self._alone is not None:
             logger.warning("%s: not saved at an exception, for not all ranks met one: %s", wanted, self._alone)
         return self._alone is None
+
+    def come_after(self, before: TrainerSaver) -> None:
+        """Serve the ``fit`` after that of a saver that has ended."""
+        self.noted.fit = before.noted.fit + 1
+        unused = before.continuation if before.resumed_from is not None else None
+        self.goes_on = unused is not None and unused.fit >= self.noted.fit
 
     def follow(self, before: TrainerSaver) -> None:
         """Continue for the ``fit`` of a saver that has ended."""

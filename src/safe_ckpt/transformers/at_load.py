@@ -123,7 +123,7 @@ def states(trainer: Any) -> dict[str, Any]:
         return {}
     return {
         MODEL_FOLDER: parts.model_state(trainer.model),
-        OPTIMIZER_FOLDER: parts.optimizer_state(trainer.model, _plain(trainer.optimizer)),
+        OPTIMIZER_FOLDER: parts.optimizer_state(trainer.model, plain(trainer.optimizer)),
     }
 
 
@@ -168,7 +168,7 @@ def load_optimizer(engine: Engine, trainer: Any, path: Path) -> bool:
 
     found = engine.agree("parts", must_match={"path": path}, decide=look)
     if found == "parts":
-        parts.load_optimizer(engine, folder, trainer.model, _plain(trainer.optimizer))
+        parts.load_optimizer(engine, folder, trainer.model, plain(trainer.optimizer))
         saved = torch.load(path / SCHEDULER, weights_only=True)
         trainer.lr_scheduler.load_state_dict(_of_groups(saved, trainer.lr_scheduler))
     elif found == "whole" and is_sharded(trainer):
@@ -180,14 +180,14 @@ def load_optimizer(engine: Engine, trainer: Any, path: Path) -> bool:
     return found == "parts" or is_sharded(trainer)
 
 
-def _plain(optimizer: Any) -> Any:
+def plain(optimizer: Any) -> Any:
     """Without Accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _of_groups(saved: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     """A schedule's state for the groups of today: there is one for each mesh, and the meshes may be others."""
-    groups = _plain(scheduler.optimizer).param_groups
+    groups = plain(scheduler.optimizer).param_groups
     if len(saved.get("base_lrs", groups)) == len(groups):
         return saved
     lists = {"base_lrs": [group["initial_lr"] for group in groups], "_last_lr": [group["lr"] for group in groups]}

@@ -15,7 +15,7 @@ from transformers import trainer as upstream
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from safe_ckpt.adapters import Patch
-from safe_ckpt.adapters.extras import absolute, config_and_more, policy_of, refused_retention, resume
+from safe_ckpt.adapters.extras import absolute, config_and_more, keeping_types, policy_of, refused_retention, resume
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
@@ -144,7 +144,9 @@ class SafeCheckpointMixin(_Base):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         with resume.naming_older(Path(checkpoint), BY_NAME):
-            if not at_load.load_optimizer(saver.engine, self, Path(checkpoint)):
+            if at_load.load_optimizer(saver.engine, self, Path(checkpoint)):
+                return
+            with keeping_types([at_load.plain(self.optimizer)]):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     def get_train_dataloader(self) -> Any:

@@ -274,6 +274,19 @@ def test_a_copy_knows_the_place(copied):
     assert copied(loader).state_dict() == loader.state_dict()
 
 
+@pytest.mark.parametrize("copied", [copy.copy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])
+def test_a_copy_knows_what_workers_are_at(copied):
+    """The generators of workers, and whose turn it is in a stream, are part of the place: of a copy's, too."""
+    for data in (Bad(), Epochs()):
+        loader = resumable(DataLoader(data, **FORKED))
+        batches = iter(loader)
+        next(batches)
+        next(batches)
+        place = loader.state_dict()
+        assert place["workers"]
+        assert copied(loader).state_dict() == place
+
+
 def test_a_place_with_one_state_before_its_batches_is_read():
     """As earlier versions saved it: the generators before the first of the batches that are made again."""
     place = Position.from_json({"version": 2, "begun": True, "again": 2, "before": {"torch": "state"}})

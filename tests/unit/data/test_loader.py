@@ -291,6 +291,12 @@ def test_persistent_workers_are_seeded_once_also_after_a_resume(name):
         first, state = run(resumable(made(name, 1, **more)), 3, stop_at=place)
         rest, _ = run(resumable(made(name, 1, **more)), 3, resumed=state)
         assert first + rest == whole, place
+    seed_all(1)
+    loader = resumable(made(name, 1, **more))
+    first, _ = run(loader, 1)
+    between = {"epoch": 1, "loader": json.dumps(loader.state_dict()), "rng": states()}
+    rest, _ = run(resumable(made(name, 1, **more)), 3, resumed=between)
+    assert first + rest == whole
 
 
 @pytest.mark.slow
@@ -375,6 +381,8 @@ def test_loaders_whose_place_cannot_be_told_are_refused_by_name():
         def __iter__(self):
             return iter(range(10))
 
+    with pytest.raises(TypeError, match="takes a DataLoader, got list"):
+        resumable([1, 2])
     with pytest.raises(TypeError, match="in_order"):
         resumable(DataLoader(Ids(), num_workers=2, in_order=False))
     with pytest.raises(TypeError, match="knows its place itself"):
@@ -471,3 +479,17 @@ def test_a_place_in_another_order_of_the_data_is_refused():
         resumable(made("shuffle")).load_state_dict({**state, "facts": {**state["facts"], "rank": 1}})
     with pytest.raises(RestoreError, match="version 9"):
         resumable(made("shuffle")).load_state_dict({"version": 9})
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_resume_behind_every_batch_gives_the_same_batches(name):
+    """A resume of a resume of a resume, within one epoch and on into the next: nothing comes twice or is left out."""
+    seed_all(1)
+    whole, _ = run(made(name), 2)
+    seed_all(1)
+    seen, state = run(resumable(made(name)), 2, stop_at=1)
+    while state is not None:
+        seed_all(99)
+        more, state = run(resumable(made(name)), 2, stop_at=1, resumed=state)
+        seen += more
+    assert seen == whole

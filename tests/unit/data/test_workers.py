@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -257,8 +258,11 @@ def test_a_loaders_place_can_go_back_by_batches_not_yet_trained_on():
             assert list(again) == whole[9 - unseen :]
 
 
-def test_reading_batches_again_shows_progress_and_logs_its_time(caplog, capsys):
-    """A progress bar, and one line in the log."""
+@pytest.mark.parametrize("has_tqdm", [True, False])
+def test_reading_batches_again_shows_progress_and_logs_its_time(caplog, capsys, monkeypatch, has_tqdm):
+    """A progress bar where tqdm is installed, and one line in the log."""
+    if not has_tqdm:
+        monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     loader = resumable(DataLoader(range(SIZE), batch_size=4), skip="read")
     given = iter(loader)
     for _ in range(5):
@@ -268,7 +272,7 @@ def test_reading_batches_again_shows_progress_and_logs_its_time(caplog, capsys):
     with caplog.at_level(logging.INFO):
         assert len(list(again)) == 9
     assert "read 5 batches again in" in caplog.text
-    assert "reading up to its place" in capsys.readouterr().err
+    assert ("reading up to its place" in capsys.readouterr().err) == has_tqdm
 
 
 @pytest.mark.slow

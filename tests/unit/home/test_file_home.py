@@ -58,6 +58,16 @@ def test_leftovers_of_a_dead_job_are_swept(tmp_path):
     workspace.close()
 
 
+def test_a_hidden_folder_may_lie_elsewhere(tmp_path):
+    """Both folders are made, and both are gone at the end where nothing was saved."""
+    home = FileHome(tmp_path / "run/weights", lease_s=6, hidden=tmp_path / "beside/hidden")
+    home.open()
+    assert home.path.is_dir()
+    assert home.pending.is_relative_to(tmp_path / "beside/hidden")
+    home.close()
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.parametrize("pending", ["pending", "staging"])
 @pytest.mark.parametrize("complete", [True, False])
 def test_an_interrupted_replacement_is_finished_or_undone(workspace, complete, pending):

@@ -48,6 +48,20 @@ def test_another_container_of_this_machine_is_asked_through_the_kernel(tmp_path)
         lock.release()
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_a_process_that_cannot_be_seen_is_dead_where_the_kernel_has_its_lock_no_more(tmp_path, held):
+    """One in another PID namespace of the same kernel: it ended where its kernel lock is free, else nobody knows."""
+    lease = of_elsewhere(kernel=leases.kernel_id(), device=tmp_path.stat().st_dev)
+    assert locks.fate_of(lease, tmp_path) == "unknown"  # it took none
+    lock = locks.kernel_lock(tmp_path)
+    lock.acquire()
+    if not held:
+        lock.release()
+        (tmp_path / locks.KERNEL_NAME).touch()
+    assert locks.fate_of(lease, tmp_path) == ("unknown" if held else "dead")
+    lock.release()
+
+
 def test_a_restarted_pod_is_not_its_predecessor(tmp_path):
     """Same host name, another machine or container: the lease runs out, and nothing is claimed to be alive."""
     (tmp_path / "lock").write_bytes(of_elsewhere(host=os.uname().nodename, pid=os.getpid(), lease_s=2.0).to_bytes())

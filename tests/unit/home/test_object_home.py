@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+import uuid
 
 import pytest
 
@@ -17,6 +18,7 @@ from safe_ckpt.core.home.objects import lock as object_lock
 from safe_ckpt.core.home.objects.head import Head, folders_of, list_objects, missing_condition
 from safe_ckpt.core.home.objects.home import ObjectHome, UndecidedError
 from safe_ckpt.core.home.standing import Catalog
+from safe_ckpt.core.storage.objects import bucket as buckets
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.clients import ExistsError
 from safe_ckpt.core.storage.objects.options import StorageOptions
@@ -30,9 +32,15 @@ from safe_ckpt.errors import (
 )
 
 
-@pytest.fixture
-def place(bucket):
-    return open_place(bucket.url(), StorageOptions(give_up_after_s=5, request_timeout_s=2))
+@pytest.fixture(params=["memory", pytest.param("server", marks=pytest.mark.server)])
+def place(request, monkeypatch):
+    """In a store in this process, and in one that a server has."""
+    options = StorageOptions(give_up_after_s=5, request_timeout_s=2)
+    if request.param == "server":
+        return open_place(request.getfixturevalue("bucket").url(), options)
+    store = pytest.importorskip("obstore.store").MemoryStore()
+    monkeypatch.setattr(buckets, "connect", lambda *_: store)
+    return open_place(f"s3://{uuid.uuid4().hex}", options)
 
 
 @pytest.fixture
@@ -285,6 +293,22 @@ def test_folders_of_other_programs_are_not_deleted(place, caplog):
         root.close()
     assert {entry.key for entry in place.bucket.entries(place.key)} >= {(place / key).key for key in theirs}
     assert [one for one in caplog.messages if "data.0123456789ab" in one]
+
+
+def test_a_manifest_of_another_program_is_named_as_that(place):
+    """A listing has the folder with the reason, says no checkpoint of ours is damaged, and asks no caller to skip it."""
+    place.bucket.overwrite((place / "worker.3f2504e04f89/manifest.json").key, b'{"name": "an app"}')
+    (found,) = list_objects(place, on_error=lambda *_: pytest.fail("it can be looked at"))
+    assert (found.foreign, found.damaged, found.manifest) == (True, False, None)
+    assert found.problem == "its manifest was not written by safe_ckpt"
+
+
+def test_a_start_that_the_store_does_not_answer_says_what_was_asked_and_on_which_rank(place, monkeypatch):
+    """The error has the rank, what was done, and the address."""
+    monkeypatch.setattr(Bucket, "read", lambda *_: (_ for _ in ()).throw(TimeoutError("no answer")))
+    with pytest.raises(DirectoryError, match="no answer") as caught:
+        ObjectHome(place, lease_s=60).open(patience_s=0)
+    assert (caught.value.rank, caught.value.phase, caught.value.path) == (0, "taking the directory", str(place))
 
 
 def test_a_kill_within_120_deletions_leaves_no_file_without_a_manifest(place, monkeypatch):

@@ -1,11 +1,15 @@
-"""Which checkpoint of another tool is newer than the one of ours that a resume takes, and which is no reason for a word."""
+"""What a listing has and tells, and which checkpoint of another tool is newer than the one of ours that a resume takes."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.home.candidates import stamp_of
+from safe_ckpt import Checkpointer
+from safe_ckpt.adapters.one_shot import save_archive
+from safe_ckpt.core.formats.manifest import FileEntry, Manifest
+from safe_ckpt.core.home.candidates import list_files, stamp_of
 from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.home.standing import passed_over, standing_of
 
@@ -57,3 +61,26 @@ def test_nothing_is_said_where_another_tools_is_taken():
     """They come in the order of their steps: nothing newer is passed over."""
     first, second = stock(Path("run/checkpoint-4"), 4), stock(Path("run/checkpoint-6"), 6)
     assert passed_over(standing_of([first, second]).order, first) is None
+
+
+def test_what_was_deleted_since_it_was_listed_can_be_told_of(tmp_path):
+    """A listing holds its size by the manifest: nothing is asked of a directory that a job has deleted meanwhile."""
+    one = ours(tmp_path / "step-1", 1)
+    files = tuple(
+        FileEntry(path=name, size_bytes=size, xxh3_128="0" * 32, rank=0) for name, size in (("a", 3), ("b", 4))
+    )
+    one = replace(one, manifest=replace(one.manifest, files=files))
+    assert (one.told.name, one.told.size_bytes) == ("step-1", 7)
+
+
+def test_checkpoints_with_an_ending_are_files_and_directories_and_nothing_else(tmp_path):
+    """A directory with a manifest and a file are listed, a pipe, a link and a folder without a manifest are not."""
+    save_archive({"x": 1}, tmp_path / "file.ckpt", sequence=1)
+    with Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(1, {"x": 1}).result(timeout_s=30)
+    (tmp_path / "run/step-00000001").rename(tmp_path / "directory.ckpt")
+    (tmp_path / "folder.ckpt").mkdir()
+    os.mkfifo(tmp_path / "pipe.ckpt")
+    (tmp_path / "link.ckpt").symlink_to("file.ckpt")
+    found = list_files(tmp_path, ".ckpt")
+    assert sorted((one.path.name, one.foreign) for one in found) == [("directory.ckpt", False), ("file.ckpt", False)]

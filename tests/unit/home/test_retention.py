@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_ckpt import CheckpointInfo, Retention
+from safe_ckpt import CheckpointConfig, Checkpointer, CheckpointInfo, Retention
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest
 from safe_ckpt.core.home.retention import (
     Unjudged,
@@ -191,3 +191,22 @@ def _committed(path, step, sequence=None, **metrics):
     path.mkdir(exist_ok=True)
     (path / MANIFEST_NAME).write_bytes(manifest.to_bytes())
     return CheckpointInfo.of(manifest, path, 0)
+
+
+@pytest.mark.parametrize("damage", ["gone", "unreadable", "another's"])
+def test_a_checkpoint_whose_manifest_cannot_be_checked_is_not_deleted(tmp_path, damage):
+    """What has its name may be another one by now: where nobody can say, retention leaves it."""
+    manifest = tmp_path / "step-00000001/manifest.json"
+    with Checkpointer(tmp_path, CheckpointConfig(retention=Retention(keep_last=1))) as ckpt:
+        ckpt.save(1, {"x": 1}).result(timeout_s=30)
+        manifest.chmod(0o644)
+        if damage == "gone":
+            manifest.unlink()
+        elif damage == "unreadable":
+            manifest.write_bytes(manifest.read_bytes()[:-20])
+        else:
+            manifest.write_bytes(manifest.read_bytes().replace(b'"step": 1,', b'"step": 1, "sequence": 77,'))
+        ckpt.save(2, {"x": 2}).result(timeout_s=30)
+        assert (tmp_path / "step-00000001/x.json").exists()
+        ckpt.save(3, {"x": 3}).result(timeout_s=30)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003"]

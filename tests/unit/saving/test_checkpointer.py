@@ -18,7 +18,7 @@ import torch
 from small_runs import QUICK, config, steps
 
 from kit import warm
-from kit.inside import writer_of
+from kit.inside import once_written, writer_of
 from kit.patience import scaled, wait_until
 from kit.states import EVERYTHING, same
 from safe_ckpt import (
@@ -78,15 +78,17 @@ def test_names_become_files_that_others_read(tmp_path):
     same({**EVERYTHING}, target["mixed"])
 
 
-def test_changing_everything_after_save_changes_nothing_on_disk(tmp_path):
-    """The copy is complete when save returns: overwriting all parameters and containers at once never shows up."""
+@pytest.mark.parametrize("most", [None, 1 << 20])
+def test_changing_everything_after_save_changes_nothing_on_disk(tmp_path, most):
+    """The copy is complete when save returns, or all is written where max_host_bytes allows none: overwriting all parameters
+    and containers at once never shows up.
+    """
     state = {"model": torch.nn.Linear(2000, 2000), "list": [1, 2], "extra": {"t": torch.ones(100), "n": [1, (2,)]}}
-    with Checkpointer(tmp_path, config()) as ckpt:
+    with Checkpointer(tmp_path, config(max_host_bytes=most)) as ckpt:
         for step in range(3):
             with torch.no_grad():
                 state["model"].weight.fill_(step)
             handle = ckpt.save(step, state)
-            handle.wait_snapshot(timeout_s=1)
             with torch.no_grad():
                 state["model"].weight.fill_(-1)
                 state["extra"]["t"].zero_()
@@ -333,19 +335,22 @@ def test_leaving_the_block_finishes_what_is_in_flight(tmp_path):
     assert handle.done()
     assert handle.result().step == 1
     assert writers_of(os.getpid()) == []
-    with pytest.raises(ClosedError):
+    with pytest.raises(ClosedError, match="open a new one"):
         ckpt.save(2, {"a": 1})
 
 
-@pytest.mark.slow
 def test_on_busy_skip_starts_no_save_beside_another(tmp_path):
-    """on_busy="skip": a save while another is in flight is not started, and its handle says so."""
-    slow = WriterConfig(direct_io="off", chunk_bytes=4096, flush_every_bytes=4096)
-    with Checkpointer(tmp_path, config(on_busy="skip", writer=slow)) as ckpt:
-        first = ckpt.save(1, {"w": {"t": torch.ones(5_000_000)}})
+    """on_busy="skip": a save while another is in flight is not started, and its handle says so; no later call raises that."""
+    go_on = threading.Event()
+    once_written(lambda _: go_on.wait(60) and None)
+    with Checkpointer(tmp_path, config(on_busy="skip")) as ckpt:
+        first = ckpt.save(1, {"a": 1})
         second = ckpt.save(2, {"a": 1})
+        assert (second.name, second.done()) == ("step-00000002", True)
         with pytest.raises(SaveSkippedError):
             second.result(timeout_s=1)
+        assert not first.done()
+        go_on.set()
         first.result(timeout_s=50)
         ckpt.save(3, {"a": 1}).result(timeout_s=20)
     assert steps(tmp_path) == ["step-00000001", "step-00000003"]

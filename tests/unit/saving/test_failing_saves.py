@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import threading
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from frozen_jobs import FROZEN, Job
 from small_runs import config, steps
 
-from kit.inside import exchange_no_names
+from kit.inside import exchange_no_names, once_written
+from kit.patience import wait_until
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.saving import one_save
@@ -89,8 +91,9 @@ def test_failures_that_are_not_in_a_row_stop_no_run(tmp_path, caplog):
 
 def test_memory_into_which_a_copy_still_writes_is_not_given_to_the_next_save(tmp_path, monkeypatch):
     """A copy hangs in the middle of a tensor, its save is given up, and it goes on while the next one is written: what that
-    commits has not a byte of it.
+    commits has not a byte of it. At the end no thread of either is left.
     """
+    before = threading.enumerate()
     copying, writing, hung = StagingCopy._copy_piece, one_save.write, []
     go_on, stepped = threading.Event(), threading.Event()
     net = torch.nn.Linear(300, 300)
@@ -132,6 +135,7 @@ def test_memory_into_which_a_copy_still_writes_is_not_given_to_the_next_save(tmp
         handle.result(timeout_s=60)
         assert ckpt.resume(state).step == 2
     assert all(torch.equal(value, expected[name]) for name, value in net.state_dict().items())
+    wait_until(lambda: {*threading.enumerate()} <= {*before}, 20, "the end of the threads of both copies")
 
 
 def test_nothing_is_taken_from_the_checkpoint_before_a_save_of_unknown_outcome(tmp_path, monkeypatch):
@@ -156,3 +160,29 @@ def test_nothing_is_taken_from_the_checkpoint_before_a_save_of_unknown_outcome(t
             ckpt.save(step, job.state).result(timeout_s=20)
     files = {int(path.parent.name[-1]): path.stat().st_ino for path in tmp_path.glob(f"step-*/{FROZEN}")}
     assert files[1] == files[2] != files[4] == files[5]
+
+
+def test_a_save_leaves_nothing_on_the_disk_when_it_fails_right_before_its_commit(tmp_path):
+    """All is written, and then a rank reports an error: before the next save begins the bytes are gone."""
+
+    def fails(_):
+        raise ArithmeticError("the report is lost")
+
+    with Checkpointer(tmp_path, config()) as ckpt:
+        once_written(fails)
+        with pytest.raises(SaveError, match="the report is lost"):
+            ckpt.save(1, {"w": torch.ones(1000)}).result(timeout_s=20)
+        assert not [*(tmp_path / ".safe_ckpt").rglob("w.safetensors")]
+        ckpt.save(2, {"w": torch.ones(1000)}).result(timeout_s=20)
+    assert steps(tmp_path) == ["step-00000002"]
+
+
+def test_a_save_for_which_a_signal_leaves_no_time_is_given_up_by_name(tmp_path):
+    """What is not written within signal_grace_s of the signal is no checkpoint, and the error names the setting."""
+    with Checkpointer(tmp_path, config(save_on_signals=("SIGUSR1",), signal_grace_s=1e-6)) as ckpt:
+        signal.raise_signal(signal.SIGUSR1)
+        assert ckpt.stop_requested
+        with pytest.raises(SaveError, match="signal_grace_s") as caught:
+            ckpt.save(1, {"w": torch.ones(1_000_000)}).result(timeout_s=20)
+    assert (caught.value.phase, caught.value.rank) == ("shutdown", 0)
+    assert steps(tmp_path) == []

@@ -23,7 +23,7 @@ from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.objects.head import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
-from safe_ckpt.errors import DirectoryError, NoValidCheckpointError
+from safe_ckpt.errors import CheckpointNotFoundError, DirectoryError
 from safe_ckpt.extensions.mirror.mirror import Mirror as Uploads
 from support import flip_bit, program_path
 
@@ -101,7 +101,7 @@ def test_a_lost_disk_is_made_up_for(tmp_path, bucket):
     assert resumed(tmp_path / "a", settings) == 3
     assert len(list((tmp_path / "a/.safe_ckpt/quarantine").iterdir())) == 1
     assert resumed(tmp_path / "a", settings, step=1) == 1
-    with pytest.raises(NoValidCheckpointError):
+    with pytest.raises(CheckpointNotFoundError):
         resumed(tmp_path / "a", settings, step=7)
 
 

@@ -23,6 +23,7 @@ from safe_ckpt.core.home.visibility import Patience
 from safe_ckpt.core.resuming import candidate
 from safe_ckpt.core.storage.reader import drop_cache
 from safe_ckpt.errors import (
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     NoValidCheckpointError,
     RestoreError,
@@ -162,6 +163,22 @@ def test_no_usable_checkpoint_is_an_error(tmp_path):
         ckpt.resume({"a": 0})
 
 
+def test_a_mistyped_step_is_not_found_whatever_lies_in_quarantine(tmp_path):
+    """Of the step that was named a resume says that it is there; of another one nothing, also where all others are damaged."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"a": step}).result(timeout_s=20)
+        (tmp_path / "step-00000002/a.json").write_text("3")
+        assert ckpt.resume({"a": 0}).step == 1
+        with pytest.raises(CheckpointNotFoundError, match="step-00000001"):
+            ckpt.resume({"a": 0}, step=3)
+        with pytest.raises(NoValidCheckpointError, match="step-00000002: in quarantine"):
+            ckpt.resume({"a": 0}, step=2)
+        (tmp_path / "step-00000001/a.json").write_text("3")
+        with pytest.raises(CheckpointNotFoundError):
+            ckpt.resume({"a": 0}, step=3)
+
+
 @needs_root
 def test_an_unreadable_file_is_not_treated_as_corrupt():
     """An I/O error while reading is raised as such: the checkpoint stays where it is."""
@@ -185,13 +202,14 @@ def _unreadable(tmp_path):
     [
         ({"b": 1}, "no such item"),
         ({"a": PerRank(1)}, "saved not PerRank"),
+        ({"own": 1}, "saved PerRank"),
         ({"model": torch.nn.Linear(3, 3)}, "size mismatch"),
     ],
 )
 def test_a_state_that_does_not_fit_is_told_so(tmp_path, state, words):
     """Restoring something else than was saved is an error that says what there is."""
     with Checkpointer(tmp_path, config()) as ckpt:
-        ckpt.save(1, {"a": 1, "model": torch.nn.Linear(2, 2)}).result(timeout_s=20)
+        ckpt.save(1, {"a": 1, "own": PerRank(1), "model": torch.nn.Linear(2, 2)}).result(timeout_s=20)
         with pytest.raises(RestoreError, match=words):
             ckpt.resume(state)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from kit.limits import QUICK
 from safe_ckpt import CheckpointConfig, Checkpointer, dcp
@@ -56,6 +57,48 @@ def test_what_is_kept_in_float32_beside_bfloat16_is_not_rounded(tmp_path, make, 
     kept, found = _kept(optimizer), _kept(resumed)
     assert {name: one.dtype for name, one in found.items()} == {name: one.dtype for name, one in kept.items()}
     assert all(torch.equal(one, kept[name]) for name, one in found.items())
+
+
+class App:
+    """A Stateful as DCP's tutorial has it."""
+
+    def __init__(self, model, optimizer, **options):
+        self.of, self.options = (model, optimizer), StateDictOptions(**options)
+
+    def state_dict(self):
+        model, optimizer = get_state_dict(*self.of, options=self.options)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state):
+        named = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(*self.of, **named, options=self.options)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("handed", ["app", "flattened", "functions"])
+@pytest.mark.parametrize("door", ["Checkpointer", "dcp"])
+def test_a_state_that_torchs_functions_will_round_is_a_warning_that_names_it(tmp_path, caplog, handed, door):
+    """At the resume: what to hand over instead. State of the parameters' own type is none, nor are steps."""
+
+    def states(make, steps, name):
+        model, optimizer = _trained(make, torch.bfloat16, steps)
+        if handed == "functions":
+            found = get_state_dict(model, optimizer)
+            return {f"{name}-model": found[0], f"{name}-optimizer": found[1]}
+        return {name: App(model, optimizer, flatten_optimizer_state_dict=handed == "flattened")}
+
+    for make, said in ((torch.optim.AdamW, []), (torch.optim.NAdam, ["mu_product"])):
+        name = f"{make.__name__}-of-{handed}-{door}"
+        if door == "dcp":
+            dcp.save(states(make, 3, name), checkpoint_id=tmp_path / name)
+            dcp.load(states(make, 1, name), checkpoint_id=tmp_path / name)
+        else:
+            with Checkpointer(tmp_path / name, CONFIG) as ckpt:
+                ckpt.save(1, states(make, 3, name)).result()
+                ckpt.resume(states(make, 1, name))
+        found = [record.message for record in caplog.records if "rounds" in record.message]
+        assert len(found) == len(said)
+        assert all(f"weight.{key}" in text and "bias.step" not in text for key, text in zip(said, found, strict=True))
 
 
 def test_parameters_of_another_type_take_the_state_with_them(tmp_path):

@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 from safe_ckpt.core.resuming import host_cache
+from safe_ckpt.core.storage.objects.options import StorageOptions
+from safe_ckpt.core.storage.objects.place import open_place
 
 _SWEEP = (
     "import sys, pathlib; from safe_ckpt.core.resuming import host_cache; host_cache._sweep(pathlib.Path(sys.argv[1]))"
@@ -36,3 +38,16 @@ def test_two_kernels_are_two_hosts_whatever_numbers_their_folders_have(tmp_path,
     assert on("one", tmp_path) == one
     assert on("two", tmp_path) != one
     assert on("one", tmp_path / "other") != one
+
+
+def test_a_folder_that_somebody_has_removed_is_no_error(tmp_path):
+    """What was fetched is deleted at the end, if it is still there: a system that cleans up may have come first."""
+    for removed in (False, True):
+        cache = host_cache.HostCache(str(tmp_path), part_bytes=1 << 20, at_a_time=1)
+        cache.host_id(0)
+        place = open_place("s3://bucket/run", StorageOptions())
+        folder = cache.fetch(place, [], "token", host_cache.Host(ranks=(0,), place=0))
+        if removed:
+            folder.rmdir()
+        cache.clear()
+        assert [*tmp_path.iterdir()] == []

@@ -102,14 +102,15 @@ class Offered:
         return [(one, it) for one, it in found if str(it.path) not in self._tried]
 
     def _fetch(self, extension: Extension, candidate: Candidate, home: Home) -> CheckpointInfo | None:
-        self._tried.add(str(candidate.path))
         try:
-            return extension.fetch(candidate, home)
+            info = extension.fetch(candidate, home)
         except NotEnoughSpaceError:
             raise
         except CorruptCheckpointError as error:
             logger.warning("%s, fetched by %s, cannot be used: %s", candidate.path, extension.name, error)
-            return None
+            info = None
+        self._tried.add(str(candidate.path))  # not where the store failed: that says nothing of this one
+        return info
 
 
 def _to_resume_from(candidate: Candidate) -> bool:

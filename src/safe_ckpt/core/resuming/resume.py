@@ -51,7 +51,7 @@ def choose(
     view: Mapping[str, object] | None = None,
     accepts: Callable[[Candidate], bool] | None = None,
     *,
-    named: bool = False,
+    named: str = "",
     by_name: str = BY_NAME,
     others: Callable[[], Sequence[str]] | None = None,
 ) -> Chosen | None:
@@ -67,7 +67,7 @@ def choose(
         reader: reads a candidate.
         view: further values that must be equal on all ranks.
         accepts: which candidates of the mirror are fetched; None for all of which one can resume. Called on rank 0.
-        named: the caller asked for these; else marked ones are passed over.
+        named: what the caller asked for; "" for the newest, where marked ones are passed over.
         by_name: how a user names the one to resume from, for what ends this.
         others: on rank 0, where there are no candidates, says what is there that this cannot resume from: no fresh start.
 
@@ -86,10 +86,10 @@ def choose(
 
         def survey(_: object) -> dict[str, Any]:
             candidates = listed(list_candidates, engine.config.timeouts)
-            standing = standing_of(candidates, named=named)
+            standing = standing_of(candidates, named=bool(named))
             known.update({workspace.name_of(c.path): c for c in standing.order})
             alone = list(others()) if not candidates and others is not None else []
-            return {"others": alone, **_survey(workspace, candidates, standing)}
+            return {"others": alone, **_survey(workspace, candidates, standing, named)}
 
         plan = engine.agree("resume", must_match={"directory": workspace.path, **(view or {})}, decide=survey)
         rejected: dict[str, str] = dict(plan["rejected"])
@@ -227,15 +227,16 @@ def apply(engine: Engine, action: Callable[[], object], path: Place | None = Non
         engine.agree("restored", local=act, phase="restore")
 
 
-def _survey(workspace: Home, candidates: Sequence[Candidate], standing: Standing) -> dict[str, Any]:
+def _survey(workspace: Home, candidates: Sequence[Candidate], standing: Standing, named: str) -> dict[str, Any]:
     by_name = {workspace.name_of(c.path): why for c in candidates if (why := standing.by_name_only.get(c.path))}
+    aside = [path.name for path in workspace.quarantined()]
     return {
         "passed": list(by_name),
         "infos": {workspace.name_of(c.path): c.told.to_json() for c in standing.order},
         "rejected": {workspace.name_of(c.path): c.problem for c in standing.unusable} | by_name,
         "damaged": [workspace.name_of(c.path) for c in candidates if c.damaged],
         "missing": [workspace.name_of(c.path) for c in candidates if c.missing and not c.foreign],
-        "quarantined": [path.name for path in workspace.quarantined()],
+        "quarantined": [name for name in aside if not named or name.partition(".")[0] == named],
     }
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import io
 import logging
 import pickle
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -115,7 +115,7 @@ class Loading:
         except _MISFITS as error:
             raise RestoreError(path=str(self._folder), message=str(error)) from error
         for place in self.anew.values():
-            _begin_anew(_at(self._state, place[:-1]), place[-1])
+            dtensor.begin_anew(_at(self._state, place[:-1]), place[-1])
 
     def _leave_out(self, saved: Mapping[str, tuple[Any, ...]]) -> dict[str, Sequence[Any]]:
         """Ask for no state of parameters that were stepped and had none; see ``anew``."""
@@ -168,13 +168,6 @@ def _all_of(
     return {**asked, "state": {int(number): one for number, one in asked["state"].items()}}
 
 
-def _begin_anew(holder: Any, key: Any) -> None:
-    if isinstance(holder[key], MutableMapping):
-        holder[key].clear()
-    else:  # a flattened one must have something there: torch has taken a step to make it
-        holder[key] = torch.zeros_like(holder[key]) if isinstance(holder[key], torch.Tensor) else 0
-
-
 def _at(state: Any, path: Sequence[Any]) -> Any:
     for key in path:
         state = state[key]
@@ -204,6 +197,8 @@ def _move(state: Any, path: Sequence[Any], keys: Sequence[Any]) -> None:
 
 def warn_of(folder: Path, text: str, names: Sequence[str]) -> None:
     """Log ``NOWHERE`` or ``ANEW``, once for the same names."""
+    if text is ANEW and dtensor.begin_with_lr(names):
+        text += f", {dtensor.RATES}"
     if names and (text, *names) not in _told:
         _told.add((text, *names))
         logger.warning("%s: %d %s", folder, len(names), text % ", ".join([*names[:5], *(["..."] if names[5:] else [])]))

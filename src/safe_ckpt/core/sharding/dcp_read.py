@@ -273,7 +273,10 @@ def fit_value(
 
     def apply(added: Collection[str]) -> Any:
         wanted = [name for name in rooms if name not in others or name in added]
-        return take(_with(stored.read({name: rooms[name] for name in wanted}), anew))
+        saved = _with(stored.read({name: rooms[name] for name in wanted}), anew)
+        for path in anew:
+            dtensor.begin_anew(_at(saved, path[:-1]), path[-1])
+        return take(saved)
 
     return Fitted(apply=apply, besides=besides)
 
@@ -288,7 +291,7 @@ def _with(saved: dict[Any, Any], more: Mapping[tuple[Any, ...], Any]) -> dict[An
 
 
 def _begun_anew(stored: Stored, missing: Sequence[tuple[tuple[Any, ...], Any]]) -> dict[tuple[Any, ...], Any]:
-    """What an optimizer's state dict gets for parameters that had no state at the save: nothing; zeros if it is flattened."""
+    """What an optimizer's state dict gets for parameters that had no state at the save: nothing, or if it is flattened room."""
     names = [".".join(map(str, path)) for name, path in stored.paths.items() if name in stored.tensors]
     groups = [".".join(map(str, path)) for path in stored.paths.values() if "param_groups" in str(path)]
     above = {part for name in (*names, *groups) for part in (name, *dtensor.names_above(name))}

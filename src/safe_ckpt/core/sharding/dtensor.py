@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +20,16 @@ from torch.nn.parameter import is_lazy
 
 from safe_ckpt.errors import RestoreError, StateError
 
+logger = logging.getLogger(__name__)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_rounded: set[tuple[str, ...]] = set()
+# What does not begin at zero in the optimizers of torch, and what stands beside it there: of ASGD, Rprop and NAdam.
+_BEGIN_WITH_LR = {"eta": "ax", "step_size": "prev"}
+_BEGIN_WITH_ONE = {"mu": "ax", "mu_product": "exp_avg"}
+RATES = (
+    "in a flattened state with the learning rate that the checkpoint has. If a scheduler changes that before these parameters "
+    "are used, hand over the optimizer itself"
+)
 _LEAVES = frozenset({*_PLAIN, int, float, str, bool, type(None)})
 _HOMES = {
     "DTensor": "torch.distributed.tensor",
@@ -310,6 +320,29 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     have it their way: of torch's own classes nothing is of the parameter's type then.
     """
     optimizer.load_state_dict(dict(state))
+    _keep_types(optimizer, state)
+
+
+@contextlib.contextmanager
+def keeping_types(optimizers: Iterable[Any]) -> Iterator[None]:
+    """Within this, a ``load_state_dict`` of these optimizers, whoever calls it, is as ``load_optimizer``."""
+    given: dict[int, Mapping[str, Any]] = {}
+    of_torch = [one for one in optimizers if isinstance(one, torch.optim.Optimizer)]
+
+    def before(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        given[id(optimizer)] = state
+
+    def after(optimizer: torch.optim.Optimizer) -> None:
+        _keep_types(optimizer, given.pop(id(optimizer)))
+
+    with contextlib.ExitStack() as hooks:
+        for one in of_torch:
+            hooks.callback(one.register_load_state_dict_pre_hook(before).remove)
+            hooks.callback(one.register_load_state_dict_post_hook(after).remove)
+        yield
+
+
+def _keep_types(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     if not is_torchs(optimizer.load_state_dict):
         return
     is_known = is_torchs(type(optimizer))
@@ -422,6 +455,61 @@ def stepped(path: Sequence[Any]) -> Iterator[tuple[int, str, str]]:
             yield at + 2, where, str(path[at + 1])
         elif part.startswith("state."):
             yield from ((at + 1, where, name) for name in names_above(part.removeprefix("state.")))
+
+
+def begin_anew(holder: MutableMapping[Any, Any], key: Any) -> None:
+    """Have a parameter begin anew: with nothing, or in a flattened state with what an optimizer of torch begins with.
+
+    A flattened one must have something there: torch has taken a step, with a learning rate of 0, to make it.
+
+    Args:
+        holder: with all else of the state, restored.
+        key: what ``stepped`` has found there.
+    """
+    room = holder[key]
+    if isinstance(room, MutableMapping):
+        room.clear()
+        return
+    above, _, name = str(key).rpartition(".")
+    begins: Any = 0
+    if f"{above}.{_BEGIN_WITH_ONE.get(name)}" in holder:
+        begins = 1
+    elif f"{above}.{_BEGIN_WITH_LR.get(name)}" in holder:
+        begins = holder.get(f"param_groups.{above.removeprefix('state.')}.lr", 0)
+    holder[key] = torch.zeros_like(room).fill_(begins) if isinstance(room, torch.Tensor) else begins
+
+
+def begin_with_lr(names: Iterable[str]) -> bool:
+    """Whether one of these begins with the learning rate, in a flattened state."""
+    return any(name.rpartition(".")[2] in _BEGIN_WITH_LR for name in names)
+
+
+def warn_of_rounded(state: Any) -> None:
+    """Log, once for the same names and on rank 0, which optimizer state torch's functions round to the parameters' type.
+
+    Args:
+        state: what was restored: of a model, and what ``get_optimizer_state_dict`` returns, flattened or not, anywhere in it.
+    """
+    known = [(path, leaf) for path, leaf in placed(state) if path and (type(leaf) in _PLAIN or is_dtensor(leaf))]
+    found = [(path, leaf) for path, leaf in known if leaf.is_floating_point()]
+    sizes = {str(path[-1]): leaf.itemsize for path, leaf in found}
+    names = tuple(
+        ".".join(map(str, path))
+        for path, leaf in found
+        if leaf.itemsize > 2 and str(path[-1]).rpartition(".")[2] != "step"
+        for _, _, name in stepped(path)
+        if sizes.get(name, leaf.itemsize) < leaf.itemsize
+    )
+    group = torch.distributed
+    if not names or names in _rounded or (group.is_available() and group.is_initialized() and group.get_rank()):
+        return
+    _rounded.add(names)
+    logger.warning(
+        "torch's set_optimizer_state_dict rounds %d entries to their parameters' type: %s. Hand over the optimizer itself, "
+        "which is restored as it was",
+        len(names),
+        ", ".join([*names[:5], *(["..."] if names[5:] else [])]),
+    )
 
 
 def names_above(name: str) -> Iterator[str]:

@@ -229,14 +229,18 @@ class _Stateful(SavedItem):
         return self.value.state_dict()
 
     def fit(self, loaded: Any) -> Fitted:
-        return Fitted(apply=self._giving(lambda _: self.value.load_state_dict(loaded)))
+        return Fitted(apply=self._giving(lambda _: self._load(loaded)))
+
+    def _load(self, loaded: Any) -> None:
+        dtensor.warn_of_rounded({self.name: loaded})
+        self.value.load_state_dict(loaded)
 
     def fit_shards(self, shards: Shards) -> Fitted:
         from safe_ckpt.core.sharding import dcp_read
 
         own = self.value.state_dict()
         loading.refuse_target(self.key, own)
-        take = self._giving(lambda saved: self.value.load_state_dict(dcp_read.with_types_of(own, saved)))
+        take = self._giving(lambda saved: self._load(dcp_read.with_types_of(own, saved)))
         return dcp_read.fit_value(shards.stored, own, lambda _: None, take)
 
 
@@ -615,6 +619,7 @@ class Restoring:
                 if result is not item.value and isinstance(self._state, MutableMapping):
                     self._state[item.name] = PerRank(result) if item.per_rank else result
             done.append(item.name)
+        dtensor.warn_of_rounded(self._state)
         self._fitted.clear()
 
     @contextlib.contextmanager

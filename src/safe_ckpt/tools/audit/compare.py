@@ -28,7 +28,8 @@ MEANS = {
     "logged": ("logged", "a counter, or an average that is logged, was not restored"),
     "gradients": ("gradients", "weights and batch are equal: something else that the loss depends on was not restored"),
 }
-_RESULTS = ("weights", "gradients", "calls")  # each a result of those behind it, and of everything else
+# Of which others each is a result; each is one of everything else, too.
+_RESULTS = {"weights": ("gradients", "calls"), "gradients": ("weights", "calls"), "calls": ()}
 # What differs because the weights or the batches do tells nothing more.
 _FOLLOWS = {"state", "buffers", "copies", "logged", "scaler"}
 
@@ -141,8 +142,10 @@ def _is_result(finding: Finding, told: Sequence[Finding]) -> bool:
     """Whether gradients or weights differ because of what another line says, on whatever rank."""
     if finding.category not in _RESULTS:
         return False
-    results = _RESULTS[: 1 + _RESULTS.index(finding.category)]
-    return any(one.step <= finding.step and one.category not in results for one in told)
+    # The weights of a step are from before it: what its gradients and its number of batches do to them is seen a step later.
+    causes, later = _RESULTS[finding.category], finding.category == "weights"
+    found = (one for one in told if one.category in causes or one.category not in _RESULTS)
+    return any(one.step <= finding.step - (later and one.category in causes) for one in found)
 
 
 def _of_rank(
@@ -190,6 +193,8 @@ def _how(category: str, rows: Sequence[str], whole: Sequence[Line], number: int,
     if category == "data":
         detail, means = _where(whole, other["batch"], number)
         return detail + _samples(one, other), means
+    if category == "weights":  # those of the first step after the resume are equal: by them it was found
+        return "", "the step before changed them otherwise: something was not restored of what the optimizer goes by"
     if category in ("groups", "calls", "scaler", "logged", "frozen"):
         name = category if category == "calls" else f"{category}.{rows[0]}"
         return f"{_short(theirs.get(name))} instead of {_short(ours.get(name))}", means

@@ -91,6 +91,16 @@ def test_a_scheduler_that_shows_steps_later_is_told_with_its_step():
     assert str(found).startswith("step 11, 3 behind the first after the resume, rank 0: ")
 
 
+def test_weights_that_a_step_changed_otherwise_are_told_and_not_their_gradients():
+    """What an optimizer keeps of a parameter may be lost before it is used: the step shows nothing, and the next one all."""
+    wrong = {f"s{step}": {"weights__w": f"x{step}", "gradients__w": f"x{step}"} for step in range(11, 21)}
+    (found,) = told(run(first=8, **wrong)).findings
+    assert (found.category, found.step, found.resumed_at) == ("weights", 11, 8)
+    assert "step before" in found.means
+    (found,) = told(run(first=8, s10={"gradients__w": "x"}, **wrong)).findings
+    assert (found.category, found.step) == ("gradients", 10)
+
+
 def test_where_a_wrong_batch_comes_from_is_told():
     """The loader began again, batches come twice, are left out, or are none of the run."""
 
