@@ -30,13 +30,13 @@ from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.names import HeldDirectories
 from safe_ckpt.core.saving.request import (
-    Content,
     Destination,
     Facts,
     OnCommit,
+    Payload,
+    PlanningFailed,
     SaveRequest,
     Snapshot,
-    Unplanned,
     check_step,
     checked_metrics,
 )
@@ -208,9 +208,9 @@ class Checkpointer:
             self._engine.know(planned.models)
         if planned.sharded:
             shards, error = self._plan_shards(planned.sharded, {"step": number, "path": path, **must_match})
-        content: Content
+        content: Payload
         if error is not None:
-            content = Unplanned(error=error)
+            content = PlanningFailed(error=error)
         else:
             files = [*planned.files, *shards]
             content = Snapshot(files=files, folders=list(planned.sharded), overlap=planned.overlap)

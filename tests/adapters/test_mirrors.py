@@ -22,7 +22,7 @@ from safe_ckpt.core.home.objects.head import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import CheckpointNotFoundError
-from safe_ckpt.extensions.mirror.mirror import Mirror as Uploads
+from safe_ckpt.extensions.mirror.mirror import MirrorUploads as Uploads
 from safe_ckpt.lightning import SafeCheckpointCallback
 from safe_ckpt.tools.inspection.fetch import fetch
 from support import flip_bit

@@ -182,7 +182,7 @@ def test_a_trainer_whose_callbacks_look_at_no_folder_waits_for_no_save(tmp_path,
     waited = []
     made = trainer(tmp_path, callbacks=[wandb(False)[1], TrainerCallback()])
     monkeypatch.setattr(
-        "safe_ckpt.transformers.saver.TrainerSaver.wait", lambda _: waited.append(made.state.global_step)
+        "safe_ckpt.transformers.saver.TransformersSaver.wait", lambda _: waited.append(made.state.global_step)
     )
     made.train()
     assert set(waited) <= {6}  # the end of train() waits

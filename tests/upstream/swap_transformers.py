@@ -11,7 +11,7 @@ import transformers
 from transformers import trainer
 
 from safe_ckpt.transformers import SafeCheckpointMixin
-from safe_ckpt.transformers.saver import TrainerSaver
+from safe_ckpt.transformers.saver import TransformersSaver
 
 _STOCK = trainer.Trainer
 
@@ -21,14 +21,14 @@ class Trainer(SafeCheckpointMixin, _STOCK):
 
 
 def _wait_for_each_save() -> None:
-    stock = TrainerSaver.save
+    stock = TransformersSaver.save
 
     def save(self, *args):
         path = stock(self, *args)
         self.wait()
         return path
 
-    TrainerSaver.save = save
+    TransformersSaver.save = save
 
 
 if "transformers.trainer_seq2seq" in sys.modules:  # its Trainer would keep the stock base

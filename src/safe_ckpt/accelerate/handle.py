@@ -151,7 +151,7 @@ class Handle(AttachedHandle):
                 near = {name: difflib.get_close_matches(name, own, n=1) for name in save_model_func_kwargs}
                 ignored = [f"{name} (did you mean {found[0]}?)" if found else name for name, found in near.items()]
                 logger.warning("save_state ignores %s: only DeepSpeed has them", ", ".join(ignored))
-            options = save.Options(
+            options = save.SaveOptions(
                 safe_serialization=safe_serialization,
                 metrics=metrics or {},
                 step=step,
@@ -244,7 +244,7 @@ class Handle(AttachedHandle):
             ClosedError: the registration has ended.
             SafeCheckpointError: it could not be written; the same on every rank.
         """
-        options = models.Options(max_shard_size=max_shard_size, safe_serialization=safe_serialization, dtype=dtype)
+        options = models.ModelOptions(max_shard_size=max_shard_size, safe_serialization=safe_serialization, dtype=dtype)
         with self.call("save_model"):
             self.saver.tracking.report()
             return models.save(self.saver, model, save_directory, options)

@@ -21,7 +21,7 @@ def is_offloaded(model: torch.nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Value:
+class OffloadedValue:
     """A tensor of a model.
 
     Attributes:
@@ -35,7 +35,7 @@ class Value:
     fetch: Callable[[], torch.Tensor]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Value:
+    def of(cls, tensor: torch.Tensor) -> OffloadedValue:
         """Make the value of a tensor that is not offloaded."""
         return cls(tensor, tensor, tensor.detach)
 
@@ -51,16 +51,16 @@ class Value:
         return identity
 
 
-def values(model: torch.nn.Module) -> dict[str, Value]:
+def values(model: torch.nn.Module) -> dict[str, OffloadedValue]:
     """Every parameter and persistent buffer under its name, module by module.
 
     Raises:
         StateError: one is on the meta device and no hook knows where it was offloaded to, or it has lost its memory.
     """
-    found: dict[str, Value] = {}
+    found: dict[str, OffloadedValue] = {}
     homes = _homes(model)
     for name, tensor in _named(model):
-        found[name] = _offloaded(homes, name, tensor) if tensor.is_meta else Value.of(tensor)
+        found[name] = _offloaded(homes, name, tensor) if tensor.is_meta else OffloadedValue.of(tensor)
         if (held := found[name].held) is not None:
             refuse_short(name, held)
     return found
@@ -108,11 +108,13 @@ def _homes(model: torch.nn.Module) -> dict[str, _Home]:
     return homes
 
 
-def _offloaded(homes: Mapping[str, _Home], name: str, tensor: torch.Tensor) -> Value:
+def _offloaded(homes: Mapping[str, _Home], name: str, tensor: torch.Tensor) -> OffloadedValue:
     for prefix in sorted(homes, key=len, reverse=True):  # a hook may stand for all modules below it
         home, local = homes[prefix], name[len(prefix) :]
         if name.startswith(prefix) and home.prefix + local in home.names:
-            return Value(tensor, home.held(local), functools.partial(_look_up, home.values, home.prefix + local))
+            return OffloadedValue(
+                tensor, home.held(local), functools.partial(_look_up, home.values, home.prefix + local)
+            )
     message = "is on the meta device, and no hook of Accelerate has its values: load the model first"
     raise StateError(key=name, message=message)
 

@@ -25,7 +25,7 @@ _WITHIN_A_WINDOW = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class SaveOptions:
     """How to save. See ``Handle.save_state``; ``arguments`` are for DeepSpeed."""
 
     safe_serialization: bool
@@ -34,7 +34,9 @@ class Options:
     arguments: Mapping[str, Any]
 
 
-def save(saver: AcceleratorSaver, output_dir: str | os.PathLike[str] | None, options: Options) -> tuple[Path, OpenSave]:
+def save(
+    saver: AcceleratorSaver, output_dir: str | os.PathLike[str] | None, options: SaveOptions
+) -> tuple[Path, OpenSave]:
     """Take a snapshot and have it written. Every rank calls this. Returns where it will be, and the handle.
 
     Raises:
@@ -60,7 +62,7 @@ def _warn_within_a_window(saver: AcceleratorSaver, path: Path) -> None:
         logger.warning(_WITHIN_A_WINDOW, path)
 
 
-def _save(saver: AcceleratorSaver, target: Target, folder: Path | None, options: Options) -> OpenSave:
+def _save(saver: AcceleratorSaver, target: Target, folder: Path | None, options: SaveOptions) -> OpenSave:
     accelerator = saver.accelerator
     step = target.step if options.step is None else options.step
     metrics: dict[str, float] = {}
@@ -89,7 +91,9 @@ def _save(saver: AcceleratorSaver, target: Target, folder: Path | None, options:
     )
 
 
-def _unsharded(saver: AcceleratorSaver, folder: Path | None, options: Options) -> tuple[list[FilePlan], dict[str, str]]:
+def _unsharded(
+    saver: AcceleratorSaver, folder: Path | None, options: SaveOptions
+) -> tuple[list[FilePlan], dict[str, str]]:
     """The files that one rank writes by itself, and what must be equal on all ranks for that."""
     accelerator = saver.accelerator
     apart = strategies.is_sharding(accelerator) or bool(strategies.engines_of(accelerator))

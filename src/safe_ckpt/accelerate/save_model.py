@@ -20,7 +20,7 @@ from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 
 from safe_ckpt.accelerate import offloaded_models, strategies
 from safe_ckpt.accelerate.directories import AcceleratorSaver
-from safe_ckpt.accelerate.offloaded_models import Value
+from safe_ckpt.accelerate.offloaded_models import OffloadedValue
 from safe_ckpt.adapters import Attempt, FilePlan, Planned, torch_file
 from safe_ckpt.adapters.extras import (
     HIDDEN,
@@ -46,7 +46,7 @@ _READY = "ready"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ModelOptions:
     """See ``Handle.save_model``."""
 
     max_shard_size: int | str
@@ -64,7 +64,9 @@ class Options:
         return hugging_face.parse_size(self.max_shard_size, "save_model: max_shard_size")
 
 
-def save(saver: AcceleratorSaver, model: torch.nn.Module, directory: str | os.PathLike[str], options: Options) -> Path:
+def save(
+    saver: AcceleratorSaver, model: torch.nn.Module, directory: str | os.PathLike[str], options: ModelOptions
+) -> Path:
     """Write the weights. Every rank calls this; rank 0 writes. Returns the directory when they are durable.
 
     Raises:
@@ -95,7 +97,7 @@ def save(saver: AcceleratorSaver, model: torch.nn.Module, directory: str | os.Pa
 
 
 def _state_of(accelerator: Any, model: torch.nn.Module) -> Mapping[str, Any]:
-    """Names to tensors, or to ``Value``, on rank 0. Sharded tensors are gathered by Accelerate. Every rank calls this."""
+    """Names to tensors, or to ``OffloadedValue``, on rank 0. Sharded tensors are gathered by Accelerate. Every rank calls this."""
     plain = hugging_face.unwrapped(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         plain = getattr(model, "module", model)
@@ -112,7 +114,7 @@ def _state_of(accelerator: Any, model: torch.nn.Module) -> Mapping[str, Any]:
     return offloaded_models.values(plain) if offloaded_models.is_offloaded(plain) else plain.state_dict()
 
 
-def _files(values: Mapping[str, Value], options: Options) -> list[FilePlan]:
+def _files(values: Mapping[str, OffloadedValue], options: ModelOptions) -> list[FilePlan]:
     if options.safe_serialization:
         lazies = _once(values, options.dtype)
         split = split_state_dict_into_shards_factory(
@@ -141,7 +143,7 @@ def _shards(
     return [*planned, file_plan.bytes_image(f"{single}.index.json", body.encode())]
 
 
-def _once(values: Mapping[str, Value], dtype: torch.dtype | None) -> dict[str, LazyTensor]:
+def _once(values: Mapping[str, OffloadedValue], dtype: torch.dtype | None) -> dict[str, LazyTensor]:
     """The tensors for safetensors: each under the first of its names, fetched and converted when it is written."""
     lazies: dict[str, LazyTensor] = {}
     seen: set[object] = set()
@@ -160,7 +162,7 @@ def _once(values: Mapping[str, Value], dtype: torch.dtype | None) -> dict[str, L
     return lazies
 
 
-def _fetched(values: Mapping[str, Value]) -> dict[str, torch.Tensor]:
+def _fetched(values: Mapping[str, OffloadedValue]) -> dict[str, torch.Tensor]:
     """The tensors themselves, all offloaded ones in host memory at once: a torch archive keeps ties.
 
     Raises:
@@ -177,13 +179,13 @@ def _fetched(values: Mapping[str, Value]) -> dict[str, torch.Tensor]:
     return fetched
 
 
-def _values_of(state: Mapping[str, Any]) -> dict[str, Value]:
+def _values_of(state: Mapping[str, Any]) -> dict[str, OffloadedValue]:
     values = {}
     for name, value in state.items():
         if isinstance(value, str):
             logger.warning("%s is text and left out of the weights, as Accelerate leaves it out", name)
-        elif isinstance(value, Value | torch.Tensor):
-            values[name] = value if isinstance(value, Value) else Value.of(value)
+        elif isinstance(value, OffloadedValue | torch.Tensor):
+            values[name] = value if isinstance(value, OffloadedValue) else OffloadedValue.of(value)
         else:
             raise StateError(key=name, message=f"expected a tensor, got {type(value).__name__}")
     return values

@@ -19,14 +19,14 @@ from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.handle import OpenSave
 from safe_ckpt.core.saving.names import HeldDirectories, refuse
 from safe_ckpt.core.saving.request import (
-    Content,
     Destination,
     Facts,
     OnCommit,
+    Payload,
+    PlanningFailed,
     SaveRequest,
     Snapshot,
     Streamed,
-    Unplanned,
 )
 from safe_ckpt.core.sharding import dtensor, gather
 from safe_ckpt.core.sharding.tensor_queue import TensorQueue
@@ -98,7 +98,7 @@ class Exporter:
         chosen = {name: tensors[name] for name in kept["names"]}
         stream = _Stream(self._engine, path.name, chosen, dtype)
         planned: list[FilePlan] = []
-        content: Content
+        content: Payload
         try:
             if self._engine.rank == 0:
                 lazy = stream.lazies() if kept["gathered"] else chosen
@@ -106,12 +106,12 @@ class Exporter:
                 planned += adapter.files_beside(model) if adapter is not None else []
             content = Streamed(files=planned, feed=stream.feed) if kept["gathered"] else Snapshot(files=planned)
         except Exception as problem:  # the other ranks must learn of it
-            content = Unplanned(error=problem)
+            content = PlanningFailed(error=problem)
         return self._engine.save(request_of(workspace, path, content))
 
 
 def request_of(
-    workspace: FileHome, path: Path, content: Content, *, kind: Literal["directory", "file"] = "directory"
+    workspace: FileHome, path: Path, content: Payload, *, kind: Literal["directory", "file"] = "directory"
 ) -> SaveRequest:
     """Return the request with which ``path`` becomes weights alone; other files in a directory are kept."""
     carry = OnCommit(carry=lambda name: not hugging_face.is_weight_file(name)) if kind == "directory" else OnCommit()

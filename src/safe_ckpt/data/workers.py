@@ -145,7 +145,7 @@ class Maker:
         return Delivered(error, self.worker, state)
 
 
-class StandIn:
+class WorkerStandIn:
     """Looks like a data set where its samples are made: attributes, length and ``isinstance`` are the data set's.
 
     Args:
@@ -182,7 +182,7 @@ def _again(kind: type[Any], state: dict[str, Any]) -> Any:
     return made
 
 
-class WatchedDataset(StandIn):
+class WatchedDataset(WorkerStandIn):
     """Stands in for a data set with indices, in a worker.
 
     Args:
@@ -211,7 +211,7 @@ class WatchedDataset(StandIn):
             return self._maker.failed()
 
 
-class PlacedDataset(StandIn):
+class PlacedDataset(WorkerStandIn):
     """Stands in for an iterable data set that knows its place.
 
     Args:

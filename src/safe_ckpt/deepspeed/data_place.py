@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _FILE = "train_loader_rank_{rank}_states.pt"  # a file that ends so belongs to the tag, and is replaced with it
 
 
-class DataPlace(DataPosition):
+class EngineDataPlace(DataPosition):
     """The loader of one engine, on this rank.
 
     Args:

@@ -28,7 +28,7 @@ from safe_ckpt.layouts.judges import tags
 from safe_ckpt.layouts.table import LATEST, has_states
 
 if TYPE_CHECKING:
-    from safe_ckpt.deepspeed.data_place import DataPlace
+    from safe_ckpt.deepspeed.data_place import EngineDataPlace
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class TagSaver(Saver):
     def __init__(self, owner: Any, config: CheckpointConfig, hooks: Iterable[Hook]) -> None:
         super().__init__(config, ADAPTER, find=candidates, owner=_OWNER, hooks=hooks)
         self.owner = owner
-        self.data_place: DataPlace | None = None
+        self.data_place: EngineDataPlace | None = None
         self.retention = policy_of(config.retention)
 
     def hold(self, top: Path, tag: str) -> OpenHome:

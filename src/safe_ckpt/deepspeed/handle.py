@@ -13,7 +13,7 @@ from safe_ckpt.adapters.handle import begin
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.deepspeed import load, save
 from safe_ckpt.deepspeed.arguments import check_engine, check_settings, default_tag
-from safe_ckpt.deepspeed.data_place import DataPlace, refuse_without_place
+from safe_ckpt.deepspeed.data_place import EngineDataPlace, refuse_without_place
 from safe_ckpt.deepspeed.directories import TagSaver
 from safe_ckpt.events import Hook
 
@@ -97,7 +97,7 @@ class Handle(AttachedHandle):
         self._async_save = async_save
         with self.whole_or_nothing():
             if resume_data:
-                saver.data_place = DataPlace(engine)
+                saver.data_place = EngineDataPlace(engine)
                 self.undo.also(saver.data_place.forget)
             self._load_checkpoint = engine.load_checkpoint
             self._destroy: Callable[[], None] = engine.destroy

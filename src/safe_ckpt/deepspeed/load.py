@@ -18,7 +18,7 @@ from safe_ckpt.adapters.extras import HIDDEN, not_found, presence, resume
 from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.deepspeed import arguments, directories, nvme, universal
-from safe_ckpt.deepspeed.data_place import DataPlace
+from safe_ckpt.deepspeed.data_place import EngineDataPlace
 from safe_ckpt.deepspeed.directories import TagSaver
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError
 
@@ -78,7 +78,7 @@ def load(
         if place is not None and optimizer_states:
             resume.apply(core, functools.partial(place.load, path))
         elif place is None and optimizer_states and engine.global_rank == 0:
-            DataPlace.warn_if_left(path)
+            EngineDataPlace.warn_if_left(path)
         go_on(core, lambda: [engine.module])
         saver.resumed(path, begun, rejected)
     return result

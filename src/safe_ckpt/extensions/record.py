@@ -13,7 +13,7 @@ from safe_ckpt.core.saving.save import SaveJob, failed, since_epoch
 from safe_ckpt.errors import SafeCheckpointError
 
 
-class Record(Extension):
+class RecordExtension(Extension):
     """Emits the events of saves."""
 
     name: ClassVar[str] = "record"

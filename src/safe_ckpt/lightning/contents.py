@@ -32,7 +32,7 @@ class SaverOfTrainer(Protocol):
     engine: Engine
     config: CheckpointConfig
     io: SafeCheckpointIO
-    noted: loop_state.Noted
+    noted: loop_state.NotedStates
     reads_freely: bool
     sharded: Sharded
 

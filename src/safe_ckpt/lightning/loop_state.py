@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 KEY = "safe_ckpt"
 
 
-def capture(trainer: Any, noted: Noted) -> dict[str, Any]:
+def capture(trainer: Any, noted: NotedStates) -> dict[str, Any]:
     """Return this rank's part of a save.
 
     Args:
@@ -384,7 +384,7 @@ def unprocessed(batches: Mapping[str, int]) -> int:
     return max(0, batches["ready"] - batches["processed"])
 
 
-class Noted:
+class NotedStates:
     """Notes what the random generators are where a resume may have to go on, if a save comes later than that.
 
     What follows when an epoch is broken off is not part of a run that goes on: the hooks at the end of an epoch, and the

@@ -27,7 +27,7 @@ from safe_ckpt.lightning.beside import averages
 from safe_ckpt.lightning.callback_state import PendingActions, SavedCallbackState, report_commit
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
 from safe_ckpt.lightning.directories import FileSaver
-from safe_ckpt.lightning.loop_state import Continuation, Noted
+from safe_ckpt.lightning.loop_state import Continuation, NotedStates
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ class TrainerSaver(FileSaver):
         self._warned = False
         self.continuation: Continuation | None = None
         self.goes_on = False
-        self.noted = Noted()
+        self.noted = NotedStates()
         self.reads_freely = "weights_only" not in inspect.signature(trainer.fit).parameters
         self.swapped: list[Callable[[Any], None]] = []
         self._requeue_wished = threading.Event()

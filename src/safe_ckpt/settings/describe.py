@@ -19,7 +19,7 @@ _INTRODUCTION = resources.files("safe_ckpt.settings").joinpath("reference.md")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SettingRow:
     """One setting, in words: each field is a column of the reference."""
 
     key: str
@@ -30,13 +30,13 @@ class Row:
     meaning: str
 
 
-def rows(kind: type) -> list[Row]:
+def rows(kind: type) -> list[SettingRow]:
     """All settings, in the order of the fields."""
     found = []
     for key in keys(kind):
         name = _NAMES.get(key.kind, key.kind.__name__)
         allowed = ", ".join(f"`{choice}`" for choice in key.choices)
-        row = Row(
+        row = SettingRow(
             key=key.path,
             type=f"{name} or null" if key.nullable else name,
             unit=key.unit,
@@ -50,7 +50,7 @@ def rows(kind: type) -> list[Row]:
 
 def markdown(kind: type) -> str:
     """The reference as one page: an introduction, then a table for each section, those of the top level first."""
-    sections: dict[type, list[Row]] = {kind: []}  # those of the top level come first
+    sections: dict[type, list[SettingRow]] = {kind: []}  # those of the top level come first
     for key, row in zip(keys(kind), rows(kind), strict=True):
         sections.setdefault(key.section, []).append(row)
     parts = [_INTRODUCTION.read_text(encoding="utf-8")]
@@ -58,7 +58,7 @@ def markdown(kind: type) -> str:
         prefix, example = own[0].key.rpartition(".")[0], variable(own[0].key)
         title = f"`{prefix}`: {section.__name__}" if prefix else section.__name__
         lines = [f"## {title}", "", summary(section), "", f"The variable of the first one is `{example}`.", ""]
-        columns = [field.name.capitalize() for field in dataclasses.fields(Row)]
+        columns = [field.name.capitalize() for field in dataclasses.fields(SettingRow)]
         lines += [_line(columns), _line(["---"] * len(columns))]
         for row in own:
             lines.append(_line([f"`{row.key}`", row.type, row.unit, f"`{row.default}`", row.allowed, row.meaning]))

@@ -111,7 +111,7 @@ class SafeCheckpointManager(CheckpointManager):
             self._saver.wait()
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
-        return None if async_mode == AsyncMode.DISABLED else Outcome(self._saver, handle)
+        return None if async_mode == AsyncMode.DISABLED else PendingOutcome(self._saver, handle)
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """In the place of torchtitan's own: what is loaded is verified first. What is elsewhere than in files is not.
@@ -156,7 +156,7 @@ class SafeCheckpointManager(CheckpointManager):
         """Nothing: an engine that is not referenced any more ends by itself, and waits for no other rank."""
 
 
-class Outcome(Future[None]):
+class PendingOutcome(Future[None]):
     """The commit of one save, for which torchtitan waits before the next one.
 
     Args:

@@ -35,7 +35,7 @@ _TR_LOSS = "_tr_loss"
 _PICKLED = (RuntimeError, ValueError, OSError, EOFError)
 
 
-class DataPlace:
+class TrainerDataPlace:
     """The loader of one ``train()``, on this process.
 
     Args:

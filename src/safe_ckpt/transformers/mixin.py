@@ -22,8 +22,8 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
 from safe_ckpt.transformers import at_load, missing, reference, strategies
-from safe_ckpt.transformers.data_place import DataPlace
-from safe_ckpt.transformers.saver import BY_NAME, TrainerSaver
+from safe_ckpt.transformers.data_place import TrainerDataPlace
+from safe_ckpt.transformers.saver import BY_NAME, TransformersSaver
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -62,9 +62,9 @@ class SafeCheckpointMixin(_Base):
 
     checkpoint_config: CheckpointConfig | None = None
     checkpoint_hooks: Sequence[Hook] = ()
-    _safe_saver: TrainerSaver | None = None
+    _safe_saver: TransformersSaver | None = None
     _begun_in = ""
-    _data_place: DataPlace | None = None
+    _data_place: TrainerDataPlace | None = None
     _while_made: Patch | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ class SafeCheckpointMixin(_Base):
         """
         check = functools.partial(_check, self, resume_from_checkpoint)
         config, _ = config_and_more(self.checkpoint_config, check)
-        with TrainerSaver(config, self.checkpoint_hooks) as saver, saver.sharing.loading(self):
+        with TransformersSaver(config, self.checkpoint_hooks) as saver, saver.sharing.loading(self):
             self._safe_saver = saver
             self._begun_in = os.getcwd()  # a relative output_dir means the place that it names now
             try:
@@ -126,7 +126,7 @@ class SafeCheckpointMixin(_Base):
                     missing.warn(Path(path), self.args)
                     go_on(saver.engine, lambda: [self.model])
                     resume.apply(saver.engine, functools.partial(reference.load, self, Path(path)))
-                place = self._data_place = DataPlace(path, self.args, saver.engine)
+                place = self._data_place = TrainerDataPlace(path, self.args, saver.engine)
                 with Patch(upstream, {"skip_first_batches": self._skipping(place, path)}):
                     return super().train(path, *args, **kwargs)
             finally:
@@ -178,7 +178,7 @@ class SafeCheckpointMixin(_Base):
             missing.warn_of_no_step(logs, self.args)
         super().log(logs, *args, **kwargs)
 
-    def _skipping(self, place: DataPlace, path: str | None) -> Callable[..., Any]:
+    def _skipping(self, place: TrainerDataPlace, path: str | None) -> Callable[..., Any]:
         stock = getattr(upstream, "skip_first_batches")  # noqa: B009 (it is not exported)
 
         def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
@@ -214,7 +214,7 @@ class SafeCheckpointMixin(_Base):
             message = "%s._save_checkpoint did not call Trainer's: what it wrote is not safe_ckpt's, and not verified"
             logger.warning(message, type(self).__name__)
 
-    def _save_safely(self, saver: TrainerSaver, trial: Any) -> None:
+    def _save_safely(self, saver: TransformersSaver, trial: Any) -> None:
         run = Path(os.path.normpath(os.path.join(self._begun_in, self._get_output_dir(trial=trial))))
         best = self.state.best_global_step
         if best and self.args.save_strategy in ("steps", "epoch", "best"):

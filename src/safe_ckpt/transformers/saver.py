@@ -29,7 +29,7 @@ _OPTIMIZER = ("optimizer", "global_step")  # also of FSDP2 and DeepSpeed, which 
 logger = logging.getLogger(__name__)
 
 
-class TrainerSaver(Saver):
+class TransformersSaver(Saver):
     """Saves for one Trainer. Every method is called on every process, on the thread that trains.
 
     Args:

@@ -24,7 +24,7 @@ from safe_ckpt.core.home.objects.head import list_objects
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import CheckpointNotFoundError, DirectoryError
-from safe_ckpt.extensions.mirror.mirror import Mirror as Uploads
+from safe_ckpt.extensions.mirror.mirror import MirrorUploads as Uploads
 from support import flip_bit, program_path
 
 TIMES = Timeouts(lengthy_s=60, barrier_s=6, shutdown_s=10, peer_stall_s=5)

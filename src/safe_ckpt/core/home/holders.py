@@ -151,7 +151,7 @@ def holders(*directories: Place) -> list[Held]:
     return sorted(found.values(), key=lambda one: one.holder.alive is False)
 
 
-class Whole(Protocol):
+class WholeHome(Protocol):
     """A directory of checkpoints that is held with every name in it, from ``open`` to ``close``, to delete there."""
 
     def open(self) -> None:
@@ -176,7 +176,7 @@ class Whole(Protocol):
         """Delete what is no checkpoint of a job's. Returns those that are gone."""
 
 
-def whole_at(place: Place, *, lease_s: float, unfenced: bool = False) -> Whole:
+def whole_at(place: Place, *, lease_s: float, unfenced: bool = False) -> WholeHome:
     """The whole of a directory. See ``home_at`` for the arguments."""
     if isinstance(place, Path):
         return WholeDirectory(place, lease_s=lease_s)
@@ -191,7 +191,7 @@ def _names_in(hidden: Path) -> list[Path]:
 
 
 class WholeDirectory:
-    """See ``Whole``: in a file system.
+    """See ``WholeHome``: in a file system.
 
     Args:
         path: the directory.
@@ -227,7 +227,7 @@ class WholeDirectory:
             self._held.pop().close()
 
     def delete(self, infos: Sequence[CheckpointInfo]) -> list[Place]:
-        """See ``Whole``."""
+        """See ``WholeHome``."""
         return [info.path for info in infos if self._delete(info)]
 
     def _delete(self, info: CheckpointInfo) -> bool:
@@ -245,7 +245,7 @@ class WholeDirectory:
             return still_has_its_name(info) and bool(self._held[0].discard([path]))
 
     def discard(self, places: Iterable[Place]) -> Sequence[Place]:
-        """See ``Whole``."""
+        """See ``WholeHome``."""
         return self._held[0].discard(places)
 
     def _taken(self, hidden: Path, patience_s: float | None = None) -> FileHome:

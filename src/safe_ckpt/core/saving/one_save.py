@@ -200,7 +200,7 @@ def _put(run: Pipeline, job: SaveJob) -> None:
 
 
 @dataclass(kw_only=True)
-class Written:
+class Writing:
     """The writing of one rank in one save.
 
     Attributes:
@@ -228,7 +228,7 @@ class Turn:
 
     run: Pipeline
     job: SaveJob
-    written: Written = field(default_factory=Written)
+    written: Writing = field(default_factory=Writing)
     told: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

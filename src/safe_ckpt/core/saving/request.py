@@ -45,7 +45,7 @@ class Destination:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Content:
+class Payload:
     """What one rank writes. One of the classes below says how.
 
     Attributes:
@@ -72,7 +72,7 @@ class Content:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot(Content):
+class Snapshot(Payload):
     """Tensors are copied to host memory, and written from there after ``save`` has returned.
 
     Attributes:
@@ -83,7 +83,7 @@ class Snapshot(Content):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Streamed(Content):
+class Streamed(Payload):
     """Tensors are written while the caller waits, without a copy; the only way for files with lazy tensors.
 
     Attributes:
@@ -100,7 +100,7 @@ class Streamed(Content):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unplanned(Content):
+class PlanningFailed(Payload):
     """Nothing: this rank could not plan it.
 
     Attributes:
@@ -176,7 +176,7 @@ class SaveRequest:
     """
 
     destination: Destination
-    content: Content
+    content: Payload
     facts: Facts
     must_match: Mapping[str, str] = field(default_factory=dict)
     held: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class SaveRequest:
     @property
     def error(self) -> Exception | None:
         """Why this rank could not plan its content."""
-        return self.content.error if isinstance(self.content, Unplanned) else None
+        return self.content.error if isinstance(self.content, PlanningFailed) else None
 
     @property
     def name(self) -> str:

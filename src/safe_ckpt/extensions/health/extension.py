@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Health(Extension):
+class HealthExtension(Extension):
     """Has the numbers of each file looked at, and marks a checkpoint of which they are not as they should be."""
 
     name: ClassVar[str] = examine.NAME

@@ -11,7 +11,7 @@ from safe_ckpt.core.saving.extension import Extension, Outcome, Run
 from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import SafeCheckpointError
-from safe_ckpt.extensions.mirror.mirror import Mirror
+from safe_ckpt.extensions.mirror.mirror import MirrorUploads
 
 
 class Mirroring(Extension):
@@ -25,13 +25,13 @@ class Mirroring(Extension):
     is_offering: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self.mirror: Mirror | None = None
+        self.mirror: MirrorUploads | None = None
 
     def opened(self, run: Run) -> None:
         """See ``Extension``."""
         self._run = run
         if run.rank == 0:
-            self.mirror = Mirror(run.config, run.emit, run.owner)
+            self.mirror = MirrorUploads(run.config, run.emit, run.owner)
             run.coordinator.movers.append(self.mirror.progress)
 
     def ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
@@ -65,7 +65,7 @@ class Mirroring(Extension):
         if info.verified and (mirror := self._of(home)) is not None:
             mirror.put(info, home, saved=False)
 
-    def _of(self, home: Home) -> Mirror | None:
+    def _of(self, home: Home) -> MirrorUploads | None:
         """The mirror of this directory; None on other ranks, and for a directory that is in a store itself."""
         return self.mirror if home.is_mounted else None
 

@@ -39,7 +39,7 @@ _LAST_WORDS_S = 5.0
 _LETTERS = 8
 
 
-class Mirror:
+class MirrorUploads:
     """Uploads what was committed. Called on any thread of rank 0.
 
     Args:

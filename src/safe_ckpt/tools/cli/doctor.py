@@ -11,7 +11,7 @@ from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.text import bytes_from
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, ending_on_signals, print_json, tell
-from safe_ckpt.tools.doctor.check import Options, Report
+from safe_ckpt.tools.doctor.check import CheckOptions, Report
 from safe_ckpt.tools.doctor.examination import diagnose
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "cyan"}
@@ -47,7 +47,7 @@ def doctor(
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     probe_bytes = (64 if remote else 256) << 20 if mebibytes is None else mebibytes << 20
-    options = Options(state_bytes=state_bytes, probe_bytes=probe_bytes, timeout_s=timeout_s)
+    options = CheckOptions(state_bytes=state_bytes, probe_bytes=probe_bytes, timeout_s=timeout_s)
     try:
         with ending_on_signals():
             report = _of_store(directory, options) if remote else diagnose(Path(directory), options)
@@ -61,7 +61,7 @@ def doctor(
         raise typer.Exit(DAMAGED)
 
 
-def _of_store(url: str, options: Options) -> Report:
+def _of_store(url: str, options: CheckOptions) -> Report:
     from safe_ckpt.tools.doctor.object_store import (
         diagnose_store,  # an HTTP client: a delay that no other command needs
     )

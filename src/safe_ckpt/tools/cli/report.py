@@ -21,7 +21,7 @@ from safe_ckpt.tools.cli.output import DAMAGED, AsJson, console, failing, local_
 from safe_ckpt.tools.inspection.listing import list_existing
 from safe_ckpt.tools.report import event_log, page, summary
 from safe_ckpt.tools.report.follow import Follower
-from safe_ckpt.tools.report.history import History, Notice, Save, build
+from safe_ckpt.tools.report.history import History, Notice, SaveHistory, build
 from safe_ckpt.tools.report.page import Subject
 
 AnyDirectory = Annotated[Path, typer.Argument(parser=local_directory, metavar="DIR")]
@@ -182,7 +182,7 @@ def after(happened: list[str], printed: list[str]) -> list[str]:
     return happened
 
 
-def line_of(save: Save) -> str:
+def line_of(save: SaveHistory) -> str:
     """The line of one save."""
     if save.outcome != "committed":
         return f"{clock(save.ended)}  {save.outcome}  {save.name}: {summary.why(save)}"

@@ -53,7 +53,7 @@ _ADVICE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class CheckResult:
     """The outcome of one check.
 
     Attributes:
@@ -72,32 +72,32 @@ class Finding:
     figures: Mapping[str, Figure] = field(default_factory=dict)
 
 
-def ok(check: str, measured: str, advice: str = "", /, **figures: Figure) -> Finding:
+def ok(check: str, measured: str, advice: str = "", /, **figures: Figure) -> CheckResult:
     """A finding with nothing to do; ``advice`` is only a hint."""
-    return Finding(check=check, state="ok", measured=measured, advice=advice, figures=figures)
+    return CheckResult(check=check, state="ok", measured=measured, advice=advice, figures=figures)
 
 
-def warn(check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
+def warn(check: str, measured: str, advice: str, /, **figures: Figure) -> CheckResult:
     """A finding of what works, at a price."""
-    return Finding(check=check, state="warn", measured=measured, advice=advice, figures=figures)
+    return CheckResult(check=check, state="warn", measured=measured, advice=advice, figures=figures)
 
 
-def warn_if(bad: bool, check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
+def warn_if(bad: bool, check: str, measured: str, advice: str, /, **figures: Figure) -> CheckResult:
     """A warning with ``advice`` where it is ``bad``; else nothing to do."""
     return warn(check, measured, advice, **figures) if bad else ok(check, measured, **figures)
 
 
-def fail(check: str, measured: str, advice: str, /, **figures: Figure) -> Finding:
+def fail(check: str, measured: str, advice: str, /, **figures: Figure) -> CheckResult:
     """Checkpoints cannot be relied on here."""
-    return Finding(check=check, state="fail", measured=measured, advice=advice, figures=figures)
+    return CheckResult(check=check, state="fail", measured=measured, advice=advice, figures=figures)
 
 
-def skipped(check: str, why: str) -> Finding:
+def skipped(check: str, why: str) -> CheckResult:
     """The check could not be made."""
-    return Finding(check=check, state="skipped", measured=why)
+    return CheckResult(check=check, state="skipped", measured=why)
 
 
-def refused(check: str, error: OSError, doing: str = "") -> Finding:
+def refused(check: str, error: OSError, doing: str = "") -> CheckResult:
     """The operating system refused a call."""
     code = errno.errorcode.get(error.errno or 0, "")
     where = f" ({os.path.basename(os.fsdecode(error.filename))})" if isinstance(error.filename, str | bytes) else ""
@@ -106,7 +106,7 @@ def refused(check: str, error: OSError, doing: str = "") -> Finding:
     return fail(check, text, advice, errno=code or None)
 
 
-def held_by(held: Sequence[Held], advice: str, **figures: Figure) -> list[Finding]:
+def held_by(held: Sequence[Held], advice: str, **figures: Figure) -> list[CheckResult]:
     """The job that holds the directory; ``advice`` where it may be alive."""
     if not held:
         return [ok("held by", "no job", **figures)]
@@ -118,7 +118,7 @@ def held_by(held: Sequence[Held], advice: str, **figures: Figure) -> list[Findin
     return [ok("held by", f"{who}, since {lease.started_at}", advice, **figures)]
 
 
-def worst(findings: Iterable[Finding]) -> State:
+def worst(findings: Iterable[CheckResult]) -> State:
     """The state of the whole; ``"ok"`` when there is none."""
     return max((finding.state for finding in findings), key=_ORDER.index, default="ok")
 
@@ -133,7 +133,7 @@ class Report:
     """
 
     directory: Place
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
 
     @property
     def state(self) -> State:
@@ -170,7 +170,7 @@ class UnwritableError(OSError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class CheckOptions:
     """The options of the command.
 
     Attributes:
@@ -203,7 +203,7 @@ class Examined:
     existing: Path
     scratch: Path | None = None
     problem: OSError | None = None
-    options: Options = field(default_factory=Options)
+    options: CheckOptions = field(default_factory=CheckOptions)
     state_bytes: int | None = None
     state_from: str = ""
     stop: threading.Event = field(default_factory=threading.Event)
@@ -221,9 +221,9 @@ class Examined:
         return folder
 
 
-Checks = Sequence[tuple[str, Callable[[_T], list[Finding]]]]
+Checks = Sequence[tuple[str, Callable[[_T], list[CheckResult]]]]
 """What each is called where it cannot give a name itself, and what it does; an ``OSError`` that it raises becomes a finding."""
-Judge = Callable[[str, OSError], tuple[Finding, str]]
+Judge = Callable[[str, OSError], tuple[CheckResult, str]]
 """What an error of the check of this name means, and why no other is tried after it; "" where they are."""
 
 
@@ -266,7 +266,7 @@ def nearest_existing(path: Path) -> Path:
     return next(candidate for candidate in (path, *path.parents) if os.path.lexists(candidate) or not candidate.name)
 
 
-def known_size(directory: Path, options: Options) -> tuple[int | None, str]:
+def known_size(directory: Path, options: CheckOptions) -> tuple[int | None, str]:
     """The size of one checkpoint, as given or as that of the newest one in ``directory``, and how it is known."""
     if options.state_bytes is not None:
         return options.state_bytes, "as given"
@@ -280,7 +280,7 @@ def known_size(directory: Path, options: Options) -> tuple[int | None, str]:
 
 
 @contextlib.contextmanager
-def examining(path: Path, options: Options) -> Iterator[Examined]:
+def examining(path: Path, options: CheckOptions) -> Iterator[Examined]:
     """The directory with its private folder, which is removed at the end, also after an error or Ctrl-C.
 
     Where the folder cannot be made, ``problem`` says why. Called on the main thread.
@@ -319,7 +319,7 @@ def _remove(scratch: Path) -> None:
 
 def run_checks(
     subject: _T, checks: Checks[_T], judge: Judge, *, limit_s: float, stop: threading.Event | None = None
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Run the checks in their order and collect their findings. Called on the main thread.
 
     Args:
@@ -333,7 +333,7 @@ def run_checks(
         BaseException: a check raised something other than ``OSError``, or Ctrl-C came; the check that was under way was
             asked to end, and was given a few seconds for that.
     """
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     why = ""
     for name, check in checks:
         if why:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safe_ckpt.core.storage import durable
 from safe_ckpt.text import bytes_text
-from safe_ckpt.tools.doctor.check import Examined, Finding, fail, ok, skipped, warn, warn_if
+from safe_ckpt.tools.doctor.check import CheckResult, Examined, fail, ok, skipped, warn, warn_if
 
 _LITTLE_BYTES = 1 << 30
 _TABLE = Path("/proc/self/mountinfo")
@@ -85,7 +85,7 @@ def current(path: Path, table: Path = _TABLE) -> Mount | None:
         return None
 
 
-def judge(mount: Mount) -> Finding:
+def judge(mount: Mount) -> CheckResult:
     """Judge whether checkpoints survive on a file system of this kind."""
     text = f"{mount.kind} at {mount.point}, from {mount.source}"
     figures = {"kind": mount.kind, "mount_point": mount.point, "source": mount.source}
@@ -108,13 +108,13 @@ def judge(mount: Mount) -> Finding:
     return warn("file system", text, advice, **figures)
 
 
-def file_system(examined: Examined) -> list[Finding]:
+def file_system(examined: Examined) -> list[CheckResult]:
     """The kind of the file system."""
     mount = current(examined.existing)
     return [judge(mount) if mount else skipped("file system", f"{_TABLE} does not list it")]
 
 
-def renaming(examined: Examined) -> list[Finding]:
+def renaming(examined: Examined) -> list[CheckResult]:
     """A rename replaces a file, moves a directory, and can exchange two."""
     folder = examined.folder("renamed")
     for name in ("new", "old"):
@@ -136,7 +136,7 @@ def renaming(examined: Examined) -> list[Finding]:
     return [ok("rename", text, advice, exchange=False)]
 
 
-def space(examined: Examined) -> list[Finding]:
+def space(examined: Examined) -> list[CheckResult]:
     """Free bytes, against the size of a checkpoint."""
     free_bytes = durable.free_bytes(examined.existing)
     if free_bytes is None:
@@ -147,7 +147,7 @@ def space(examined: Examined) -> list[Finding]:
     return [judge_space(free_bytes=free_bytes, total_bytes=total_bytes, size=size, why=examined.state_from)]
 
 
-def judge_space(*, free_bytes: int, total_bytes: int, size: int | None, why: str = "") -> Finding:
+def judge_space(*, free_bytes: int, total_bytes: int, size: int | None, why: str = "") -> CheckResult:
     """Judge whether that is enough: a new checkpoint is complete before an old one is deleted.
 
     Args:

@@ -19,7 +19,7 @@ from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.storage.durable import NO_SYNC, sync_directory
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 from safe_ckpt.text import duration
-from safe_ckpt.tools.doctor.check import Examined, Finding, fail, held_by, ok, refused, skipped, warn, warn_if
+from safe_ckpt.tools.doctor.check import CheckResult, Examined, fail, held_by, ok, refused, skipped, warn, warn_if
 from safe_ckpt.tools.doctor.disk import current
 from safe_ckpt.tools.inspection.listing import holders_of
 
@@ -41,7 +41,7 @@ sys.stdin.read()
 """
 
 
-def creating(examined: Examined) -> list[Finding]:
+def creating(examined: Examined) -> list[CheckResult]:
     """A folder and a file can be made, and what was written is read back."""
     if examined.problem is not None:
         return [refused("write", examined.problem, f"cannot create a folder in {examined.existing}")]
@@ -56,7 +56,7 @@ def creating(examined: Examined) -> list[Finding]:
     return [ok("write", f"wrote 1 MiB in {duration(seconds)} and read it back", seconds_s=seconds)]
 
 
-def syncing(examined: Examined) -> list[Finding]:
+def syncing(examined: Examined) -> list[CheckResult]:
     """Measure how long a file and a directory take to reach the disk."""
     folder = examined.folder("synced")
     file_s, folder_s = [], []
@@ -81,7 +81,7 @@ def _seconds(action: Callable[[_T], object], argument: _T) -> float:
     return time.perf_counter() - begun
 
 
-def judge_fsync(file_s: float, folder_s: float, *, in_memory: bool) -> Finding:
+def judge_fsync(file_s: float, folder_s: float, *, in_memory: bool) -> CheckResult:
     """Judge whether an fsync that takes so long can be believed, and afforded."""
     text = f"{duration(file_s)} for a file of 64 KiB, {duration(folder_s)} for a directory"
     figures = {"file_s": file_s, "directory_s": folder_s}
@@ -92,7 +92,7 @@ def judge_fsync(file_s: float, folder_s: float, *, in_memory: bool) -> Finding:
     return ok("fsync", text, advice if file_s < _SUSPICIOUS_S and not in_memory else "", **figures)
 
 
-def locking(examined: Examined) -> list[Finding]:
+def locking(examined: Examined) -> list[CheckResult]:
     """Check whether a second job is refused while the first lives, and takes over at once when that is killed."""
     folder = examined.folder("locked")
     if not sys.executable:
@@ -116,7 +116,7 @@ def locking(examined: Examined) -> list[Finding]:
     return [_taken_over(lock)]
 
 
-def _taken_over(lock: JobLock) -> Finding:
+def _taken_over(lock: JobLock) -> CheckResult:
     begun = time.monotonic()
     try:
         lock.acquire()
@@ -131,7 +131,7 @@ def _taken_over(lock: JobLock) -> Finding:
     return warn_if(seconds > _QUICK_S, "lock", text, advice, takeover_s=seconds)
 
 
-def holder(examined: Examined) -> list[Finding]:
+def holder(examined: Examined) -> list[CheckResult]:
     """The job that holds the directory. Its lock is only read; the job is not disturbed."""
     if examined.existing != examined.asked or not examined.asked.is_dir():
         return []

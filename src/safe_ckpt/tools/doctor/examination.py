@@ -7,10 +7,10 @@ from pathlib import Path
 from safe_ckpt.tools.doctor import disk, durability, machine, speed
 from safe_ckpt.tools.doctor.check import (
     STUCK,
+    CheckOptions,
+    CheckResult,
     Checks,
     Examined,
-    Finding,
-    Options,
     Report,
     StuckError,
     UnwritableError,
@@ -23,7 +23,7 @@ from safe_ckpt.tools.doctor.check import (
 )
 
 
-def directory(examined: Examined) -> list[Finding]:
+def directory(examined: Examined) -> list[CheckResult]:
     """The directory that is examined."""
     if examined.existing != examined.asked:
         text = f"{examined.asked} does not exist yet: {examined.existing} is examined in its place"
@@ -53,7 +53,7 @@ ON_MACHINE: Checks[int | None] = (
 """They are given the size of one checkpoint, if it is known."""
 
 
-def diagnose(path: Path, options: Options) -> Report:
+def diagnose(path: Path, options: CheckOptions) -> Report:
     """Examine a directory and this machine. On the main thread.
 
     Args:
@@ -69,12 +69,12 @@ def diagnose(path: Path, options: Options) -> Report:
     return Report(directory=path, findings=tuple(findings))
 
 
-def on_machine(state_bytes: int | None, options: Options) -> list[Finding]:
+def on_machine(state_bytes: int | None, options: CheckOptions) -> list[CheckResult]:
     """Examine this machine, for a checkpoint of ``state_bytes``; None for an unknown size. On the main thread."""
     return run_checks(state_bytes, ON_MACHINE, _of_machine, limit_s=options.timeout_s)
 
 
-def _of_disk(name: str, error: OSError) -> tuple[Finding, str]:
+def _of_disk(name: str, error: OSError) -> tuple[CheckResult, str]:
     if isinstance(error, StuckError):
         return fail(name, str(error), STUCK), "the file system has stopped answering"
     if isinstance(error, UnwritableError):
@@ -82,5 +82,5 @@ def _of_disk(name: str, error: OSError) -> tuple[Finding, str]:
     return refused(name, error), ""
 
 
-def _of_machine(name: str, error: OSError) -> tuple[Finding, str]:
+def _of_machine(name: str, error: OSError) -> tuple[CheckResult, str]:
     return (fail(name, str(error), "try again later") if isinstance(error, StuckError) else refused(name, error)), ""

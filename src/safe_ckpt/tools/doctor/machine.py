@@ -10,7 +10,7 @@ from importlib import metadata
 
 from safe_ckpt import machine as host_memory
 from safe_ckpt.text import bytes_text
-from safe_ckpt.tools.doctor.check import Finding, fail, ok, refused, skipped, warn, warn_if
+from safe_ckpt.tools.doctor.check import CheckResult, fail, ok, refused, skipped, warn, warn_if
 from safe_ckpt.versions import SUPPORTED, judge
 
 PACKAGES = ("safe-ckpt", "torch", "lightning", "pytorch-lightning", "accelerate", "transformers", "deepspeed", "numpy")
@@ -18,7 +18,7 @@ _PROBE_BYTES = 16 << 20
 _TIGHT_BYTES = 1 << 30
 
 
-def memory(state_bytes: int | None) -> list[Finding]:
+def memory(state_bytes: int | None) -> list[CheckResult]:
     """The memory that a snapshot may take on this host."""
     free = host_memory.available_bytes()
     if free is None:
@@ -26,7 +26,7 @@ def memory(state_bytes: int | None) -> list[Finding]:
     return [judge_memory(free_bytes=free, limit_bytes=host_memory.memory_limit_bytes(), size=state_bytes)]
 
 
-def judge_memory(*, free_bytes: int, limit_bytes: int | None, size: int | None) -> Finding:
+def judge_memory(*, free_bytes: int, limit_bytes: int | None, size: int | None) -> CheckResult:
     """Judge whether a snapshot of ``size`` bytes fits into what is free, below a control group's limit."""
     limit = f", limited to {bytes_text(limit_bytes)} by a control group" if limit_bytes is not None else ""
     text = f"{bytes_text(free_bytes)} can still be taken{limit}"
@@ -38,7 +38,7 @@ def judge_memory(*, free_bytes: int, limit_bytes: int | None, size: int | None) 
     return warn_if(size is None and free_bytes < _TIGHT_BYTES, "memory", text, advice, **figures)
 
 
-def shared_memory(_: int | None) -> list[Finding]:
+def shared_memory(_: int | None) -> list[CheckResult]:
     """The anonymous memory that holds snapshots."""
     doing, advice = "memfd_create", "a sandbox forbids it: allow the system call memfd_create"
     try:
@@ -50,12 +50,12 @@ def shared_memory(_: int | None) -> list[Finding]:
     return [ok("shared memory", f"{bytes_text(_PROBE_BYTES)} can be taken")]
 
 
-def file_size(state_bytes: int | None) -> list[Finding]:
+def file_size(state_bytes: int | None) -> list[CheckResult]:
     """The largest file that this process, and the writer that it starts, may write."""
     return [judge_file_size(host_memory.largest_file_bytes(), state_bytes)]
 
 
-def judge_file_size(limit_bytes: int | None, size: int | None) -> Finding:
+def judge_file_size(limit_bytes: int | None, size: int | None) -> CheckResult:
     """Judge whether a file of ``size`` bytes, where that is known, may be written; None for no limit."""
     if limit_bytes is None:
         return ok("file size", "unlimited")
@@ -64,7 +64,7 @@ def judge_file_size(limit_bytes: int | None, size: int | None) -> Finding:
     return make("file size", f"at most {bytes_text(limit_bytes)}", advice, soft=limit_bytes)
 
 
-def versions(_: int | None) -> list[Finding]:
+def versions(_: int | None) -> list[CheckResult]:
     """The installed releases; read without importing them."""
     installed = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -73,7 +73,7 @@ def versions(_: int | None) -> list[Finding]:
     return judge_versions(installed)
 
 
-def judge_versions(installed: Mapping[str, str]) -> list[Finding]:
+def judge_versions(installed: Mapping[str, str]) -> list[CheckResult]:
     """Judge whether these releases work together: one finding for each that does not, and one for all.
 
     Args:

@@ -24,10 +24,10 @@ from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.text import bytes_text, duration, rate
 from safe_ckpt.tools.doctor.check import (
     PREFIX,
+    CheckOptions,
+    CheckResult,
     Checks,
     Figure,
-    Finding,
-    Options,
     Report,
     StuckError,
     bounded,
@@ -72,7 +72,7 @@ class Probe:
     wrote: threading.Event = field(default_factory=threading.Event)
 
 
-def diagnose_store(url: str, options: Options) -> Report:
+def diagnose_store(url: str, options: CheckOptions) -> Report:
     """Examine a directory in an object store, and this machine. On the main thread.
 
     Args:
@@ -109,7 +109,7 @@ def diagnose_store(url: str, options: Options) -> Report:
     return Report(directory=directory, findings=(ok("directory", str(directory)), *findings, *here))
 
 
-def held(probe: Probe) -> list[Finding]:
+def held(probe: Probe) -> list[CheckResult]:
     """The job that owns the directory, and what is in it."""
     infos = [candidate.info for candidate in read_listing(probe.directory).standing.usable]
     newest_bytes = infos[0].size_bytes if infos and infos[0] else None
@@ -117,7 +117,7 @@ def held(probe: Probe) -> list[Finding]:
     return held_by(holders_of(probe.directory), "that job is not disturbed", **figures)
 
 
-def conditions(probe: Probe) -> list[Finding]:
+def conditions(probe: Probe) -> list[CheckResult]:
     """Check whether the store creates and replaces objects on a condition: without it two jobs could both commit."""
     probe.wrote.set()
     problem = missing_condition(probe.scratch) or _race(probe.scratch)
@@ -145,7 +145,7 @@ def _race(folder: ObjectPath) -> str:
     return "" if won == 1 else f"let {won} of {_RIVALS} create one object"
 
 
-def listing(probe: Probe) -> list[Finding]:
+def listing(probe: Probe) -> list[CheckResult]:
     """A new object is listed and read, a part of it too, and a deleted one is gone, at once."""
     place, data = probe.scratch / "small/one", os.urandom(100_000)
     bucket = place.bucket
@@ -172,7 +172,7 @@ def listing(probe: Probe) -> list[Finding]:
     ]
 
 
-def _twice(check: str, look: Callable[[Bucket], str], bucket: Bucket, advice: str) -> list[Finding]:
+def _twice(check: str, look: Callable[[Bucket], str], bucket: Bucket, advice: str) -> list[CheckResult]:
     """Look twice, over two connections. A fault that the second look does not find is no more than a warning."""
     first = look(bucket)
     if not first:
@@ -182,7 +182,7 @@ def _twice(check: str, look: Callable[[Bucket], str], bucket: Bucket, advice: st
     return [warn(check, f"{first}, and at a second look it is right: {DISAGREED}", "look at the network and the store")]
 
 
-def latency(probe: Probe) -> list[Finding]:
+def latency(probe: Probe) -> list[CheckResult]:
     """Measure how long the creation of a small object takes: each commit waits for three or four."""
     seconds = []
     for number in range(_ROUNDS):
@@ -195,7 +195,7 @@ def latency(probe: Probe) -> list[Finding]:
     return [warn_if(middle > _SLOW_CREATE_S, "latency", text, advice, median_s=middle, worst_s=max(seconds))]
 
 
-def speed(probe: Probe) -> list[Finding]:
+def speed(probe: Probe) -> list[CheckResult]:
     """Upload an object in parts, and read it back by ranges."""
     if probe.probe_bytes <= 0:
         return [skipped("speed", "not measured: --mebibytes 0")]
@@ -223,7 +223,7 @@ def speed(probe: Probe) -> list[Finding]:
     return [warn_if(min(put, get) < _SLOW_BYTES_PER_S, "speed", text, advice, **figures)]
 
 
-def uploads(probe: Probe) -> list[Finding]:
+def uploads(probe: Probe) -> list[CheckResult]:
     """The fate of uploads that a killed job leaves unfinished, which are charged for."""
     if probe.directory.bucket.scheme == "az":
         return [ok("unfinished uploads", "the store drops them by itself after a week")]
@@ -242,7 +242,7 @@ _CHECKS: Checks[Probe] = (
 )
 
 
-def _of_store(name: str, error: OSError) -> tuple[Finding, str]:
+def _of_store(name: str, error: OSError) -> tuple[CheckResult, str]:
     """The finding of an error. Where it shows that the store cannot be used, no other check is made."""
     advice, why = "use another store, or look at what it says", "the store cannot be used"
     if isinstance(error, StuckError | TimeoutError):

@@ -14,7 +14,7 @@ import xxhash
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.direct_io import create_file
 from safe_ckpt.text import bytes_text, duration
-from safe_ckpt.tools.doctor.check import Examined, Finding, fail, skipped, warn_if
+from safe_ckpt.tools.doctor.check import CheckResult, Examined, fail, skipped, warn_if
 
 _BLOCK_BYTES = 8 << 20
 _PASS_S = 10.0
@@ -42,7 +42,7 @@ class Pass:
         return self.moved_bytes / max(self.seconds, 1e-9)
 
 
-def speed(examined: Examined) -> list[Finding]:
+def speed(examined: Examined) -> list[CheckResult]:
     """Write a file directly and through the page cache, each with its fsync, and read it back from the disk."""
     free, wanted = durable.free_bytes(examined.existing), examined.options.probe_bytes
     wanted = (wanted if free is None else min(wanted, free // 10)) // _BLOCK_BYTES * _BLOCK_BYTES
@@ -66,7 +66,7 @@ def speed(examined: Examined) -> list[Finding]:
     return [judge_speed(passes, examined.state_bytes)]
 
 
-def judge_speed(passes: dict[str, Pass], size: int | None) -> Finding:
+def judge_speed(passes: dict[str, Pass], size: int | None) -> CheckResult:
     """Judge from these passes how long a save of ``size`` bytes takes."""
     words = {"direct": "written past the page cache", "cached": "written through it", "read": "read back"}
     parts = [f"{passes[key].rate / 1e9:.2f} GB/s {text}" for key, text in words.items() if key in passes]

@@ -15,7 +15,7 @@ from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.tools.inspection.files import Window, inside
 from safe_ckpt.tools.inspection.pickle_objects import Global, Opaque, counts_of
 from safe_ckpt.tools.inspection.pickle_reader import MOST_BYTES, read_pickle
-from safe_ckpt.tools.inspection.tensors import Entry, Piece, TensorTable
+from safe_ckpt.tools.inspection.tensors import Entry, TensorPiece, TensorTable
 from safe_ckpt.tools.inspection.torch_reader import Archive, content_of, looks_like_archive, open_archive
 
 _MOST_CHUNKS = 1_000_000
@@ -229,7 +229,7 @@ def content_of_directory(directory: Directory) -> TensorTable:
         CorruptCheckpointError: a file does not hold what ``.metadata`` says.
         OSError: a file could not be read.
     """
-    pieces: dict[str, list[Piece]] = {name: [] for name in directory.tensors}
+    pieces: dict[str, list[TensorPiece]] = {name: [] for name in directory.tensors}
     chunks = {name: set(about.chunks) for name, about in directory.tensors.items()}
     values = []
     for file in sorted(directory.items):

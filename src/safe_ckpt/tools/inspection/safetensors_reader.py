@@ -15,7 +15,7 @@ from safe_ckpt.core.storage.source import files_in
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
 from safe_ckpt.tools.inspection.files import Window
 from safe_ckpt.tools.inspection.pickle_objects import counts_of
-from safe_ckpt.tools.inspection.tensors import Entry, Piece, TensorTable, Value
+from safe_ckpt.tools.inspection.tensors import Entry, TensorPiece, TensorTable, Value
 
 SUFFIX = ".safetensors"
 _MOST_HEADER_BYTES = 64 << 20
@@ -90,7 +90,8 @@ def _entries(path: Place, header: dict[str, Any], start: int, length: int) -> li
         starts = tuple(0 for _ in shape)
         offset = start + begin
         pieces = [
-            Piece(file=file, offset=offset, stride=contiguous(shape), starts=starts, shape=shape) for file in files
+            TensorPiece(file=file, offset=offset, stride=contiguous(shape), starts=starts, shape=shape)
+            for file in files
         ]
         entries.append(Entry(name=name, dtype=dtype, shape=shape, pieces=tuple(pieces)))
     at = 0

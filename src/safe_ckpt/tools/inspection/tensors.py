@@ -25,7 +25,7 @@ _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class TensorPiece:
     """A part of a tensor, as it lies in a file.
 
     Attributes:
@@ -58,7 +58,7 @@ class Entry:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[TensorPiece, ...] = ()
     note: str = ""
 
     @property

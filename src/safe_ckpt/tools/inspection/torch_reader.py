@@ -13,7 +13,7 @@ from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.tools.inspection.files import Window
 from safe_ckpt.tools.inspection.pickle_objects import Storage, Tensor
 from safe_ckpt.tools.inspection.pickle_reader import MOST_BYTES, read_pickle, read_pickles
-from safe_ckpt.tools.inspection.tensors import Entry, Piece, TensorTable, Value, describe, leaves
+from safe_ckpt.tools.inspection.tensors import Entry, TensorPiece, TensorTable, Value, describe, leaves
 from safe_ckpt.tools.inspection.zip_reader import Member, is_archive, read_members
 
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".tar")
@@ -128,7 +128,7 @@ class Locator:
         last = tensor.offset + sum(step * (size - 1) for step, size in zip(tensor.stride, tensor.shape, strict=True))
         if 0 not in tensor.shape and (last + 1) * item > record.size:
             raise self._source.damaged(f"{name} reaches behind its record")
-        piece = Piece(
+        piece = TensorPiece(
             file=self._source.path,
             offset=self._source.start + record.data_offset + tensor.offset * item,
             stride=tensor.stride,

@@ -14,7 +14,7 @@ import torch
 from safe_ckpt.core.formats.dtypes import ITEM_BYTES
 from safe_ckpt.errors import UnsupportedFormatError
 from safe_ckpt.tools.inspection.pickle_objects import Opaque, Storage, Tensor
-from safe_ckpt.tools.inspection.tensors import Entry, Piece, describe
+from safe_ckpt.tools.inspection.tensors import Entry, TensorPiece, describe
 
 _BLOCK = 4 << 20  # elements that are compared at a time
 _MOST_PAIRS = 4_000_000
@@ -64,7 +64,7 @@ class Mapped:
         file = self._scratch / f"{next(self._count)}"
         return torch.from_file(str(file), shared=True, size=count, dtype=dtype).view(entry.shape)
 
-    def _part(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+    def _part(self, piece: TensorPiece, dtype: torch.dtype) -> torch.Tensor:
         if 0 in piece.shape:
             return torch.empty(piece.shape, dtype=dtype)
         count = 1 + sum(step * (size - 1) for step, size in zip(piece.stride, piece.shape, strict=True))

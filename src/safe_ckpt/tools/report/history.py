@@ -19,7 +19,7 @@ UNCOMMITTED: tuple[Outcome, ...] = ("failed", "outcome unknown", "interrupted")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Save:
+class SaveHistory:
     """One save. What was not recorded is None.
 
     Attributes:
@@ -91,7 +91,7 @@ class Removal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunHistory:
     """One run: from the start of a process (or its resume) to the last thing that it recorded."""
 
     number: int
@@ -117,8 +117,8 @@ class History:
         events: how many were read; ``skipped`` and ``earlier`` as in ``Recording``.
     """
 
-    runs: tuple[Run, ...] = ()
-    saves: tuple[Save, ...] = ()
+    runs: tuple[RunHistory, ...] = ()
+    saves: tuple[SaveHistory, ...] = ()
     notices: tuple[Notice, ...] = ()
     removals: tuple[Removal, ...] = ()
     freed_bytes: int | None = None
@@ -126,7 +126,7 @@ class History:
     skipped: int = 0
     earlier: bool = False
 
-    def of(self, outcome: Outcome) -> tuple[Save, ...]:
+    def of(self, outcome: Outcome) -> tuple[SaveHistory, ...]:
         """The saves with this outcome."""
         return tuple(save for save in self.saves if save.outcome == outcome)
 
@@ -140,11 +140,11 @@ class _Builder:
     """Receives one event after the other, oldest first. Ignores unknown kinds, and saves of other ranks."""
 
     def __init__(self, recording: Recording) -> None:
-        self._runs: list[Run] = []
-        self._saves: list[Save] = []
+        self._runs: list[RunHistory] = []
+        self._saves: list[SaveHistory] = []
         self._notices: list[Notice] = []
         self._removals: list[Removal] = []
-        self._open: dict[tuple[str, int | None], Save] = {}
+        self._open: dict[tuple[str, int | None], SaveHistory] = {}
         self._disk = Disk()
         self._safe_since: float | None = None  # work before this moment is on the disk
         self._freed_bytes: int | None = None
@@ -182,7 +182,7 @@ class _Builder:
         self._open.clear()
         # The records of a save come at its end; a run that did not say when it began did so no later than its first call.
         begun = event.at - (event.number("seconds") or 0.0)
-        self._runs.append(Run(number=len(self._runs) + 1, begun=begun, ended=event.at))
+        self._runs.append(RunHistory(number=len(self._runs) + 1, begun=begun, ended=event.at))
         self._safe_since = None
         self._announced = event.kind == "run"
         self._saving = False
@@ -192,14 +192,14 @@ class _Builder:
         versions = event.texts("versions")
         self._runs[-1] = replace(self._runs[-1], host=host, pid=pid, world_size=world_size, versions=versions)
 
-    def _opened(self, event: Recorded) -> Save:
+    def _opened(self, event: Recorded) -> SaveHistory:
         self._saving = True
         name, step = event.text("name"), event.count("step")
         known = self._open.pop((name, step), None)
         if known is not None:
             return replace(known, ended=event.at)
         number = len(self._runs)
-        return Save(name=name, step=step, run=number, outcome="in flight", begun=event.at, ended=event.at)
+        return SaveHistory(name=name, step=step, run=number, outcome="in flight", begun=event.at, ended=event.at)
 
     def _go_on(self, event: Recorded, **facts: float | None) -> None:
         """Add ``facts`` to the save of the event, which is still in flight."""
@@ -265,7 +265,7 @@ class _Builder:
     def _on_stoprequested(self, event: Recorded) -> None:
         self._notice(event, f"{event.text('signal') or 'a signal'} asked all ranks to save and stop")
 
-    def _finished(self, event: Recorded, outcome: Outcome) -> Save:
+    def _finished(self, event: Recorded, outcome: Outcome) -> SaveHistory:
         save, total_s = self._opened(event), event.number("seconds")
         begun = min(save.begun, event.at) if total_s is None else event.at - total_s
         run = self._runs[-1]

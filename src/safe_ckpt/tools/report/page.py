@@ -23,7 +23,7 @@ from safe_ckpt import text
 from safe_ckpt.text import bytes_text, counted, duration, rate
 from safe_ckpt.tools.inspection.listing import Row
 from safe_ckpt.tools.report import summary
-from safe_ckpt.tools.report.history import UNCOMMITTED, History, Run, Save
+from safe_ckpt.tools.report.history import UNCOMMITTED, History, RunHistory, SaveHistory
 
 CSS = resources.files("safe_ckpt.tools.report").joinpath("page.css").read_text(encoding="utf-8")
 _MOST_FAILURES, _MOST_NOTICES, _MOST_SAVES, _MOST_EXISTING = 30, 60, 200, 100
@@ -184,11 +184,11 @@ def _saves(history: History, subject: Subject) -> dict[str, Any]:
     return {"saves": listing, "saves_intro": _some(shown, history.saves, "save")}
 
 
-def _label(save: Save) -> str:
+def _label(save: SaveHistory) -> str:
     return f"step {save.step}" if save.step is not None and not save.weights_only else save.name or "a save"
 
 
-def _cause(save: Save) -> tuple[object, ...]:
+def _cause(save: SaveHistory) -> tuple[object, ...]:
     failed = save.outcome in UNCOMMITTED
     return (save.run, save.outcome, save.phase, _NUMBER.sub("#", save.error)) if failed else ()
 
@@ -318,7 +318,7 @@ def _series(history: History, value: str, *, committed: bool = False) -> list[Ba
     return bars
 
 
-def _strip(run: Run, history: History, longest_s: float, zone: tzinfo | None) -> dict[str, Any]:
+def _strip(run: RunHistory, history: History, longest_s: float, zone: tzinfo | None) -> dict[str, Any]:
     """A run on the timeline, on one scale of elapsed time with the others, with a mark for every event."""
     saves = [save for save in history.saves if save.run == run.number]
     notices = [notice for notice in history.notices if notice.run == run.number]
@@ -346,11 +346,11 @@ def _strip(run: Run, history: History, longest_s: float, zone: tzinfo | None) ->
     }
 
 
-def _place(run: Run, at: float) -> float:
+def _place(run: RunHistory, at: float) -> float:
     return min(1.0, max(0.0, (at - run.begun) / run.seconds)) if run.seconds else 0.0
 
 
-def _x(run: Run, at: float) -> str:
+def _x(run: RunHistory, at: float) -> str:
     return f"{100 * _place(run, at):.4g}%"
 
 

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 from safe_ckpt import text
-from safe_ckpt.tools.report.history import History, Save
+from safe_ckpt.tools.report.history import History, SaveHistory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Totals:
     unknown: int
     interrupted: int
     in_flight: int
-    last: Save | None
+    last: SaveHistory | None
     spanned_s: float
     stall_s: float
     stall_share: float | None
@@ -79,13 +79,13 @@ def total(history: History) -> Totals:
     )
 
 
-def figures_of(save: Save) -> tuple[str, ...]:
+def figures_of(save: SaveHistory) -> tuple[str, ...]:
     """The figures of one save: stall, time until it was durable, throughput and size; "" for what is not known."""
     times = (text.duration(save.stall_s), text.duration(save.total_s))
     return (*times, text.rate(save.gbps), text.bytes_text(save.size_bytes))
 
 
-def why(save: Save) -> str:
+def why(save: SaveHistory) -> str:
     """The reason why it is not known to be committed."""
     return save.error or "its run ended before the save did"
 
@@ -111,7 +111,7 @@ def sentences(totals: Totals, now: float) -> list[str]:
 
 
 def _spanned(history: History) -> tuple[float, float]:
-    by_run: dict[int, list[Save]] = {}
+    by_run: dict[int, list[SaveHistory]] = {}
     for save in history.saves:
         if not save.weights_only:
             by_run.setdefault(save.run, []).append(save)

@@ -13,7 +13,7 @@ from safe_ckpt.core.home.places import home_at
 from safe_ckpt.core.home.standing import standing_of
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.tools.cli.app import app
-from safe_ckpt.tools.doctor.check import Options, known_size
+from safe_ckpt.tools.doctor.check import CheckOptions, known_size
 from safe_ckpt.tools.inspection.listing import list_existing
 
 STEPS = (1, 2, 3)
@@ -130,7 +130,7 @@ def reported(folder):
 
 
 def examined(folder):
-    _, how = known_size(folder, Options())
+    _, how = known_size(folder, CheckOptions())
     name = how.removeprefix("as ").removesuffix(" is")
     return json.loads((folder / name / "manifest.json").read_text())["step"] if name else None
 

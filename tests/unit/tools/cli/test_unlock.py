@@ -14,7 +14,7 @@ from safe_ckpt import Checkpointer
 from safe_ckpt.core.home.holders import holder_of
 from safe_ckpt.tools.cli.app import app
 from safe_ckpt.tools.doctor import durability
-from safe_ckpt.tools.doctor.check import Examined, Options, known_size
+from safe_ckpt.tools.doctor.check import CheckOptions, Examined, known_size
 from safe_ckpt.tools.inspection.listing import list_existing, read_listing
 from safe_ckpt.tools.report import event_log
 from support import holding_lock
@@ -191,5 +191,5 @@ def test_all_commands_have_one_idea_of_a_directory(tmp_path, layout):
     assert asked / rows[0].name == found_one.path
     assert rows[1].name.endswith(f"/quarantine/{name}-bad")
     assert ([row.state for row in rows], problem) == (["valid", "quarantined"], "")
-    assert known_size(asked, Options()) == (found_one.info.size_bytes, f"as {name} is")
+    assert known_size(asked, CheckOptions()) == (found_one.info.size_bytes, f"as {name} is")
     assert event_log.find_events(asked) == (hidden / "events.jsonl",)

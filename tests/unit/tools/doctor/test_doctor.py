@@ -19,7 +19,7 @@ from safe_ckpt.core.home.lease import Lease
 from safe_ckpt.machine import memory_limit_bytes
 from safe_ckpt.tools.cli.app import app
 from safe_ckpt.tools.doctor import disk, examination, machine
-from safe_ckpt.tools.doctor.check import Finding, Options, refused, worst
+from safe_ckpt.tools.doctor.check import CheckOptions, CheckResult, refused, worst
 from safe_ckpt.tools.doctor.durability import judge_fsync
 from safe_ckpt.tools.doctor.examination import diagnose
 from safe_ckpt.tools.doctor.speed import Pass, judge_speed
@@ -143,10 +143,10 @@ def test_a_check_of_doctor_that_breaks_leaves_no_folder(tmp_path, monkeypatch):
 
     monkeypatch.setattr(examination, "ON_DIRECTORY", breaks(RuntimeError("a mistake")))
     with pytest.raises(RuntimeError, match="a mistake"):
-        diagnose(tmp_path, Options())
+        diagnose(tmp_path, CheckOptions())
     assert os.listdir(tmp_path) == []
     monkeypatch.setattr(examination, "ON_DIRECTORY", breaks(OSError(errno.EDQUOT, "Disk quota exceeded")))
-    found = diagnose(tmp_path, Options()).findings[0]
+    found = diagnose(tmp_path, CheckOptions()).findings[0]
     assert (found.check, found.state) == ("broken", "fail")
     assert "quota" in found.advice
     assert os.listdir(tmp_path) == []
@@ -328,7 +328,7 @@ def test_releases_too_old_fail_and_newer_series_are_a_warning():
 
 def test_doctors_verdict_is_that_of_its_worst_check():
     """A failure outweighs a warning, that what was skipped, that what is fine."""
-    findings = [Finding(check="x", state=state, measured="") for state in ("ok", "skipped", "warn")]
+    findings = [CheckResult(check="x", state=state, measured="") for state in ("ok", "skipped", "warn")]
     assert worst([]) == "ok"
     assert worst(findings[:2]) == "skipped"
     assert worst(findings) == "warn"
