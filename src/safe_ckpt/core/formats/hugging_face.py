@@ -131,7 +131,9 @@ def _split(tensors: Mapping[str, _Tensor], most_bytes: int) -> list[OrderedDict[
     filled = 0
     homes: dict[object, OrderedDict[str, _Tensor]] = {}
     for name, tensor in tensors.items():
-        itself = None if isinstance(tensor, LazyTensor) else _itself(tensor)
+        itself: object = None  # equal for several names of one tensor; None for an empty one
+        if not isinstance(tensor, LazyTensor) and tensor.numel():
+            itself = str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
         if itself in homes:
             homes[itself][name] = tensor
             continue
@@ -143,12 +145,6 @@ def _split(tensors: Mapping[str, _Tensor], most_bytes: int) -> list[OrderedDict[
         if itself is not None:
             homes[itself] = shards[-1]
     return shards
-
-
-def _itself(tensor: torch.Tensor) -> object:
-    """Equal for several names of one tensor; None for an empty one."""
-    place = str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-    return place if tensor.numel() else None
 
 
 def _memory(tensor: torch.Tensor) -> object:

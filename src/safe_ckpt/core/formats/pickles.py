@@ -323,7 +323,10 @@ def _is_data(module: str, name: str, *, called: bool, anywhere: bool) -> bool:
     if of_torch or f"{module}.{name}" in _OF_TENSORS:
         return True
     top = module.partition(".")[0]
-    _import([module] if top in _LIBRARY else _LOOKED_UP.get(top, ()) if anywhere else ())
+    # Only of what is named above: a pickle does not choose what is imported.
+    for known in [module] if top in _LIBRARY else _LOOKED_UP.get(top, ()) if anywhere else ():
+        with contextlib.suppress(Exception):  # it is not there, or this release has no such part
+            importlib.import_module(known)
     of_others = module not in sys.modules and top not in {*sys.stdlib_module_names, *_LOOKED_UP}
     if anywhere and (of_others or top == "__main__"):
         return True  # the user's
@@ -331,13 +334,6 @@ def _is_data(module: str, name: str, *, called: bool, anywhere: bool) -> bool:
     for part in name.split(".") if found is not None else ():
         found = getattr(found, part, None)
     return _is_harmless(found, module, name, called=called)
-
-
-def _import(modules: Iterable[str]) -> None:
-    """Only of what is named above: a pickle does not choose what is imported."""
-    for module in modules:
-        with contextlib.suppress(Exception):  # it is not there, or this release has no such part
-            importlib.import_module(module)
 
 
 def _is_harmless(found: Any, module: str, name: str, *, called: bool) -> bool:
