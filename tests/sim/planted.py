@@ -220,9 +220,7 @@ IN_STORES: dict[str, dict[str, Patch]] = {
     },
     "a save is not announced": {_HEAD: _swap("pending=(*self.pending, folder), ", "")},
     "a deletion is not noted": {
-        _OBJECTS: _swap(
-            "        self._owner.update(lambda head: head.deleting([folder.name for folder in chosen]))\n", ""
-        )
+        _OBJECTS: _swap("self._owner.update(lambda head: head.deleting([folder.name for folder in some]))", "pass")
     },
     # What histories found, and what was mended then.
     "the owner sleeps long after an outage": {

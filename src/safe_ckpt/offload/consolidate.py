@@ -168,8 +168,10 @@ def agree_parts(
         if part["writer"] == engine.rank:
             scan = scans[part["asked"]]
             copies += [dataclasses.replace(copy, path=f"{prefix}{part['name']}/{copy.path}") for copy in scan.copies]
-    folders = sorted({parent for folder in agreed["folders"] for parent in _with_parents(f"{prefix}{folder}")})
-    return OffloadPlan(copies=copies, folders=folders, notes=agreed["parts"])
+    folders: set[str] = set()
+    for pure in (PurePosixPath(f"{prefix}{folder}") for folder in agreed["folders"]):
+        folders.update(str(one) for one in (*list(pure.parents)[:-1], pure))
+    return OffloadPlan(copies=copies, folders=sorted(folders), notes=agreed["parts"])
 
 
 def own_part(notes: Sequence[Mapping[str, Any]], name: str, rank: int) -> str | None:
@@ -242,13 +244,10 @@ def _look_at(folder: Path, ignore: Sequence[str]) -> tuple[_Scan, int, str]:
             stamp = Stamp.of(path.stat())
             newest_ns, newest = max((newest_ns, newest), (max(stamp.mtime_ns, stamp.ctime_ns), str(path)))
             copies.append(FileCopy(source=str(path), path=relative, stamp=stamp))
-    return _Scan(identity=_identity(folder), folders=folders, copies=copies), newest_ns, newest
-
-
-def _identity(folder: Path) -> str:
-    """Equal where two ranks name one and the same folder: the path alone tells neither nodes nor containers apart."""
+    # Equal where two ranks name one and the same folder: the path alone tells neither nodes nor containers apart.
     status = folder.stat()
-    return f"{machine_id()} {status.st_dev} {status.st_ino} {os.path.realpath(folder)}"
+    identity = f"{machine_id()} {status.st_dev} {status.st_ino} {os.path.realpath(folder)}"
+    return _Scan(identity=identity, folders=folders, copies=copies), newest_ns, newest
 
 
 def _assign(answers: Mapping[int, Any]) -> dict[str, Any]:
@@ -273,8 +272,3 @@ def _assign(answers: Mapping[int, Any]) -> dict[str, Any]:
         if nested := next((str(parent) for parent in PurePosixPath(name).parents if str(parent) in taken), None):
             raise ConfigError(key=f"sources: {name!r}", message=f"lies within {nested!r}: give names beside each other")
     return {"parts": list(parts.values()), "folders": sorted(folders)}
-
-
-def _with_parents(folder: str) -> list[str]:
-    pure = PurePosixPath(folder)
-    return [str(parent) for parent in (*list(pure.parents)[-2::-1], pure)]

@@ -164,7 +164,8 @@ class FileHome(HeldHome[Path]):
             return path.with_name(f".{path.name}.{op_id}.old")
         folder = self.trash / op_id
         folder.mkdir(parents=True, exist_ok=True)
-        return folder / _flat(path.relative_to(self.path))
+        # The path as one name, from which it can be told again. Nothing else in it changes: a name has at most 255 bytes.
+        return folder / path.relative_to(self.path).as_posix().replace("%", "%25").replace("/", "%2F")
 
     def _home_of(self, name: str) -> Path:
         """Where something of this name in the trash has its place: see ``aside``."""
@@ -509,11 +510,6 @@ class FilePublication:
                 cause += "is not there" if size < 0 else f"has {size} bytes here"
                 self._home.confirm()  # a job that took over has swept it away
                 raise SaveError(name=self._new.path.name, cause=cause, rank=entry.rank, phase="commit")
-
-
-def _flat(path: Path) -> str:
-    """A path as one name, from which it can be told again. Nothing else in it changes: a name has at most 255 bytes."""
-    return path.as_posix().replace("%", "%25").replace("/", "%2F")
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:

@@ -107,6 +107,9 @@ class Lease:
 
 def own_lease(*, token: str, started_at: str, lease_s: float) -> Lease:
     """What this process writes into a lock file."""
+    start = 0  # it is not known
+    with contextlib.suppress(OSError):
+        start = process_start(os.getpid()) or 0
     return Lease(
         token=token,
         host=socket.gethostname(),
@@ -115,7 +118,7 @@ def own_lease(*, token: str, started_at: str, lease_s: float) -> Lease:
         lease_s=lease_s,
         kernel=kernel_id(),
         namespace=pid_namespace(),
-        process_start=_own_start(),
+        process_start=start,
     )
 
 
@@ -144,12 +147,6 @@ def _is_hidden(pid: int) -> bool:
     except OSError:
         return True
     return True
-
-
-def _own_start() -> int:
-    with contextlib.suppress(OSError):
-        return process_start(os.getpid()) or 0
-    return 0
 
 
 NOBODY = Lease(token="", host="?", pid=0, started_at="?", lease_s=1.0, kernel="", namespace=0, process_start=0)

@@ -322,7 +322,9 @@ def list_objects(path: ObjectPath, on_error: OnError | None = None) -> list[Cand
         errors.clear()
         found, lacking = _listed(where, errors if on_error is not None else None)
         if lacking and pause_s is None:  # what a live job has deleted since the head was read is not named any more
-            named = _named_by(read_head(where))
+            named, head = set[str](), read_head(where)
+            if head is not None:
+                named = {*head.pending, *((_SOMETHING,) if head.committed is None else head.committed)}
             lacking = [name for name in lacking if name in named]
         if not lacking:
             for folder, error in errors.items():
@@ -361,12 +363,6 @@ def _listed(path: ObjectPath, errors: dict[ObjectPath, Exception] | None) -> tup
     if not seen and head.committed is None and head.sequence > 0:
         lacking.append(_SOMETHING)
     return found, lacking
-
-
-def _named_by(head: Head | None) -> set[str]:
-    if head is None:
-        return set()
-    return {*head.pending, *(head.committed if head.committed is not None else (_SOMETHING,))}
 
 
 def object_candidate(folder: ObjectPath) -> Candidate | None:

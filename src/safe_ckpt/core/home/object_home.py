@@ -224,23 +224,22 @@ class ObjectHome(HeldHome[ObjectPath]):
         Raises:
             DirectoryInUseError: another job has taken the directory over; nothing was deleted.
         """
+
+        def discard_one(folder: ObjectPath) -> None:
+            self.path.bucket.delete([(folder / MANIFEST_NAME).key])
+            self._delete_folder(folder)
+
         chosen = [in_store(place) for place in places]
         gone: list[ObjectPath] = []
         for at in range(0, len(chosen), _AT_ONCE):
-            gone += self._discard(chosen[at : at + _AT_ONCE])
+            some = chosen[at : at + _AT_ONCE]
+            self._owner.update(lambda head: head.deleting([folder.name for folder in some]))  # noqa: B023 - called at once
+            gone += self._discard_each(some, discard_one)
         return gone
 
     def delete(self, infos: Sequence[CheckpointInfo]) -> list[Place]:
         """See ``Whole``. A folder has one save in its life."""
         return list(self.discard([info.path for info in infos]))
-
-    def _discard(self, chosen: Sequence[ObjectPath]) -> list[ObjectPath]:
-        self._owner.update(lambda head: head.deleting([folder.name for folder in chosen]))
-        return self._discard_each(chosen, self._delete_checkpoint)
-
-    def _delete_checkpoint(self, folder: ObjectPath) -> None:
-        self.path.bucket.delete([(folder / MANIFEST_NAME).key])
-        self._delete_folder(folder)
 
     def look(self, on_error: OnError | None = None) -> list[Candidate]:
         """See ``Home``."""
@@ -307,7 +306,8 @@ class ObjectHome(HeldHome[ObjectPath]):
         place = folder / MANIFEST_NAME
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             data, _ = place.bucket.read(place.key)
-            if not _is_old_tombstone(data) or place.bucket.afresh().read(place.key)[0] != data:
+            is_old = is_tombstone(data) and time.time() - float(json.loads(data)[_SET_AT]) > _TOMBSTONE_S
+            if not is_old or place.bucket.afresh().read(place.key)[0] != data:
                 return  # it carries no digest: two reads have to agree
             if json.loads(data).get("spares"):
                 self.path.bucket.delete([place.key])
@@ -418,7 +418,3 @@ class ObjectPublication:
         cause = f"{entry.path}, uploaded by rank {entry.rank} with {entry.size_bytes} bytes, "
         cause += "is not there" if size < 0 else f"has {size} bytes in {self.folder}"
         raise SaveError(name=self._new.path.name, cause=cause, rank=entry.rank, phase="commit")
-
-
-def _is_old_tombstone(data: bytes) -> bool:
-    return is_tombstone(data) and time.time() - float(json.loads(data)[_SET_AT]) > _TOMBSTONE_S

@@ -112,13 +112,9 @@ def _heads_of(order: Iterable[Candidate]) -> dict[Place, str]:
     """What a resume takes. Jobs of several frameworks may save into one directory: each resumes from its own."""
     heads: dict[object, Place] = {}
     for candidate in order:
-        heads.setdefault(_kind_of(candidate), candidate.path)
+        adapter = None if candidate.manifest is None else candidate.manifest.notes.get("adapter", "")
+        heads.setdefault((adapter, candidate.path.name.endswith(".ckpt")), candidate.path)
     return dict.fromkeys(heads.values(), TAKEN)
-
-
-def _kind_of(candidate: Candidate) -> object:
-    adapter = None if candidate.manifest is None else candidate.manifest.notes.get("adapter", "")
-    return adapter, candidate.path.name.endswith(".ckpt")
 
 
 def passed_over(order: Sequence[Candidate], taken: Candidate) -> tuple[Place, str] | None:
@@ -129,18 +125,13 @@ def passed_over(order: Sequence[Candidate], taken: Candidate) -> tuple[Place, st
         taken: one of these.
     """
     behind = order[order.index(taken) + 1 :] if taken.manifest is not None else ()
-    newer = next((one.path for one in behind if one.manifest is None and _is_newer(one, taken)), None)
+    # Of the same run and tool. By the step, or the number in the name: clocks of hosts differ, so times say nothing.
+    alike = (one for one in behind if one.path.parent == taken.path.parent and _style_of(one) == _style_of(taken))
+    newer = next((one.path for one in alike if one.manifest is None and one.number > taken.number), None)
     if newer is None:
         return None
     why = f"is of a later step than {taken.path}, which is taken, and has no manifest: another tool saved it"
     return newer, f"{why}, or its copy is not whole. To go on from {newer} name it"
-
-
-def _is_newer(one: Candidate, than: Candidate) -> bool:
-    """By the step, or the number in the name. Clocks of hosts differ, so times say nothing."""
-    if one.path.parent != than.path.parent or _style_of(one) != _style_of(than):
-        return False  # of another run, or another tool
-    return one.number > than.number
 
 
 def _style_of(candidate: Candidate) -> str:

@@ -93,15 +93,15 @@ class HeldDirectories:
             self._engine.let_go(workspace)
 
     def _look(self, path: Path, workspace: FileHome, *, resumed: bool) -> None:
+        def look_beside() -> None:
+            with contextlib.suppress(OSError):  # the user may be allowed to write here and not to list
+                beside = catalog.list_directories(path.parent, on_error=lambda *_: None)
+                self._sequence = max(self._sequence, catalog.newest_sequence(beside))
+
         self._sequence = max(self._sequence, _sequence_of(path))
         self._swept.use(path.parent, lambda: _sweep(workspace, self._engine.config.lease_s))
         if resumed:
-            self._ordered.use(path.parent, lambda: self._look_beside(path))
-
-    def _look_beside(self, path: Path) -> None:
-        with contextlib.suppress(OSError):  # the user may be allowed to write here and not to list
-            beside = catalog.list_directories(path.parent, on_error=lambda *_: None)
-            self._sequence = max(self._sequence, catalog.newest_sequence(beside))
+            self._ordered.use(path.parent, look_beside)
 
 
 def open_folder(coordinator: Coordinator, workspace: FileHome, key: str, timeout_s: float) -> Path:

@@ -57,16 +57,13 @@ class _Unpickler(pickle.Unpickler):  # unpickles: DCP's records alone
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in OTHER_RECORDS.get(module, ()):
             return super().find_class(module, name)
-        if module in HOMES_OF_RECORDS and _is_record(found := super().find_class(module, name), module):
-            return found
+        if module in HOMES_OF_RECORDS:
+            found = super().find_class(module, name)
+            # To build a dataclass or an enumeration of that module runs nothing but the module's own code.
+            is_record = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+            if is_record and found.__module__ == module:
+                return found
         raise HostileCheckpointError(path="", message=f"{module}.{name} has no place in a checkpoint's metadata")
-
-
-def _is_record(found: object, module: str) -> bool:
-    """Whether it is a dataclass or an enumeration of that module: to build one runs nothing but the module's own code."""
-    if not isinstance(found, type) or found.__module__ != module:
-        return False
-    return dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
 
 
 class _Boxes:
@@ -486,15 +483,16 @@ def _sources(
 
 
 def _same_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    keys = (one.keys() | other.keys()) - {"params"}
     absent = object()
-    return all(_equal(one.get(key, absent), other.get(key, absent)) for key in keys)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+    for key in (one.keys() | other.keys()) - {"params"}:
+        here, there = one.get(key, absent), other.get(key, absent)
+        if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
+            equal = here.dtype == there.dtype and torch.equal(here, there)
+        else:
+            equal = type(here) is type(there) and bool(here == there)
+        if not equal:
+            return False
+    return True
 
 
 def spread_optimizer(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:

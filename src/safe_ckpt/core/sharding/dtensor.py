@@ -148,7 +148,12 @@ def pieces_of(tensor: torch.Tensor) -> list[Piece]:
     if not is_scattered(tensor):
         (chunk,) = whole.__create_chunk_list__()
         return [] if 0 in chunk.sizes else [Piece.first(chunk.offsets, chunk.sizes)]
-    runs = [_runs(_indices(whole, dim)) for dim in range(tensor.dim())]
+    runs = []  # of each dimension: where a run of indices begins in the whole, where among ours, and how long it is
+    for dim in range(tensor.dim()):
+        indices = _indices(whole, dim)
+        starts = [n for n, index in enumerate(indices) if n == 0 or index != indices[n - 1] + 1]
+        ends = [*starts[1:], len(indices)]
+        runs.append([(indices[start], start, end - start) for start, end in zip(starts, ends, strict=True)])
     return [
         Piece(
             offsets=tuple(at for at, _, _ in box), begin=tuple(n for _, n, _ in box), sizes=tuple(n for _, _, n in box)
@@ -184,13 +189,6 @@ def _chunks(indices: list[int], count: int) -> list[list[int]]:
     """As ``torch.chunk``, with empty ones at the end."""
     size = -(-len(indices) // count)
     return [indices[number * size : (number + 1) * size] for number in range(count)]
-
-
-def _runs(indices: Sequence[int]) -> list[tuple[int, int, int]]:
-    """The runs of indices: where each begins in the whole, where in ``indices``, and how long it is."""
-    starts = [n for n, index in enumerate(indices) if n == 0 or index != indices[n - 1] + 1]
-    ends = [*starts[1:], len(indices)]
-    return [(indices[start], start, end - start) for start, end in zip(starts, ends, strict=True)]
 
 
 def is_partial(tensor: object) -> bool:

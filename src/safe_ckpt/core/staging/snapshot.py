@@ -58,10 +58,6 @@ class Deferral(Protocol):
         """Remember the tensors as they are now. Returns what names one that has changed; no text for none."""
 
 
-def _is_away(move: TensorCopy) -> bool:
-    return not move.tensor.is_cpu
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CopyPlan:
     """Part of the tensors of a snapshot, in the order of their places.
@@ -79,7 +75,9 @@ class CopyPlan:
     on_host: bool = True
 
     @classmethod
-    def of(cls, moves: Sequence[TensorCopy], elsewhere: Callable[[TensorCopy], bool] = _is_away) -> CopyPlan:
+    def of(
+        cls, moves: Sequence[TensorCopy], elsewhere: Callable[[TensorCopy], bool] = lambda move: not move.tensor.is_cpu
+    ) -> CopyPlan:
         """Plan to copy ``moves``; ``elsewhere`` says of one that it is not in host memory."""
         rows: list[Piece] = []
         kept: list[TensorCopy] = []
@@ -542,8 +540,10 @@ class StagingCopy:
         pieces = plan.pieces(self._devices.takes, one_thread=one_thread)
         if plan.on_host:
             self._pieces = pieces
+            # A second thread must have the time to wake up, and a core of its own.
+            is_long = plan.size_bytes >= _HELP_FROM and len(os.sched_getaffinity(0)) > 1
             # Not before: it would find nothing to do, and leave.
-            if self._ask_for_help is not None and (self._gate_waits if aside else one_thread and _is_long(plan)):
+            if self._ask_for_help is not None and (self._gate_waits if aside else one_thread and is_long):
                 self._ask_for_help(self.help)
         while not self._stopped:
             try:
@@ -575,8 +575,3 @@ class StagingCopy:
         if not self._stopped:
             self._marked = end
             self._buffer.mark(end)
-
-
-def _is_long(plan: CopyPlan) -> bool:
-    """Whether the copy takes long enough for a second thread to wake up and take its part, on a core of its own."""
-    return len(os.sched_getaffinity(0)) > 1 and plan.size_bytes >= _HELP_FROM

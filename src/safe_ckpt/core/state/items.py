@@ -353,18 +353,17 @@ def items_of(state: Mapping[str, Any]) -> list[SavedItem]:
     with unchanging("state"):
         state = dict(state)  # another thread may add to it
     _check_names(state)
-    items = sorted(itertools.starmap(_item_of, state.items()), key=lambda item: item.optimizer is not None)
+    items = []
+    for name, value in state.items():
+        inner = value.value if isinstance(value, PerRank) else value
+        kind = next((kind for of, kind in _KINDS if isinstance(inner, of)), SavedItem)
+        items.append(kind(name, inner, per_rank=isinstance(value, PerRank)))
+    items.sort(key=lambda item: item.optimizer is not None)
     modules = modules_of(items)
     for item in items:
         if item.optimizer is not None:
             item.modules = modules
     return items
-
-
-def _item_of(name: str, value: Any) -> SavedItem:
-    inner = value.value if isinstance(value, PerRank) else value
-    kind = next((kind for of, kind in _KINDS if isinstance(inner, of)), SavedItem)
-    return kind(name, inner, per_rank=isinstance(value, PerRank))
 
 
 def modules_of(items: Iterable[SavedItem]) -> dict[str, torch.nn.Module]:
@@ -512,7 +511,8 @@ def restore_into(target: Any, loaded: Any, done: dict[tuple[int, int], tuple[Any
         done: what was restored before, with the target that it was.
     """
     if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        return target if target is loaded else _copied(target, loaded)
+        is_extra_state = loading.described(target) != loading.described(loaded)
+        return loaded if target is loaded or is_extra_state else dtensor.copied(target, loaded)
     if not isinstance(target, MutableMapping | MutableSequence | tuple):
         return loaded
     done, pair = {} if done is None else done, (id(target), id(loaded))
@@ -539,12 +539,6 @@ def _restored(target: Any, loaded: Any, done: dict[tuple[int, int], tuple[Any, A
     kind: Any = type(target)
     same = len(values) == known and all(map(operator.is_, values, target))
     return target if same else getattr(kind, "_make", kind)(values)  # a named tuple takes its fields one by one
-
-
-def _copied(target: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
-    if loading.described(target) != loading.described(loaded):  # an extra state
-        return loaded
-    return dtensor.copied(target, loaded)
 
 
 class Restoring:

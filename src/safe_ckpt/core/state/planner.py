@@ -226,7 +226,9 @@ class Planner:
         optimizers = {item.name: item.optimizer for item in items if item.optimizer is not None}
         names = [*modules, *optimizers]
         chosen = [views[name] for name in names if name in views]
-        if len(chosen) < len(names) or any(map(_may_change_elsewhere, chosen)):
+        # A parameter may change outside its optimizer's step, which a fingerprint does not tell.
+        hooks = attrgetter("_post_accumulate_grad_hooks")
+        if len(chosen) < len(names) or any(view.normed or any(map(hooks, view.whole)) for view in chosen):
             self._overlap = None
             return OverlapPlan(modules.values(), optimizers.values()) or None
         numbers = _numbered(views[name] for name in modules)
@@ -242,10 +244,13 @@ class Planner:
         return made or None
 
     def _one(self, item: SavedItem, now: Fingerprint | None) -> Sequence[FilePlan] | ShardedItem:
-        known, below = self._still_known(item, now), functools.partial(self._frozen_below, item)
+        def frozen_below() -> frozenset[str]:
+            return frozenset(f"{item.name}.{name}" for name in self._frozen(item))
+
+        known = self._still_known(item, now)
         if now is not None and now.sharded and not item.per_rank:
             found = self._sharded(item, lambda: item.below(item.state()), now, known)
-            return dataclasses.replace(found, at=lambda path: item.at(path[1:]), frozen=below)
+            return dataclasses.replace(found, at=lambda path: item.at(path[1:]), frozen=frozen_below)
         if now is not None and known is not None:
             again = _again(known, now)
             if again is not None:
@@ -257,7 +262,7 @@ class Planner:
             # An optimizer of sharded parameters has no sharded state before its first step.
             if dtensor.any_sharded(dtensor.leaves(resolved)) or (item.optimizer is not None and item.sharded):
                 self._known.pop(item.name, None)
-                return ShardedItem.of(item.below(resolved), below)
+                return ShardedItem.of(item.below(resolved), frozen_below)
             if not self._alone:
                 self._held[item.name] = held(item, resolved)
         planned: Sequence[FilePlan] = ()
@@ -331,9 +336,6 @@ class Planner:
     def _frozen(self, item: SavedItem) -> frozenset[str]:
         return item.frozen_names() if self._apart else frozenset()
 
-    def _frozen_below(self, item: SavedItem) -> frozenset[str]:
-        return frozenset(f"{item.name}.{name}" for name in self._frozen(item))
-
     def _frozen_within(self, state: Mapping[str, Any], model: torch.nn.Module | None) -> frozenset[str]:
         names = frozen_names(model) if self._apart and model is not None else ()
         inner = [key for key, value in state.items() if isinstance(value, Mapping)] if names else ()
@@ -371,11 +373,6 @@ def _again(known: _Known, now: Fingerprint) -> list[FilePlan] | None:
 def _numbered(views: Iterable[Fingerprint]) -> dict[int, int]:
     """The number of every tensor of some modules, by its ``id``."""
     return {id(tensor): number for number, tensor in enumerate(chain.from_iterable(view.whole for view in views))}
-
-
-def _may_change_elsewhere(view: Fingerprint) -> bool:
-    """Whether a parameter may change outside its optimizer's step, which a fingerprint does not tell."""
-    return view.normed or any(map(attrgetter("_post_accumulate_grad_hooks"), view.whole))
 
 
 def held(item: SavedItem, resolved: Any) -> list[str]:
