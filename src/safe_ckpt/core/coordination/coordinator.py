@@ -109,7 +109,7 @@ def _close_at_exit(weak: weakref.ref[Coordinator]) -> None:
 
 
 class Coordinator:
-    """What the ranks of one process group share while they save. Made by ``open_coordinator``.
+    """The session that the ranks of one process group share while they save. Made by ``open_coordinator``.
 
     Attributes:
         id: the same on all ranks, and of no other session.

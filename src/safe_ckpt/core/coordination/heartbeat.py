@@ -38,7 +38,7 @@ class Peer:
 
 
 class _Beat(NamedTuple):
-    """What a rank says of itself.
+    """One sign of life of a rank.
 
     Attributes:
         number: goes up.

@@ -54,7 +54,7 @@ _MOST_PARTS, _ONE_BY_ONE = 256, 8
 
 
 class KeyValues(Protocol):
-    """What this package uses of a store: ``SealedStore``, and a process group's own store as far as ranks first meet there."""
+    """The operations of a store: of ``SealedStore``, and of a process group's own store as far as ranks first meet there."""
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
@@ -137,7 +137,7 @@ class SealedStore:
         return was_there
 
     def _sealed(self, key: str, value: str) -> bytes:
-        """What is written to the key itself. Its parts, if it has any, are written here: they must be there before it is."""
+        """Return the value for the key itself. Write its parts, if it has any: they must be there before it is."""
         data, kind = value.encode(), _PLAIN
         if len(data) > _PART_BYTES:
             data, kind = zlib.compress(data, 1), _COMPRESSED
@@ -330,7 +330,7 @@ class StoreClient:
             raise PeerLostError(phase=phase, ranks=self._hosts, reason=reason)
 
     def broken(self, error: BaseException, phase: str) -> PeerLostError:
-        """What a connection says that broke; for ``Pending`` alone."""
+        """Return the error of a connection that broke; for ``Pending`` alone."""
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if not self._hosts:
             gone = "is gone: the process that hosts it, such as the launcher (torchrun), has ended or was killed"
