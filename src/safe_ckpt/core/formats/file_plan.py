@@ -240,7 +240,7 @@ class WriteTask:
 def closing_of(
     task: WriteTask, length: int, crcs: dict[str, int], hashes: Mapping[str, str], sections: Mapping[str, Any]
 ) -> bytes:
-    """What follows the ``length`` bytes of an archive: its manifest record and directory, up to the comment.
+    """Return the bytes that follow the first ``length`` of an archive: its manifest record and directory, up to the comment.
 
     Args:
         task: what is written.
@@ -273,7 +273,7 @@ class FileTemplate:
 
     @classmethod
     def of(cls, image: FilePlan, among: Sequence[torch.Tensor]) -> FileTemplate | None:
-        """What is kept of a plan whose tensors are ``among`` these; None if they are not.
+        """Make a template of a plan whose tensors are ``among`` these; None if they are not.
 
         Args:
             image: planned. Its pieces from ``image.fixed`` on may be others in the next file.

@@ -103,7 +103,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What was written, by whom and in which order.
+    """The record of a checkpoint: its content, who wrote it, and its place in the order of commits.
 
     Attributes:
         sequence: commit order within a directory; neither the step nor a clock tells which is newer.

@@ -107,7 +107,7 @@ def pickle_state(obj: object, *, strict: bool, key: str) -> Pickled:
 
 
 def saved_bytes(obj: object, *, strict: bool, key: str) -> bytes:
-    """What ``torch.save`` writes, of an object that is small.
+    """Return the bytes that ``torch.save`` writes, of an object that is small.
 
     Raises:
         StateError: as ``pickle_state``.
