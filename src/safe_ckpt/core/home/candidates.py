@@ -91,7 +91,7 @@ def _is_weights(candidate: Candidate) -> bool:
 
 @contextlib.contextmanager
 def guarded(path: Path, on_error: OnError | None) -> Iterator[None]:
-    """What goes wrong with ``path`` in here is told to ``on_error``; None raises it."""
+    """Give errors with ``path`` in the block to ``on_error``; None raises them."""
     try:
         yield
     except (OSError, UnsupportedFormatError) as error:

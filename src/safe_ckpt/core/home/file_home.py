@@ -268,7 +268,7 @@ class FileHome(HeldHome[Path]):
         return target
 
     def quarantined(self) -> list[Path]:
-        """What lies in quarantine."""
+        """See ``Home``."""
         return sorted(path for path in entries_in(self._quarantine) if not path.name.startswith(_MOVING))
 
     def _refuse_links(self) -> None:

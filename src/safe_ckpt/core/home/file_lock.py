@@ -297,7 +297,7 @@ def token_of(data: bytes) -> str:
 
 
 def fate_of(lease: Lease, directory: Path) -> Fate:
-    """Whether the holder still lives, where this process can know.
+    """Find out if the holder still lives, where this process can know.
 
     It can where both run on one kernel: in one PID namespace by the process itself, else by a lock of the kernel, which ends
     with the process, if both see the file system as one and the same.

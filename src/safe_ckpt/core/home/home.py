@@ -74,7 +74,7 @@ class Candidate:
 
     @property
     def info(self) -> CheckpointInfo | None:
-        """What is known about it without reading its payload."""
+        """The facts that are known without reading its payload."""
         if self.manifest is None:
             return None
         files = self.manifest.files
@@ -261,7 +261,7 @@ class Home(Protocol):
         """Everything saved from now on is newer."""
 
     def name_of(self, place: Place) -> str:
-        """What a checkpoint is called here: relative to ``path``."""
+        """Return the name of a checkpoint here: relative to ``path``."""
 
     def look(self, on_error: OnError | None = None) -> list[Candidate]:
         """The checkpoints in it that are directories, in no order. Needs no lock.
@@ -290,7 +290,7 @@ class Home(Protocol):
         """
 
     def quarantined(self) -> Sequence[Place]:
-        """What is in quarantine."""
+        """Return the places in quarantine."""
 
     def abandon(self, prefilled: Path | None) -> None:
         """Remove a folder that was made for hooks and will not be published, see ``open_folder``. Never raises."""
@@ -300,7 +300,7 @@ class Home(Protocol):
 
 
 class HeldHome(Generic[SomePlace]):
-    """What the homes of both storages do alike.
+    """The part that the homes of both storages share.
 
     Attributes:
         last_sequence: see ``Home``.
@@ -365,7 +365,7 @@ def is_run(place: Place) -> bool:
 
 
 def name_below(top: Place, place: Place) -> str | None:
-    """What a place is called relative to one above it; None where that is not above."""
+    """Return the name of a place relative to one above it; None where that is not above."""
     if isinstance(top, Path):
         return place.relative_to(top).as_posix() if isinstance(place, Path) and place.is_relative_to(top) else None
     key = f"{top.key}/" if top.key else ""

@@ -106,7 +106,7 @@ class Lease:
 
 
 def own_lease(*, token: str, started_at: str, lease_s: float) -> Lease:
-    """What this process writes into a lock file."""
+    """Return the lease that this process writes into a lock file."""
     start = 0  # it is not known
     with contextlib.suppress(OSError):
         start = process_start(os.getpid()) or 0
@@ -123,7 +123,7 @@ def own_lease(*, token: str, started_at: str, lease_s: float) -> Lease:
 
 
 def fate_of_process(lease: Lease) -> Fate:
-    """Whether the holder still lives, if it is a process that this one can see."""
+    """Find out if the holder still lives, where it is a process that this one can see."""
     # A namespace of our number is ours, or it is gone and the kernel has given its number to ours.
     if not lease.kernel or lease.kernel != kernel_id() or not lease.namespace or lease.namespace != pid_namespace():
         return "unknown"
@@ -154,7 +154,7 @@ NOBODY = Lease(token="", host="?", pid=0, started_at="?", lease_s=1.0, kernel=""
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one look at the record of a lease found.
+    """The findings of one look at the record of a lease.
 
     Attributes:
         state: differs whenever the record was changed.
@@ -213,7 +213,7 @@ class LeaseLock(ABC):
 
     @abstractmethod
     def _fate(self, lease: Lease) -> Fate:
-        """Whether that holder still lives, where this process can know."""
+        """Find out if that holder still lives, where this process can know."""
 
     def _waited_s(self, seen: Seen) -> float:
         """How long jobs before this one have waited for this state to change."""

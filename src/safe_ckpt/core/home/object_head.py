@@ -1,4 +1,4 @@
-"""What lies in a directory in an object store, for anyone who looks: its head, and the folders of saves. No ownership needed.
+"""The head of a directory in an object store, and the folders of saves, as anyone sees them. No ownership is needed.
 
 The head says who owns the directory, and what may be left over if the owner dies. It is only ever replaced on the condition
 that it is the one that was read, so each change is a step from one owner's state to the next. A save is announced in it before
@@ -53,7 +53,7 @@ _MOST_TRASH = 100  # a delayed request may bring an object back: what was delete
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What the head object says.
+    """The data of the head object.
 
     Attributes:
         fence: counts the owners; each has a number of its own.
@@ -201,7 +201,7 @@ def folders_of(path: ObjectPath) -> list[ObjectPath]:
 
 
 def look_at_head(path: ObjectPath, bucket: Bucket | None = None) -> tuple[Head | None, Version]:
-    """What the head of a directory says, and which state of it that is; None where it is damaged, as two reads say.
+    """Return the head of a directory, and which state of it that is; None where it is damaged, as two reads say.
 
     Args:
         path: the directory.
@@ -222,7 +222,7 @@ def look_at_head(path: ObjectPath, bucket: Bucket | None = None) -> tuple[Head |
 
 
 def read_head(path: ObjectPath) -> Head | None:
-    """What the head of a directory says; None where there is none, or none that can be read. Needs no ownership.
+    """Return the head of a directory; None where there is none, or none that can be read. Needs no ownership.
 
     Raises:
         OSError: the store gave no answer, or refuses; or two reads disagree.
@@ -341,7 +341,7 @@ def list_objects(path: ObjectPath, on_error: OnError | None = None) -> list[Cand
 
 
 def _listed(path: ObjectPath, errors: dict[ObjectPath, Exception] | None) -> tuple[list[Candidate], list[str]]:
-    """What the store lists, and what it should list besides. Without a dict for them, errors are raised."""
+    """Return what the store lists, and names that it should list besides. Where ``errors`` is None, errors are raised."""
     head = read_head(path) or Head()
     hidden = {*head.trash, *head.quarantined}
     folders = [folder for folder in folders_of(path) if folder.name not in hidden]
@@ -366,7 +366,7 @@ def _listed(path: ObjectPath, errors: dict[ObjectPath, Exception] | None) -> tup
 
 
 def object_candidate(folder: ObjectPath) -> Candidate | None:
-    """What a folder of a save is; None for one without a manifest: of a save that is under way, failed or was never committed.
+    """Return the candidate in a save's folder; None without a manifest: the save is under way, failed or was never committed.
 
     Raises:
         OSError: the store gave no answer.

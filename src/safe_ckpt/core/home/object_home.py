@@ -64,7 +64,7 @@ _TOMBSTONE_S = 7 * 24 * 3600.0
 
 
 class UndecidedError(OSError):
-    """Whether a checkpoint is committed is not known: the store gives no answer. The next owner finds out."""
+    """It is not known whether a checkpoint is committed: the store gives no answer. The next owner finds out."""
 
 
 class ObjectHome(HeldHome[ObjectPath]):
@@ -260,7 +260,7 @@ class ObjectHome(HeldHome[ObjectPath]):
         return folder
 
     def quarantined(self) -> list[ObjectPath]:
-        """What is in quarantine."""
+        """See ``Home``."""
         return [self.path / name for name in self._owner.head.quarantined]
 
     def _sweep(self) -> None:
@@ -407,7 +407,7 @@ class ObjectPublication:
         return DirectoryError.of(error, path=path, rank=rank, phase=f"saving {name}: {phase}")
 
     def _check_uploaded(self, entries: Sequence[FileEntry]) -> None:
-        """What is there must be what was reported: another rank's store may be another one."""
+        """Compare the objects that are there with the reports: another rank's store may be another one."""
         for folder in (self.folder, self.folder.afresh()):
             there = {entry.key: entry.size_bytes for entry in folder.bucket.entries(folder.key)}
             sizes = {entry: there.get((folder / entry.path).key, -1) for entry in entries}

@@ -35,7 +35,7 @@ class Unjudged:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What retention decided after a commit.
+    """The decision of retention after a commit.
 
     Attributes:
         to_delete: what is to be deleted now.
@@ -61,7 +61,7 @@ class ByRules:
     rules: Retention
 
     def __call__(self, committed: Sequence[CheckpointInfo]) -> Sequence[Place]:
-        """What they do not keep."""
+        """Return the places that the rules do not keep."""
         return [info.path for info in to_delete(committed, self.rules)]
 
 

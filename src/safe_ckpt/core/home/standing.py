@@ -1,4 +1,4 @@
-"""What one directory of checkpoints holds, as a resume sees it: what it takes, in which order, and what is never deleted.
+"""The checkpoints of one directory, as a resume sees them: which it takes, in which order, and which are never deleted.
 
 The engine's resume and its retention ask this, and so do the commands: one answer. What a framework knows besides, such as
 the tag that DeepSpeed's ``latest`` names, is said by judges, see ``safe_ckpt.layouts.judges``.
@@ -31,7 +31,7 @@ _LONGEST_NAME = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """What a judge says of one candidate.
+    """A judge's word on one candidate.
 
     Attributes:
         path: which one.
@@ -51,7 +51,7 @@ Judge = Callable[[Sequence[Candidate]], Iterable[Note]]
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What a resume takes from one directory.
+    """The checkpoints that a resume takes from one directory.
 
     Attributes:
         order: what it tries, in this order, without being told a name.
@@ -109,7 +109,7 @@ def standing_of(candidates: Iterable[Candidate], judges: Sequence[Judge] = (), *
 
 
 def _heads_of(order: Iterable[Candidate]) -> dict[Place, str]:
-    """What a resume takes. Jobs of several frameworks may save into one directory: each resumes from its own."""
+    """Return what a resume takes. Jobs of several frameworks may save into one directory: each resumes from its own."""
     heads: dict[object, Place] = {}
     for candidate in order:
         adapter = None if candidate.manifest is None else candidate.manifest.notes.get("adapter", "")
@@ -141,13 +141,13 @@ def _style_of(candidate: Candidate) -> str:
 
 
 def newest_of(infos: Iterable[CheckpointInfo]) -> set[Place]:
-    """What a resume takes of one job's commits: the newest that is not marked. Empty where there is none."""
+    """Return what a resume takes of one job's commits: the newest that is not marked. Empty where there is none."""
     healthy = [info for info in infos if not info.marked]
     return {max(healthy, key=lambda info: info.sequence).path} if healthy else set()
 
 
 def linked_in(folder: Path) -> dict[Path, str]:
-    """What links in a directory lead to, within it, such as ``last.ckpt`` of Lightning; and the link's name."""
+    """Return the targets of links in a directory, within it, with the link's name: such as Lightning's ``last.ckpt``."""
     found, real = {}, Path(os.path.realpath(folder))
     with os.scandir(folder) as entries:
         for name in sorted(entry.name for entry in entries if entry.is_symlink()):
@@ -180,7 +180,7 @@ class Catalog:
 
     @property
     def committed(self) -> list[CheckpointInfo]:
-        """What there is."""
+        """The committed checkpoints that are there."""
         return list(self._committed)
 
     def add(self, new: CheckpointInfo) -> Sequence[Place]:
@@ -212,7 +212,7 @@ class Catalog:
         return is_still
 
     def named(self) -> set[Path]:
-        """What the pointers name now.
+        """Return the paths that the pointers name now.
 
         Raises:
             OSError: one is there and cannot be read.
@@ -225,7 +225,7 @@ class Catalog:
         self._committed = [info for info in self._committed if info.path not in paths]
 
     def settle(self, gone: Collection[Place]) -> None:
-        """What was about to be deleted and is not gone stays known: retention chooses it again."""
+        """Keep in mind what was about to be deleted and is not gone: retention chooses it again."""
         new = {info.path for info in self._committed}
         self._committed += [info for info in self._leaving if info.path not in gone and info.path not in new]
         self._leaving.clear()
@@ -266,7 +266,7 @@ def still_has_its_name(info: CheckpointInfo) -> bool:
 
 
 def named_by(pointer: Path) -> Path | None:
-    """What a file such as DeepSpeed's ``latest`` names in its directory, or below it; None where it names nothing there.
+    """Return the path that a file such as DeepSpeed's ``latest`` names in its directory, or below it; None for nothing there.
 
     Any file may have this name: a pipe, a long one, a link to itself. They name nothing.
 
