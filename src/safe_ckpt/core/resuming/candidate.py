@@ -378,7 +378,7 @@ def _grouped(answers: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def kind_of(error: CorruptCheckpointError) -> str:
-    """What is wrong, as ranks tell each other: one of ``KINDS``."""
+    """Return which of ``KINDS`` an error is: ranks tell each other so."""
     return next(kind for kind, error_kind in KINDS.items() if isinstance(error, error_kind))
 
 
