@@ -149,7 +149,7 @@ class Engine:
         return pipeline
 
     def _equip(self) -> None:
-        """What the extensions and, on rank 0, ``telemetry`` ask for."""
+        """Open the extensions and, on rank 0, add the hooks that ``telemetry`` asks for."""
         run = Run(config=self.config, rank=self.rank, emit=self.emit, owner=self.owner, coordinator=self.coordinator)
         for extension in self.extensions:
             extension.opened(run)

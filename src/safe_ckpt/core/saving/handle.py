@@ -109,7 +109,7 @@ class SaveHandle:
 
     @property
     def outcome(self) -> CheckpointInfo | None:
-        """What was committed; None while it is not over, and when it failed. For the engine and adapters."""
+        """The committed checkpoint; None while the save is not over, and when it failed. For the engine and adapters."""
         return self._info
 
     @property

@@ -434,7 +434,7 @@ def write(turn: Turn) -> dict[str, Any]:
 
 
 def _observed(turn: Turn) -> list[WriteTask]:
-    """What is written, with what the writer's observers are told of it."""
+    """Return the write tasks, each with what the writer's observers are told of it."""
     job, extensions = turn.job, turn.run.extensions
     return [
         dataclasses.replace(task, observed=extensions.observed(job, _place(job, task.path), plan))

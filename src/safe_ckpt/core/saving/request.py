@@ -46,7 +46,7 @@ class Destination:
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What one rank writes. One of the classes below says how.
+    """The part of a save that one rank writes. One of the classes below says how.
 
     Attributes:
         files: planned files; for a checkpoint that is a single file, one on rank 0.
@@ -112,7 +112,7 @@ class Unplanned(Content):
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the manifest says of a checkpoint.
+    """The facts of a checkpoint for its manifest.
 
     Attributes:
         step: the training step.
@@ -131,7 +131,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class OnCommit:
-    """What is done at the commit besides, by rank 0.
+    """Further work of rank 0 at the commit.
 
     Attributes:
         prefilled: a folder from ``homes.open_folder`` that already holds files of the checkpoint; None for none.
@@ -211,7 +211,7 @@ class SaveRequest:
         return self.destination.path.name
 
     def new(self, manifest: Manifest, needed_bytes: int) -> NewCheckpoint:
-        """What a publication is told of this save."""
+        """Return what a publication is told of this save."""
         return NewCheckpoint(
             path=self.destination.path,
             manifest=manifest,

@@ -32,7 +32,7 @@ from safe_ckpt.errors import (
 def answer(
     request: SaveRequest, earlier: tuple[str, SafeCheckpointError] | None, rank: int, spared_bytes: int
 ) -> dict[str, Any]:
-    """What a rank answers: how much it will write, and which earlier failure it knows of.
+    """Return a rank's answer: how much it will write, and which earlier failure it knows of.
 
     Args:
         request: this rank's own.
@@ -60,7 +60,7 @@ def answer(
 def decide(
     request: SaveRequest, answers: Mapping[int, Any], *, busy: bool, fields: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What rank 0 makes of the answers.
+    """Decide on rank 0 what follows from the answers.
 
     Args:
         request: rank 0's own.

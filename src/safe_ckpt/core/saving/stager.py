@@ -170,7 +170,7 @@ class Stager:
         return (most is not None and size > most) or (largest is not None and rounded(size) > largest)
 
     def _writing_bytes(self, size: int) -> int:
-        """What a process needs that writes so much: it may not have started yet, and a control group's limit kills."""
+        """The bytes that a process needs to write so much: it may not have started yet, and a control group's limit kills."""
         writer = self._config.writer
         return 0 if size <= writer.inline_bytes else _INTERPRETER_BYTES + _CHUNKS * writer.chunk_bytes
 
