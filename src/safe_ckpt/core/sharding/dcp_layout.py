@@ -60,7 +60,7 @@ def kind_of(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
 
 @dataclass(kw_only=True, eq=False)
 class File:
-    """What is known of a file while it is laid out."""
+    """A file while it is laid out."""
 
     pieces: list[tuple[int, bytes]] = field(default_factory=list)
     tensors: list[tuple[int, torch.Tensor]] = field(default_factory=list)

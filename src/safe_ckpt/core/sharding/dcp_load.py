@@ -232,9 +232,9 @@ def warn_of_refused(state: object) -> None:
 
 
 def _objects(state: object) -> Iterator[tuple[object, frozenset[type]]]:
-    """What DCP pickles, with the classes of all that is in it: no tensor, and not in mappings and lists alone.
+    """Yield the objects that DCP pickles, with the classes of all that is in each. They are no tensors, mappings or lists.
 
-    A mapping of another class in a list may be pickled as it is.
+    A mapping of another class than dict that lies in a list may be pickled as it is.
     """
     waiting, seen = [(state, False)], set[int]()
     while waiting:

@@ -116,7 +116,7 @@ class _Local:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """What was agreed on.
+    """The plan that the ranks agreed on.
 
     Attributes:
         items: what this rank has, by folder.
@@ -129,7 +129,7 @@ class ShardPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Global:
-    """What rank 0 made of all local plans.
+    """The global plan that rank 0 made of all local plans.
 
     Attributes:
         token: unique to it; a rank whose plan is still the same names it instead of sending the plan again.
@@ -148,7 +148,7 @@ class _Global:
 
 @dataclass(frozen=True, kw_only=True)
 class _Agreed:
-    """What this rank remembers of the last agreement on one item."""
+    """This rank's memory of the last agreement on one item."""
 
     token: str
     plan: SavePlan
@@ -270,7 +270,7 @@ class ShardPlanner:
         return files
 
     def _recall(self, folder: str, item: ShardedItem) -> _Local | None:
-        """What was planned last, if only values have changed since."""
+        """Return the last plan, if only values have changed since."""
         known = self._known.get(folder) if folder not in self._twice else None
         if known is None or item.known is None or known.item.known is not item.known or item.at is None:
             return None
@@ -312,11 +312,11 @@ class ShardPlanner:
         )
 
     def _key(self, folder: str, name: str) -> str:
-        """What errors call an entry."""
+        """Return the name of an entry in errors."""
         return f"{folder}: {name.removeprefix(self._within(folder))}"
 
     def _within(self, folder: str) -> str:
-        """What the names in an item begin with."""
+        """Return the beginning of the names in an item."""
         return f"{folder}." if self._together else ""
 
     def _bytes_of(self, key: str, value: object) -> bytes:

@@ -94,7 +94,7 @@ def name_of_empty(path: Sequence[Any]) -> str:
 
 
 class _Said:
-    """What the ranks so far have said."""
+    """The entries that the ranks so far have planned."""
 
     def __init__(self, folder: str, plans: Mapping[int, SavePlan], within: str) -> None:
         self._refuse = functools.partial(_refuse, folder, within)
@@ -106,7 +106,7 @@ class _Said:
         self._filled = {above for path in paths for above in itertools.accumulate((key,) for key in path[:-1])}
 
     def by(self, rank: int, plan: SavePlan) -> list[WriteItem]:
-        """What this rank says of its plan."""
+        """Return the entries of this rank's plan that stay in it."""
         own, paths = [], plan.planner_data or {}
         for item in plan.items:
             name = item.index.fqn

@@ -112,7 +112,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What DCP wrote down about a directory of its own.
+    """Read what DCP wrote down about a directory of its own.
 
     Raises:
         CorruptCheckpointError: it cannot be read as that.
@@ -285,7 +285,7 @@ def _with(saved: dict[Any, Any], more: Mapping[tuple[Any, ...], Any]) -> dict[An
 
 
 def _begun_anew(stored: Stored, missing: Sequence[tuple[tuple[Any, ...], Any]]) -> dict[tuple[Any, ...], Any]:
-    """What an optimizer's state dict gets for parameters that had no state at the save: nothing; zeros if it is flattened."""
+    """Return what the state dict gets for parameters that had no state at the save: nothing; zeros if it is flattened."""
     names = [".".join(map(str, path)) for name, path in stored.paths.items() if name in stored.tensors]
     groups = [".".join(map(str, path)) for path in stored.paths.values() if "param_groups" in str(path)]
     above = {part for name in (*names, *groups) for part in (name, *dtensor.names_above(name))}
@@ -300,7 +300,7 @@ def _begun_anew(stored: Stored, missing: Sequence[tuple[tuple[Any, ...], Any]]) 
 
 
 def with_types_of(own: Any, saved: Any) -> Any:
-    """What was saved, in mappings of the types that the state has today."""
+    """Return what was saved, in mappings of the types that the state has today."""
     if isinstance(saved, dict):
         known = own if isinstance(own, Mapping) else {}
         inner = {key: with_types_of(known[key], part) if key in known else part for key, part in saved.items()}
@@ -316,7 +316,7 @@ def with_types_of(own: Any, saved: Any) -> Any:
 
 
 def _at(state: Any, path: Sequence[Any]) -> Any:
-    """What lies at a path, or what is no container on the way there; ``_NOTHING`` where a container ends before."""
+    """Return what lies at a path, or on the way there and is no container; ``_NOTHING`` where a container ends before."""
     for key in path:
         if isinstance(state, Mapping):
             if key not in state:  # asking a Counter or a defaultdict for it would find something

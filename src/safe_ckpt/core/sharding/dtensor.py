@@ -116,7 +116,7 @@ class Piece:
 
     @classmethod
     def from_json(cls, data: Sequence[Sequence[int]]) -> Piece:
-        """What ``to_json`` returned."""
+        """Rebuild what ``to_json`` described."""
         offsets, begin, sizes = map(tuple, data)
         return cls(offsets=offsets, begin=begin, sizes=sizes)
 
@@ -137,7 +137,7 @@ def is_scattered(tensor: object) -> bool:
 
 
 def pieces_of(tensor: torch.Tensor) -> list[Piece]:
-    """What this rank has of a tensor, as boxes of the whole. Without communication."""
+    """Return this rank's part of a tensor, as boxes of the whole. Without communication."""
     if not is_dtensor(tensor):
         return [Piece.first((0,) * tensor.dim(), tensor.shape)]
     whole: Any = tensor
@@ -423,7 +423,7 @@ def stepped(path: Sequence[Any]) -> Iterator[tuple[int, str, str]]:
 
 
 def names_above(name: str) -> Iterator[str]:
-    """What a dotted name begins with, but for itself."""
+    """Yield the dotted beginnings of a name, but not the name itself."""
     while name := name.rpartition(".")[0]:
         yield name
 
@@ -446,7 +446,7 @@ def is_extra_state(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedItem:
-    """What is known of it before its state is asked for.
+    """A sharded item, as it is known before its state is asked for.
 
     Attributes:
         state_dict: returns what is saved. It is asked for where the plan is not known already.

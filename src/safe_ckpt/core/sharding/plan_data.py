@@ -155,7 +155,7 @@ def _names_of(kind: Any) -> frozenset[str]:
 
 
 def _more_of(kind: str, part: Any) -> dict[str, Any]:
-    """What this release of torch plans with and has no place of its own here, by field, as JSON-able data."""
+    """Return the fields of this release of torch that have no place of their own here, by name, as JSON-able data."""
     more: dict[str, Any] = {}
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
@@ -264,7 +264,7 @@ class _Reader:
         return [self.number(step, _MOST_BYTES, name) if type(step) is int else self.text(step, name) for step in steps]
 
     def value(self, value: Any, what: str, depth: int = 0) -> Any:
-        """What ``_value_to_json`` returned."""
+        """Rebuild the value that ``_value_to_json`` described."""
         if value is None or type(value) in (bool, float):
             return value
         if type(value) is int:
