@@ -173,7 +173,7 @@ class KnownCopies:
         self._used: set[object] = set()
 
     def recall(self, key: object, placed: Sequence[tuple[int, torch.Tensor]]) -> tuple[CopyPlan, CopyPlan] | None:
-        """What of a file is copied now and what later, if its plan is known.
+        """Return which tensors of a file are copied now and which later, if its plan is known.
 
         Args:
             key: equal where all addresses and places are; None where that is not known.
@@ -261,7 +261,7 @@ def lay_out(
 def _copies(
     image: FilePlan, task: WriteTask, overlap_plan: Deferral | None, known: KnownCopies
 ) -> tuple[CopyPlan, CopyPlan]:
-    """What of one file is copied now and what later."""
+    """Plan which tensors of one file are copied now and which later."""
     # Equal where all tensors have the same addresses and places.
     key = None if image.layout is None else (image.layout, task.offset, overlap_plan and overlap_plan.token)
     plans = known.recall(key, image.tensors)
@@ -280,7 +280,7 @@ def _copies(
 
 
 def _fill_in(images: Sequence[FilePlan], tasks: Sequence[WriteTask], buffer: SharedBuffer) -> None:
-    """What is known of the files already. What the last snapshot put to the same places is still there."""
+    """Write the bytes that are known already. Those that the last snapshot put to the same places are still there."""
     memory, there = buffer.memory, buffer.filled_for
     buffer.filled_for = frozenset()
     for image, task in zip(images, tasks, strict=True):
@@ -294,7 +294,7 @@ def _fill_in(images: Sequence[FilePlan], tasks: Sequence[WriteTask], buffer: Sha
 
 
 def list_tasks(images: Sequence[FilePlan], folder: str, manifest: Mapping[str, Any]) -> list[WriteTask]:
-    """What is to be written, with the places in a shared buffer that would hold it all."""
+    """List the write tasks, with their places in a shared buffer that would hold all of it."""
     tasks: list[WriteTask] = []
     base = FIRST_BYTE
     for image in images:
