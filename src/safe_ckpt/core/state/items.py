@@ -1,6 +1,6 @@
-"""What a state consists of: names, and under each an object of some kind; what is saved of it, and how it comes back.
+"""The items of a state: a name and an object of some kind; what is saved of the object, and how it comes back.
 
-What was loaded is put back where it belongs, in place as far as types allow: on all ranks, or on none.
+Loaded values are put back where they belong, in place as far as types allow: on all ranks, or on none.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ class SavedItem:
 
     @property
     def key(self) -> str:
-        """What errors call it."""
+        """Its name in errors."""
         return f"state[{self.name!r}]"
 
     @property
     def kind(self) -> str:
-        """What it is, for people; "" for nothing."""
+        """Its kind, for people; "" for nothing."""
         empty = self.value is None or (isinstance(self.value, Mapping | list | tuple) and not self.value)
         return "" if empty else "data"
 
@@ -131,11 +131,11 @@ class SavedItem:
         return fingerprint.of(fingerprint.of_data, self.value)
 
     def state(self) -> Any:
-        """What is saved of it. Of sharded objects that is a collective."""
+        """Return what is saved of it. Of sharded objects that is a collective."""
         return self.value
 
     def at(self, path: Iterable[Any]) -> Any:
-        """What lies at a path of its state and has floats in it."""
+        """Return what lies at a path of its state and has floats in it."""
         value = self.value
         for key in path:
             value = value[key]
@@ -168,7 +168,7 @@ class SavedItem:
         return Fitted(apply=lambda _: restore_into(self.value, loaded))
 
     def below(self, state: Any) -> dict[str, Any]:
-        """What is saved of it, as it lies in the state of a whole checkpoint."""
+        """Return what is saved of it, as it lies in the state of a whole checkpoint."""
         return {self.name: state}
 
     def fit_shards(self, shards: Shards) -> Fitted:
@@ -383,7 +383,7 @@ def expected_bytes(state: Mapping[str, Any], *, rank: int) -> int:
 
 
 def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What its state will take after the first step, as far as that is known of its kind; else what it takes now."""
+    """Return the bytes of its state after the first step, as far as that is known of its kind; else those of now."""
     now = sum(
         value.numel() * value.element_size()
         for state in optimizer.state.values()
@@ -452,7 +452,7 @@ def frozen_names(module: torch.nn.Module) -> frozenset[str]:
 
 
 def check_into(target: Any, loaded: Any, seen: set[tuple[int, int]] | None = None) -> None:
-    """Whether ``restore_into`` can make ``target`` equal to ``loaded``. Of the tensors there only shapes and types count.
+    """Check that ``restore_into`` can make ``target`` equal to ``loaded``. Of the tensors there only shapes and types count.
 
     Args:
         target: nested tensors and data.
@@ -651,7 +651,7 @@ class Shards:
 
     @functools.cached_property
     def stored(self) -> Stored:
-        """What it has. What is no tensor was read."""
+        """The stored values. All but the tensors were read."""
         from safe_ckpt.core.sharding.dcp_read import Stored
 
         return Stored(self.folder, self.within, self.metadata(self.folder))
@@ -664,7 +664,7 @@ class Shards:
 
 
 def read_once() -> Callable[[Path], Any]:
-    """What reads the ``.metadata`` of a folder, for the first who asks, and gives it to all others."""
+    """Return a function that reads the ``.metadata`` of a folder for the first who asks, and gives it to all others."""
 
     @functools.cache
     def read(folder: Path) -> Any:

@@ -100,7 +100,7 @@ which evaluates its closure several times."""
 
 
 class OverlapPlan:
-    """What may be copied later.
+    """A plan of the tensors that may be copied later.
 
     Args:
         modules: those whose parameters are saved.

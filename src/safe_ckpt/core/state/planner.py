@@ -71,7 +71,7 @@ class Models:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What this rank saves of a state.
+    """The plan of what this rank saves of a state.
 
     Attributes:
         files: those that it writes, but for what is sharded.
@@ -311,7 +311,7 @@ class Planner:
         return items
 
     def _still_known(self, item: SavedItem, now: Fingerprint | None) -> _Known | None:
-        """What is known of an item, if it is as it was."""
+        """Return what is known of an item, if it is as it was."""
         known = self._known.get(item.name)
         if now is None or known is None or known.per_rank != item.per_rank or not known.remembered.same_as(now):
             return None
@@ -376,10 +376,10 @@ def _numbered(views: Iterable[Fingerprint]) -> dict[int, int]:
 
 
 def held(item: SavedItem, resolved: Any) -> list[str]:
-    """What this rank holds of an item that rank 0 saves alone: a kind, and a text for the tensors; empty for nothing.
+    """List what this rank holds of an item that rank 0 saves alone: a kind, and a text for the tensors; empty for nothing.
 
-    Values are rank 0's to say. A rank that holds other tensors, such as a pipeline's next stage, would lose them. So would one
-    that holds something under a name of its own rank, such as ``dp_rank_1``: those names come behind.
+    The values are those of rank 0. A rank that holds other tensors, such as a pipeline's next stage, would lose them. So would
+    one that holds something under a name of its own rank, such as ``dp_rank_1``: those names come behind.
 
     Args:
         item: of the state.
