@@ -105,7 +105,7 @@ def is_gone(path: Path) -> bool:
 
 
 def entries_in(folder: Path) -> list[Path]:
-    """What lies in a folder; nothing where it is missing.
+    """List the entries of a folder; none where it is missing.
 
     Raises:
         OSError: it cannot be listed, or is none.

@@ -28,7 +28,7 @@ _SECRET_VARIABLE = re.compile(r"(KEY|SECRET|TOKEN|PASSWORD|SAS)$")
 
 
 def secrets_of(options: StorageOptions) -> tuple[str, ...]:
-    """What no text may show, of the options and of the environment; the longest first."""
+    """Return the secrets of the options and of the environment, which no text may show; the longest first."""
     given = [value for name, value in options.given.items() if _SECRET_OPTION.search(name)]
     given += [value for name, value in variables().items() if _SECRET_VARIABLE.search(name)]
     long = {value for value in given if len(value) > _SHORT and value.lower() not in _NO_SECRETS}
