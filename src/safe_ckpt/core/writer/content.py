@@ -40,7 +40,7 @@ Ready = Callable[[], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Closing:
-    """What is known of a file when the last of its bytes has been hashed. It is announced as one value, so never in part.
+    """The facts of a file when the last of its bytes has been hashed. They are announced as one value, so never in part.
 
     Attributes:
         xxh3_128: of the whole file, with the tail.
@@ -101,7 +101,7 @@ class Observer(Protocol):
         """Bytes of the file, which come in order from ``at`` on."""
 
     def found(self) -> Any:
-        """What it has found, as JSON-able data; None for nothing. When all bytes were taken."""
+        """Return its findings, as JSON-able data; None for nothing. When all bytes were taken."""
 
     def section(self) -> Mapping[str, Any]:
         """Its section of the manifest that the file carries inside; empty for none. When all bytes were taken."""

@@ -106,7 +106,7 @@ def open_sink(folder: str, options: WriteOptions) -> Sink:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteJob:
-    """What to write.
+    """A job for a writer.
 
     Attributes:
         name: of the checkpoint, for messages.
@@ -130,7 +130,7 @@ class WriteJob:
 
     @property
     def paths(self) -> list[str]:
-        """What is there afterwards, in the order of the results."""
+        """The paths that are there afterwards, in the order of the results."""
         copied = (*(copy.path for copy in self.copies), *(one.path for one in self.adoptions))
         return [*copied, *(task.path for task in self.files)]
 

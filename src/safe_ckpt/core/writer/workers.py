@@ -55,7 +55,7 @@ class WriterEnded(Exception):
 
 
 class _Look(NamedTuple):
-    """What is seen of a worker.
+    """One look at a worker.
 
     Attributes:
         beats: a number that changes as long as it makes progress.
