@@ -117,7 +117,7 @@ def consolidate_offloaded(
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPlan:
-    """What the ranks agreed on.
+    """The plan that the ranks agreed on.
 
     Attributes:
         copies: what this rank copies.
