@@ -178,7 +178,7 @@ class Extension:
         raise NotImplementedError
 
     def remembers(self, manifest: Manifest | None) -> Any:
-        """Return JSON-able facts of the checkpoint to resume from, for all ranks. On rank 0; None: the manifest is not known."""
+        """Return JSON-able facts of the checkpoint to resume from, for all ranks. On rank 0; None: its manifest is unknown."""
         del manifest
 
     def resumed(self, home: Home, info: CheckpointInfo, remembered: Any, verified: Manifest | None) -> None:
