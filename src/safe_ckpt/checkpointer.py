@@ -28,7 +28,7 @@ from safe_ckpt.core.resuming.named import not_found, of_frameworks
 from safe_ckpt.core.resuming.resume import Chosen
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.handle import SaveHandle
-from safe_ckpt.core.saving.names import HeldDirectories
+from safe_ckpt.core.saving.names import NamedHomes
 from safe_ckpt.core.saving.request import (
     Content,
     Destination,
@@ -122,7 +122,7 @@ class Checkpointer:
             # A plain loop may change its parameters between two steps, so "auto" is eager here.
             self._planner = Planner(
                 self._engine.rank,
-                apart=self.config.unchanged.share,
+                frozen_apart=self.config.unchanged.share,
                 overlapped=self.config.snapshot == "overlapped",
                 alone=self._engine.coordinator.size == 1,
             )
@@ -205,7 +205,7 @@ class Checkpointer:
         path = self.directory / catalog.step_name(number)
         must_match = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
         if error is None:
-            self._engine.know(planned.models)
+            self._engine.note_models(planned.models)
         if planned.sharded:
             shards, error = self._plan_shards(planned.sharded, {"step": number, "path": path, **must_match})
         content: Content
@@ -401,7 +401,7 @@ class Checkpointer:
             ```
         """
         if self._exporter is None:
-            self._exporter = Exporter(self._engine, HeldDirectories(self._engine))
+            self._exporter = Exporter(self._engine, NamedHomes(self._engine))
         adapter: Any = import_module("safe_ckpt.peft.adapter") if adapters_only else None
         return self._exporter.export(
             model, directory, format=format, max_shard_size=max_shard_size, dtype=dtype, adapter=adapter

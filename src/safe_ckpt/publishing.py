@@ -234,7 +234,7 @@ class publishing:  # noqa: N801 - it is used as a function
             self._catalog = Catalog(own)
             home.start_after(candidates.newest_sequence(found))
 
-        engine.take_stock(home, {"path": self._path}, take_stock)
+        engine.list_held(home, {"path": self._path}, take_stock)
         self._key = engine.agree("publishing", must_match={"path": self._path}, decide=lambda _: uuid.uuid4().hex)
         self._folder = open_folder(engine.coordinator, home, self._key, engine.config.timeouts.barrier_s)
 

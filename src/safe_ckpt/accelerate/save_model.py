@@ -209,7 +209,7 @@ def _replace_each(saver: AcceleratorSaver, path: Path, planned: Planned) -> None
         )
     finally:
         engine.settle()
-        engine.let_go(workspace)
+        engine.release(workspace)
 
 
 def _put_in_place(workspace: FileHome, ready: Path, names: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from safe_ckpt.core.home.candidates import WEIGHTS
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.handle import SaveHandle
-from safe_ckpt.core.saving.names import HeldDirectories, refuse
+from safe_ckpt.core.saving.names import NamedHomes, refuse
 from safe_ckpt.core.saving.request import (
     Content,
     Destination,
@@ -59,7 +59,7 @@ class Exporter:
         workspaces: where directories are held.
     """
 
-    def __init__(self, engine: Engine, workspaces: HeldDirectories) -> None:
+    def __init__(self, engine: Engine, workspaces: NamedHomes) -> None:
         self._engine = engine
         self._workspaces = workspaces
 
@@ -114,7 +114,9 @@ def request_of(
     workspace: FileHome, path: Path, content: Content, *, kind: Literal["directory", "file"] = "directory"
 ) -> SaveRequest:
     """What to save so that ``path`` becomes weights alone; other files in a directory are kept."""
-    carry = OnCommit(carry=lambda name: not hugging_face.is_weight_file(name)) if kind == "directory" else OnCommit()
+    carry = (
+        OnCommit(keep_foreign=lambda name: not hugging_face.is_weight_file(name)) if kind == "directory" else OnCommit()
+    )
     return SaveRequest(
         destination=Destination(workspace=workspace, path=path, kind=kind),
         content=content,

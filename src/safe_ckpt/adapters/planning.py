@@ -152,7 +152,7 @@ def torch_file(path: str, state: object, *, key: str | None = None) -> FilePlan:
 
 def know_models(engine: Engine, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
     """Before each save: tell which tensors may be infinite by design, and which are trained, by the models that it saves."""
-    engine.know(Models(lambda: _by_name(modules())))
+    engine.note_models(Models(lambda: _by_name(modules())))
 
 
 def go_on(engine: Engine, modules: Callable[[], Iterable[Any]]) -> None:

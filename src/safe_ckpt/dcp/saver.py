@@ -157,7 +157,7 @@ class DcpSaver(Saver):
             try:
                 return path, self._save(home, path, state_of, modules)
             except Exception:  # nothing of it is in flight: others may save there
-                self.names.let_go(path)
+                self.names.release(path)
                 raise
 
     def _save(
@@ -178,13 +178,13 @@ class DcpSaver(Saver):
             path,
             planned.content(),
             step=step_of(path.name),
-            on_commit=OnCommit(carry=_is_users, retention=retention.policy_of(self.config.retention)),
+            on_commit=OnCommit(keep_foreign=_is_users, retention=retention.policy_of(self.config.retention)),
         )
 
     def _hold(self, path: Path) -> OpenHome:
         for other in _savers:
             if other is not self:
-                other.names.let_go(path)
+                other.names.release(path)
         workspace = self.names.hold(path, resumed=True)
         return OpenHome(workspace=workspace, catalog=self._catalog_of(path))
 

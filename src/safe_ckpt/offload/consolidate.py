@@ -23,7 +23,7 @@ from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.names import HeldDirectories, refuse
+from safe_ckpt.core.saving.names import NamedHomes, refuse
 from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.objects.options import refuse_url
@@ -98,16 +98,16 @@ def consolidate_offloaded(
         engine.agree(
             "consolidate", must_match=must_match, local=asked, decide=lambda _: refuse(path, ADAPTER, empty=True)
         )
-        workspace = HeldDirectories(engine).hold(path)
+        workspace = NamedHomes(engine).hold(path)
         plan = agree_parts(engine, sources, ignore, destination=path)
         request = SaveRequest(
             destination=Destination(workspace=workspace, path=path, kind="directory"),
             content=Snapshot(copies=plan.copies, folders=plan.folders),
             facts=Facts(step=0, notes={"adapter": ADAPTER, "parts": plan.notes}, unexamined=("*",)),
-            on_commit=OnCommit(carry=lambda _: True),
+            on_commit=OnCommit(keep_foreign=lambda _: True),
         )
         info = engine.save(request).result()
-        engine.let_go(workspace)
+        engine.release(workspace)
     except BaseException:
         engine.close(quiet=True, within_s=config.timeouts.shutdown_s)
         raise

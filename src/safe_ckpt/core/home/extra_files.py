@@ -79,7 +79,7 @@ def refuse_changed(staged: Path, stamps: Mapping[str, Stamp], *, name: str) -> N
     _sync_folders(staged)
 
 
-def carry(old: Path, staged: Path, wanted: Callable[[str], bool]) -> None:
+def keep_foreign(old: Path, staged: Path, wanted: Callable[[str], bool]) -> None:
     """Give files in ``old`` that no save of ours wrote a name in ``staged`` as well. On rank 0, in the background.
 
     Args:

@@ -65,7 +65,7 @@ class FileHome(HeldHome[Path]):
     """
 
     is_mounted: ClassVar[bool] = True
-    lacks: ClassVar[frozenset[str]] = frozenset()
+    unsupported: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
         self, path: Path, *, lease_s: float, hidden: Path | None = None, owner: str = "", swept: Path | None = None
@@ -83,7 +83,7 @@ class FileHome(HeldHome[Path]):
         self._made: list[Path] = []
 
     @property
-    def is_for_one_name(self) -> bool:
+    def is_single_name(self) -> bool:
         """See ``Home``."""
         return self.hidden.parent.parent.name == HIDDEN
 
@@ -405,8 +405,8 @@ class FilePublication:
                 extra_files.refuse_changed(self._pending, new.stamps, name=self._final.name)
             elif new.prefilled is not None:
                 entries = (*entries, *extra_files.adopt(self._pending, {entry.path for entry in entries}))
-            if new.carry is not None:
-                extra_files.carry(self._final, self._pending, new.carry)
+            if new.keep_foreign is not None:
+                extra_files.keep_foreign(self._final, self._pending, new.keep_foreign)
             manifest = dataclasses.replace(manifest, files=tuple(entries))
             durable.write_durably(self._pending / MANIFEST_NAME, manifest.to_bytes())
             self._publish()

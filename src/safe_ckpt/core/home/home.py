@@ -124,8 +124,8 @@ class NewCheckpoint:
         prefilled: a folder from ``open_folder`` that already holds files of the checkpoint; None for none.
         stamps: of the files in ``prefilled``, by path: it holds these and no others, and none changes before the commit; None
             where nobody reports them: they are hashed at the commit.
-        carry: predicate: files in the directory that is replaced, of those that no save of ours wrote, for which it is true
-            are kept in the new one; None for none.
+        keep_foreign: predicate: files in the directory that is replaced, of those that no save of ours wrote, for which it is
+            true are kept in the new one; None for none.
         links: further names of a single file.
         pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order.
     """
@@ -138,7 +138,7 @@ class NewCheckpoint:
     folders: Sequence[str] = ()
     prefilled: Path | None = None
     stamps: Mapping[str, Stamp] | None = None
-    carry: Callable[[str], bool] | None = None
+    keep_foreign: Callable[[str], bool] | None = None
     links: Sequence[Link] = ()
     pointers: Sequence[Pointer] = ()
 
@@ -215,11 +215,12 @@ class Home(Protocol):
         path: where it is.
         last_sequence: the last place in the order of commits that was given out.
         is_mounted: ranks read its files where they lie; from another one a host fetches them.
-        lacks: what a checkpoint cannot have here, by the names of the fields of ``NewCheckpoint``; ``"file"`` is the kind.
+        unsupported: what a checkpoint cannot have here, by the names of the fields of ``NewCheckpoint``; ``"file"`` is the
+            kind.
     """
 
     is_mounted: ClassVar[bool]
-    lacks: ClassVar[frozenset[str]]
+    unsupported: ClassVar[frozenset[str]]
     last_sequence: int
 
     @property
@@ -231,7 +232,7 @@ class Home(Protocol):
         """The hidden folder."""
 
     @property
-    def is_for_one_name(self) -> bool:
+    def is_single_name(self) -> bool:
         """Whether the user names checkpoints one by one, and this was taken for one of them."""
 
     def open(self, patience_s: float | None = None) -> None:

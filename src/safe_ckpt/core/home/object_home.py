@@ -83,8 +83,8 @@ class ObjectHome(HeldHome[ObjectPath]):
     """
 
     is_mounted: ClassVar[bool] = False
-    is_for_one_name = False
-    lacks: ClassVar[frozenset[str]] = frozenset({"file", "prefilled", "carry", "pointers", "links"})
+    is_single_name = False
+    unsupported: ClassVar[frozenset[str]] = frozenset({"file", "prefilled", "keep_foreign", "pointers", "links"})
 
     def __init__(self, path: ObjectPath, *, lease_s: float, owner: str = "", unfenced: bool = False) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ class Destination:
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a kind that there is not, or not there."""
-        if self.kind in self.workspace.lacks:
+        if self.kind in self.workspace.unsupported:
             raise ValueError("kind: an object store has directories only")
         if self.kind not in ("directory", "file"):
             raise ValueError(f'kind: expected "directory" or "file", got {self.kind!r}')
@@ -137,8 +137,8 @@ class OnCommit:
         prefilled: a folder from ``homes.open_folder`` that already holds files of the checkpoint; None for none.
         stamps: of the files in ``prefilled``, by path: it holds these and no others, and none changes before the commit; None
             where the ranks report none of them, and rank 0 hashes what it finds there.
-        carry: predicate: files in the directory that is replaced, of those that no save of ours wrote, for which it is true
-            are kept in the new one; None for none.
+        keep_foreign: predicate: files in the directory that is replaced, of those that no save of ours wrote, for which it is
+            true are kept in the new one; None for none.
         links: further names of a single file.
         pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order.
         catalog: gets the commit; None for no catalog.
@@ -154,7 +154,7 @@ class OnCommit:
 
     prefilled: Path | None = None
     stamps: Mapping[str, Stamp] | None = None
-    carry: Callable[[str], bool] | None = None
+    keep_foreign: Callable[[str], bool] | None = None
     links: Sequence[Link] = ()
     pointers: Sequence[Pointer] = ()
     catalog: Catalog | None = None
@@ -186,15 +186,15 @@ class SaveRequest:
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a single file, or an object store, with what only a directory can have."""
         content, on_commit = self.content, self.on_commit
-        lacks = sorted(self.destination.workspace.lacks - {"file"})
-        if names := [name for name in lacks if getattr(on_commit, name)]:
+        unsupported = sorted(self.destination.workspace.unsupported - {"file"})
+        if names := [name for name in unsupported if getattr(on_commit, name)]:
             raise ValueError(f"{', '.join(names)}: an object store has none of these")
         if self.destination.kind == "directory":
             return
         wrong = {
             "folders": content.folders,
             "prefilled": on_commit.prefilled,
-            "carry": on_commit.carry,
+            "keep_foreign": on_commit.keep_foreign,
             "pointers": on_commit.pointers,
         }
         if names := [name for name, value in wrong.items() if value]:
@@ -220,7 +220,7 @@ class SaveRequest:
             folders=self.content.folders,
             prefilled=self.on_commit.prefilled,
             stamps=self.on_commit.stamps,
-            carry=self.on_commit.carry,
+            keep_foreign=self.on_commit.keep_foreign,
             links=self.on_commit.links,
             pointers=self.on_commit.pointers,
         )

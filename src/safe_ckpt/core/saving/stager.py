@@ -49,7 +49,7 @@ class Stager:
         self._extensions = extensions or Extensions()
         self._free = [SharedBuffer() for _ in range(config.max_in_flight)]
         self._preparing: threading.Thread | None = None
-        self._aside = Background("safe_ckpt-copy", _call)
+        self._copy_thread = Background("safe_ckpt-copy", _call)
         self._helper = Background("safe_ckpt-help", _call)
         self._known = KnownCopies()
         self._last: weakref.ref[StagingCopy] | None = None  # the one that was put in last
@@ -72,7 +72,7 @@ class Stager:
 
         def work() -> None:
             try:
-                self._aside.start()
+                self._copy_thread.start()
                 self._helper.start()
                 begin()
                 for buffer in buffers:
@@ -124,7 +124,7 @@ class Stager:
         elif copy is not None and copy.run(self._ask_for_help):
             finish = functools.partial(self._finish, job)
             try:
-                self._free_aside().put(finish)
+                self._free_copy_thread().put(finish)
                 self._last = weakref.ref(copy)
             except Refused:  # the system gives no more threads: copy now
                 finish()
@@ -154,9 +154,9 @@ class Stager:
 
     def close(self) -> None:
         """Free the memory, and let the thread that copies end."""
-        for thread in (self._aside, self._helper):
+        for thread in (self._copy_thread, self._helper):
             thread.end()
-        for thread in (self._aside, self._helper):
+        for thread in (self._copy_thread, self._helper):
             if not thread.is_current:  # a collector may call this from anywhere
                 thread.join(_END_S)
         with self._giving_back:
@@ -183,7 +183,7 @@ class Stager:
         return self._free.pop() if self._free else SharedBuffer()
 
     def _ask_for_help(self, help_copying: Callable[[], None]) -> None:
-        if self._aside.is_current or self._helper.is_current:
+        if self._copy_thread.is_current or self._helper.is_current:
             self._helper.offer(help_copying)
             return
         with contextlib.suppress(Refused):  # it is faster with, and works without
@@ -198,14 +198,14 @@ class Stager:
                     return
         job.handle.mark_snapshot_taken()
 
-    def _free_aside(self) -> Background[Callable[[], None]]:
+    def _free_copy_thread(self) -> Background[Callable[[], None]]:
         last = self._last() if self._last is not None else None
         if last is not None and last.error is not None and not last.wait(0):
             # It was given up and does not end (a device or a mount hangs). Later copies need not wait for it.
-            self._aside.end()
+            self._copy_thread.end()
             self._helper.end()
-            self._aside, self._helper = Background("safe_ckpt-copy", _call), Background("safe_ckpt-help", _call)
-        return self._aside
+            self._copy_thread, self._helper = Background("safe_ckpt-copy", _call), Background("safe_ckpt-help", _call)
+        return self._copy_thread
 
     def _await_copies(self, job: SaveJob) -> None:
         limit_s = self._config.timeouts.lengthy_s

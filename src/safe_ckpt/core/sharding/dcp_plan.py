@@ -75,7 +75,7 @@ class _Local:
         objects: the bytes of what is no tensor, by its place in the plan.
         with_floats: those of them that have floats in them, and where in the state dict they lie.
         planner: finds the tensors.
-        apart: which entries of the plan go to further files, because they are not trained.
+        frozen_apart: which entries of the plan go to further files, because they are not trained.
         templates: this rank's files, if they were laid out for ``kept``.
         kept: which entries of the plan they have.
         last: which objects are the last pieces of the first one.
@@ -87,7 +87,7 @@ class _Local:
     objects: Mapping[int, bytes]
     with_floats: Mapping[int, Sequence[Any]]
     planner: DefaultSavePlanner | None = None
-    apart: Sequence[int] = ()
+    frozen_apart: Sequence[int] = ()
     templates: Sequence[FileTemplate] = ()
     kept: Sequence[int] = ()
     last: Sequence[int] = ()
@@ -134,14 +134,14 @@ class _Global:
     Attributes:
         token: unique to it; a rank whose plan is still the same names it instead of sending the plan again.
         plans: every rank's.
-        apart: which entries of its plan go to further files of that rank.
+        frozen_apart: which entries of its plan go to further files of that rank.
         kept: which entries of its plan every rank writes.
         metadata: what goes into ``.metadata``, but for where things lie.
     """
 
     token: str
     plans: Mapping[int, SavePlan]
-    apart: Mapping[int, Sequence[int]]
+    frozen_apart: Mapping[int, Sequence[int]]
     kept: Mapping[int, Sequence[int]]
     metadata: Metadata
 
@@ -152,7 +152,7 @@ class _Agreed:
 
     token: str
     plan: SavePlan
-    apart: Sequence[int]
+    frozen_apart: Sequence[int]
     kept: Sequence[int]
 
 
@@ -237,7 +237,9 @@ class ShardPlanner:
                 kept = self._agreed[folder].kept
             else:
                 kept = plan_data.kept_from_json(kept, item.plan, rank=self._coordinator.rank)
-            self._agreed[folder] = _Agreed(token=share[folder]["token"], plan=item.plan, apart=item.apart, kept=kept)
+            self._agreed[folder] = _Agreed(
+                token=share[folder]["token"], plan=item.plan, frozen_apart=item.frozen_apart, kept=kept
+            )
         self._global.update(wholes)
         self._known = {folder: known for folder, known in self._known.items() if folder in local}
         return ShardPlan(items=local, metadata=metadata)
@@ -305,10 +307,16 @@ class ShardPlanner:
                 objects[number] = self._bytes_of(self._key(folder, name), value)
                 if any(isinstance(leaf, float) for leaf in dtensor.leaves(value)):
                     with_floats[number] = paths.get(name, (name,))
-        apart = frozen_entries(plan, item.frozen())
+        frozen_apart = frozen_entries(plan, item.frozen())
         parts = on_part(planner.state_dict, self._coordinator.size)
         return _Local(
-            item=item, plan=plan, objects=objects, with_floats=with_floats, planner=planner, apart=apart, on_part=parts
+            item=item,
+            plan=plan,
+            objects=objects,
+            with_floats=with_floats,
+            planner=planner,
+            frozen_apart=frozen_apart,
+            on_part=parts,
         )
 
     def _key(self, folder: str, name: str) -> str:
@@ -324,12 +332,12 @@ class ShardPlanner:
 
     def _say(self, folder: str, item: _Local) -> dict[str, Any]:
         known = self._agreed.get(folder)
-        if known is not None and (known.plan != item.plan or known.apart != item.apart):
+        if known is not None and (known.plan != item.plan or known.frozen_apart != item.frozen_apart):
             known = None
         return {
             "token": None if known is None else known.token,
             "plan": plan_data.plan_to_json(item.plan) if known is None else None,
-            "apart": list(item.apart) if known is None else None,
+            "frozen_apart": list(item.frozen_apart) if known is None else None,
             "lengths": {str(number): len(data) for number, data in item.objects.items()},
             "on_part": list(item.on_part),
         }
@@ -359,20 +367,20 @@ class ShardPlanner:
         if known is not None and all(one["token"] == known.token for one in reports.values()):
             return known
         plans: dict[int, SavePlan] = {}
-        apart: dict[int, Sequence[int]] = {}
+        frozen_apart: dict[int, Sequence[int]] = {}
         for rank, one in reports.items():
             if one["plan"] is not None:
                 plans[rank] = plan_data.plan_from_json(one["plan"], rank=rank)
-                apart[rank] = plan_data.kept_from_json(one["apart"], plans[rank], rank=rank)
+                frozen_apart[rank] = plan_data.kept_from_json(one["frozen_apart"], plans[rank], rank=rank)
             elif known is not None and one["token"] == known.token:
-                plans[rank], apart[rank] = known.plans[rank], known.apart[rank]
+                plans[rank], frozen_apart[rank] = known.plans[rank], known.frozen_apart[rank]
             else:
                 raise SaveError(name=folder, cause="its plan is not known here any more; save again", rank=rank)
         shares = divided(folder, plans, within=self._within(folder))
         final, metadata = DefaultSavePlanner().create_global_plan(list(shares.values()))
         chosen = {rank: {item.index for item in final[number].items} for number, rank in enumerate(shares)}
         kept = {rank: [n for n, item in enumerate(plans[rank].items) if item.index in chosen[rank]] for rank in shares}
-        return _Global(token=uuid.uuid4().hex, plans=plans, apart=apart, kept=kept, metadata=metadata)
+        return _Global(token=uuid.uuid4().hex, plans=plans, frozen_apart=frozen_apart, kept=kept, metadata=metadata)
 
 
 def _in_boxes(plan: SavePlan, state: Mapping[str, Any]) -> SavePlan:
@@ -427,7 +435,7 @@ def _places(folder: str, whole: _Global, by_rank: Mapping[int, Any]) -> dict[Met
     places = {}
     for rank, plan in whole.plans.items():
         lengths = plan_data.lengths_from_json(by_rank[rank], plan, rank=rank)
-        for item, _, file, at, length in entries(plan, whole.kept[rank], whole.apart[rank], lengths):
+        for item, _, file, at, length in entries(plan, whole.kept[rank], whole.frozen_apart[rank], lengths):
             places[item.index] = _StorageInfo(under(folder, file_of(rank, file)), at, length)
     return places
 
@@ -442,7 +450,7 @@ def _lay_out(
     made: dict[int, File] = {}
     objects: dict[int, tuple[int, bytes]] = {}
     lengths = {number: len(data) for number, data in local.objects.items()}
-    for entry, number, which, at, length in entries(local.plan, kept, local.apart, lengths):
+    for entry, number, which, at, length in entries(local.plan, kept, local.frozen_apart, lengths):
         file = made.setdefault(which, File())
         file.end = at + length
         if number in local.objects:

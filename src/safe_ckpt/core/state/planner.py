@@ -149,14 +149,14 @@ class Planner:
 
     Args:
         rank: this rank.
-        apart: whether what is not trained goes to files of its own, where that is much.
+        frozen_apart: whether what is not trained goes to files of its own, where that is much.
         overlapped: whether tensors are copied after the save has returned.
         alone: there is no other rank that could hold something else.
     """
 
-    def __init__(self, rank: int, *, apart: bool = False, overlapped: bool = False, alone: bool = False) -> None:
+    def __init__(self, rank: int, *, frozen_apart: bool = False, overlapped: bool = False, alone: bool = False) -> None:
         self._rank = rank
-        self._apart = apart
+        self._frozen_apart = frozen_apart
         self._overlapped = overlapped
         self._alone = alone
         self._known: dict[str, _Known] = {}
@@ -303,7 +303,11 @@ class Planner:
                 items[name] = ShardedItem.of(state, frozen)
             else:
                 # A state dict does not tell what is trained.
-                trained = [one.requires_grad for one in model.parameters()] if self._apart and model is not None else []
+                trained = (
+                    [one.requires_grad for one in model.parameters()]
+                    if self._frozen_apart and model is not None
+                    else []
+                )
                 now = dataclasses.replace(now, facts=(*now.facts, trained))
                 known = self._still_known(item, now)
                 found = self._sharded(item, functools.partial(dict, state), now, known)
@@ -334,10 +338,10 @@ class Planner:
         )
 
     def _frozen(self, item: SavedItem) -> frozenset[str]:
-        return item.frozen_names() if self._apart else frozenset()
+        return item.frozen_names() if self._frozen_apart else frozenset()
 
     def _frozen_within(self, state: Mapping[str, Any], model: torch.nn.Module | None) -> frozenset[str]:
-        names = frozen_names(model) if self._apart and model is not None else ()
+        names = frozen_names(model) if self._frozen_apart and model is not None else ()
         inner = [key for key, value in state.items() if isinstance(value, Mapping)] if names else ()
         return frozenset(names).intersection(state).union(f"{key}.{name}" for key in inner for name in names)
 

@@ -83,7 +83,7 @@ class Mirror:
 
     def root_of(self, workspace: Home) -> ObjectPath:
         """Where the checkpoints of a directory go: of the first one to the url itself, of others to a folder in it."""
-        if workspace.is_for_one_name:
+        if workspace.is_single_name:
             return self._top / NAMED
         path = in_files(workspace.path)
         with self._turn:
