@@ -30,13 +30,13 @@ from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.names import NamedHomes
 from safe_ckpt.core.saving.request import (
-    Content,
     Destination,
     Facts,
     OnCommit,
+    Payload,
+    PlanningFailed,
     SaveRequest,
     Snapshot,
-    Unplanned,
     check_step,
     checked_metrics,
 )
@@ -208,16 +208,16 @@ class Checkpointer:
             self._engine.note_models(planned.models)
         if planned.sharded:
             shards, error = self._plan_shards(planned.sharded, {"step": number, "path": path, **must_match})
-        content: Content
+        payload: Payload
         if error is not None:
-            content = Unplanned(error=error)
+            payload = PlanningFailed(error=error)
         else:
             files = [*planned.files, *shards]
-            content = Snapshot(files=files, folders=list(planned.sharded), overlap=planned.overlap)
+            payload = Snapshot(files=files, folders=list(planned.sharded), overlap=planned.overlap)
         return self._engine.save(
             SaveRequest(
                 destination=Destination(workspace=self._workspace, path=path, kind="directory"),
-                content=content,
+                payload=payload,
                 facts=Facts(step=number, metrics=numbers, items=planned.described),
                 must_match=must_match,
                 held=planned.held,

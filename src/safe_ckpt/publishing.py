@@ -25,10 +25,10 @@ from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.names import open_folder, refuse
 from safe_ckpt.core.saving.request import (
-    Content,
     Destination,
     Facts,
     OnCommit,
+    Payload,
     SaveRequest,
     check_step,
     checked_metrics,
@@ -265,7 +265,7 @@ class publishing:  # noqa: N801 - it is used as a function
         return engine.save(
             SaveRequest(
                 destination=Destination(workspace=self._home, path=self._path, kind="directory"),
-                content=Content(in_place=in_place, folders=files["folders"]),
+                payload=Payload(in_place=in_place, folders=files["folders"]),
                 facts=Facts(step=self._step, metrics=self._metrics, notes={"adapter": ADAPTER}, unexamined=("*",)),
                 on_commit=OnCommit(
                     prefilled=self._folder,

@@ -19,14 +19,14 @@ from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.names import NamedHomes, refuse
 from safe_ckpt.core.saving.request import (
-    Content,
     Destination,
     Facts,
     OnCommit,
+    Payload,
+    PlanningFailed,
     SaveRequest,
     Snapshot,
     Streamed,
-    Unplanned,
 )
 from safe_ckpt.core.sharding import dtensor, gather
 from safe_ckpt.core.sharding.tensor_queue import TensorQueue
@@ -98,20 +98,20 @@ class Exporter:
         chosen = {name: tensors[name] for name in kept["names"]}
         stream = _Stream(self._engine, path.name, chosen, dtype)
         planned: list[FilePlan] = []
-        content: Content
+        payload: Payload
         try:
             if self._engine.rank == 0:
                 lazy = stream.lazies() if kept["gathered"] else chosen
                 planned = hugging_face.images(lazy, most_bytes, hugging_face.STEM if adapter is None else adapter.STEM)
                 planned += adapter.files_beside(model) if adapter is not None else []
-            content = Streamed(files=planned, feed=stream.feed) if kept["gathered"] else Snapshot(files=planned)
+            payload = Streamed(files=planned, feed=stream.feed) if kept["gathered"] else Snapshot(files=planned)
         except Exception as problem:  # the other ranks must learn of it
-            content = Unplanned(error=problem)
-        return self._engine.save(request_of(workspace, path, content))
+            payload = PlanningFailed(error=problem)
+        return self._engine.save(request_of(workspace, path, payload))
 
 
 def request_of(
-    workspace: FileHome, path: Path, content: Content, *, kind: Literal["directory", "file"] = "directory"
+    workspace: FileHome, path: Path, payload: Payload, *, kind: Literal["directory", "file"] = "directory"
 ) -> SaveRequest:
     """What to save so that ``path`` becomes weights alone; other files in a directory are kept."""
     carry = (
@@ -119,7 +119,7 @@ def request_of(
     )
     return SaveRequest(
         destination=Destination(workspace=workspace, path=path, kind=kind),
-        content=content,
+        payload=payload,
         facts=Facts(step=0, notes={"adapter": WEIGHTS}, unexamined=("*",)),
         on_commit=carry,
         patient=True,

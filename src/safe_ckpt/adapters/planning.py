@@ -13,7 +13,7 @@ from safe_ckpt.adapters.pickles import warn_if_refused
 from safe_ckpt.core.formats import torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.refusals import changed_meanwhile
-from safe_ckpt.core.saving.request import Content, Snapshot, Streamed, Unplanned
+from safe_ckpt.core.saving.request import Payload, PlanningFailed, Snapshot, Streamed
 from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.state.planner import Models
 from safe_ckpt.core.storage.copier import FileCopy
@@ -93,15 +93,15 @@ class Planned:
     notes: Mapping[str, Any] = field(default_factory=dict)
     error: Exception | None = None
 
-    def content(self, *, overlap: OverlapPlan | None = None, streamed: bool = False) -> Content:
-        """The content of a ``SaveRequest``.
+    def content(self, *, overlap: OverlapPlan | None = None, streamed: bool = False) -> Payload:
+        """The payload of a ``SaveRequest``.
 
         Args:
             overlap: which tensors may be copied after the save has returned; None for none.
             streamed: write the files while the caller waits, without a copy in memory.
         """
         if self.error is not None:
-            return Unplanned(error=self.error)
+            return PlanningFailed(error=self.error)
         if streamed:
             return Streamed(files=self.files)
         return Snapshot(files=self.files, copies=self.copies, folders=self.folders, overlap=overlap)

@@ -30,7 +30,7 @@ from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.resuming.offered import Offered
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.names import NamedHomes, open_folder
-from safe_ckpt.core.saving.request import Content, Destination, Facts, OnCommit, SaveRequest
+from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, Payload, SaveRequest
 from safe_ckpt.core.state.items import expected_bytes
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import CorruptCheckpointError, SafeCheckpointError
@@ -295,7 +295,7 @@ class Saver:
         self,
         home: OpenHome,
         path: Path,
-        content: Content,
+        content: Payload,
         *,
         step: int,
         notes: Mapping[str, Any] | None = None,
@@ -321,7 +321,7 @@ class Saver:
         return self.engine.save(
             SaveRequest(
                 destination=Destination(workspace=home.workspace, path=path, kind="directory"),
-                content=content,
+                payload=content,
                 facts=Facts(step=step, metrics=metrics or {}, notes={"adapter": self._adapter, **(notes or {})}),
                 must_match=must_match or {},
                 on_commit=dataclasses.replace(on_commit or OnCommit(), catalog=home.catalog),

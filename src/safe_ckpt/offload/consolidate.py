@@ -102,7 +102,7 @@ def consolidate_offloaded(
         plan = agree_parts(engine, sources, ignore, destination=path)
         request = SaveRequest(
             destination=Destination(workspace=workspace, path=path, kind="directory"),
-            content=Snapshot(copies=plan.copies, folders=plan.folders),
+            payload=Snapshot(copies=plan.copies, folders=plan.folders),
             facts=Facts(step=0, notes={"adapter": ADAPTER, "parts": plan.notes}, unexamined=("*",)),
             on_commit=OnCommit(keep_foreign=lambda _: True),
         )

@@ -188,7 +188,7 @@ def _put(run: Pipeline, job: SaveJob) -> None:
             # Nothing is in flight any more, so every rank knows of it and raises here.
             reported = True
             run.handles.raise_unreported()
-        size = sum(file.total_bytes for file in job.request.content.files)
+        size = sum(file.total_bytes for file in job.request.payload.files)
         if run.rank == 0 and run.writer.needs_process(size):
             run.writer.start()  # while the copy is taken
         run.stager.lay_out(job)
@@ -479,8 +479,8 @@ def _write_job(job: SaveJob, rank: int, **what: Any) -> WriteJob:
 
 def _copy_files(turn: Turn) -> list[WrittenFile]:
     """Copy what lies in files, and hash what is there already. The caller goes on once they are read."""
-    job, content = turn.job, turn.job.request.content
-    chosen = [*content.copies, *content.in_place]
+    job, payload = turn.job, turn.job.request.payload
+    chosen = [*payload.copies, *payload.in_place]
     if not chosen:
         return []
     copies = [dataclasses.replace(copy, path=f"{job.folder}/{copy.path}") for copy in chosen]

@@ -45,7 +45,7 @@ class Destination:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Content:
+class Payload:
     """The part of a save that one rank writes. One of the classes below says how.
 
     Attributes:
@@ -72,7 +72,7 @@ class Content:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot(Content):
+class Snapshot(Payload):
     """Tensors are copied to host memory, and written from there after ``save`` has returned.
 
     Attributes:
@@ -83,7 +83,7 @@ class Snapshot(Content):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Streamed(Content):
+class Streamed(Payload):
     """Tensors are written while the caller waits, without a copy; the only way for files with lazy tensors.
 
     Attributes:
@@ -100,7 +100,7 @@ class Streamed(Content):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unplanned(Content):
+class PlanningFailed(Payload):
     """Nothing: this rank could not plan it.
 
     Attributes:
@@ -167,16 +167,16 @@ class SaveRequest:
 
     Attributes:
         destination: where the checkpoint goes.
-        content: what this rank writes.
+        payload: what this rank writes.
         facts: what the manifest says.
-        must_match: what must be equal on all ranks besides step and path. Compared when every rank could plan its content.
+        must_match: what must be equal on all ranks besides step and path. Compared when every rank could plan its payload.
         held: what this rank holds of what rank 0 saves for all, by item; see ``planner.held``.
         on_commit: what is done at the commit besides.
         patient: wait for saves that are in flight, also where ``on_busy`` says to skip.
     """
 
     destination: Destination
-    content: Content
+    payload: Payload
     facts: Facts
     must_match: Mapping[str, str] = field(default_factory=dict)
     held: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -185,14 +185,14 @@ class SaveRequest:
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a single file, or an object store, with what only a directory can have."""
-        content, on_commit = self.content, self.on_commit
+        payload, on_commit = self.payload, self.on_commit
         unsupported = sorted(self.destination.workspace.unsupported - {"file"})
         if names := [name for name in unsupported if getattr(on_commit, name)]:
             raise ValueError(f"{', '.join(names)}: an object store has none of these")
         if self.destination.kind == "directory":
             return
         wrong = {
-            "folders": content.folders,
+            "folders": payload.folders,
             "prefilled": on_commit.prefilled,
             "keep_foreign": on_commit.keep_foreign,
             "pointers": on_commit.pointers,
@@ -202,8 +202,8 @@ class SaveRequest:
 
     @property
     def error(self) -> Exception | None:
-        """Why this rank could not plan its content."""
-        return self.content.error if isinstance(self.content, Unplanned) else None
+        """Why this rank could not plan its payload."""
+        return self.payload.error if isinstance(self.payload, PlanningFailed) else None
 
     @property
     def name(self) -> str:
@@ -217,7 +217,7 @@ class SaveRequest:
             manifest=manifest,
             kind=self.destination.kind,
             needed_bytes=needed_bytes,
-            folders=self.content.folders,
+            folders=self.payload.folders,
             prefilled=self.on_commit.prefilled,
             stamps=self.on_commit.stamps,
             keep_foreign=self.on_commit.keep_foreign,

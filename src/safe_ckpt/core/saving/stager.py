@@ -88,12 +88,12 @@ class Stager:
 
     def lay_out(self, job: SaveJob) -> None:
         """Plan the copy of ``job``. An error goes into ``job.error``; every rank gets it through the save's verdict."""
-        content = job.request.content
+        payload = job.request.payload
         place = str(job.folder), job.manifest.to_json()
         job.existing = self._extensions.existing("before the copy", lambda one: one.begun(job))
-        job.files = [plan for plan in content.files if plan.path not in job.existing]
+        job.files = [plan for plan in payload.files if plan.path not in job.existing]
         size = snapshot.buffer_bytes(job.files)
-        if isinstance(content, Streamed) or self._is_too_large(size):
+        if isinstance(payload, Streamed) or self._is_too_large(size):
             job.tasks = snapshot.list_tasks(job.files, *place)
             job.streamed, job.error = True, None
             try:
@@ -114,11 +114,11 @@ class Stager:
 
     def copy(self, job: SaveJob) -> None:
         """Copy now what may change; the rest on a thread, behind the gate. Without a buffer wait until all is written."""
-        copy, content = job.copy, job.request.content
+        copy, payload = job.copy, job.request.payload
         if copy is not None and job.overlap is not None:
             overlap.close_gate(copy, self._config.timeouts.barrier_s)
-        if isinstance(content, Streamed) and content.feed is not None:
-            content.feed(job.handle)
+        if isinstance(payload, Streamed) and payload.feed is not None:
+            payload.feed(job.handle)
         elif job.streamed:
             self._await(job, job.handle.wait_snapshot)  # what is not written yet must not change
         elif copy is not None and copy.run(self._ask_for_help):
@@ -128,9 +128,9 @@ class Stager:
                 self._last = weakref.ref(copy)
             except Refused:  # the system gives no more threads: copy now
                 finish()
-        elif not content.copies:
+        elif not payload.copies:
             job.handle.mark_snapshot_taken()
-        if content.copies:
+        if payload.copies:
             self._await(job, lambda: self._await_copies(job))
         job.stall_s = time.monotonic() - job.started
 
