@@ -190,7 +190,7 @@ class Heartbeat:
         return answer
 
     def _judge_silence(self, reason: str = "") -> None:
-        """Another rank: is the store's host lost? Called while waiting for its answer."""
+        """On another rank: note that the store's host is lost if it is silent for too long. Called while waiting for it."""
         self._forgive()
         silent_s = time.monotonic() - self._answered_at
         if self._rank != 0 and not self._stop.is_set() and silent_s >= self._limit_s:

@@ -174,7 +174,7 @@ def ensure_descriptors(needed: int) -> str:
 
 
 def out_of_descriptors() -> str:
-    """Says so when this process has no file descriptor left; else ""."""
+    """Say that this process has no file descriptor left; "" where it has one."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))

@@ -531,7 +531,7 @@ class LogEntry(Round):
         self._remind(self._elsewhere)
 
     def conclude(self, result: Any) -> Any:
-        """Rank 0: publish what was decided; of ``Scatter`` to every rank its own. Returns what is rank 0's."""
+        """On rank 0: publish the decision; of a ``Scatter`` each rank's own share. Returns that of rank 0."""
         if not isinstance(result, Scatter):
             self.put("/verdict", {"ok": result})
             return result
@@ -552,7 +552,7 @@ class LogEntry(Round):
         self.wake({})
 
     def take_share(self) -> Any:
-        """Another rank: its share, if the verdict has shares."""
+        """On another rank: take its share, if the verdict has shares."""
         key = self._share(self._rank)
 
         def take(store: KeyValues) -> bytes:
