@@ -46,7 +46,7 @@ def lies_as_written(tensor: torch.Tensor) -> bool:
 
 
 def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors of one memory only if they are the same values."""
+    """Return what is equal for two tensors of one memory only if they are the same values."""
     kind = tensor.dtype, tensor.is_conj(), tensor.is_neg()
     return tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), *kind
 
@@ -227,7 +227,7 @@ class WriteTask:
     observed: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-able data."""
+        """Describe it as JSON-able data."""
         return dict(vars(self))
 
     @classmethod

@@ -126,7 +126,7 @@ def frozen_apart(
 
 
 def _split(tensors: Mapping[str, _Tensor], most_bytes: int) -> list[OrderedDict[str, _Tensor]]:
-    """In their order, a new shard where the last one would become larger. A tensor with several names counts once."""
+    """Split into shards, in order: a new one where the last would get too large. A tensor with several names counts once."""
     shards: list[OrderedDict[str, _Tensor]] = [OrderedDict()]
     filled = 0
     homes: dict[object, OrderedDict[str, _Tensor]] = {}
@@ -148,7 +148,7 @@ def _split(tensors: Mapping[str, _Tensor], most_bytes: int) -> list[OrderedDict[
 
 
 def _memory(tensor: torch.Tensor) -> object:
-    """Equal for tensors of one memory; None for an empty one."""
+    """Return what is equal for tensors of one memory; None for an empty one."""
     return (str(tensor.device), tensor.untyped_storage().data_ptr()) if tensor.numel() else None
 
 

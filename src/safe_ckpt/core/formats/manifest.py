@@ -59,7 +59,7 @@ _DIGEST = re.compile(r"^[0-9a-f]{32}\Z")
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Of Python and the packages that made a checkpoint. Looked up once, which takes milliseconds."""
+    """Look up the versions of Python and of the packages that make a checkpoint: once, which takes milliseconds."""
     names = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("safe-ckpt", "torch"):
         try:
@@ -137,7 +137,7 @@ class Manifest:
         return bool(self.health.get("marked"))
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-able data, without digest."""
+        """Describe it as JSON-able data, without digest."""
         facts = {key: value for key, value in vars(self).items() if key != "files" and value is not None}
         files = [{key: value for key, value in vars(entry).items() if key != "age" or value} for entry in self.files]
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **facts, "files": files}
@@ -259,7 +259,7 @@ class CheckpointInfo:
         return in_files(self.path)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-able data."""
+        """Describe it as JSON-able data."""
         return {**vars(self), "path": str(self.path), "metrics": dict(self.metrics)}
 
     @classmethod

@@ -273,7 +273,7 @@ class _Named(type):
 
 
 class _Made(dict):  # type: ignore[type-arg]
-    """Stands for what a class would make. It accepts what is done to an object in the order in which it is pickled.
+    """Stands for an object that a class would make. It accepts changes in the order in which objects are pickled.
 
     See ``next_stage``.
     """
@@ -337,7 +337,7 @@ def _is_data(module: str, name: str, *, called: bool, anywhere: bool) -> bool:
 
 
 def _is_harmless(found: Any, module: str, name: str, *, called: bool) -> bool:
-    """By what it is in this process: None where its module is not imported."""
+    """Judge a name by what it is in this process: None where its module is not imported."""
     is_class = isinstance(found, type)
     # Where it was made: a module may have it from another one.
     home = str(getattr(found, "__module__", None) or module)
