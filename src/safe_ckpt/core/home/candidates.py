@@ -206,7 +206,7 @@ def newest_sequence(candidates: Iterable[Candidate]) -> int:
 
 
 def _walk(directory: Path, on_error: OnError | None) -> Iterator[tuple[str, list[str], list[str]]]:
-    """As ``os.walk``, which before Python 3.12 recurses; what cannot be listed raises."""
+    """Walk as ``os.walk`` does, which recurses before Python 3.12. Folders that cannot be listed raise."""
     folders = [os.fspath(directory)]
     while folders:
         folder = folders.pop()
@@ -248,7 +248,7 @@ def _step_of(name: str) -> int | None:
 
 
 def look_at(path: Path) -> Candidate:
-    """One that is ours or another tool's, by its manifest.
+    """Look at a candidate: its manifest says if it is ours or another tool's.
 
     Raises:
         OSError: it cannot be looked at.
@@ -284,7 +284,7 @@ def _manifest_of(path: Path) -> Manifest:
 
 
 def stamp_of(path: Place) -> Stamp | None:
-    """Tells whether what stands at ``path`` is still the same checkpoint; None where that cannot be told.
+    """Return what is equal as long as the same checkpoint stands at ``path``; None where that cannot be told.
 
     Of a directory that of its manifest, which is replaced with it; of any other file or folder its own. In an object store
     there is none, and a name is there once.

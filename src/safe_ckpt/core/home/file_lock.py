@@ -189,7 +189,7 @@ class JobLock(LeaseLock):
         return None if data is None else Lease.from_bytes(data) or NOBODY
 
     def _with_kernel_lock(self, lease: Lease) -> Lease:
-        """Where the file system has none, other containers of this machine wait for the lease."""
+        """Take the kernel's lock too. Where the file system has none, other containers of this machine wait for the lease."""
         with contextlib.suppress(OSError, Timeout, NotImplementedError):
             lock = kernel_lock(self._directory)
             lock.acquire(timeout=_PAUSE_S)  # another job may be trying it at this moment

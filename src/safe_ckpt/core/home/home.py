@@ -85,7 +85,7 @@ class Candidate:
 
     @property
     def told(self) -> CheckpointInfo:
-        """As ``info``; of another tool's what can be told of it."""
+        """The ``info``; of another tool's checkpoint the little that can be told."""
         if (info := self.info) is not None:
             return info
         facts: dict[str, Any] = {"metrics": {}, "created_at": "", "world_size": 0, "verified": False}
@@ -297,7 +297,7 @@ class Home(Protocol):
         """Remove a folder that was made for hooks and will not be published, see ``open_folder``. Never raises."""
 
     def begin(self, new: NewCheckpoint, timeouts: Timeouts) -> Publication:
-        """How this becomes a checkpoint here; on every rank, and nothing is made by it."""
+        """Return the publication by which this becomes a checkpoint here. On every rank; it makes nothing yet."""
 
 
 class HeldHome(Generic[SomePlace]):

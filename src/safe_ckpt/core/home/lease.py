@@ -83,7 +83,7 @@ class Lease:
     beat: int = 0
 
     def to_bytes(self) -> bytes:
-        """As the lock file has it: one line, as long for one heartbeat as for another, so that it is replaced in one write."""
+        """Write it as the lock file has it: one line of the same length for each heartbeat, so that one write replaces it."""
         return (json.dumps({**asdict(self), "beat": f"{self.beat % _HEARTBEATS:09d}"}) + "\n").encode()
 
     @classmethod
@@ -367,7 +367,7 @@ class LeaseLock(ABC):
         return False
 
     def _fate_here(self, lease: Lease) -> Fate:
-        """As ``_fate``; of a lease of this process its own list decides."""
+        """Find out as ``_fate`` does; of a lease of this process its own list decides."""
         if lease.token in _made and lease.token not in _held:
             return "dead"
         fate = self._fate(lease)

@@ -128,11 +128,11 @@ class Head:
         return head if facts["lease"] is None or lease is not None else None
 
     def taken(self, lease: Lease) -> Head:
-        """Another owner."""
+        """Give it another owner."""
         return self._next(fence=self.fence + 1, lease=lease)
 
     def released(self) -> Head:
-        """No owner."""
+        """Give it no owner."""
         return self._next(lease=None)
 
     def heartbeat(self) -> Head:
@@ -140,11 +140,11 @@ class Head:
         return self._next(lease=self.lease.next() if self.lease is not None else None)
 
     def announced(self, folder: str, sequence: int) -> Head:
-        """A save begins in ``folder``."""
+        """Note that a save begins in ``folder``."""
         return self._next(pending=(*self.pending, folder), sequence=max(self.sequence, sequence))
 
     def settled(self, folders: Collection[str], committed: Sequence[str] = ()) -> Head:
-        """These saves are over: ``committed``, in their order, or nothing of them is left."""
+        """Note that these saves are over: ``committed``, in their order, or nothing of them is left."""
         pending = tuple(folder for folder in self.pending if folder not in folders)
         if not committed:
             return self._next(pending=pending)
@@ -152,7 +152,7 @@ class Head:
         return self._next(pending=pending, committed=(*earlier, *committed)[-_MOST_COMMITTED:])
 
     def deleting(self, folders: Sequence[str]) -> Head:
-        """These are deleted from now on."""
+        """Note that these are deleted from now on."""
         besides = [folder for folder in self.trash if folder not in folders]
         pending = tuple(folder for folder in self.pending if folder not in folders)
         quarantined = tuple(folder for folder in self.quarantined if folder not in folders)
@@ -165,12 +165,12 @@ class Head:
         )
 
     def quarantining(self, folder: str) -> Head:
-        """This is damaged."""
+        """Note that this checkpoint is damaged."""
         besides = (one for one in self.quarantined if one != folder)
         return self._next(quarantined=(*besides, folder), committed=self._committed_without([folder]))
 
     def seen_to_be_conditional(self) -> Head:
-        """The store keeps its promises."""
+        """Note that the store keeps its promises."""
         return self._next(checked=True)
 
     def _committed_without(self, folders: Collection[str]) -> tuple[str, ...] | None:

@@ -159,7 +159,7 @@ class ObjectHome(HeldHome[ObjectPath]):
         self._owner.confirm()
 
     def taken_over(self) -> DirectoryInUseError | None:
-        """After something was not as expected: the error that names the job that took the directory over, if one did.
+        """Return the error that names the job that took the directory over, if one did: for when something was not as expected.
 
         Such a job sweeps away what this one has uploaded. None, too, where the store gives no answer within seconds.
         """

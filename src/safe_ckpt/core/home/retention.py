@@ -66,12 +66,12 @@ class ByRules:
 
 
 def policy_of(rules: Retention) -> RetentionPolicy | None:
-    """By these settings; None when they have no rule, so that nothing is ever deleted."""
+    """Return the policy of these settings; None when they have no rule, so that nothing is ever deleted."""
     return ByRules(rules) if has_rules(rules) else None
 
 
 def delete_listed(paths: Sequence[Path]) -> RetentionPolicy:
-    """The caller has decided already."""
+    """Return a policy that deletes ``paths``: the caller has decided already."""
     return lambda _: paths
 
 
@@ -175,7 +175,7 @@ def has_rules(policy: Retention) -> bool:
 
 
 def best(infos: Sequence[CheckpointInfo], policy: Retention) -> list[CheckpointInfo]:
-    """Those with the policy's metric, best first; of equals the newer first. NaN is worse than anything."""
+    """Sort those that have the policy's metric, best first; of equals the newer first. NaN is worse than anything."""
     sign = 1 if policy.mode == "min" else -1
     rated = [info for info in infos if policy.metric in info.metrics]
 

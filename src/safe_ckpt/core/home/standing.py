@@ -68,7 +68,7 @@ class Standing:
     protected: Mapping[Place, str]
 
     def without(self, paths: Collection[Place]) -> Standing:
-        """As if these were not there: what a resume takes instead is protected then."""
+        """Return the standing as if these were not there: what a resume takes instead is protected then."""
         order = tuple(candidate for candidate in self.order if candidate.path not in paths)
         usable = tuple(candidate for candidate in self.usable if candidate.path not in paths)
         return replace(self, order=order, usable=usable, protected={**_heads_of(order), **self.protected})
@@ -135,7 +135,7 @@ def passed_over(order: Sequence[Candidate], taken: Candidate) -> tuple[Place, st
 
 
 def _style_of(candidate: Candidate) -> str:
-    """Where names differ in more than their numbers, each tool may count something else."""
+    """Return what a name is without its number: tools with other names may count something else."""
     name = PurePath(candidate.path.name)
     return name.suffix or name.name.rstrip("0123456789")
 
@@ -192,7 +192,7 @@ class Catalog:
         return replaced
 
     def still_ours(self, new: CheckpointInfo) -> list[CheckpointInfo]:
-        """Those that still have their names. Where names are held one by one, another job may have taken one since.
+        """List those that still have their names. Where names are held one by one, another job may have taken one since.
 
         A manifest is read again only when it is another file by now. In an object store a folder has one save in its life.
         """
@@ -220,7 +220,7 @@ class Catalog:
         return {path for pointer in self.pointers if (path := named_by(pointer)) is not None}
 
     def forget(self, paths: Collection[Place]) -> None:
-        """These are about to be deleted."""
+        """Note that these are about to be deleted."""
         self._leaving += [info for info in self._committed if info.path in paths]
         self._committed = [info for info in self._committed if info.path not in paths]
 
@@ -234,7 +234,7 @@ class Catalog:
 
 
 def replaced_among(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Those in an object store that a later save of the same step has replaced: each save has a folder of its own there.
+    """List those in an object store that a later save of the same step has replaced: each save has a folder of its own there.
 
     Also by a job that died before it could delete them. A folder under another name is the user's copy, and a marked one does
     not replace a healthy one.
