@@ -89,7 +89,7 @@ class Offered:
             logger.warning("the mirror is not looked at: %s", error)
 
     def _fetch_next(self, home: Home) -> dict[str, Any] | None:
-        """Nothing that is here can be used. What is damaged here may be sound there."""
+        """Fetch the next one: nothing that is here can be used, and what is damaged here may be sound there."""
         for extension, candidate in self._there(home):
             info = self._fetch(extension, candidate, home)
             if info is not None:
