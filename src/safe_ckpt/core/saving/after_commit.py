@@ -131,7 +131,7 @@ class AfterCommit:
 
 
 def _warn_once(folder: str, missing: Unjudged | None) -> None:
-    """Of a metric that no checkpoint there has; again when there are other metrics."""
+    """Warn once of a metric that no checkpoint there has; again when there are other metrics."""
     if missing is not None and _told.get(folder) != missing:
         _told[folder] = missing
         message = "%s: keep_best cannot choose: %s. Correct retention.metric, or pass metrics={%r: ...} when saving"

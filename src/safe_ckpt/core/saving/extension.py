@@ -201,7 +201,7 @@ class Extension:
 
 
 class Extensions:
-    """All of them, asked at every moment in their order.
+    """All extensions: each moment asks them in their order.
 
     Args:
         each: the extensions.
@@ -264,6 +264,6 @@ class Extensions:
         return next((error for error in errors.values() if error is not None), None)
 
     def kept(self, home: Home, places: Sequence[Place]) -> set[Place]:
-        """Those of ``places`` that must not be deleted now. Of one that cannot say, all."""
+        """Return those of ``places`` that must not be deleted now; all of them if one extension cannot say."""
         answers = self.ask("before a deletion", lambda one: one.keeps(home, places))
         return set(places) if len(answers) < len(self._each) else {place for one in answers.values() for place in one}

@@ -272,11 +272,11 @@ class Turn:
         )
 
     def error(self, cause: str, phase: str) -> SaveError:
-        """Of this save, on this rank."""
+        """Make the error of this save, on this rank."""
         return SaveError(name=self.job.name, cause=cause, rank=self.run.rank, phase=phase)
 
     def outcome(self, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> Outcome:
-        """How it ended."""
+        """Return how it ended."""
         return Outcome(info=info, error=failure, told=self.told, **dataclasses.asdict(self.written))
 
     def _check_giving_up(self) -> None:
@@ -462,7 +462,7 @@ def _adopt(turn: Turn, files: Iterable[Existing]) -> list[WrittenFile]:
 
 
 def _place(job: SaveJob, path: str) -> str:
-    """Of a file in the checkpoint; the same for every single file."""
+    """Return the place of a file in the checkpoint; the same for every single file."""
     if job.request.destination.kind == "file":
         return ITSELF
     return path.removeprefix(f"{job.folder}/")

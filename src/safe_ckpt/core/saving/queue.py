@@ -151,7 +151,7 @@ class SaveQueue:
                 raise  # Ctrl-C is the caller's
 
     def unexpected(self, job: SaveJob, error: BaseException) -> SaveError:
-        """For an error that is none of this package: a bug of ours, or an interrupt."""
+        """Make the error for one that is none of this package: a bug of ours, or an interrupt."""
         return SaveError(name=job.name, cause=repr(error), rank=self._coordinator.rank)
 
     def conclude(self, job: SaveJob, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> None:

@@ -101,7 +101,7 @@ class Streamed(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningFailed(Payload):
-    """Nothing: this rank could not plan it.
+    """No payload: this rank could not plan it.
 
     Attributes:
         error: why; every rank raises it.
