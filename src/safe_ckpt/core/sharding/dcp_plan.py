@@ -431,7 +431,7 @@ def _metadata_of(place: str, parts: Mapping[str, tuple[_Global, Mapping[int, Any
 
 
 def _places(folder: str, whole: _Global, by_rank: Mapping[int, Any]) -> dict[MetadataIndex, _StorageInfo]:
-    """Where everything lies, from where ``.metadata`` does."""
+    """Return where everything lies, relative to the folder of ``.metadata``."""
     places = {}
     for rank, plan in whole.plans.items():
         lengths = plan_data.lengths_from_json(by_rank[rank], plan, rank=rank)
@@ -443,9 +443,9 @@ def _places(folder: str, whole: _Global, by_rank: Mapping[int, Any]) -> dict[Met
 def _lay_out(
     folder: str, local: _Local, kept: Sequence[int], rank: int, within: str
 ) -> tuple[list[FilePlan], list[int]]:
-    """This rank's files, as far as it has them, and the objects that are the last pieces of the first one.
+    """Lay out this rank's files, as far as it has them. Returns also the objects that are the last pieces of the first one.
 
-    What the health of a file is told by are the names without what they all begin with, ``within``.
+    Health is told by the names without ``within``, with which all begin.
     """
     made: dict[int, File] = {}
     objects: dict[int, tuple[int, bytes]] = {}

@@ -78,7 +78,7 @@ class _Boxes:
         self._pieces = {piece.offsets: piece for piece in dtensor.pieces_of(tensor)}
 
     def size(self) -> torch.Size:
-        """Of the whole."""
+        """Return the size of the whole."""
         return self._tensor.size()
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -88,7 +88,7 @@ class _Boxes:
         ]
 
     def at(self, offset: Sequence[int]) -> torch.Tensor:
-        """One of its boxes, by where it lies in the whole."""
+        """Return one of its boxes, by where it lies in the whole."""
         piece = self._pieces[tuple(offset)]
         return dtensor.cut(dtensor.local_of(self._tensor), piece.begin, piece.sizes)
 

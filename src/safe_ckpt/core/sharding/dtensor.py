@@ -107,11 +107,11 @@ class Piece:
 
     @classmethod
     def first(cls, offsets: Sequence[int], sizes: Sequence[int]) -> Piece:
-        """All that a rank has."""
+        """Make the piece that is all that a rank has."""
         return cls(offsets=tuple(offsets), begin=(0,) * len(sizes), sizes=tuple(sizes))
 
     def to_json(self) -> list[Sequence[int]]:
-        """As plain lists."""
+        """Describe it as plain lists."""
         return [self.offsets, self.begin, self.sizes]
 
     @classmethod
@@ -186,7 +186,7 @@ def _indices(tensor: Any, dim: int) -> list[int]:
 
 
 def _chunks(indices: list[int], count: int) -> list[list[int]]:
-    """As ``torch.chunk``, with empty ones at the end."""
+    """Cut as ``torch.chunk`` does, with empty chunks at the end."""
     size = -(-len(indices) // count)
     return [indices[number * size : (number + 1) * size] for number in range(count)]
 
@@ -226,7 +226,7 @@ def copy_part(target: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Its shape; of a nested tensor those of its parts."""
+    """Return the shape of a tensor; of a nested one the shapes of its parts."""
     nested = tensor.is_nested and tensor.layout is torch.strided
     return tuple(map(shape_of, tensor.unbind())) if nested else tuple(tensor.shape)
 
@@ -277,7 +277,7 @@ def copied(target: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
 
 
 def _mode_of(tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[object]:
-    """In which these may be written to."""
+    """Return the context in which these tensors may be written to."""
     inference = any(not is_lazy(tensor) and tensor.is_inference() for tensor in tensors)
     return torch.inference_mode() if inference else contextlib.nullcontext()
 
@@ -301,7 +301,7 @@ def by_number(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dic
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """As its ``load_state_dict``, and floats keep the type that they were saved with.
+    """Load as its ``load_state_dict`` does, but floats keep the type that they were saved with.
 
     torch gives all of them their parameter's: what an optimizer keeps in float32 for a bfloat16 parameter, such as NAdam's
     products or moments of a class of the user's own, would be rounded. Parameters of another type than they had at the save
@@ -468,7 +468,7 @@ class ShardedItem:
 
     @classmethod
     def of(cls, state: Any, frozen: Callable[[], frozenset[str]] = frozenset) -> ShardedItem:
-        """Of a state dict."""
+        """Make the item of a state dict."""
         return cls(state_dict=lambda: state, frozen=frozen)
 
 
@@ -489,7 +489,7 @@ class Fitted:
 
     @property
     def said(self) -> dict[str, Any]:
-        """For ``without_place``."""
+        """The part that ``without_place`` compares."""
         return {"besides": list(self.besides), "refusal": self.refusal}
 
 

@@ -55,7 +55,7 @@ _reported: set[str] = set()
 
 
 def _table(kind: type[Any]) -> dict[str, Any]:
-    """All that this release of torch has of a kind, by the names that it prints."""
+    """Return all values of a kind that this release of torch has, by the names that it prints."""
     return {_name_of(value): value for value in vars(torch).values() if isinstance(value, kind)}
 
 
@@ -293,7 +293,7 @@ class _Reader:
         return [self.item(self.row("WriteItem", row, "an entry")) for row in rows]
 
     def row(self, kind: str, value: Any, what: str) -> Any:
-        """One of torch's classes, of what ``_row`` returned and of the fields that this release has."""
+        """Rebuild an object of one of torch's classes from what ``_row`` returned, with the fields that this release has."""
         fields, row = _FIELDS[kind], self.listed(value, len(_FIELDS[kind]) + 1, what)
         if len(row) < len(fields):
             self.refuse(what, f"{len(row)} facts of a {kind}, expected {len(fields)}")

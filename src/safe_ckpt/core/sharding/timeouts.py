@@ -84,7 +84,7 @@ def lengthy_timeouts(
 
 @contextlib.contextmanager
 def raised(groups: Iterable[ProcessGroup], seconds: float, emit: Emitter | None = None) -> Iterator[None]:
-    """As ``lengthy_timeouts``, for ranks that know already that all of them enter.
+    """Raise timeouts as ``lengthy_timeouts`` does, for ranks that know already that all of them enter.
 
     Args:
         groups: as ``ranks.process_groups`` returns them.
