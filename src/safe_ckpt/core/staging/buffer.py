@@ -220,7 +220,7 @@ class SharedBuffer:
 
 
 def rounded(size: int) -> int:
-    """How much is taken for ``size`` bytes."""
+    """Return how much is taken for ``size`` bytes."""
     granule = GRANULE if size > GRANULE // 2 else _SMALL_GRANULE
     return -(-size // granule) * granule
 

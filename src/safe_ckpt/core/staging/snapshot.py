@@ -94,7 +94,7 @@ class CopyPlan:
 
     @classmethod
     def joined(cls, plans: Sequence[CopyPlan]) -> CopyPlan:
-        """One for several, whose places follow one another."""
+        """Join several plans, whose places follow one another."""
         return cls(
             rows=list(chain.from_iterable(plan.rows for plan in plans)),
             moves=list(chain.from_iterable(plan.moves for plan in plans)),
@@ -104,7 +104,7 @@ class CopyPlan:
 
     @property
     def size_bytes(self) -> int:
-        """Of all of them."""
+        """The bytes of all of them."""
         return sum(size for _, _, size in self.rows)
 
     def pieces(self, elsewhere: Callable[[TensorCopy], bool], *, one_thread: bool) -> deque[Piece]:
