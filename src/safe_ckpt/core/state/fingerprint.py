@@ -246,7 +246,7 @@ class _Walk:
         self._seen: set[int] = set()
 
     def value(self, value: Any) -> None:
-        """One value and what is in it."""
+        """Take in one value and what is in it."""
         kind = type(value)
         self.facts.append(kind)
         if kind in self._kinds:
@@ -306,7 +306,7 @@ class _Walk:
 def _parts(
     tensors: Sequence[torch.Tensor], *, picklable: bool = False
 ) -> tuple[Sequence[torch.Tensor], tuple[Any, ...], bool]:
-    """This rank's parts, what else a plan depends on in the tensors, and whether some are parts.
+    """Return this rank's parts, what else of the tensors a plan depends on, and whether some are parts.
 
     Args:
         tensors: of the state.

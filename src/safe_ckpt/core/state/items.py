@@ -127,7 +127,7 @@ class SavedItem:
         return dtensor.leaves(self.value)
 
     def fingerprint(self) -> Fingerprint | None:
-        """Tells whether it can be planned as last time; None where nothing tells."""
+        """Return what tells whether it can be planned as last time; None where nothing tells."""
         return fingerprint.of(fingerprint.of_data, self.value)
 
     def state(self) -> Any:
@@ -309,7 +309,7 @@ class _Optimizer(_Stateful):
         return SavedItem(self.name, {"param_groups": self.optimizer.param_groups}).at(path)
 
     def expected_bytes(self) -> int:
-        """As it will be after the first step."""
+        """See ``SavedItem``: as it will be after the first step."""
         return expected_state_bytes(self.optimizer)
 
     def refuse_target(self) -> None:
@@ -585,7 +585,7 @@ class Restoring:
         return {item.name: fitted.said for item, fitted in self._fitted if fitted.besides}
 
     def agree(self, answers: Mapping[int, Mapping[str, Any]]) -> dict[str, list[str]]:
-        """On rank 0: what no rank has a place for, by item.
+        """Return on rank 0 the names that no rank has a place for, by item.
 
         Raises:
             RestoreError: that cannot be added; names it.

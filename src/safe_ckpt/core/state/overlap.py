@@ -82,7 +82,7 @@ class _Samples:
 
 
 def _sampled(tensor: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
-    """Where it begins, and what of it is looked at: places behind that, and bytes."""
+    """Return where a tensor begins, and which parts of it are looked at: places behind that, and bytes."""
     if not tensor.is_cpu or not tensor.is_contiguous():
         return 0, []
     start, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()

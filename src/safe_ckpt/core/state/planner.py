@@ -51,7 +51,7 @@ class Models:
 
     @functools.cached_property
     def modules(self) -> Mapping[str, torch.nn.Module]:
-        """By name."""
+        """The modules by name."""
         return self._find()
 
     @functools.cached_property

@@ -63,7 +63,7 @@ def _set_numpy(numpy: Any, kind: str, keys: bytes, *rest: Any) -> None:
 
 
 def _of_numpy(kept: Mapping[str, Any]) -> tuple[str, bytes, int, int, float]:
-    """Its kind, what it keeps, its position, and the normal number that it has drawn ahead."""
+    """Return a generator's kind, what it keeps, its position, and the normal number that it has drawn ahead."""
     kind, state = str(kept["bit_generator"]), kept["state"]
     if kind == _USUAL:
         return kind, state["key"].tobytes(), state["pos"], kept["has_gauss"], kept["gauss"]
