@@ -91,7 +91,7 @@ class FileCopy:
         return self.source or self.path
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-able data."""
+        """Describe it as JSON-able data."""
         return asdict(self)
 
     @classmethod

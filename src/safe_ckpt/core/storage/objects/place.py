@@ -91,7 +91,7 @@ class ObjectPath:
         return ObjectPath(self.bucket.afresh(), self.key)
 
     def below(self, other: ObjectPath) -> str:
-        """This as it is named below ``other``."""
+        """Return the name of this below ``other``."""
         return self.key[len(other.key) :].lstrip("/")
 
 
