@@ -42,7 +42,7 @@ class Adoption:
     instead: FileCopy | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-able data."""
+        """Describe it as JSON-able data."""
         return asdict(self)
 
     @classmethod

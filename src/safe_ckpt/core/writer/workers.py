@@ -1,4 +1,4 @@
-"""Those that write, seen from the one that waits for them: a process, and a thread for what is small. One loop watches both."""
+"""The workers that write, as seen by who waits for them: a process, and a thread for small saves. One loop watches both."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _watch(
 
 
 def _limit_s(timeouts: Timeouts, phase: str, state: str) -> float:
-    """How long the process may move no byte, by what the kernel says of it."""
+    """Return how long the process may move no byte, by what the kernel says of it."""
     if state in _STOPPED:  # a moment of it, for a debugger or a freezer, harms nothing
         return min(_STOPPED_S, timeouts.writer_stall_s)
     if phase in ("fsync", "upload"):
