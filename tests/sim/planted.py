@@ -261,8 +261,8 @@ IN_MIRRORS: dict[str, dict[str, Patch]] = {
                 "        usable = newest_first(self._list())\n        return\n",
             ),
             _swap(
-                '        """Nothing that is here can be used. What',
-                '        return None\n        """Nothing that is here can be used. What',
+                '        """Fetch the next one: nothing that is here',
+                '        return None\n        """Fetch the next one: nothing that is here',
             ),
         )
     },
