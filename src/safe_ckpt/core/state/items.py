@@ -511,8 +511,9 @@ def restore_into(target: Any, loaded: Any, done: dict[tuple[int, int], tuple[Any
         done: what was restored before, with the target that it was.
     """
     if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        is_extra_state = loading.described(target) != loading.described(loaded)
-        return loaded if target is loaded or is_extra_state else dtensor.copied(target, loaded)
+        if target is loaded or loading.described(target) != loading.described(loaded):
+            return loaded  # in the second case it is an extra state
+        return dtensor.copied(target, loaded)
     if not isinstance(target, MutableMapping | MutableSequence | tuple):
         return loaded
     done, pair = {} if done is None else done, (id(target), id(loaded))
