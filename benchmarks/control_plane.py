@@ -47,7 +47,7 @@ class ThreadSession(Coordinator):
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.rank, self.size = rank, size
-        self.users, self.receipts, self.movers = 1, Receipts(), []
+        self.users, self.receipts, self.progress_sources = 1, Receipts(), []
         self.at_exit, self._pid = None, os.getpid()
         self.call, self._part, self._depth, self._goes_on, self.unsure = -1, 0, 0, False, False
         self._named, self.over = "", []

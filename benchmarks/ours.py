@@ -76,7 +76,7 @@ class SingleFile(Way):
         self._handle = self._engine.save(
             SaveRequest(
                 destination=Destination(workspace=self._root, path=self._path, kind="file"),
-                content=Snapshot(
+                payload=Snapshot(
                     files=images, overlap=OverlapPlan([self.model], [self.optimizer]) if overlapped else None
                 ),
                 facts=Facts(step=step),

@@ -28,7 +28,7 @@ from safe_ckpt.core.resuming.named import not_found, of_frameworks
 from safe_ckpt.core.resuming.resume import Chosen
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.handle import SaveHandle
-from safe_ckpt.core.saving.names import HeldDirectories
+from safe_ckpt.core.saving.names import NamedHomes
 from safe_ckpt.core.saving.request import (
     Destination,
     Facts,
@@ -122,7 +122,7 @@ class Checkpointer:
             # A plain loop may change its parameters between two steps, so "auto" is eager here.
             self._planner = Planner(
                 self._engine.rank,
-                apart=self.config.unchanged.share,
+                frozen_apart=self.config.unchanged.share,
                 overlapped=self.config.snapshot == "overlapped",
                 alone=self._engine.coordinator.size == 1,
             )
@@ -205,19 +205,19 @@ class Checkpointer:
         path = self.directory / catalog.step_name(number)
         must_match = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
         if error is None:
-            self._engine.know(planned.models)
+            self._engine.note_models(planned.models)
         if planned.sharded:
             shards, error = self._plan_shards(planned.sharded, {"step": number, "path": path, **must_match})
-        content: Payload
+        payload: Payload
         if error is not None:
-            content = PlanningFailed(error=error)
+            payload = PlanningFailed(error=error)
         else:
             files = [*planned.files, *shards]
-            content = Snapshot(files=files, folders=list(planned.sharded), overlap=planned.overlap)
+            payload = Snapshot(files=files, folders=list(planned.sharded), overlap=planned.overlap)
         return self._engine.save(
             SaveRequest(
                 destination=Destination(workspace=self._workspace, path=path, kind="directory"),
-                content=content,
+                payload=payload,
                 facts=Facts(step=number, metrics=numbers, items=planned.described),
                 must_match=must_match,
                 held=planned.held,
@@ -403,7 +403,7 @@ class Checkpointer:
             ```
         """
         if self._exporter is None:
-            self._exporter = Exporter(self._engine, HeldDirectories(self._engine))
+            self._exporter = Exporter(self._engine, NamedHomes(self._engine))
         adapter: Any = import_module("safe_ckpt.peft.adapter") if adapters_only else None
         return self._exporter.export(
             model, directory, format=format, max_shard_size=max_shard_size, dtype=dtype, adapter=adapter

@@ -234,7 +234,7 @@ class publishing:  # noqa: N801 - it is used as a function
             self._catalog = Catalog(own)
             home.start_after(candidates.newest_sequence(found))
 
-        engine.take_stock(home, {"path": self._path}, list_held)
+        engine.list_held(home, {"path": self._path}, list_held)
         self._key = engine.agree("publishing", must_match={"path": self._path}, decide=lambda _: uuid.uuid4().hex)
         self._folder = open_folder(engine.coordinator, home, self._key, engine.config.timeouts.barrier_s)
 
@@ -265,7 +265,7 @@ class publishing:  # noqa: N801 - it is used as a function
         return engine.save(
             SaveRequest(
                 destination=Destination(workspace=self._home, path=self._path, kind="directory"),
-                content=Payload(in_place=in_place, folders=files["folders"]),
+                payload=Payload(in_place=in_place, folders=files["folders"]),
                 facts=Facts(step=self._step, metrics=self._metrics, notes={"adapter": ADAPTER}, unexamined=("*",)),
                 on_commit=OnCommit(
                     prefilled=self._folder,

@@ -30,7 +30,7 @@ from safe_ckpt.core.formats.verify import verify
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.home import HIDDEN, Pointer
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.names import HeldDirectories
+from safe_ckpt.core.saving.names import NamedHomes
 from safe_ckpt.core.saving.request import Destination
 from safe_ckpt.core.storage import durable
 from safe_ckpt.extensions.mirror import fetching
@@ -67,7 +67,7 @@ def begun_again(path):
     """As the next job that replaces ``path`` begins."""
     engine = Engine(CONFIG)
     try:
-        HeldDirectories(engine).hold(path)
+        NamedHomes(engine).hold(path)
     finally:
         engine.close()
 

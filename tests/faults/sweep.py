@@ -229,7 +229,7 @@ def request_of(destination, name, number, to_delete, **names):
     image = torch_archive.torch_image(name, state(number), strict=False, key="checkpoint")
     return SaveRequest(
         destination=destination,
-        content=Snapshot(files=[file_plan.single(image, name)]),
+        payload=Snapshot(files=[file_plan.single(image, name)]),
         facts=Facts(step=number),
         on_commit=OnCommit(retention=delete_listed(to_delete) if to_delete else None, **names),
     )

@@ -52,7 +52,7 @@ REACHED = {
     "fetched from a mirror": (f"{OF_A_HOME}:FilePublication._publish",),
     "fetched by hand": ("tools.inspection.fetch:fetch",),
     "published, the next": (f"{OF_A_HOME}:FilePublication.prepare",),
-    "exported, replaces": ("core.home.extra_files:carry",),
+    "exported, replaces": ("core.home.extra_files:keep_foreign",),
     "given back, replaces": ("offload.restore:_place",),
     "one file, replaces": ("core.saving.one_shot:save_archive",),
     "save_model, two files after one": ("accelerate.save_model:_publish", "accelerate.save_model:_put_in_place"),

@@ -220,9 +220,7 @@ IN_STORES: dict[str, dict[str, Patch]] = {
     },
     "a save is not announced": {_HEAD: _swap("pending=(*self.pending, folder), ", "")},
     "a deletion is not noted": {
-        _OBJECTS: _swap(
-            "        self._owner.update(lambda head: head.deleting([folder.name for folder in chosen]))\n", ""
-        )
+        _OBJECTS: _swap("self._owner.update(lambda head: head.deleting([folder.name for folder in some]))", "pass")
     },
     # What histories found, and what was mended then.
     "the owner sleeps long after an outage": {
@@ -263,8 +261,8 @@ IN_MIRRORS: dict[str, dict[str, Patch]] = {
                 "        usable = newest_first(self._list())\n        return\n",
             ),
             _swap(
-                '        """Nothing that is here can be used. What',
-                '        return None\n        """Nothing that is here can be used. What',
+                '        """Fetch the next one: nothing that is here',
+                '        return None\n        """Fetch the next one: nothing that is here',
             ),
         )
     },

@@ -243,7 +243,7 @@ class AcceleratorSaver(Saver):
         """Take ``path`` from other Accelerators of this process, such as that of a notebook's cell that was run again."""
         for other in self.living():
             if other is not self:
-                other.names.let_go(path)
+                other.names.release(path)
 
 
 def candidates(folder: Path) -> list[Candidate]:

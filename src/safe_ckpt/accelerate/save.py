@@ -87,7 +87,7 @@ def _save(saver: AcceleratorSaver, target: Target, folder: Path | None, options:
         metrics=metrics,
         notes={"iteration": target.number, **planned.notes},
         must_match=must_match,
-        on_commit=OnCommit(prefilled=folder, carry=target.keep_foreign, retention=saver.retention),
+        on_commit=OnCommit(prefilled=folder, keep_foreign=target.keep_foreign, retention=saver.retention),
     )
 
 

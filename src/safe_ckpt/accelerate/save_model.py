@@ -97,7 +97,7 @@ def save(
 
 
 def _state_of(accelerator: Any, model: torch.nn.Module) -> Mapping[str, Any]:
-    """Names to tensors, or to ``OffloadedValue``, on rank 0. Sharded tensors are gathered by Accelerate. Every rank calls this."""
+    """Names to tensors, or to ``OffloadedValue``, on rank 0. Accelerate gathers sharded tensors. Every rank calls this."""
     plain = hugging_face.unwrapped(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         plain = getattr(model, "module", model)
@@ -211,7 +211,7 @@ def _replace_each(saver: AcceleratorSaver, path: Path, planned: Planned) -> None
         )
     finally:
         engine.settle()
-        engine.let_go(workspace)
+        engine.release(workspace)
 
 
 def _put_in_place(workspace: FileHome, ready: Path, names: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from safe_ckpt.core.home.candidates import WEIGHTS
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.handle import OpenSave
-from safe_ckpt.core.saving.names import HeldDirectories, refuse
+from safe_ckpt.core.saving.names import NamedHomes, refuse
 from safe_ckpt.core.saving.request import (
     Destination,
     Facts,
@@ -59,7 +59,7 @@ class Exporter:
         workspaces: where directories are held.
     """
 
-    def __init__(self, engine: Engine, workspaces: HeldDirectories) -> None:
+    def __init__(self, engine: Engine, workspaces: NamedHomes) -> None:
         self._engine = engine
         self._workspaces = workspaces
 
@@ -98,26 +98,28 @@ class Exporter:
         chosen = {name: tensors[name] for name in kept["names"]}
         stream = _Stream(self._engine, path.name, chosen, dtype)
         planned: list[FilePlan] = []
-        content: Payload
+        payload: Payload
         try:
             if self._engine.rank == 0:
                 lazy = stream.lazies() if kept["gathered"] else chosen
                 planned = hugging_face.images(lazy, most_bytes, hugging_face.STEM if adapter is None else adapter.STEM)
                 planned += adapter.files_beside(model) if adapter is not None else []
-            content = Streamed(files=planned, feed=stream.feed) if kept["gathered"] else Snapshot(files=planned)
+            payload = Streamed(files=planned, feed=stream.feed) if kept["gathered"] else Snapshot(files=planned)
         except Exception as problem:  # the other ranks must learn of it
-            content = PlanningFailed(error=problem)
-        return self._engine.save(request_of(workspace, path, content))
+            payload = PlanningFailed(error=problem)
+        return self._engine.save(request_of(workspace, path, payload))
 
 
 def request_of(
-    workspace: FileHome, path: Path, content: Payload, *, kind: Literal["directory", "file"] = "directory"
+    workspace: FileHome, path: Path, payload: Payload, *, kind: Literal["directory", "file"] = "directory"
 ) -> SaveRequest:
     """Return the request with which ``path`` becomes weights alone; other files in a directory are kept."""
-    carry = OnCommit(carry=lambda name: not hugging_face.is_weight_file(name)) if kind == "directory" else OnCommit()
+    carry = (
+        OnCommit(keep_foreign=lambda name: not hugging_face.is_weight_file(name)) if kind == "directory" else OnCommit()
+    )
     return SaveRequest(
         destination=Destination(workspace=workspace, path=path, kind=kind),
-        content=content,
+        payload=payload,
         facts=Facts(step=0, notes={"adapter": WEIGHTS}, unexamined=("*",)),
         on_commit=carry,
         patient=True,

@@ -95,7 +95,7 @@ class Planned:
     error: Exception | None = None
 
     def content(self, *, overlap: OverlapPlan | None = None, streamed: bool = False) -> Payload:
-        """The content of a ``SaveRequest``.
+        """The payload of a ``SaveRequest``.
 
         Args:
             overlap: which tensors may be copied after the save has returned; None for none.
@@ -153,7 +153,7 @@ def torch_file(path: str, state: object, *, key: str | None = None) -> FilePlan:
 
 def note_models(engine: Engine, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
     """Before each save: tell which tensors may be infinite by design, and which are trained, by the models that it saves."""
-    engine.know(Models(lambda: _by_name(modules())))
+    engine.note_models(Models(lambda: _by_name(modules())))
 
 
 def go_on(engine: Engine, modules: Callable[[], Iterable[Any]]) -> None:

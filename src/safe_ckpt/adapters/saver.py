@@ -29,7 +29,7 @@ from safe_ckpt.core.resuming import resume
 from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.resuming.offered import Offered
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.names import HeldDirectories, open_folder
+from safe_ckpt.core.saving.names import NamedHomes, open_folder
 from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, Payload, SaveRequest
 from safe_ckpt.core.state.items import expected_bytes
 from safe_ckpt.core.storage import presence
@@ -122,7 +122,7 @@ class Saver:
         self.engine = Engine(config, group=group, hooks=hooks, owner=owner, extensions=assemble(config))
         self.tracking = Tracking(self.engine, sinks)
         self.homes: dict[Path, OpenHome] = {}
-        self.names = HeldDirectories(self.engine)
+        self.names = NamedHomes(self.engine)
         self.closed = False
         self._adapter = adapter
         self._find = find
@@ -149,7 +149,7 @@ class Saver:
             self.homes[folder] = self.homes.pop(folder)
         else:
             home = OpenHome(workspace=self.engine.hold(folder, hidden=hidden))
-            self.engine.take_stock(home.workspace, {"directory": folder}, lambda: self.list_held(home))
+            self.engine.list_held(home.workspace, {"directory": folder}, lambda: self.list_held(home))
             self.homes[folder] = home
         return self.homes[folder]
 
@@ -164,7 +164,7 @@ class Saver:
         if folder in self.homes:
             workspace = self.homes.pop(folder).workspace
             self.engine.settle(workspace)
-            self.engine.let_go(workspace)
+            self.engine.release(workspace)
 
     def candidates(self, folder: Path) -> list[Candidate]:
         """List what may be resumed from in a directory, in no order. On rank 0."""
@@ -321,7 +321,7 @@ class Saver:
         return self.engine.save(
             SaveRequest(
                 destination=Destination(workspace=home.workspace, path=path, kind="directory"),
-                content=content,
+                payload=content,
                 facts=Facts(step=step, metrics=metrics or {}, notes={"adapter": self._adapter, **(notes or {})}),
                 must_match=must_match or {},
                 on_commit=dataclasses.replace(on_commit or OnCommit(), catalog=home.catalog),

@@ -59,7 +59,7 @@ class Sharded(Strategy):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._planner: ShardPlanner | None = None
-        self._known = Planner(engine.rank, apart=engine.config.unchanged.share)
+        self._known = Planner(engine.rank, frozen_apart=engine.config.unchanged.share)
 
     def plan(
         self, states: Mapping[str, Any], attempt: Attempt, models: Mapping[str, torch.nn.Module] | None = None

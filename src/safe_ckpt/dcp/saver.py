@@ -157,7 +157,7 @@ class DcpSaver(Saver):
             try:
                 return path, self._save(home, path, state_of, modules)
             except Exception:  # nothing of it is in flight: others may save there
-                self.names.let_go(path)
+                self.names.release(path)
                 raise
 
     def _save(
@@ -180,7 +180,7 @@ class DcpSaver(Saver):
             step=step_of(path.name),
             # Of the folder that is replaced all is kept but stock DCP's own.
             on_commit=OnCommit(
-                carry=lambda name: not _OF_DCP.fullmatch(name),
+                keep_foreign=lambda name: not _OF_DCP.fullmatch(name),
                 retention=retention.policy_of(self.config.retention),
             ),
         )
@@ -188,7 +188,7 @@ class DcpSaver(Saver):
     def _hold(self, path: Path) -> OpenHome:
         for other in _savers:
             if other is not self:
-                other.names.let_go(path)
+                other.names.release(path)
         workspace = self.names.hold(path, resumed=True)
         return OpenHome(workspace=workspace, catalog=self._catalog_of(path))
 

@@ -97,7 +97,7 @@ def save(
     try:
         handle.result()
     finally:
-        saver.names.let_go(path)
+        saver.names.release(path)
     return _metadata(saver, path)
 
 

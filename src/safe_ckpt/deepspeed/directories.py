@@ -90,7 +90,7 @@ class TagSaver(Saver):
         except DirectoryInUseError as error:
             logger.warning("%s", error)
             return
-        self.engine.let_go(workspace)
+        self.engine.release(workspace)
 
     def fetch_tag(self, top: Path, tag: str | None) -> None:
         """Bring the newest tag of the mirror into ``top``, or ``tag`` if it is not there, unless a live job holds it."""

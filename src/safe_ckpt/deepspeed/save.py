@@ -77,7 +77,7 @@ def save(
         step=engine.global_steps,
         notes={"latest": save_latest, "tag": name, **planned.notes},
         on_commit=OnCommit(
-            carry=lambda name: not directories.is_state(name),
+            keep_foreign=lambda name: not directories.is_state(name),
             pointers=pointers,
             retention=saver.retention,
         ),

@@ -130,7 +130,7 @@ class UnchangedExtension(Extension):
     def planning(self, request: SaveRequest) -> int:
         """See ``Extension``."""
         root, unexamined = request.destination.workspace.path, request.facts.unexamined
-        wanted = (Wanted.of(plan, unexamined) for plan in request.content.files)
+        wanted = (Wanted.of(plan, unexamined) for plan in request.payload.files)
         return sum(one.length for one in wanted if one is not None and self._candidate(one, root) is not None)
 
     def begun(self, job: SaveJob) -> Mapping[str, Existing]:
@@ -141,7 +141,7 @@ class UnchangedExtension(Extension):
         later = bool(directory.under_way) and not can_be_held(root)
         directory.under_way.add(sharing.number)
         try:
-            for plan in job.request.content.files if self._settings.share else ():
+            for plan in job.request.payload.files if self._settings.share else ():
                 if (wanted := Wanted.of(plan, unexamined)) is not None:
                     self._look(plan, wanted, sharing, later=later)
         except BaseException:  # a Ctrl-C among them

@@ -23,7 +23,7 @@ from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo
 from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.names import HeldDirectories, refuse
+from safe_ckpt.core.saving.names import NamedHomes, refuse
 from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest, Snapshot
 from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.core.storage.objects.options import refuse_url
@@ -98,16 +98,16 @@ def consolidate_offloaded(
         engine.agree(
             "consolidate", must_match=must_match, local=asked, decide=lambda _: refuse(path, ADAPTER, empty=True)
         )
-        workspace = HeldDirectories(engine).hold(path)
+        workspace = NamedHomes(engine).hold(path)
         plan = agree_parts(engine, sources, ignore, destination=path)
         request = SaveRequest(
             destination=Destination(workspace=workspace, path=path, kind="directory"),
-            content=Snapshot(copies=plan.copies, folders=plan.folders),
+            payload=Snapshot(copies=plan.copies, folders=plan.folders),
             facts=Facts(step=0, notes={"adapter": ADAPTER, "parts": plan.notes}, unexamined=("*",)),
-            on_commit=OnCommit(carry=lambda _: True),
+            on_commit=OnCommit(keep_foreign=lambda _: True),
         )
         info = engine.save(request).result()
-        engine.let_go(workspace)
+        engine.release(workspace)
     except BaseException:
         engine.close(quiet=True, within_s=config.timeouts.shutdown_s)
         raise
@@ -117,7 +117,7 @@ def consolidate_offloaded(
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPlan:
-    """What the ranks agreed on.
+    """The plan that the ranks agreed on.
 
     Attributes:
         copies: what this rank copies.
@@ -168,8 +168,10 @@ def agree_parts(
         if part["writer"] == engine.rank:
             scan = scans[part["asked"]]
             copies += [dataclasses.replace(copy, path=f"{prefix}{part['name']}/{copy.path}") for copy in scan.copies]
-    folders = sorted({parent for folder in agreed["folders"] for parent in _with_parents(f"{prefix}{folder}")})
-    return OffloadPlan(copies=copies, folders=folders, notes=agreed["parts"])
+    folders: set[str] = set()
+    for pure in (PurePosixPath(f"{prefix}{folder}") for folder in agreed["folders"]):
+        folders.update(str(one) for one in (*list(pure.parents)[:-1], pure))
+    return OffloadPlan(copies=copies, folders=sorted(folders), notes=agreed["parts"])
 
 
 def own_part(notes: Sequence[Mapping[str, Any]], name: str, rank: int) -> str | None:
@@ -242,13 +244,10 @@ def _look_at(folder: Path, ignore: Sequence[str]) -> tuple[_Scan, int, str]:
             stamp = Stamp.of(path.stat())
             newest_ns, newest = max((newest_ns, newest), (max(stamp.mtime_ns, stamp.ctime_ns), str(path)))
             copies.append(FileCopy(source=str(path), path=relative, stamp=stamp))
-    return _Scan(identity=_identity(folder), folders=folders, copies=copies), newest_ns, newest
-
-
-def _identity(folder: Path) -> str:
-    """Equal where two ranks name one and the same folder: the path alone tells neither nodes nor containers apart."""
+    # Equal where two ranks name one and the same folder: the path alone tells neither nodes nor containers apart.
     status = folder.stat()
-    return f"{machine_id()} {status.st_dev} {status.st_ino} {os.path.realpath(folder)}"
+    identity = f"{machine_id()} {status.st_dev} {status.st_ino} {os.path.realpath(folder)}"
+    return _Scan(identity=identity, folders=folders, copies=copies), newest_ns, newest
 
 
 def _assign(answers: Mapping[int, Any]) -> dict[str, Any]:
@@ -273,8 +272,3 @@ def _assign(answers: Mapping[int, Any]) -> dict[str, Any]:
         if nested := next((str(parent) for parent in PurePosixPath(name).parents if str(parent) in taken), None):
             raise ConfigError(key=f"sources: {name!r}", message=f"lies within {nested!r}: give names beside each other")
     return {"parts": list(parts.values()), "folders": sorted(folders)}
-
-
-def _with_parents(folder: str) -> list[str]:
-    pure = PurePosixPath(folder)
-    return [str(parent) for parent in (*list(pure.parents)[-2::-1], pure)]

@@ -102,7 +102,7 @@ def restore_offloaded(
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What goes into one folder: the checkpoint, its entries for this part, their common prefix, and the folder."""
+    """The content of one folder: the checkpoint, its entries for this part, their common prefix, and the folder."""
 
     checkpoint: Path
     entries: Sequence[FileEntry]

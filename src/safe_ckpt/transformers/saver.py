@@ -150,7 +150,7 @@ class TransformersSaver(Saver):
             step=step,
             metrics=_metrics(trainer),
             notes=planned.notes,
-            on_commit=OnCommit(prefilled=folder, carry=lambda _: True, retention=retention),
+            on_commit=OnCommit(prefilled=folder, keep_foreign=lambda _: True, retention=retention),
         )
         self._keep_best(trainer.state)  # besides it only this one may become the best
         self._handles[step] = handle

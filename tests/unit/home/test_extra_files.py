@@ -26,7 +26,7 @@ def test_links_and_empty_folders_are_kept(tmp_path):
     modes = {"notes": 0o700, "notes/deep": 0o750, "empty": 0o2700, "empty/within": 0o500}
     for name, mode in modes.items():
         (old / name).chmod(mode)
-    extra_files.carry(old, staged, lambda _: True)
+    extra_files.keep_foreign(old, staged, lambda _: True)
     assert (staged / "notes/deep/a.txt").read_text() == "a"
     assert (staged / "empty/within").is_dir()
     assert [os.readlink(staged / name) for name in ("data", "notes/relative", "dangling")] == [
@@ -51,7 +51,7 @@ def test_without_hard_links_what_is_copied_is_named(tmp_path, monkeypatch, caplo
     (old / "b.log").write_text("b")
     (old / "a.log").write_text("a")
     monkeypatch.setattr(os, "link", refused)
-    extra_files.carry(old, staged, lambda _: True)
+    extra_files.keep_foreign(old, staged, lambda _: True)
     assert (staged / "b.log").read_text() == "b"
     (said,) = [record.getMessage() for record in caplog.records]
     assert "no hard links here, so a.log, b.log was copied" in said

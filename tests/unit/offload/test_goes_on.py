@@ -25,7 +25,7 @@ def test_files_that_are_written_again_right_after_a_save_returns_are_saved_as_th
     path = tmp_path / "runs/step-1"
     request = SaveRequest(
         destination=Destination(workspace=engine.hold(tmp_path / "runs"), path=path, kind="directory"),
-        content=Snapshot(copies=[copy]),
+        payload=Snapshot(copies=[copy]),
         facts=Facts(step=1),
     )
     handle = engine.save(request)

@@ -84,7 +84,10 @@ def config_and_more(
         if problem is not None:
             raise problem
         found.append(more(mine))
-        return {"versions": _versions(), "settings": mine.deviations()}
+        # Of what writes files and messages. A build for other hardware, or a patch of Python, is no other version.
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        versions = f"safe_ckpt {__version__}, torch {torch.__version__.partition('+')[0]}, Python {python}"
+        return {"versions": versions, "settings": mine.deviations()}
 
     kind = "settings of the environment" if config is None else "settings"
     network = mine.network if problem is None else None
@@ -95,12 +98,6 @@ def config_and_more(
     finally:
         coordinator.release(keep=True)
     return mine, found[0]
-
-
-def _versions() -> str:
-    """Of what writes files and messages. A build for other hardware, or a patch of Python, is no other version."""
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return f"safe_ckpt {__version__}, torch {torch.__version__.partition('+')[0]}, Python {python}"
 
 
 def refused_retention(*, key: str, instead: str, from_environment: bool) -> ConfigError:

@@ -109,7 +109,7 @@ def _close_at_exit(weak: weakref.ref[Coordinator]) -> None:
 
 
 class Coordinator:
-    """What the ranks of one process group share while they save. Made by ``open_coordinator``.
+    """The session that the ranks of one process group share while they save. Made by ``open_coordinator``.
 
     Attributes:
         id: the same on all ranks, and of no other session.
@@ -119,7 +119,7 @@ class Coordinator:
         receipts: on rank 0, of which verdicts it is still to learn that the others have read them.
         unsure: whether this rank failed in its newest agreement after it had answered: the others may have gone on.
         over: on rank 0, keys of what is over that some rank may still be reading; dropped when all have come to the next entry.
-        movers: numbers of this rank that change as long as bytes move; their sum is sent to the other ranks.
+        progress_sources: numbers of this rank that change as long as bytes move; their sum is sent to the other ranks.
         at_exit: closes it when the process ends; cancelled by ``close``.
     """
 
@@ -128,7 +128,7 @@ class Coordinator:
         self.rank, self.size, self.users = group.rank, group.size, 1
         self._hosts = (0,) if group.rank else ()  # of the store; no rank is lost to itself
         self.receipts = Receipts()
-        self.movers: list[Callable[[], int]] = []
+        self.progress_sources: list[Callable[[], int]] = []
         self.over: list[str] = []
         self.at_exit: multiprocessing.util.Finalize | None = None
         self._shutdown_s = timeouts.shutdown_s
@@ -292,7 +292,7 @@ class Coordinator:
         return self._own_progress() + self._heartbeat.progress()
 
     def _own_progress(self) -> int:
-        return sum(mover() for mover in list(self.movers))
+        return sum(source() for source in list(self.progress_sources))
 
     @property
     def stall_s(self) -> float:

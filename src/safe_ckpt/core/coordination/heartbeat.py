@@ -38,7 +38,7 @@ class Peer:
 
 
 class _Beat(NamedTuple):
-    """What a rank says of itself.
+    """One sign of life of a rank.
 
     Attributes:
         number: goes up.
@@ -162,7 +162,10 @@ class Heartbeat:
             count += 1
             self._forgive()
             try:
-                self._beat(count)
+                # Rank 0 adds the progress of the others, because they watch rank 0 alone.
+                progress = self._progress() + (self.progress() if self._rank == 0 else 0)
+                beat = json.dumps(_Beat(number=count, progress=progress, at=self.at, left=list(self._left)))
+                self._call(lambda store: store.set(f"beat/{self._rank}", beat))  # noqa: B023 - called at once
                 if self._stop.is_set():
                     return  # the end may have given up joining this thread, and closed the connection: no new one
                 self._look()
@@ -181,19 +184,13 @@ class Heartbeat:
             self._answered_at += absent_s
             self._seen = {rank: (value, since + absent_s) for rank, (value, since) in self._seen.items()}
 
-    def _beat(self, count: int) -> None:
-        # Rank 0 adds the progress of the others, because they watch rank 0 alone.
-        progress = self._progress() + (self.progress() if self._rank == 0 else 0)
-        beat = json.dumps(_Beat(number=count, progress=progress, at=self.at, left=list(self._left)))
-        self._call(lambda store: store.set(f"beat/{self._rank}", beat))
-
     def _call(self, operation: Callable[[KeyValues], _T]) -> _T:
         answer = self._store_client.call(operation, phase=_PHASE, check=self._judge_silence)
         self._answered_at = time.monotonic()
         return answer
 
     def _judge_silence(self, reason: str = "") -> None:
-        """Another rank: is the store's host lost? Called while waiting for its answer."""
+        """On another rank: note that the store's host is lost if it is silent for too long. Called while waiting for it."""
         self._forgive()
         silent_s = time.monotonic() - self._answered_at
         if self._rank != 0 and not self._stop.is_set() and silent_s >= self._limit_s:
@@ -216,18 +213,15 @@ class Heartbeat:
         for rank, key in watched.items():
             value = values.get(key, b"")
             before, since = self._seen.get(rank, (b"", now))
-            state = self._state(rank)
+            # A late count proves nothing while the kernel reports the process as runnable or in I/O.
+            peer = self._peers[rank]
+            state = process_state(peer.pid) if peer.host == self._here else "?"
             if state in ("", "Z", "X"):
                 self._ended.add(rank)
-                self._lose(rank, f"process {self._peers[rank].pid} has ended")
+                self._lose(rank, f"process {peer.pid} has ended")
             elif value != before or rank not in self._seen:
                 self._seen[rank] = (value, now)
                 if self._lost.pop(rank, None) is not None:
                     logger.info("rank %d is back", rank)
             elif now - since >= self._limit_s and state not in ("R", "S", "D"):
                 self._lose(rank, f"no sign of life for {now - since:.1f} s")
-
-    def _state(self, rank: int) -> str:
-        # A late count proves nothing while the kernel reports the process as runnable or in I/O.
-        machine = self._peers[rank]
-        return process_state(machine.pid) if machine.host == self._here else "?"

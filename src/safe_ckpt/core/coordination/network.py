@@ -39,7 +39,10 @@ def listen(interface: str | None, port: int) -> socket.socket:
     Raises:
         ConfigError: there is no such interface here, or no free port.
     """
-    address = address_of(interface) if interface else _default_address()
+    # torchrun sets both; elsewhere only the ranks themselves know where they run, when they have met.
+    local, world = os.environ.get("LOCAL_WORLD_SIZE", ""), os.environ.get("WORLD_SIZE", "")
+    anywhere = "127.0.0.1" if local and local == world else ""
+    address = address_of(interface) if interface else anywhere
     problem: OSError | None = None
     for number in range(port, port + PORTS) if port else (0,):
         try:
@@ -59,12 +62,6 @@ def _listening(address: str, port: int) -> socket.socket:
         with contextlib.suppress(OSError):  # IPv6 may be compiled in and switched off
             return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", port), backlog=1024)
-
-
-def _default_address() -> str:
-    # torchrun sets both; elsewhere only the ranks themselves know where they run, when they have met.
-    local, world = os.environ.get("LOCAL_WORLD_SIZE", ""), os.environ.get("WORLD_SIZE", "")
-    return "127.0.0.1" if local and local == world else ""
 
 
 def address_of(interface: str) -> str:
@@ -177,7 +174,7 @@ def ensure_descriptors(needed: int) -> str:
 
 
 def out_of_descriptors() -> str:
-    """Says so when this process has no file descriptor left; else ""."""
+    """Say that this process has no file descriptor left; "" where it has one."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))

@@ -137,7 +137,7 @@ def process_groups(groups: object) -> list[ProcessGroup]:
 
 
 def meeting_groups(groups: Sequence[ProcessGroup]) -> list[ProcessGroup | None]:
-    """In which of ``groups`` their ranks meet: in WORLD alone where it is among them."""
+    """Return those of ``groups`` in which the ranks meet: WORLD alone where it is among them."""
     if not groups or any(group.group_name == itself(None).group_name for group in groups):
         return [None]
     return list(groups)

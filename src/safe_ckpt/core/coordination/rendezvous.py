@@ -64,7 +64,7 @@ class Rendezvous:
 
 
 def no_store() -> KeyValues:
-    """In place of a connection if there is one rank alone."""
+    """Stand in for a connection where there is one rank alone."""
     raise ValueError("one rank alone has no store")
 
 

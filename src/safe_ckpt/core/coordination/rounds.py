@@ -76,7 +76,7 @@ class Round:
 
     @property
     def read(self) -> str:
-        """What every rank counts up that has read what was said last."""
+        """The key that each rank counts up once it has read what rank 0 said last."""
         return f"{self.name}/read"
 
     def put(self, suffix: str, value: object) -> None:
@@ -131,11 +131,11 @@ class Round:
         return dict(self.get(self._all(turn), wait_s=wait_s, check=check))
 
     def peek(self, suffix: str = "", *, turn: int = 0) -> Any:
-        """What is there now; None if that would have to be waited for.
+        """Return the value that is there now; None if one would have to wait for it.
 
         Args:
-            suffix: of what rank 0 says; "" for what ``wait`` would return.
-            turn: of that wait.
+            suffix: of a value that rank 0 puts; "" for the value that ``wait`` would return.
+            turn: of that ``wait``.
         """
         key = self.name + (suffix or self._all(turn))
 
@@ -149,7 +149,7 @@ class Round:
         return self._store_client.call(lambda store: store.add(self._count(0), 0), phase=self.phase)
 
     def messages(self) -> dict[int, Any]:
-        """What has been posted so far, by rank."""
+        """Return the messages that were posted so far, by rank."""
         keys = list(self._by_rank.values())
         values = self._store_client.call(lambda store: read_present(store, keys), phase=self.phase)
         return {rank: json.loads(values[key]) for rank, key in self._by_rank.items() if key in values}
@@ -531,7 +531,7 @@ class LogEntry(Round):
         self._remind(self._elsewhere)
 
     def conclude(self, result: Any) -> Any:
-        """Rank 0: publish what was decided; of ``Scatter`` to every rank its own. Returns what is rank 0's."""
+        """On rank 0: publish the decision; of a ``Scatter`` each rank's own share. Returns that of rank 0."""
         if not isinstance(result, Scatter):
             self.put("/verdict", {"ok": result})
             return result
@@ -552,7 +552,7 @@ class LogEntry(Round):
         self.wake({})
 
     def take_share(self) -> Any:
-        """Another rank: its share, if the verdict has shares."""
+        """On another rank: take its share, if the verdict has shares."""
         key = self._share(self._rank)
 
         def take(store: KeyValues) -> bytes:
@@ -570,7 +570,7 @@ class LogEntry(Round):
         self._store_client.begin_delete([*self.message_keys(), *before], phase=self.phase)
 
     def keys(self, *, answers: bool = False) -> list[str]:
-        """What is to be dropped when all have passed this entry, with the ``answers`` to it where ``forget`` did not."""
+        """Return the keys to drop when all have passed this entry; with ``answers`` also those that ``forget`` drops."""
         return [self.name, f"{self.name}/verdict", self.read, *(self.message_keys() if answers else ())]
 
 

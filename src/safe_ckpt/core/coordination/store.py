@@ -54,7 +54,7 @@ _MOST_PARTS, _ONE_BY_ONE = 256, 8
 
 
 class KeyValues(Protocol):
-    """What this package uses of a store: ``SealedStore``, and a process group's own store as far as ranks first meet there."""
+    """The operations of a store: of ``SealedStore``, and of a process group's own store as far as ranks first meet there."""
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
@@ -137,7 +137,7 @@ class SealedStore:
         return was_there
 
     def _sealed(self, key: str, value: str) -> bytes:
-        """What is written to the key itself. Its parts, if it has any, are written here: they must be there before it is."""
+        """Return the value for the key itself. Write its parts, if it has any: they must be there before it is."""
         data, kind = value.encode(), _PLAIN
         if len(data) > _PART_BYTES:
             data, kind = zlib.compress(data, 1), _COMPRESSED
@@ -254,19 +254,16 @@ class StoreClient:
         future: Future[_T] = Future()
         with self._lock:
             if self._current is None:
-                self._refuse_too_many(phase)
+                # A host that is stopped for an hour accepts connections and answers none. That must not cost a thread every
+                # few seconds. An abandoned call that has a connection ends by itself.
+                self._left = [left for left in self._left if left.thread.is_alive() and left.since is None]
+                if len(self._left) >= _MOST_LEFT:
+                    raise PeerLostError(phase=phase, ranks=self._hosts, reason=f"{self._whose} does not answer")
                 first, self._first = self._first, None
                 self._current = _Connection(self._connect, first, self._name)
             connection = self._current
         connection.work.put((operation, future))
         return Pending(self, connection, future, phase)
-
-    def _refuse_too_many(self, phase: str) -> None:
-        # A host that is stopped for an hour accepts connections and answers none. That must not cost a thread every few
-        # seconds. An abandoned call that has a connection ends by itself.
-        self._left = [left for left in self._left if left.thread.is_alive() and left.since is None]
-        if len(self._left) >= _MOST_LEFT:
-            raise PeerLostError(phase=phase, ranks=self._hosts, reason=f"{self._whose} does not answer")
 
     def put(self, key: str, value: object, *, phase: str) -> None:
         """Write ``value`` as JSON."""
@@ -324,21 +321,21 @@ class StoreClient:
             if check is not None:
                 check()
             late_s = time.monotonic() - deadline
-            if late_s >= 0 and connection.since == since and not self._may_take_longer(late_s):
-                reason = f"{self._whose} does not answer for {self.answer_s:.0f} s: its process is stopped, its host "
-                reason += "cannot be reached, or it has no file descriptors left (ulimit -n)"
-                raise PeerLostError(phase=phase, ranks=self._hosts, reason=reason)
+            if late_s < 0 or connection.since != since:
+                continue
+            if self._alive is not None and late_s < (_PATIENCE - 1) * self.answer_s and self._alive():
+                continue
+            reason = f"{self._whose} does not answer for {self.answer_s:.0f} s: its process is stopped, its host "
+            reason += "cannot be reached, or it has no file descriptors left (ulimit -n)"
+            raise PeerLostError(phase=phase, ranks=self._hosts, reason=reason)
 
     def broken(self, error: BaseException, phase: str) -> PeerLostError:
-        """What a connection says that broke; for ``Pending`` alone."""
+        """Return the error of a connection that broke; for ``Pending`` alone."""
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if not self._hosts:
             gone = "is gone: the process that hosts it, such as the launcher (torchrun), has ended or was killed"
             reason = f"{self._whose} {gone}. Start the job again ({reason})"
         return PeerLostError(phase=phase, ranks=self._hosts, reason=reason)
-
-    def _may_take_longer(self, late_s: float) -> bool:
-        return self._alive is not None and late_s < (_PATIENCE - 1) * self.answer_s and self._alive()
 
     def abandon(self, connection: _Connection) -> None:
         """Give up a connection that does not answer; for ``Pending`` alone."""

@@ -46,7 +46,7 @@ def lies_as_written(tensor: torch.Tensor) -> bool:
 
 
 def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors of one memory only if they are the same values."""
+    """Return what is equal for two tensors of one memory only if they are the same values."""
     kind = tensor.dtype, tensor.is_conj(), tensor.is_neg()
     return tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), *kind
 
@@ -227,7 +227,7 @@ class WriteTask:
     observed: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-able data."""
+        """Describe it as JSON-able data."""
         return dict(vars(self))
 
     @classmethod
@@ -240,7 +240,7 @@ class WriteTask:
 def closing_of(
     task: WriteTask, length: int, crcs: dict[str, int], hashes: Mapping[str, str], sections: Mapping[str, Any]
 ) -> bytes:
-    """What follows the ``length`` bytes of an archive: its manifest record and directory, up to the comment.
+    """Return the bytes that follow the first ``length`` of an archive: its manifest record and directory, up to the comment.
 
     Args:
         task: what is written.
@@ -273,7 +273,7 @@ class FileTemplate:
 
     @classmethod
     def of(cls, image: FilePlan, among: Sequence[torch.Tensor]) -> FileTemplate | None:
-        """What is kept of a plan whose tensors are ``among`` these; None if they are not.
+        """Make a template of a plan whose tensors are ``among`` these; None if they are not.
 
         Args:
             image: planned. Its pieces from ``image.fixed`` on may be others in the next file.

@@ -27,7 +27,7 @@ def checked_health(data: Any) -> dict[str, Any]:
 
 
 def described(health: Mapping[str, Any]) -> str:
-    """What is wrong, in words: the worst tensors by name. Empty where nothing is."""
+    """Say what is wrong: the worst tensors by name. Empty where nothing is."""
     words = []
     for path, facts in sorted(health.get("files", {}).items()):
         where = f"{path}: " if path != ITSELF else ""

@@ -126,12 +126,14 @@ def frozen_apart(
 
 
 def _split(tensors: Mapping[str, _Tensor], most_bytes: int) -> list[OrderedDict[str, _Tensor]]:
-    """In their order, a new shard where the last one would become larger. A tensor with several names counts once."""
+    """Split into shards, in order: a new one where the last would get too large. A tensor with several names counts once."""
     shards: list[OrderedDict[str, _Tensor]] = [OrderedDict()]
     filled = 0
     homes: dict[object, OrderedDict[str, _Tensor]] = {}
     for name, tensor in tensors.items():
-        itself = None if isinstance(tensor, LazyTensor) else _itself(tensor)
+        itself: object = None  # equal for several names of one tensor; None for an empty one
+        if not isinstance(tensor, LazyTensor) and tensor.numel():
+            itself = str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
         if itself in homes:
             homes[itself][name] = tensor
             continue
@@ -145,14 +147,8 @@ def _split(tensors: Mapping[str, _Tensor], most_bytes: int) -> list[OrderedDict[
     return shards
 
 
-def _itself(tensor: torch.Tensor) -> object:
-    """Equal for several names of one tensor; None for an empty one."""
-    place = str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-    return place if tensor.numel() else None
-
-
 def _memory(tensor: torch.Tensor) -> object:
-    """Equal for tensors of one memory; None for an empty one."""
+    """Return what is equal for tensors of one memory; None for an empty one."""
     return (str(tensor.device), tensor.untyped_storage().data_ptr()) if tensor.numel() else None
 
 

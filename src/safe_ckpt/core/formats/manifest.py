@@ -59,7 +59,7 @@ _DIGEST = re.compile(r"^[0-9a-f]{32}\Z")
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Of Python and the packages that made a checkpoint. Looked up once, which takes milliseconds."""
+    """Look up the versions of Python and of the packages that make a checkpoint: once, which takes milliseconds."""
     names = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("safe-ckpt", "torch"):
         try:
@@ -103,7 +103,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What was written, by whom and in which order.
+    """The record of a checkpoint: its content, who wrote it, and its place in the order of commits.
 
     Attributes:
         sequence: commit order within a directory; neither the step nor a clock tells which is newer.
@@ -137,7 +137,7 @@ class Manifest:
         return bool(self.health.get("marked"))
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-able data, without digest."""
+        """Describe it as JSON-able data, without digest."""
         facts = {key: value for key, value in vars(self).items() if key != "files" and value is not None}
         files = [{key: value for key, value in vars(entry).items() if key != "age" or value} for entry in self.files]
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **facts, "files": files}
@@ -172,9 +172,9 @@ class Manifest:
             message = f"format version {written} is newer than {FORMAT_VERSION}, the newest that this release reads"
             raise UnsupportedFormatError(path=path, message=f"{message}: upgrade safe-ckpt")
         try:
-            files = tuple(_entry(row) for row in data["files"])
-            keys = ("name", "op_id", "created_at")
-            texts = {key: _typed(data[key], str) for key in keys}
+            keys = ("path", "size_bytes", "xxh3_128", "rank")
+            files = tuple(FileEntry(**{key: row[key] for key in keys}, age=row.get("age", 0)) for row in data["files"])
+            texts = {key: _typed(data[key], str) for key in ("name", "op_id", "created_at")}
             numbers = {key: _typed(data[key], int) for key in ("sequence", "step", "world_size")}
             maps = {key: _typed(data[key], dict) for key in ("metrics", "versions", "items", "notes")}
             for value in maps["metrics"].values():
@@ -259,7 +259,7 @@ class CheckpointInfo:
         return in_files(self.path)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-able data."""
+        """Describe it as JSON-able data."""
         return {**vars(self), "path": str(self.path), "metrics": dict(self.metrics)}
 
     @classmethod
@@ -347,16 +347,13 @@ def _read_from_archive(path: Path) -> Manifest:
         # A damaged offset makes zipfile seek out of range. Any other OSError is the disk's, and no sign of corruption.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
-        if not _has_trace_of_ours(path):
+        # A file that is empty, begins as an archive or ends with our comment may be a corrupt one of ours.
+        with path.open("rb") as stream:
+            may_be_ours = stream.read(4) in (b"", b"PK\3\4") or archive_digest(path) is not None
+        if not may_be_ours:
             raise UnsupportedFormatError(path=str(path), message=f"{_NOT_OURS}: it is no archive") from None
         raise CorruptCheckpointError(path=str(path), message=f"not a readable archive: {error}") from error
     return Manifest.from_json({**data, "files": []} if isinstance(data, dict) else data, str(path))
-
-
-def _has_trace_of_ours(path: Path) -> bool:
-    # A file that is empty, begins as an archive or ends with our comment may be a corrupt one of ours.
-    with path.open("rb") as stream:
-        return stream.read(4) in (b"", b"PK\3\4") or archive_digest(path) is not None
 
 
 def parse_manifest(text: bytes, path: Place) -> Manifest:
@@ -392,10 +389,6 @@ def _read_file(path: Path) -> bytes:
         if len(data) < status.st_size:
             raise presence.ShortReadError(str(path / MANIFEST_NAME), len(data))
         return data
-
-
-def _entry(row: Any) -> FileEntry:
-    return FileEntry(**{key: row[key] for key in ("path", "size_bytes", "xxh3_128", "rank")}, age=row.get("age", 0))
 
 
 def _check_item(item: Any) -> None:

@@ -55,17 +55,14 @@ def plain_names(names: Iterable[str], module: torch.nn.Module | None = None) -> 
         names: of tensors, such as the keys of a state dict.
         module: whose they are; None where that is not known.
     """
-    around = _parallel_paths(module) if module is not None else []
+    around: list[str] = []  # where wrappers of data parallelism are, with the dot behind it; the innermost first
+    if module is not None:
+        named = module.named_modules(remove_duplicate=False)
+        found = {plain_name(f"{path}.") if path else "" for path, part in named if is_parallel(part)}
+        around = sorted(found, key=len, reverse=True)
     plain = {name: _without(plain_name(name), around) for name in names}
     counts = Counter(plain.values())
     return {name: short if counts[short] == 1 else name for name, short in plain.items()}
-
-
-def _parallel_paths(module: torch.nn.Module) -> list[str]:
-    """Where wrappers of data parallelism are, with the dot behind it; the innermost first."""
-    named = module.named_modules(remove_duplicate=False)
-    found = {plain_name(f"{path}.") if path else "" for path, part in named if is_parallel(part)}
-    return sorted(found, key=len, reverse=True)
 
 
 def _without(name: str, around: Iterable[str]) -> str:

@@ -1,10 +1,10 @@
-"""What in a pickle would run code: the one rule of a save, a resume and the commands. Nothing in it is run meanwhile.
+"""Code in pickles, and the one rule about it: of a save, a resume and the commands. Nothing in a pickle is run meanwhile.
 
-A pickle calls what it names. Stock Lightning, Accelerate and DeepSpeed read some of their files so. What is refused here: a
-call of a function, except those that rebuild tensors, arrays and other data; and most of Python's own library. What is
-admitted: classes of packages that the program has imported, since states may hold objects of the user's. So a class that does
-harm when it is made is not recognized. ``docs/clusters.md`` says so. A command runs without the user's program: there what is
-of no package that it knows counts as the user's.
+A pickle calls what it names. Stock Lightning, Accelerate and DeepSpeed read some of their files so. The rule refuses calls of
+functions, except those that rebuild tensors, arrays and other data. It refuses most of Python's own library, too. It admits
+classes of packages that the program has imported, since states may hold objects of the user's. So it does not recognize a class
+that does harm when it is made: ``docs/clusters.md`` says so. A command runs without the user's program. There, names of
+packages that it does not know count as the user's.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Odd(Exception):
 
 
 class Names:
-    """What a pickle names and what it would call.
+    """The names in a pickle, and those of them that it would call.
 
     Args:
         anywhere: this process is not the one that will read it, such as a command's: what is of a package that is not
@@ -122,7 +122,7 @@ class Names:
         return key
 
     def other_than_records(self) -> list[str]:
-        """What has no place in DCP's ``.metadata``, by its name: a resume looks at what it is, too."""
+        """Return the names that have no place in DCP's ``.metadata``. A resume also looks at what bears the name."""
         found = []
         for module, name in self._found:
             made = (module, name) in self.called and name != "_MEM_FORMAT_ENCODING"
@@ -134,7 +134,7 @@ class Names:
         return found
 
     def problems(self) -> list[str]:
-        """What is wrong with the names, in words that follow "its pickle"."""
+        """Say what is wrong with the names, in words that follow "its pickle"."""
         own, found = _own_names(), []
         for module, name in self._found:
             text, called = f"{module}.{name}", (module, name) in self.called
@@ -144,7 +144,7 @@ class Names:
 
 
 def _own_names() -> set[str]:
-    """What ``torch.serialization.add_safe_globals`` has admitted."""
+    """Return the names that ``torch.serialization.add_safe_globals`` has admitted."""
     if "torch" not in sys.modules:
         return set()
     import torch
@@ -154,7 +154,7 @@ def _own_names() -> set[str]:
 
 
 def problems_in(streams: Iterable[IO[bytes]]) -> list[str]:
-    """What would run code in pickles that follow each other, in words that follow "its pickle"; none for data.
+    """Say what would run code in pickles that follow each other, in words that follow "its pickle"; nothing for data.
 
     Args:
         streams: with one pickle each; the same again for a stream with several. The first that has no end is the last.
@@ -167,9 +167,9 @@ def problems_in(streams: Iterable[IO[bytes]]) -> list[str]:
 
 
 def next_stage(stage: int, wanted: int, what: str) -> int:
-    """What is done to an object comes in the order in which an object is pickled: items, then keys, then its state.
+    """Refuse changes of an object in another order than that of pickling: its items, then its keys, then its state.
 
-    In another order, what it was given would be called: an attribute in the place of its ``append``.
+    In another order the pickle could call what it gave the object: an attribute in the place of its ``append``.
 
     Raises:
         Odd: it comes too late.
@@ -210,7 +210,7 @@ class _Looked(Names):
         return False
 
     def find(self, module: str, name: str) -> Any:
-        """What stands for a class or function."""
+        """Return the stand-in for a class or function."""
         key = self.add(module, name)
         if key not in self._stand_ins:
             facts = {"names": self, "module": key[0], "name": key[1]}
@@ -224,12 +224,12 @@ class _Looked(Names):
 
 
 class StandIns(pickle.Unpickler):  # unpickles: stand-ins alone
-    """Reads a pickle with what stands for the classes, functions and storages that it names.
+    """Reads a pickle with stand-ins for the classes, functions and storages that it names.
 
     Args:
         stream: with the pickle.
-        find: gives what stands for a class or function, by module and name.
-        storage: makes what stands for a storage.
+        find: gives the stand-in for a class or function, by module and name.
+        storage: makes the stand-in for a storage.
     """
 
     def __init__(self, stream: IO[bytes], find: Callable[[str, str], Any], storage: Callable[[], Any]) -> None:
@@ -238,11 +238,11 @@ class StandIns(pickle.Unpickler):  # unpickles: stand-ins alone
         self._storage = storage
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for it."""
+        """Return the stand-in for it."""
         return self._find(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
-        """What stands for a storage; before torch 1.6 also a class of a module, with its source."""
+        """Return the stand-in for a storage; before torch 1.6 also for a class of a module, with its source."""
         if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module":
             return pid[1]
         return self._storage()
@@ -273,7 +273,7 @@ class _Named(type):
 
 
 class _Made(dict):  # type: ignore[type-arg]
-    """Stands for what a class would make. It accepts what is done to an object in the order in which it is pickled.
+    """Stands for an object that a class would make. It accepts changes in the order in which objects are pickled.
 
     See ``next_stage``.
     """
@@ -323,7 +323,10 @@ def _is_data(module: str, name: str, *, called: bool, anywhere: bool) -> bool:
     if of_torch or f"{module}.{name}" in _OF_TENSORS:
         return True
     top = module.partition(".")[0]
-    _import([module] if top in _LIBRARY else _LOOKED_UP.get(top, ()) if anywhere else ())
+    # Only of what is named above: a pickle does not choose what is imported.
+    for known in [module] if top in _LIBRARY else _LOOKED_UP.get(top, ()) if anywhere else ():
+        with contextlib.suppress(Exception):  # it is not there, or this release has no such part
+            importlib.import_module(known)
     of_others = module not in sys.modules and top not in {*sys.stdlib_module_names, *_LOOKED_UP}
     if anywhere and (of_others or top == "__main__"):
         return True  # the user's
@@ -333,15 +336,8 @@ def _is_data(module: str, name: str, *, called: bool, anywhere: bool) -> bool:
     return _is_harmless(found, module, name, called=called)
 
 
-def _import(modules: Iterable[str]) -> None:
-    """Only of what is named above: a pickle does not choose what is imported."""
-    for module in modules:
-        with contextlib.suppress(Exception):  # it is not there, or this release has no such part
-            importlib.import_module(module)
-
-
 def _is_harmless(found: Any, module: str, name: str, *, called: bool) -> bool:
-    """By what it is in this process: None where its module is not imported."""
+    """Judge a name by what it is in this process: None where its module is not imported."""
     is_class = isinstance(found, type)
     # Where it was made: a module may have it from another one.
     home = str(getattr(found, "__module__", None) or module)

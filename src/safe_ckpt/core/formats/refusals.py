@@ -1,4 +1,4 @@
-"""What may not be read for a save: a tensor whose memory was taken away, a state that another thread changes."""
+"""Refusals to read for a save: of a tensor whose memory was taken away, and of a state that another thread changes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def unchanging(key: str) -> Iterator[None]:
 
 
 def changed_meanwhile(error: BaseException, key: str) -> StateError | None:
-    """What ``error`` means, if it is that ``key`` lost or got entries while it was read; None for another error."""
+    """Return the error to raise if ``error`` says that ``key`` lost or got entries while it was read; None for another one."""
     if isinstance(error, RuntimeError):
         is_that = type(error) is RuntimeError and "during iteration" in str(error)
     else:  # an entry was there a moment ago; where other code raises this it may mean anything

@@ -48,8 +48,10 @@ def fits_safetensors(data: object) -> bool:
         return False
     spans: dict[tuple[torch.device, int], tuple[Any, ...]] = {}
     for name, tensor in data.items():
-        if not _is_readable(name) or not _is_dense(tensor):
+        if type(name) is not str or name == "__metadata__" or not _is_dense(tensor):
             return False
+        if not name.isascii() and name.encode(errors="replace").decode() != name:
+            return False  # lone surrogates are no text to most who read safetensors
         storage = tensor.untyped_storage()
         if tensor.numel():
             view = view_of(tensor)
@@ -61,13 +63,6 @@ def fits_safetensors(data: object) -> bool:
 def _module_versions(data: object) -> dict[str, Any]:
     # Module.state_dict() carries the version of each module beside the tensors; load_state_dict migrates by it.
     return dict(getattr(data, "_metadata", None) or {})
-
-
-def _is_readable(name: object) -> bool:
-    """Whether all who read safetensors read the name: lone surrogates are no text to most."""
-    if type(name) is not str or name == "__metadata__":
-        return False
-    return name.isascii() or name.encode(errors="replace").decode() == name
 
 
 def _is_dense(tensor: object) -> bool:

@@ -107,7 +107,7 @@ def pickle_state(obj: object, *, strict: bool, key: str) -> Pickled:
 
 
 def saved_bytes(obj: object, *, strict: bool, key: str) -> bytes:
-    """What ``torch.save`` writes, of an object that is small.
+    """Return the bytes that ``torch.save`` writes, of an object that is small.
 
     Raises:
         StateError: as ``pickle_state``.
@@ -312,7 +312,8 @@ def torch_image(path: str, obj: object, *, strict: bool, key: str, floats: bool 
     for name, storage in pickled.storages.items():
         record = add(f"data/{name}", storage.nbytes())
         if storage.nbytes():
-            tensors.append((record.data_offset, _bytes_of(storage)))
+            as_bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            tensors.append((record.data_offset, as_bytes))
     structure = add("data.pkl", len(pickled.data)).data_offset
     for name, data in (("byteorder", sys.byteorder.encode()), ("version", b"3\n")):
         pieces.append((add(name, len(data)).data_offset, data))
@@ -375,7 +376,3 @@ def with_floats(data: bytes, places: Sequence[int], floats: bytes) -> bytes:
     for number, place in enumerate(places):
         changed[place : place + 8] = floats[8 * number : 8 * number + 8]
     return bytes(changed)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -38,7 +38,7 @@ def load_plain(stream: IO[bytes]) -> Any:
 
 
 def load_data(stream: IO[bytes], classes: Sequence[type] = ()) -> Any:
-    """As ``load_plain``. Admits arrays and numbers of numpy, and objects of ``classes``: making one runs its own code alone."""
+    """Load as ``load_plain`` does. Admits also numpy's data, and objects of ``classes``: making one runs its own code alone."""
     with torch.serialization.safe_globals([*classes, *_arrays()]):
         return load_plain(stream)
 

@@ -92,7 +92,7 @@ def verify_share(path: Path, rank: int, size: int) -> None:
 
 
 def identity_of(file: Path) -> tuple[int, int] | None:
-    """What tells whether two names are those of one file; None where it is not there."""
+    """Return what is equal for two names of one file, and for no others; None where it is not there."""
     try:
         status = file.stat()
     except OSError:

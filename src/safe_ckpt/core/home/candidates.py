@@ -48,7 +48,9 @@ def list_directories(
     """
     number_of = step_of or _step_of
     candidates = []
-    for path in _entries(directory):
+    with os.scandir(directory) as entries:  # knows which entries are folders without a stat of each
+        names = sorted(entry.name for entry in entries if entry.name != HIDDEN and entry.is_dir(follow_symlinks=False))
+    for path in (directory / name for name in names):
         with guarded(path, on_error):
             candidate = _directory(path, number_of(path.name), problem_of_stock)
             if candidate is not None:
@@ -89,7 +91,7 @@ def _is_weights(candidate: Candidate) -> bool:
 
 @contextlib.contextmanager
 def guarded(path: Path, on_error: OnError | None) -> Iterator[None]:
-    """What goes wrong with ``path`` in here is told to ``on_error``; None raises it."""
+    """Give errors with ``path`` in the block to ``on_error``; None raises them."""
     try:
         yield
     except (OSError, UnsupportedFormatError) as error:
@@ -132,18 +134,18 @@ def list_files(
         below[:] = sorted(name for name in others if not presence.is_seen(Path(folder, name, HIDDEN)))
         files += [Path(folder, name) for name in sorted(names) if name.endswith(suffix)]
     candidates = []
-    for path, look in [*((path, look_at) for path in files), *((path, _look_at_directory) for path in whole)]:
+    for path in files:
         with guarded(path, on_error):
             # A pipe or a socket is none.
-            if not path.is_symlink() and (look is not look_at or not presence.is_there(path) or presence.is_file(path)):
-                candidates.append(look(path))
+            if not path.is_symlink() and (not presence.is_there(path) or presence.is_file(path)):
+                candidates.append(look_at(path))
+    for path in whole:
+        with guarded(path, on_error):
+            manifest = path / MANIFEST_NAME
+            if not path.is_symlink():
+                is_ours = presence.is_there(manifest)
+                candidates.append(look_at(path) if is_ours else Candidate(path=path, foreign=True, missing=manifest))
     return [candidate for candidate in candidates if not _is_weights(candidate)]
-
-
-def _look_at_directory(directory: Path) -> Candidate:
-    if presence.is_there(directory / MANIFEST_NAME):
-        return look_at(directory)
-    return Candidate(path=directory, foreign=True, missing=directory / MANIFEST_NAME)
 
 
 def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -180,17 +182,12 @@ def looks_like_checkpoint(path: Path) -> bool:
             continue
         with os.scandir(folder) as entries:
             for entry in entries:
-                if _is_folder(entry):
+                is_link = entry.is_symlink()  # and may be one in a circle
+                if presence.is_directory(Path(entry.path)) if is_link else entry.is_dir():
                     folders.append(folder / entry.name)
                 elif _is_stock_file(folder / entry.name):
                     return True
     return _is_stock_file(path)
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    if entry.is_symlink():
-        return presence.is_directory(Path(entry.path))  # which may be a link in a circle
-    return entry.is_dir()
 
 
 def _is_stock_file(path: Path) -> bool:
@@ -209,7 +206,7 @@ def newest_sequence(candidates: Iterable[Candidate]) -> int:
 
 
 def _walk(directory: Path, on_error: OnError | None) -> Iterator[tuple[str, list[str], list[str]]]:
-    """As ``os.walk``, which before Python 3.12 recurses; what cannot be listed raises."""
+    """Walk as ``os.walk`` does, which recurses before Python 3.12. Folders that cannot be listed raise."""
     folders = [os.fspath(directory)]
     while folders:
         folder = folders.pop()
@@ -244,12 +241,6 @@ def _not_ours(folder: Path, error: Exception) -> None:
         raise error
 
 
-def _entries(directory: Path) -> list[Path]:
-    with os.scandir(directory) as entries:  # knows which entries are folders without a stat of each
-        names = sorted(entry.name for entry in entries if entry.name != HIDDEN and entry.is_dir(follow_symlinks=False))
-    return [directory / name for name in names]
-
-
 def _step_of(name: str) -> int | None:
     digits = name.removeprefix("step-")
     fits = digits != name and digits.isascii() and digits.isdecimal() and len(name) >= len(step_name(0))
@@ -257,7 +248,7 @@ def _step_of(name: str) -> int | None:
 
 
 def look_at(path: Path) -> Candidate:
-    """One that is ours or another tool's, by its manifest.
+    """Look at a candidate: its manifest says if it is ours or another tool's.
 
     Raises:
         OSError: it cannot be looked at.
@@ -293,7 +284,7 @@ def _manifest_of(path: Path) -> Manifest:
 
 
 def stamp_of(path: Place) -> Stamp | None:
-    """Tells whether what stands at ``path`` is still the same checkpoint; None where that cannot be told.
+    """Return what is equal as long as the same checkpoint stands at ``path``; None where that cannot be told.
 
     Of a directory that of its manifest, which is replaced with it; of any other file or folder its own. In an object store
     there is none, and a name is there once.

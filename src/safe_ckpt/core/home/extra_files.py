@@ -43,7 +43,7 @@ def adopt(staged: Path, written: Collection[str]) -> list[FileEntry]:
 
 
 def stamps_in(folder: Path) -> dict[str, Stamp]:
-    """What stands for the bytes of each file in a folder, by path; links are left out: their targets are not ours.
+    """Return a stamp for the bytes of each file in a folder, by path. Links are left out: their targets are not ours.
 
     Raises:
         OSError: as the operating system says, also for what is neither a file nor a directory.
@@ -79,7 +79,7 @@ def refuse_changed(staged: Path, stamps: Mapping[str, Stamp], *, name: str) -> N
     _sync_folders(staged)
 
 
-def carry(old: Path, staged: Path, wanted: Callable[[str], bool]) -> None:
+def keep_foreign(old: Path, staged: Path, wanted: Callable[[str], bool]) -> None:
     """Give files in ``old`` that no save of ours wrote a name in ``staged`` as well. On rank 0, in the background.
 
     Args:
@@ -129,7 +129,7 @@ def _make(staged: Path, name: str) -> list[str]:
 
 
 def _files_below(folder: Path, *, folders: bool = False) -> Iterator[str]:
-    """What is no directory, links to directories too; and, if asked, the directories in which nothing lies."""
+    """Yield what is no directory, links to directories too; and, if asked, the directories in which nothing lies."""
     for top, below, names in os.walk(folder, onerror=_raise):
         links = [name for name in below if os.path.islink(os.path.join(top, name))]
         below[:] = sorted(name for name in below if name != HIDDEN and name not in links)

@@ -65,7 +65,7 @@ class FileHome(HeldHome[Path]):
     """
 
     is_mounted: ClassVar[bool] = True
-    lacks: ClassVar[frozenset[str]] = frozenset()
+    unsupported: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
         self, path: Path, *, lease_s: float, hidden: Path | None = None, owner: str = "", swept: Path | None = None
@@ -83,7 +83,7 @@ class FileHome(HeldHome[Path]):
         self._made: list[Path] = []
 
     @property
-    def is_for_one_name(self) -> bool:
+    def is_single_name(self) -> bool:
         """See ``Home``."""
         return self.hidden.parent.parent.name == HIDDEN
 
@@ -164,7 +164,8 @@ class FileHome(HeldHome[Path]):
             return path.with_name(f".{path.name}.{op_id}.old")
         folder = self.trash / op_id
         folder.mkdir(parents=True, exist_ok=True)
-        return folder / _flat(path.relative_to(self.path))
+        # The path as one name, from which it can be told again. Nothing else in it changes: a name has at most 255 bytes.
+        return folder / path.relative_to(self.path).as_posix().replace("%", "%25").replace("/", "%2F")
 
     def _home_of(self, name: str) -> Path:
         """Where something of this name in the trash has its place: see ``aside``."""
@@ -267,7 +268,7 @@ class FileHome(HeldHome[Path]):
         return target
 
     def quarantined(self) -> list[Path]:
-        """What lies in quarantine."""
+        """See ``Home``."""
         return sorted(path for path in entries_in(self._quarantine) if not path.name.startswith(_MOVING))
 
     def _refuse_links(self) -> None:
@@ -404,8 +405,8 @@ class FilePublication:
                 extra_files.refuse_changed(self._pending, new.stamps, name=self._final.name)
             elif new.prefilled is not None:
                 entries = (*entries, *extra_files.adopt(self._pending, {entry.path for entry in entries}))
-            if new.carry is not None:
-                extra_files.carry(self._final, self._pending, new.carry)
+            if new.keep_foreign is not None:
+                extra_files.keep_foreign(self._final, self._pending, new.keep_foreign)
             manifest = dataclasses.replace(manifest, files=tuple(entries))
             durable.write_durably(self._pending / MANIFEST_NAME, manifest.to_bytes())
             self._publish()
@@ -509,11 +510,6 @@ class FilePublication:
                 cause += "is not there" if size < 0 else f"has {size} bytes here"
                 self._home.confirm()  # a job that took over has swept it away
                 raise SaveError(name=self._new.path.name, cause=cause, rank=entry.rank, phase="commit")
-
-
-def _flat(path: Path) -> str:
-    """A path as one name, from which it can be told again. Nothing else in it changes: a name has at most 255 bytes."""
-    return path.as_posix().replace("%", "%25").replace("/", "%2F")
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:

@@ -189,7 +189,7 @@ class JobLock(LeaseLock):
         return None if data is None else Lease.from_bytes(data) or NOBODY
 
     def _with_kernel_lock(self, lease: Lease) -> Lease:
-        """Where the file system has none, other containers of this machine wait for the lease."""
+        """Take the kernel's lock too. Where the file system has none, other containers of this machine wait for the lease."""
         with contextlib.suppress(OSError, Timeout, NotImplementedError):
             lock = kernel_lock(self._directory)
             lock.acquire(timeout=_PAUSE_S)  # another job may be trying it at this moment
@@ -297,7 +297,7 @@ def token_of(data: bytes) -> str:
 
 
 def fate_of(lease: Lease, directory: Path) -> Fate:
-    """Whether the holder still lives, where this process can know.
+    """Find out if the holder still lives, where this process can know.
 
     It can where both run on one kernel: in one PID namespace by the process itself, else by a lock of the kernel, which ends
     with the process, if both see the file system as one and the same.

@@ -125,7 +125,10 @@ def locks_of(directory: Path) -> list[Path]:
     """The hidden folders whose locks keep others out of ``directory``, or of a name in it; its own come first."""
     found, resolved = hidden_folders(directory), directory.resolve()
     beside = resolved.parent / HIDDEN / NAMES / resolved.name
-    names = [name for hidden in found if hidden.parent.resolve() == resolved for name in _names_in(hidden)]
+    names: list[Path] = []
+    for hidden in found:
+        if hidden.parent.resolve() == resolved and is_directory(hidden / NAMES):
+            names += sorted(one for one in entries_in(hidden / NAMES) if one.is_dir() and not one.is_symlink())
     return [*found, *names, *([beside] if beside.is_dir() and not beside.is_symlink() else [])]
 
 
@@ -183,11 +186,6 @@ def whole_at(place: Place, *, lease_s: float, unfenced: bool = False) -> WholeHo
     from safe_ckpt.core.home.objects.home import ObjectHome
 
     return ObjectHome(place, lease_s=lease_s, unfenced=unfenced)
-
-
-def _names_in(hidden: Path) -> list[Path]:
-    names = entries_in(hidden / NAMES) if is_directory(hidden / NAMES) else []
-    return sorted(path for path in names if path.is_dir() and not path.is_symlink())
 
 
 class WholeDirectory:

@@ -74,7 +74,7 @@ class Candidate:
 
     @property
     def info(self) -> CheckpointInfo | None:
-        """What is known about it without reading its payload."""
+        """The facts that are known without reading its payload."""
         if self.manifest is None:
             return None
         files = self.manifest.files
@@ -85,7 +85,7 @@ class Candidate:
 
     @property
     def told(self) -> CheckpointInfo:
-        """As ``info``; of another tool's what can be told of it."""
+        """The ``info``; of another tool's checkpoint the little that can be told."""
         if (info := self.info) is not None:
             return info
         facts: dict[str, Any] = {"metrics": {}, "created_at": "", "world_size": 0, "verified": False}
@@ -124,8 +124,8 @@ class NewCheckpoint:
         prefilled: a folder from ``open_folder`` that already holds files of the checkpoint; None for none.
         stamps: of the files in ``prefilled``, by path: it holds these and no others, and none changes before the commit; None
             where nobody reports them: they are hashed at the commit.
-        carry: predicate: files in the directory that is replaced, of those that no save of ours wrote, for which it is true
-            are kept in the new one; None for none.
+        keep_foreign: predicate: files in the directory that is replaced, of those that no save of ours wrote, for which it is
+            true are kept in the new one; None for none.
         links: further names of a single file.
         pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order.
     """
@@ -138,7 +138,7 @@ class NewCheckpoint:
     folders: Sequence[str] = ()
     prefilled: Path | None = None
     stamps: Mapping[str, Stamp] | None = None
-    carry: Callable[[str], bool] | None = None
+    keep_foreign: Callable[[str], bool] | None = None
     links: Sequence[Link] = ()
     pointers: Sequence[Pointer] = ()
 
@@ -215,11 +215,12 @@ class Home(Protocol):
         path: where it is.
         last_sequence: the last place in the order of commits that was given out.
         is_mounted: ranks read its files where they lie; from another one a host fetches them.
-        lacks: what a checkpoint cannot have here, by the names of the fields of ``NewCheckpoint``; ``"file"`` is the kind.
+        unsupported: what a checkpoint cannot have here, by the names of the fields of ``NewCheckpoint``; ``"file"`` is the
+            kind.
     """
 
     is_mounted: ClassVar[bool]
-    lacks: ClassVar[frozenset[str]]
+    unsupported: ClassVar[frozenset[str]]
     last_sequence: int
 
     @property
@@ -231,7 +232,7 @@ class Home(Protocol):
         """The hidden folder."""
 
     @property
-    def is_for_one_name(self) -> bool:
+    def is_single_name(self) -> bool:
         """Whether the user names checkpoints one by one, and this was taken for one of them."""
 
     def open(self, patience_s: float | None = None) -> None:
@@ -261,7 +262,7 @@ class Home(Protocol):
         """Everything saved from now on is newer."""
 
     def name_of(self, place: Place) -> str:
-        """What a checkpoint is called here: relative to ``path``."""
+        """Return the name of a checkpoint here: relative to ``path``."""
 
     def look(self, on_error: OnError | None = None) -> list[Candidate]:
         """The checkpoints in it that are directories, in no order. Needs no lock.
@@ -290,17 +291,17 @@ class Home(Protocol):
         """
 
     def quarantined(self) -> Sequence[Place]:
-        """What is in quarantine."""
+        """Return the places in quarantine."""
 
     def abandon(self, prefilled: Path | None) -> None:
         """Remove a folder that was made for hooks and will not be published, see ``open_folder``. Never raises."""
 
     def begin(self, new: NewCheckpoint, timeouts: Timeouts) -> Publication:
-        """How this becomes a checkpoint here; on every rank, and nothing is made by it."""
+        """Return the publication by which this becomes a checkpoint here. On every rank; it makes nothing yet."""
 
 
 class HeldHome(Generic[SomePlace]):
-    """What the homes of both storages do alike.
+    """The part that the homes of both storages share.
 
     Attributes:
         last_sequence: see ``Home``.
@@ -365,7 +366,7 @@ def is_run(place: Place) -> bool:
 
 
 def name_below(top: Place, place: Place) -> str | None:
-    """What a place is called relative to one above it; None where that is not above."""
+    """Return the name of a place relative to one above it; None where that is not above."""
     if isinstance(top, Path):
         return place.relative_to(top).as_posix() if isinstance(place, Path) and place.is_relative_to(top) else None
     key = f"{top.key}/" if top.key else ""

@@ -83,7 +83,7 @@ class Lease:
     beat: int = 0
 
     def to_bytes(self) -> bytes:
-        """As the lock file has it: one line, as long for one heartbeat as for another, so that it is replaced in one write."""
+        """Write it as the lock file has it: one line of the same length for each heartbeat, so that one write replaces it."""
         return (json.dumps({**asdict(self), "beat": f"{self.beat % _HEARTBEATS:09d}"}) + "\n").encode()
 
     @classmethod
@@ -106,7 +106,10 @@ class Lease:
 
 
 def own_lease(*, token: str, started_at: str, lease_s: float) -> Lease:
-    """What this process writes into a lock file."""
+    """Return the lease that this process writes into a lock file."""
+    start = 0  # it is not known
+    with contextlib.suppress(OSError):
+        start = process_start(os.getpid()) or 0
     return Lease(
         token=token,
         host=socket.gethostname(),
@@ -115,12 +118,12 @@ def own_lease(*, token: str, started_at: str, lease_s: float) -> Lease:
         lease_s=lease_s,
         kernel=kernel_id(),
         namespace=pid_namespace(),
-        process_start=_own_start(),
+        process_start=start,
     )
 
 
 def fate_of_process(lease: Lease) -> Fate:
-    """Whether the holder still lives, if it is a process that this one can see."""
+    """Find out if the holder still lives, where it is a process that this one can see."""
     # A namespace of our number is ours, or it is gone and the kernel has given its number to ours.
     if not lease.kernel or lease.kernel != kernel_id() or not lease.namespace or lease.namespace != pid_namespace():
         return "unknown"
@@ -146,18 +149,12 @@ def _is_hidden(pid: int) -> bool:
     return True
 
 
-def _own_start() -> int:
-    with contextlib.suppress(OSError):
-        return process_start(os.getpid()) or 0
-    return 0
-
-
 NOBODY = Lease(token="", host="?", pid=0, started_at="?", lease_s=1.0, kernel="", namespace=0, process_start=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one look at the record of a lease found.
+    """The findings of one look at the record of a lease.
 
     Attributes:
         state: differs whenever the record was changed.
@@ -216,7 +213,7 @@ class LeaseLock(ABC):
 
     @abstractmethod
     def _fate(self, lease: Lease) -> Fate:
-        """Whether that holder still lives, where this process can know."""
+        """Find out if that holder still lives, where this process can know."""
 
     def _waited_s(self, seen: Seen) -> float:
         """How long jobs before this one have waited for this state to change."""
@@ -370,7 +367,7 @@ class LeaseLock(ABC):
         return False
 
     def _fate_here(self, lease: Lease) -> Fate:
-        """As ``_fate``; of a lease of this process its own list decides."""
+        """Find out as ``_fate`` does; of a lease of this process its own list decides."""
         if lease.token in _made and lease.token not in _held:
             return "dead"
         fate = self._fate(lease)

@@ -35,7 +35,7 @@ class Unjudged:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What retention decided after a commit.
+    """The decision of retention after a commit.
 
     Attributes:
         to_delete: what is to be deleted now.
@@ -61,17 +61,17 @@ class ByRules:
     rules: Retention
 
     def __call__(self, committed: Sequence[CheckpointInfo]) -> Sequence[Place]:
-        """What they do not keep."""
+        """Return the places that the rules do not keep."""
         return [info.path for info in to_delete(committed, self.rules)]
 
 
 def policy_of(rules: Retention) -> RetentionPolicy | None:
-    """By these settings; None when they have no rule, so that nothing is ever deleted."""
+    """Return the policy of these settings; None when they have no rule, so that nothing is ever deleted."""
     return ByRules(rules) if has_rules(rules) else None
 
 
 def delete_listed(paths: Sequence[Path]) -> RetentionPolicy:
-    """The caller has decided already."""
+    """Return a policy that deletes ``paths``: the caller has decided already."""
     return lambda _: paths
 
 
@@ -175,7 +175,7 @@ def has_rules(policy: Retention) -> bool:
 
 
 def best(infos: Sequence[CheckpointInfo], policy: Retention) -> list[CheckpointInfo]:
-    """Those with the policy's metric, best first; of equals the newer first. NaN is worse than anything."""
+    """Sort those that have the policy's metric, best first; of equals the newer first. NaN is worse than anything."""
     sign = 1 if policy.mode == "min" else -1
     rated = [info for info in infos if policy.metric in info.metrics]
 

@@ -1,4 +1,4 @@
-"""What one directory of checkpoints holds, as a resume sees it: what it takes, in which order, and what is never deleted.
+"""The checkpoints of one directory, as a resume sees them: which it takes, in which order, and which are never deleted.
 
 The engine's resume and its retention ask this, and so do the commands: one answer. What a framework knows besides, such as
 the tag that DeepSpeed's ``latest`` names, is said by judges, see ``safe_ckpt.layouts.judges``.
@@ -31,7 +31,7 @@ _LONGEST_NAME = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """What a judge says of one candidate.
+    """A judge's word on one candidate.
 
     Attributes:
         path: which one.
@@ -51,7 +51,7 @@ Judge = Callable[[Sequence[Candidate]], Iterable[Note]]
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What a resume takes from one directory.
+    """The checkpoints that a resume takes from one directory.
 
     Attributes:
         order: what it tries, in this order, without being told a name.
@@ -68,7 +68,7 @@ class Standing:
     protected: Mapping[Place, str]
 
     def without(self, paths: Collection[Place]) -> Standing:
-        """As if these were not there: what a resume takes instead is protected then."""
+        """Return the standing as if these were not there: what a resume takes instead is protected then."""
         order = tuple(candidate for candidate in self.order if candidate.path not in paths)
         usable = tuple(candidate for candidate in self.usable if candidate.path not in paths)
         return replace(self, order=order, usable=usable, protected={**_heads_of(order), **self.protected})
@@ -109,16 +109,12 @@ def standing_of(candidates: Iterable[Candidate], judges: Sequence[Judge] = (), *
 
 
 def _heads_of(order: Iterable[Candidate]) -> dict[Place, str]:
-    """What a resume takes. Jobs of several frameworks may save into one directory: each resumes from its own."""
+    """Return what a resume takes. Jobs of several frameworks may save into one directory: each resumes from its own."""
     heads: dict[object, Place] = {}
     for candidate in order:
-        heads.setdefault(_kind_of(candidate), candidate.path)
+        adapter = None if candidate.manifest is None else candidate.manifest.notes.get("adapter", "")
+        heads.setdefault((adapter, candidate.path.name.endswith(".ckpt")), candidate.path)
     return dict.fromkeys(heads.values(), TAKEN)
-
-
-def _kind_of(candidate: Candidate) -> object:
-    adapter = None if candidate.manifest is None else candidate.manifest.notes.get("adapter", "")
-    return adapter, candidate.path.name.endswith(".ckpt")
 
 
 def passed_over(order: Sequence[Candidate], taken: Candidate) -> tuple[Place, str] | None:
@@ -129,34 +125,29 @@ def passed_over(order: Sequence[Candidate], taken: Candidate) -> tuple[Place, st
         taken: one of these.
     """
     behind = order[order.index(taken) + 1 :] if taken.manifest is not None else ()
-    newer = next((one.path for one in behind if one.manifest is None and _is_newer(one, taken)), None)
+    # Of the same run and tool. By the step, or the number in the name: clocks of hosts differ, so times say nothing.
+    alike = (one for one in behind if one.path.parent == taken.path.parent and _style_of(one) == _style_of(taken))
+    newer = next((one.path for one in alike if one.manifest is None and one.number > taken.number), None)
     if newer is None:
         return None
     why = f"is of a later step than {taken.path}, which is taken, and has no manifest: another tool saved it"
     return newer, f"{why}, or its copy is not whole. To go on from {newer} name it"
 
 
-def _is_newer(one: Candidate, than: Candidate) -> bool:
-    """By the step, or the number in the name. Clocks of hosts differ, so times say nothing."""
-    if one.path.parent != than.path.parent or _style_of(one) != _style_of(than):
-        return False  # of another run, or another tool
-    return one.number > than.number
-
-
 def _style_of(candidate: Candidate) -> str:
-    """Where names differ in more than their numbers, each tool may count something else."""
+    """Return what a name is without its number: tools with other names may count something else."""
     name = PurePath(candidate.path.name)
     return name.suffix or name.name.rstrip("0123456789")
 
 
 def newest_of(infos: Iterable[CheckpointInfo]) -> set[Place]:
-    """What a resume takes of one job's commits: the newest that is not marked. Empty where there is none."""
+    """Return what a resume takes of one job's commits: the newest that is not marked. Empty where there is none."""
     healthy = [info for info in infos if not info.marked]
     return {max(healthy, key=lambda info: info.sequence).path} if healthy else set()
 
 
 def linked_in(folder: Path) -> dict[Path, str]:
-    """What links in a directory lead to, within it, such as ``last.ckpt`` of Lightning; and the link's name."""
+    """Return the targets of links in a directory, within it, with the link's name: such as Lightning's ``last.ckpt``."""
     found, real = {}, Path(os.path.realpath(folder))
     with os.scandir(folder) as entries:
         for name in sorted(entry.name for entry in entries if entry.is_symlink()):
@@ -189,7 +180,7 @@ class Catalog:
 
     @property
     def committed(self) -> list[CheckpointInfo]:
-        """What there is."""
+        """The committed checkpoints that are there."""
         return list(self._committed)
 
     def add(self, new: CheckpointInfo) -> Sequence[Place]:
@@ -201,7 +192,7 @@ class Catalog:
         return replaced
 
     def still_ours(self, new: CheckpointInfo) -> list[CheckpointInfo]:
-        """Those that still have their names. Where names are held one by one, another job may have taken one since.
+        """List those that still have their names. Where names are held one by one, another job may have taken one since.
 
         A manifest is read again only when it is another file by now. In an object store a folder has one save in its life.
         """
@@ -221,7 +212,7 @@ class Catalog:
         return is_still
 
     def named(self) -> set[Path]:
-        """What the pointers name now.
+        """Return the paths that the pointers name now.
 
         Raises:
             OSError: one is there and cannot be read.
@@ -229,12 +220,12 @@ class Catalog:
         return {path for pointer in self.pointers if (path := named_by(pointer)) is not None}
 
     def forget(self, paths: Collection[Place]) -> None:
-        """These are about to be deleted."""
+        """Note that these are about to be deleted."""
         self._leaving += [info for info in self._committed if info.path in paths]
         self._committed = [info for info in self._committed if info.path not in paths]
 
     def settle(self, gone: Collection[Place]) -> None:
-        """What was about to be deleted and is not gone stays known: retention chooses it again."""
+        """Keep in mind what was about to be deleted and is not gone: retention chooses it again."""
         new = {info.path for info in self._committed}
         self._committed += [info for info in self._leaving if info.path not in gone and info.path not in new]
         self._leaving.clear()
@@ -243,7 +234,7 @@ class Catalog:
 
 
 def replaced_among(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Those in an object store that a later save of the same step has replaced: each save has a folder of its own there.
+    """List those in an object store that a later save of the same step has replaced: each save has a folder of its own there.
 
     Also by a job that died before it could delete them. A folder under another name is the user's copy, and a marked one does
     not replace a healthy one.
@@ -275,7 +266,7 @@ def still_has_its_name(info: CheckpointInfo) -> bool:
 
 
 def named_by(pointer: Path) -> Path | None:
-    """What a file such as DeepSpeed's ``latest`` names in its directory, or below it; None where it names nothing there.
+    """Return the path that a file such as DeepSpeed's ``latest`` names in its directory, or below it; None for nothing there.
 
     Any file may have this name: a pipe, a long one, a link to itself. They name nothing.
 

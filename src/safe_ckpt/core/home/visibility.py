@@ -30,7 +30,7 @@ class Patience:
 
     @property
     def left_s(self) -> float:
-        """What is left of it."""
+        """The seconds that are left of it."""
         return max(0.0, self._deadline - time.monotonic())
 
     def until_there(self, file: Path) -> bool:

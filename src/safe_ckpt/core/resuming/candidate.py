@@ -359,7 +359,7 @@ class _Attempt:
         self.loaded = load(self.path, manifest, self._folder, self.host)
 
     def tried(self, step: Step) -> dict[str, Any]:
-        """Read the manifest, and do a step with it. Returns what that returned, or what is wrong with the candidate."""
+        """Read the manifest, and do a step with it. Returns the result of the step, or the candidate's problem."""
         try:
             with naming(rank=self._rank, phase=f"reading {self.path}", path=str(self.path)):
                 self._manifest = self._manifest or read_manifest(self.path)
@@ -378,12 +378,12 @@ def _grouped(answers: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def kind_of(error: CorruptCheckpointError) -> str:
-    """What is wrong, as ranks tell each other: one of ``KINDS``."""
+    """Return which of ``KINDS`` an error is: ranks tell each other so."""
     return next(kind for kind, error_kind in KINDS.items() if isinstance(error, error_kind))
 
 
 def judge(answers: Mapping[int, Any]) -> dict[str, Any] | None:
-    """On rank 0: why a candidate is passed over, and which of ``KINDS`` that is; None when all ranks can use it."""
+    """Say on rank 0 why a candidate is passed over, and which of ``KINDS`` that is; None when all ranks can use it."""
     for kind in reversed(KINDS):
         for rank in sorted(answers):
             if kind in answers[rank]:

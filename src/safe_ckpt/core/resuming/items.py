@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class StoredItems:
-    """What ``resume`` asks for, as one rank reads it.
+    """The items that ``resume`` asks for, as one rank reads them.
 
     Args:
         state: as given to ``resume``.
@@ -49,7 +49,7 @@ class StoredItems:
         self.verified: Manifest | None = None
 
     def reader(self, ranks: Ranks, *, mounted: bool, held: bool = True) -> Reader:
-        """What reads a candidate: in a file system that is mounted, or in a store; see ``FileReader``."""
+        """Make the reader of candidates: in a file system that is mounted, or in a store; see ``FileReader``."""
         if mounted:
             return FileReader(ranks, self.load, held=held)
         return ObjectReader(ranks, self.wanted, self.load_fetched, lambda: self.verified)
@@ -107,7 +107,7 @@ class StoredItems:
     def _load(
         self, source: Place, manifest: Manifest, folder: Path, host: Host, local: set[str]
     ) -> tuple[dict[str, Any], set[str]]:
-        """What this rank needs, and the files that the ranks of the host have verified together.
+        """Read what this rank needs. Returns it, and the files that the ranks of the host have verified together.
 
         Args:
             source: the checkpoint.

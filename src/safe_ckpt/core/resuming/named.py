@@ -1,4 +1,4 @@
-"""What a path means that leads to nothing: the name of a checkpoint, or a run that has saved nothing yet."""
+"""Paths that lead to nothing: each names a checkpoint that is not there, or a run that has saved nothing yet."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refuse_missing(place: Place) -> None:
 
 
 def not_found(place: Place, beside: list[str]) -> CheckpointNotFoundError:
-    """What is raised for a checkpoint that was named, where ``beside`` are there."""
+    """Return the error for a checkpoint that was named, where ``beside`` are there."""
     there = f"there are {listed(beside)}" if beside else "there are none"
     return CheckpointNotFoundError(path=str(place), message=f"there is no such checkpoint; beside it {there}")
 
@@ -47,7 +47,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def of_frameworks(home: Home) -> list[str]:
-    """What frameworks saved there through this package: files, or what lies in a folder of its own. At most three names."""
+    """Return what frameworks saved there through this package: files, or folders in one of its own. At most three names."""
     names: list[str] = []
     if not home.is_mounted:
         return names

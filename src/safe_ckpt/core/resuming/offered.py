@@ -57,7 +57,7 @@ class Offered:
         self._agree("fetch by name", self._fetch_next)
 
     def after(self, infos: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """What is here, then what the mirror has besides, fetched when it is asked for: name and facts."""
+        """Yield name and facts of what is here, then of what the mirror has besides: that is fetched when it is asked for."""
         yield from infos.items()
         while (found := self._agree("fetch what is older", self._fetch_next)) is not None:
             yield found["name"], found["info"]
@@ -89,7 +89,7 @@ class Offered:
             logger.warning("the mirror is not looked at: %s", error)
 
     def _fetch_next(self, home: Home) -> dict[str, Any] | None:
-        """Nothing that is here can be used. What is damaged here may be sound there."""
+        """Fetch the next one: nothing that is here can be used, and what is damaged here may be sound there."""
         for extension, candidate in self._there(home):
             info = self._fetch(extension, candidate, home)
             if info is not None:

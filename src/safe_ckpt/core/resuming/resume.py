@@ -185,7 +185,7 @@ def check(engine: Engine, path: Path, load: Callable[[Path], Any]) -> None:
 
 @contextlib.contextmanager
 def naming_older(path: Place, by_name: str = BY_NAME) -> Iterator[None]:
-    """What ends the resume from ``path`` says how an older one is named, where that is there. Nothing of it is remembered."""
+    """Have errors that end the resume from ``path``, if that is there, say how to name an older one. Nothing is remembered."""
     try:
         yield
     except Exception as error:

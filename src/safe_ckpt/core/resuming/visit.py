@@ -130,7 +130,7 @@ class Visit:
         raise self._nothing(rejected, seen["others"])
 
     def _survey(self, until: float) -> dict[str, Any]:
-        """On rank 0: what a resume takes, in its order, why it takes nothing else, and whether time is up then."""
+        """On rank 0: list what a resume takes, in its order, why it takes nothing else, and whether time is up then."""
         with naming(rank=0, phase="looking for checkpoints", path=str(self.place)):
             found, alone = (self.look or self._look)()
         others = [] if found or self.look else of_frameworks(self._home)

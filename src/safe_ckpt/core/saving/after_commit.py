@@ -1,4 +1,4 @@
-"""What is deleted after a commit, and when: the rules decide, and an extension may need one for longer."""
+"""Deletions after a commit: the rules decide which and when, and an extension may need a checkpoint for longer."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class AfterCommit:
         return gone
 
     def _due(self, root: Home, paths: Sequence[Place]) -> list[Place]:
-        """What of ``paths`` may be deleted now, and earlier ones: what an extension needed, and what could not go then."""
+        """Return what may be deleted now: of ``paths``, and of earlier ones that an extension needed or that could not go."""
         asked = {path: stamp for other, path, stamp in self._deferred if other is root and is_still(path, stamp)}
         for path in paths:
             asked.setdefault(path, stamp_of(path))
@@ -131,7 +131,7 @@ class AfterCommit:
 
 
 def _warn_once(folder: str, missing: Unjudged | None) -> None:
-    """Of a metric that no checkpoint there has; again when there are other metrics."""
+    """Warn once of a metric that no checkpoint there has; again when there are other metrics."""
     if missing is not None and _told.get(folder) != missing:
         _told[folder] = missing
         message = "%s: keep_best cannot choose: %s. Correct retention.metric, or pass metrics={%r: ...} when saving"

@@ -65,8 +65,8 @@ class Engine:
         group: as given.
         owner: as given.
         hold: takes a directory; see ``Workspaces``.
-        take_stock: has rank 0 look at what lies in one; the same.
-        let_go: gives one back; the same.
+        list_held: has rank 0 look at what lies in one; the same.
+        release: gives one back; the same.
 
     Raises:
         RendezvousTimeout: some ranks did not come.
@@ -104,8 +104,8 @@ class Engine:
         self._pid = os.getpid()
         self._inline = saves_inline()
         self._workspaces = Workspaces(self.coordinator, config, self.emit, owner)
-        self.hold, self.let_go = self._workspaces.hold, self._workspaces.let_go
-        self.take_stock, self.tell = self._workspaces.take_stock, self._workspaces.tell
+        self.hold, self.release = self._workspaces.hold, self._workspaces.release
+        self.list_held, self.tell = self._workspaces.list_held, self._workspaces.tell
         self.extensions = Extensions(extensions)
         self._pipeline = pipeline = self._parts()
         self._stager, self._save_queue, self._handles = pipeline.stager, pipeline.queue, pipeline.handles
@@ -149,7 +149,7 @@ class Engine:
         return pipeline
 
     def _equip(self) -> None:
-        """What the extensions and, on rank 0, ``telemetry`` ask for."""
+        """Open the extensions and, on rank 0, add the hooks that ``telemetry`` asks for."""
         run = Run(config=self.config, rank=self.rank, emit=self.emit, owner=self.owner, coordinator=self.coordinator)
         for extension in self.extensions:
             extension.opened(run)
@@ -182,7 +182,7 @@ class Engine:
         """All agreements within are one call: see ``Coordinator.together``."""
         return self.coordinator.together(call)
 
-    def know(self, models: Models) -> None:
+    def note_models(self, models: Models) -> None:
         """Before each save: these are the models that it saves. On any rank."""
         self.extensions.ask("before a save", lambda one: one.models(models))
 

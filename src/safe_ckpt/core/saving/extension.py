@@ -1,4 +1,4 @@
-"""What stands beside saves and resumes, and the moments at which it is asked. The core does not know who that is.
+"""Extensions, which stand beside saves and resumes, and the moments at which they are asked. The core knows none of them.
 
 A new feature listens here; it adds no field to a save. One that raises costs its own knowledge, never a save: that is logged,
 once a moment, and the save goes on as if it had said nothing. Through to all ranks go what ``ended`` returns, what ``opened``
@@ -76,7 +76,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Conclusion:
-    """What rank 0 makes of what the ranks found, before the commit.
+    """The conclusion of rank 0 from the findings of all ranks, before the commit.
 
     Attributes:
         fields: of the manifest.
@@ -125,7 +125,7 @@ class Extension:
         """Its turn in the background has come. On every rank, as all that follows but for a resume."""
 
     def writing(self, job: SaveJob, path: str, plan: FilePlan) -> Any:
-        """What the writer's observer of this name is told of a file, by its path in the checkpoint; None for nothing."""
+        """Return what to tell the writer's observer of this name of a file, by its path in the checkpoint; None for nothing."""
         del job, path, plan
 
     def recognised(self, job: SaveJob, results: Mapping[str, WrittenFile]) -> Mapping[str, Existing]:
@@ -134,16 +134,16 @@ class Extension:
         return {}
 
     def written(self, job: SaveJob, results: Mapping[str, WrittenFile]) -> Any:
-        """What this rank reports, JSON-able: all of its files are there. On the ranks that write."""
+        """Return this rank's report, JSON-able: all of its files are there. On the ranks that write."""
         del job, results
 
     def entry(self, result: WrittenFile) -> Mapping[str, Any]:
-        """What the manifest says of one file besides."""
+        """Return further fields of one file for the manifest."""
         del result
         return {}
 
     def concluding(self, job: SaveJob, reports: Mapping[int, Any]) -> Conclusion:
-        """What follows from the reports of this name, by rank. On rank 0, before the commit."""
+        """Conclude from the reports of this name, by rank. On rank 0, before the commit."""
         del job, reports
         return Conclusion()
 
@@ -178,7 +178,7 @@ class Extension:
         raise NotImplementedError
 
     def remembers(self, manifest: Manifest | None) -> Any:
-        """What all ranks must know of the checkpoint to resume from, JSON-able. On rank 0; None: its manifest is not known."""
+        """Return JSON-able facts of the checkpoint to resume from, for all ranks. On rank 0; None: its manifest is unknown."""
         del manifest
 
     def resumed(self, home: Home, info: CheckpointInfo, remembered: Any, verified: Manifest | None) -> None:
@@ -201,7 +201,7 @@ class Extension:
 
 
 class Extensions:
-    """All of them, asked at every moment in their order.
+    """All extensions: each moment asks them in their order.
 
     Args:
         each: the extensions.
@@ -215,7 +215,7 @@ class Extensions:
         return iter(self._each)
 
     def ask(self, moment: str, question: Callable[[Extension], _T]) -> dict[str, _T]:
-        """What each one says, by name; what one raises is logged, and it has said nothing then."""
+        """Return the answers of the extensions, by name. An error of one is logged, and it has no answer then."""
         answers = {}
         for one in self._each:
             try:
@@ -242,7 +242,7 @@ class Extensions:
         return {path: file for files in self.ask(moment, question).values() for path, file in files.items()}
 
     def observed(self, job: SaveJob, path: str, plan: FilePlan) -> dict[str, Any]:
-        """What the writer's observers are told of one file."""
+        """Return what the writer's observers are told of one file, by name."""
         told = self.ask("writing", lambda one: one.writing(job, path, plan))
         return {name: value for name, value in told.items() if value is not None}
 
@@ -264,6 +264,6 @@ class Extensions:
         return next((error for error in errors.values() if error is not None), None)
 
     def kept(self, home: Home, places: Sequence[Place]) -> set[Place]:
-        """Those of ``places`` that must not be deleted now. Of one that cannot say, all."""
+        """Return those of ``places`` that must not be deleted now; all of them if one extension cannot say."""
         answers = self.ask("before a deletion", lambda one: one.keeps(home, places))
         return set(places) if len(answers) < len(self._each) else {place for one in answers.values() for place in one}

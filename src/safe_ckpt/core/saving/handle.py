@@ -171,7 +171,7 @@ class OpenSave:
 
     @property
     def outcome(self) -> CheckpointInfo | None:
-        """What was committed; None while it is not over, and when it failed."""
+        """The committed checkpoint; None while it is not over, and when it failed."""
         return self._info
 
     @property

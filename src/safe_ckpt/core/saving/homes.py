@@ -97,7 +97,7 @@ class Workspaces:
                 if token:  # there are others, who must see it
                     shared.await_shared(self._coordinator, in_files(seen_from), token, timeouts.barrier_s)
             except BaseException:
-                self.let_go(home)
+                self.release(home)
                 raise
         if home.is_mounted and self._coordinator.rank == 0 and config.record_events and recorded:
             self._record(home, in_files(seen_from) if recorded is True else recorded)
@@ -125,7 +125,7 @@ class Workspaces:
             self._emit.add(hook)
         self._recorders[workspace] = hook
 
-    def take_stock(
+    def list_held(
         self,
         workspace: Home,
         view: Mapping[str, object],
@@ -150,10 +150,10 @@ class Workspaces:
         try:
             self._coordinator.agree(kind, must_match=view, timeout_s=limit_s, decide=lambda _: look())
         except BaseException:
-            self.let_go(workspace)
+            self.release(workspace)
             raise
 
-    def let_go(self, workspace: Home) -> None:
+    def release(self, workspace: Home) -> None:
         """Give a directory back before the end. Nothing that is in flight may belong to it; on any rank."""
         if workspace in self._held:
             self._held.remove(workspace)
@@ -190,7 +190,7 @@ def _open_through_blips(workspace: Home, config: CheckpointConfig) -> None:
 
 def _refuse_checkpoint(workspace: Home) -> None:
     """A run within a checkpoint is deleted with it. Weights may lie above a run, or in a checkpoint by their own name."""
-    if workspace.is_for_one_name:
+    if workspace.is_single_name:
         return
     place = workspace.path
     for one in around(place):

@@ -31,7 +31,7 @@ _ATTEMPTS = 3
 _PAUSE_S = 0.2
 
 
-class HeldDirectories:
+class NamedHomes:
     """Takes them at their first use, and keeps the last ones: at least two. Every method is called on every rank.
 
     Args:
@@ -61,11 +61,11 @@ class HeldDirectories:
             self._held[path] = self._held.pop(path)  # the one used last is the last one
         else:
             while len(self._held) > max(1, self._engine.config.max_in_flight):
-                self.let_go(next(iter(self._held)))  # what is in flight goes to those used last
+                self.release(next(iter(self._held)))  # what is in flight goes to those used last
             hidden = path.parent / HIDDEN / NAMES / path.name
             record = path.parent / HIDDEN if resumed else False
             workspace = self._take(path.parent, hidden, record)
-            self._engine.take_stock(
+            self._engine.list_held(
                 workspace,
                 {"path": path},
                 lambda: self._look(path, workspace, resumed=resumed),
@@ -84,24 +84,24 @@ class HeldDirectories:
             time.sleep(_PAUSE_S)
         return self._engine.hold(folder, hidden=hidden, recorded=record)
 
-    def let_go(self, path: Path) -> None:
+    def release(self, path: Path) -> None:
         """Give ``path`` back once no save of it is in flight; nothing happens where it is not held. On any rank."""
         if path in self._held:
             workspace = self._held.pop(path)
             self._engine.settle(workspace)
             self._sequence = max(self._sequence, workspace.last_sequence)
-            self._engine.let_go(workspace)
+            self._engine.release(workspace)
 
     def _look(self, path: Path, workspace: FileHome, *, resumed: bool) -> None:
+        def look_beside() -> None:
+            with contextlib.suppress(OSError):  # the user may be allowed to write here and not to list
+                beside = catalog.list_directories(path.parent, on_error=lambda *_: None)
+                self._sequence = max(self._sequence, catalog.newest_sequence(beside))
+
         self._sequence = max(self._sequence, _sequence_of(path))
         self._swept.use(path.parent, lambda: _sweep(workspace, self._engine.config.lease_s))
         if resumed:
-            self._ordered.use(path.parent, lambda: self._look_beside(path))
-
-    def _look_beside(self, path: Path) -> None:
-        with contextlib.suppress(OSError):  # the user may be allowed to write here and not to list
-            beside = catalog.list_directories(path.parent, on_error=lambda *_: None)
-            self._sequence = max(self._sequence, catalog.newest_sequence(beside))
+            self._ordered.use(path.parent, look_beside)
 
 
 def open_folder(coordinator: Coordinator, workspace: FileHome, key: str, timeout_s: float) -> Path:

@@ -188,7 +188,7 @@ def _put(run: Pipeline, job: SaveJob) -> None:
             # Nothing is in flight any more, so every rank knows of it and raises here.
             reported = True
             run.handles.raise_unreported()
-        size = sum(file.total_bytes for file in job.request.content.files)
+        size = sum(file.total_bytes for file in job.request.payload.files)
         if run.rank == 0 and run.writer.needs_process(size):
             run.writer.start()  # while the copy is taken
         run.stager.lay_out(job)
@@ -272,11 +272,11 @@ class Turn:
         )
 
     def error(self, cause: str, phase: str) -> SaveError:
-        """Of this save, on this rank."""
+        """Make the error of this save, on this rank."""
         return SaveError(name=self.job.name, cause=cause, rank=self.run.rank, phase=phase)
 
     def outcome(self, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> Outcome:
-        """How it ended."""
+        """Return how it ended."""
         return Outcome(info=info, error=failure, told=self.told, **dataclasses.asdict(self.written))
 
     def _check_giving_up(self) -> None:
@@ -434,7 +434,7 @@ def write(turn: Turn) -> dict[str, Any]:
 
 
 def _observed(turn: Turn) -> list[WriteTask]:
-    """What is written, with what the writer's observers are told of it."""
+    """Return the write tasks, each with what the writer's observers are told of it."""
     job, extensions = turn.job, turn.run.extensions
     return [
         dataclasses.replace(task, observed=extensions.observed(job, _place(job, task.path), plan))
@@ -462,7 +462,7 @@ def _adopt(turn: Turn, files: Iterable[Existing]) -> list[WrittenFile]:
 
 
 def _place(job: SaveJob, path: str) -> str:
-    """Of a file in the checkpoint; the same for every single file."""
+    """Return the place of a file in the checkpoint; the same for every single file."""
     if job.request.destination.kind == "file":
         return ITSELF
     return path.removeprefix(f"{job.folder}/")
@@ -479,8 +479,8 @@ def _write_job(job: SaveJob, rank: int, **what: Any) -> WriteJob:
 
 def _copy_files(turn: Turn) -> list[WrittenFile]:
     """Copy what lies in files, and hash what is there already. The caller goes on once they are read."""
-    job, content = turn.job, turn.job.request.content
-    chosen = [*content.copies, *content.in_place]
+    job, payload = turn.job, turn.job.request.payload
+    chosen = [*payload.copies, *payload.in_place]
     if not chosen:
         return []
     copies = [dataclasses.replace(copy, path=f"{job.folder}/{copy.path}") for copy in chosen]

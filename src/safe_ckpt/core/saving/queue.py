@@ -57,7 +57,7 @@ class SaveQueue:
         self._emit = emit
         self._writer = writer
         self._finish = finish
-        coordinator.movers.append(writer.progress)
+        coordinator.progress_sources.append(writer.progress)
         self._background = Background("safe_ckpt-save", self._work)
         self._open: list[SaveJob] = []
         self._beginning = threading.RLock()
@@ -104,7 +104,7 @@ class SaveQueue:
             if not self._background.is_current:  # a collector may call this from anywhere
                 self._drain(within_s)
         finally:
-            self._coordinator.movers.remove(self._writer.progress)
+            self._coordinator.progress_sources.remove(self._writer.progress)
             self._writer.close()
 
     def _drain(self, within_s: float | None) -> None:
@@ -151,7 +151,7 @@ class SaveQueue:
                 raise  # Ctrl-C is the caller's
 
     def unexpected(self, job: SaveJob, error: BaseException) -> SaveError:
-        """For an error that is none of this package: a bug of ours, or an interrupt."""
+        """Make the error for one that is none of this package: a bug of ours, or an interrupt."""
         return SaveError(name=job.name, cause=repr(error), rank=self._coordinator.rank)
 
     def conclude(self, job: SaveJob, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> None:

@@ -1,4 +1,4 @@
-"""What is known of the places that were used last. A run may save to ever new ones, and must not take ever more memory."""
+"""Knowledge of the places that were used last. A run may save to ever new ones, and must not take ever more memory."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Destination:
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a kind that there is not, or not there."""
-        if self.kind in self.workspace.lacks:
+        if self.kind in self.workspace.unsupported:
             raise ValueError("kind: an object store has directories only")
         if self.kind not in ("directory", "file"):
             raise ValueError(f'kind: expected "directory" or "file", got {self.kind!r}')
@@ -46,7 +46,7 @@ class Destination:
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """What one rank writes. One of the classes below says how.
+    """The part of a save that one rank writes. One of the classes below says how.
 
     Attributes:
         files: planned files; for a checkpoint that is a single file, one on rank 0.
@@ -101,7 +101,7 @@ class Streamed(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningFailed(Payload):
-    """Nothing: this rank could not plan it.
+    """No payload: this rank could not plan it.
 
     Attributes:
         error: why; every rank raises it.
@@ -112,7 +112,7 @@ class PlanningFailed(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the manifest says of a checkpoint.
+    """The facts of a checkpoint for its manifest.
 
     Attributes:
         step: the training step.
@@ -131,14 +131,14 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class OnCommit:
-    """What is done at the commit besides, by rank 0.
+    """Further work of rank 0 at the commit.
 
     Attributes:
         prefilled: a folder from ``homes.open_folder`` that already holds files of the checkpoint; None for none.
         stamps: of the files in ``prefilled``, by path: it holds these and no others, and none changes before the commit; None
             where the ranks report none of them, and rank 0 hashes what it finds there.
-        carry: predicate: files in the directory that is replaced, of those that no save of ours wrote, for which it is true
-            are kept in the new one; None for none.
+        keep_foreign: predicate: files in the directory that is replaced, of those that no save of ours wrote, for which it is
+            true are kept in the new one; None for none.
         links: further names of a single file.
         pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order.
         catalog: gets the commit; None for no catalog.
@@ -154,7 +154,7 @@ class OnCommit:
 
     prefilled: Path | None = None
     stamps: Mapping[str, Stamp] | None = None
-    carry: Callable[[str], bool] | None = None
+    keep_foreign: Callable[[str], bool] | None = None
     links: Sequence[Link] = ()
     pointers: Sequence[Pointer] = ()
     catalog: Catalog | None = None
@@ -167,16 +167,16 @@ class SaveRequest:
 
     Attributes:
         destination: where the checkpoint goes.
-        content: what this rank writes.
+        payload: what this rank writes.
         facts: what the manifest says.
-        must_match: what must be equal on all ranks besides step and path. Compared when every rank could plan its content.
+        must_match: what must be equal on all ranks besides step and path. Compared when every rank could plan its payload.
         held: what this rank holds of what rank 0 saves for all, by item; see ``planner.held``.
         on_commit: what is done at the commit besides.
         patient: wait for saves that are in flight, also where ``on_busy`` says to skip.
     """
 
     destination: Destination
-    content: Payload
+    payload: Payload
     facts: Facts
     must_match: Mapping[str, str] = field(default_factory=dict)
     held: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -185,16 +185,16 @@ class SaveRequest:
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a single file, or an object store, with what only a directory can have."""
-        content, on_commit = self.content, self.on_commit
-        lacks = sorted(self.destination.workspace.lacks - {"file"})
-        if names := [name for name in lacks if getattr(on_commit, name)]:
+        payload, on_commit = self.payload, self.on_commit
+        unsupported = sorted(self.destination.workspace.unsupported - {"file"})
+        if names := [name for name in unsupported if getattr(on_commit, name)]:
             raise ValueError(f"{', '.join(names)}: an object store has none of these")
         if self.destination.kind == "directory":
             return
         wrong = {
-            "folders": content.folders,
+            "folders": payload.folders,
             "prefilled": on_commit.prefilled,
-            "carry": on_commit.carry,
+            "keep_foreign": on_commit.keep_foreign,
             "pointers": on_commit.pointers,
         }
         if names := [name for name, value in wrong.items() if value]:
@@ -202,8 +202,8 @@ class SaveRequest:
 
     @property
     def error(self) -> Exception | None:
-        """Why this rank could not plan its content."""
-        return self.content.error if isinstance(self.content, PlanningFailed) else None
+        """Why this rank could not plan its payload."""
+        return self.payload.error if isinstance(self.payload, PlanningFailed) else None
 
     @property
     def name(self) -> str:
@@ -211,16 +211,16 @@ class SaveRequest:
         return self.destination.path.name
 
     def new(self, manifest: Manifest, needed_bytes: int) -> NewCheckpoint:
-        """What a publication is told of this save."""
+        """Return what a publication is told of this save."""
         return NewCheckpoint(
             path=self.destination.path,
             manifest=manifest,
             kind=self.destination.kind,
             needed_bytes=needed_bytes,
-            folders=self.content.folders,
+            folders=self.payload.folders,
             prefilled=self.on_commit.prefilled,
             stamps=self.on_commit.stamps,
-            carry=self.on_commit.carry,
+            keep_foreign=self.on_commit.keep_foreign,
             links=self.on_commit.links,
             pointers=self.on_commit.pointers,
         )

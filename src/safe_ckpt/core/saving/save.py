@@ -32,7 +32,7 @@ from safe_ckpt.errors import (
 def answer(
     request: SaveRequest, earlier: tuple[str, SafeCheckpointError] | None, rank: int, spared_bytes: int
 ) -> dict[str, Any]:
-    """What a rank answers: how much it will write, and which earlier failure it knows of.
+    """Return a rank's answer: how much it will write, and which earlier failure it knows of.
 
     Args:
         request: this rank's own.
@@ -41,7 +41,7 @@ def answer(
         spared_bytes: how much of it probably need not be written.
 
     Raises:
-        Exception: why it cannot plan its content.
+        Exception: why it cannot plan its payload.
     """
     if request.error is not None:
         raise request.error
@@ -50,8 +50,8 @@ def answer(
         failure = {"op_id": earlier[0], "error": to_wire(earlier[1], rank=rank, phase="save")}
     held = {name: list(texts) for name, texts in request.held.items()}
     return {
-        "bytes": request.content.new_bytes - spared_bytes,
-        "writes": request.content.writes,
+        "bytes": request.payload.new_bytes - spared_bytes,
+        "writes": request.payload.writes,
         "earlier": failure,
         "held": held,
     }
@@ -60,7 +60,7 @@ def answer(
 def decide(
     request: SaveRequest, answers: Mapping[int, Any], *, busy: bool, fields: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What rank 0 makes of the answers.
+    """Decide on rank 0 what follows from the answers.
 
     Args:
         request: rank 0's own.
@@ -116,7 +116,7 @@ class SaveJob:
         agreed_s: how long after that the ranks had agreed.
         call: the number of the call that began it.
         begun: whether its background phases have begun.
-        files: what of its content this rank writes from memory.
+        files: what of its payload this rank writes from memory.
         existing: what it does not write, by path: a checkpoint before has it.
     """
 
@@ -157,8 +157,8 @@ class SaveJob:
     @property
     def overlap(self) -> OverlapPlan | None:
         """Which tensors may be copied after ``save`` has returned; None for none."""
-        content = self.request.content
-        return content.overlap if isinstance(content, Snapshot) else None
+        payload = self.request.payload
+        return payload.overlap if isinstance(payload, Snapshot) else None
 
     @property
     def op_id(self) -> str:

@@ -49,7 +49,7 @@ class Stager:
         self._extensions = extensions or Extensions()
         self._free = [SharedBuffer() for _ in range(config.max_in_flight)]
         self._preparing: threading.Thread | None = None
-        self._aside = Background("safe_ckpt-copy", _call)
+        self._copy_thread = Background("safe_ckpt-copy", _call)
         self._helper = Background("safe_ckpt-help", _call)
         self._known = KnownCopies()
         self._last: weakref.ref[StagingCopy] | None = None  # the one that was put in last
@@ -72,7 +72,7 @@ class Stager:
 
         def work() -> None:
             try:
-                self._aside.start()
+                self._copy_thread.start()
                 self._helper.start()
                 begin()
                 for buffer in buffers:
@@ -88,12 +88,12 @@ class Stager:
 
     def lay_out(self, job: SaveJob) -> None:
         """Plan the copy of ``job``. An error goes into ``job.error``; every rank gets it through the save's verdict."""
-        content = job.request.content
+        payload = job.request.payload
         place = str(job.folder), job.manifest.to_json()
         job.existing = self._extensions.existing("before the copy", lambda one: one.begun(job))
-        job.files = [plan for plan in content.files if plan.path not in job.existing]
+        job.files = [plan for plan in payload.files if plan.path not in job.existing]
         size = snapshot.buffer_bytes(job.files)
-        if isinstance(content, Streamed) or self._is_too_large(size):
+        if isinstance(payload, Streamed) or self._is_too_large(size):
             job.tasks = snapshot.list_tasks(job.files, *place)
             job.streamed, job.error = True, None
             try:
@@ -114,23 +114,23 @@ class Stager:
 
     def copy(self, job: SaveJob) -> None:
         """Copy now what may change; the rest on a thread, behind the gate. Without a buffer wait until all is written."""
-        copy, content = job.copy, job.request.content
+        copy, payload = job.copy, job.request.payload
         if copy is not None and job.overlap is not None:
             overlap.close_gate(copy, self._config.timeouts.barrier_s)
-        if isinstance(content, Streamed) and content.feed is not None:
-            content.feed(job.save)
+        if isinstance(payload, Streamed) and payload.feed is not None:
+            payload.feed(job.save)
         elif job.streamed:
             self._await(job, job.save.wait_snapshot)  # what is not written yet must not change
         elif copy is not None and copy.run(self._ask_for_help):
             finish = functools.partial(self._finish, job)
             try:
-                self._free_aside().put(finish)
+                self._free_copy_thread().put(finish)
                 self._last = weakref.ref(copy)
             except Refused:  # the system gives no more threads: copy now
                 finish()
-        elif not content.copies:
+        elif not payload.copies:
             job.save.mark_snapshot_taken()
-        if content.copies:
+        if payload.copies:
             self._await(job, lambda: self._await_copies(job))
         job.stall_s = time.monotonic() - job.started
 
@@ -154,9 +154,9 @@ class Stager:
 
     def close(self) -> None:
         """Free the memory, and let the thread that copies end."""
-        for thread in (self._aside, self._helper):
+        for thread in (self._copy_thread, self._helper):
             thread.end()
-        for thread in (self._aside, self._helper):
+        for thread in (self._copy_thread, self._helper):
             if not thread.is_current:  # a collector may call this from anywhere
                 thread.join(_END_S)
         with self._giving_back:
@@ -170,7 +170,7 @@ class Stager:
         return (most is not None and size > most) or (largest is not None and rounded(size) > largest)
 
     def _writing_bytes(self, size: int) -> int:
-        """What a process needs that writes so much: it may not have started yet, and a control group's limit kills."""
+        """The bytes that a process needs to write so much: it may not have started yet, and a control group's limit kills."""
         writer = self._config.writer
         return 0 if size <= writer.inline_bytes else _INTERPRETER_BYTES + _CHUNKS * writer.chunk_bytes
 
@@ -183,7 +183,7 @@ class Stager:
         return self._free.pop() if self._free else SharedBuffer()
 
     def _ask_for_help(self, help_copying: Callable[[], None]) -> None:
-        if self._aside.is_current or self._helper.is_current:
+        if self._copy_thread.is_current or self._helper.is_current:
             self._helper.offer(help_copying)
             return
         with contextlib.suppress(Refused):  # it is faster with, and works without
@@ -198,14 +198,14 @@ class Stager:
                     return
         job.save.mark_snapshot_taken()
 
-    def _free_aside(self) -> Background[Callable[[], None]]:
+    def _free_copy_thread(self) -> Background[Callable[[], None]]:
         last = self._last() if self._last is not None else None
         if last is not None and last.error is not None and not last.wait(0):
             # It was given up and does not end (a device or a mount hangs). Later copies need not wait for it.
-            self._aside.end()
+            self._copy_thread.end()
             self._helper.end()
-            self._aside, self._helper = Background("safe_ckpt-copy", _call), Background("safe_ckpt-help", _call)
-        return self._aside
+            self._copy_thread, self._helper = Background("safe_ckpt-copy", _call), Background("safe_ckpt-help", _call)
+        return self._copy_thread
 
     def _await_copies(self, job: SaveJob) -> None:
         limit_s = self._config.timeouts.lengthy_s

@@ -30,7 +30,7 @@ _PAGE_ALIGNED_FROM = 64 << 10
 
 @dataclass(frozen=True)
 class Envelope:
-    """What stands around the elements of a contiguous tensor.
+    """The bytes around the elements of a contiguous tensor.
 
     Attributes:
         head: the bytes in front.

@@ -29,10 +29,10 @@ def frozen_entries(plan: SavePlan, names: frozenset[str]) -> list[int]:
 
 
 def entries(
-    plan: SavePlan, kept: Sequence[int], apart: Sequence[int], lengths: Mapping[int, int]
+    plan: SavePlan, kept: Sequence[int], frozen_apart: Sequence[int], lengths: Mapping[int, int]
 ) -> Iterator[tuple[WriteItem, int, int, int, int]]:
     """Where the entries of one rank lie: number in the plan, which file, offset, length."""
-    ends, frozen = [0, 0], frozenset(apart)
+    ends, frozen = [0, 0], frozenset(frozen_apart)
     for number in kept:
         item, around = plan.items[number], None
         if item.type == WriteItemType.BYTE_IO:
@@ -60,7 +60,7 @@ def kind_of(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
 
 @dataclass(kw_only=True, eq=False)
 class File:
-    """What is known of a file while it is laid out."""
+    """A file while it is laid out."""
 
     pieces: list[tuple[int, bytes]] = field(default_factory=list)
     tensors: list[tuple[int, torch.Tensor]] = field(default_factory=list)

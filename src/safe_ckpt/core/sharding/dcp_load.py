@@ -85,7 +85,12 @@ class Loading:
         state.update({name: _all_of(one, name, metadata, paths) for name, one in optimizers.items()})
         self._folder = folder
         self._state = state
-        self._planner = cast("Any", planner if planner is not None else _planner_for(state))
+        if planner is None:
+            # Flattening nested ShardedTensors drops a list's empty dicts. So [1, {}] would be asked for by another name than
+            # it has.
+            older = any(dtensor.is_sharded(leaf) and not dtensor.is_dtensor(leaf) for _, leaf in dtensor.placed(state))
+            planner = DefaultLoadPlanner(flatten_sharded_tensors=older)
+        self._planner = cast("Any", planner)
         self._reader = StraightReader(folder)
         try:
             self._planner.set_up_planner(state, metadata, is_coordinator)
@@ -136,12 +141,6 @@ class Loading:
 
     def _read(self, plan: LoadPlan, checks: _Checks) -> None:
         self._reader.read_data(plan, cast("LoadPlanner", checks)).wait()
-
-
-def _planner_for(state: Mapping[str, Any]) -> DefaultLoadPlanner:
-    """Flattening nested ShardedTensors drops a list's empty dicts: [1, {}] would be asked for by another name than it has."""
-    older = any(dtensor.is_sharded(leaf) and not dtensor.is_dtensor(leaf) for _, leaf in dtensor.placed(state))
-    return DefaultLoadPlanner(flatten_sharded_tensors=older)
 
 
 def _all_of(
@@ -228,9 +227,9 @@ def warn_of_refused(state: object) -> None:
 
 
 def _objects(state: object) -> Iterator[tuple[object, frozenset[type]]]:
-    """What DCP pickles, with the classes of all that is in it: no tensor, and not in mappings and lists alone.
+    """Yield the objects that DCP pickles, with the classes of all that is in each. They are no tensors, mappings or lists.
 
-    A mapping of another class in a list may be pickled as it is.
+    A mapping of another class than dict that lies in a list may be pickled as it is.
     """
     waiting, seen = [(state, False)], set[int]()
     while waiting:

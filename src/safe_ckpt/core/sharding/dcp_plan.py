@@ -75,7 +75,7 @@ class _Local:
         objects: the bytes of what is no tensor, by its place in the plan.
         with_floats: those of them that have floats in them, and where in the state dict they lie.
         planner: finds the tensors.
-        apart: which entries of the plan go to further files, because they are not trained.
+        frozen_apart: which entries of the plan go to further files, because they are not trained.
         templates: this rank's files, if they were laid out for ``kept``.
         kept: which entries of the plan they have.
         last: which objects are the last pieces of the first one.
@@ -87,7 +87,7 @@ class _Local:
     objects: Mapping[int, bytes]
     with_floats: Mapping[int, Sequence[Any]]
     planner: DefaultSavePlanner | None = None
-    apart: Sequence[int] = ()
+    frozen_apart: Sequence[int] = ()
     templates: Sequence[FileTemplate] = ()
     kept: Sequence[int] = ()
     last: Sequence[int] = ()
@@ -116,7 +116,7 @@ class _Local:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """What was agreed on.
+    """The plan that the ranks agreed on.
 
     Attributes:
         items: what this rank has, by folder.
@@ -129,30 +129,30 @@ class ShardPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Global:
-    """What rank 0 made of all local plans.
+    """The global plan that rank 0 made of all local plans.
 
     Attributes:
         token: unique to it; a rank whose plan is still the same names it instead of sending the plan again.
         plans: every rank's.
-        apart: which entries of its plan go to further files of that rank.
+        frozen_apart: which entries of its plan go to further files of that rank.
         kept: which entries of its plan every rank writes.
         metadata: what goes into ``.metadata``, but for where things lie.
     """
 
     token: str
     plans: Mapping[int, SavePlan]
-    apart: Mapping[int, Sequence[int]]
+    frozen_apart: Mapping[int, Sequence[int]]
     kept: Mapping[int, Sequence[int]]
     metadata: Metadata
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Agreed:
-    """What this rank remembers of the last agreement on one item."""
+    """This rank's memory of the last agreement on one item."""
 
     token: str
     plan: SavePlan
-    apart: Sequence[int]
+    frozen_apart: Sequence[int]
     kept: Sequence[int]
 
 
@@ -237,7 +237,9 @@ class ShardPlanner:
                 kept = self._agreed[folder].kept
             else:
                 kept = plan_data.kept_from_json(kept, item.plan, rank=self._coordinator.rank)
-            self._agreed[folder] = _Agreed(token=share[folder]["token"], plan=item.plan, apart=item.apart, kept=kept)
+            self._agreed[folder] = _Agreed(
+                token=share[folder]["token"], plan=item.plan, frozen_apart=item.frozen_apart, kept=kept
+            )
         self._global.update(wholes)
         self._known = {folder: known for folder, known in self._known.items() if folder in local}
         return ShardPlan(items=local, metadata=metadata)
@@ -270,7 +272,7 @@ class ShardPlanner:
         return files
 
     def _recall(self, folder: str, item: ShardedItem) -> _Local | None:
-        """What was planned last, if only values have changed since."""
+        """Return the last plan, if only values have changed since."""
         known = self._known.get(folder) if folder not in self._twice else None
         if known is None or item.known is None or known.item.known is not item.known or item.at is None:
             return None
@@ -305,18 +307,24 @@ class ShardPlanner:
                 objects[number] = self._bytes_of(self._key(folder, name), value)
                 if any(isinstance(leaf, float) for leaf in dtensor.leaves(value)):
                     with_floats[number] = paths.get(name, (name,))
-        apart = frozen_entries(plan, item.frozen())
+        frozen_apart = frozen_entries(plan, item.frozen())
         parts = on_part(planner.state_dict, self._coordinator.size)
         return _Local(
-            item=item, plan=plan, objects=objects, with_floats=with_floats, planner=planner, apart=apart, on_part=parts
+            item=item,
+            plan=plan,
+            objects=objects,
+            with_floats=with_floats,
+            planner=planner,
+            frozen_apart=frozen_apart,
+            on_part=parts,
         )
 
     def _key(self, folder: str, name: str) -> str:
-        """What errors call an entry."""
+        """Return the name of an entry in errors."""
         return f"{folder}: {name.removeprefix(self._within(folder))}"
 
     def _within(self, folder: str) -> str:
-        """What the names in an item begin with."""
+        """Return the beginning of the names in an item."""
         return f"{folder}." if self._together else ""
 
     def _bytes_of(self, key: str, value: object) -> bytes:
@@ -324,12 +332,12 @@ class ShardPlanner:
 
     def _say(self, folder: str, item: _Local) -> dict[str, Any]:
         known = self._agreed.get(folder)
-        if known is not None and (known.plan != item.plan or known.apart != item.apart):
+        if known is not None and (known.plan != item.plan or known.frozen_apart != item.frozen_apart):
             known = None
         return {
             "token": None if known is None else known.token,
             "plan": plan_data.plan_to_json(item.plan) if known is None else None,
-            "apart": list(item.apart) if known is None else None,
+            "frozen_apart": list(item.frozen_apart) if known is None else None,
             "lengths": {str(number): len(data) for number, data in item.objects.items()},
             "on_part": list(item.on_part),
         }
@@ -359,20 +367,20 @@ class ShardPlanner:
         if known is not None and all(one["token"] == known.token for one in reports.values()):
             return known
         plans: dict[int, SavePlan] = {}
-        apart: dict[int, Sequence[int]] = {}
+        frozen_apart: dict[int, Sequence[int]] = {}
         for rank, one in reports.items():
             if one["plan"] is not None:
                 plans[rank] = plan_data.plan_from_json(one["plan"], rank=rank)
-                apart[rank] = plan_data.kept_from_json(one["apart"], plans[rank], rank=rank)
+                frozen_apart[rank] = plan_data.kept_from_json(one["frozen_apart"], plans[rank], rank=rank)
             elif known is not None and one["token"] == known.token:
-                plans[rank], apart[rank] = known.plans[rank], known.apart[rank]
+                plans[rank], frozen_apart[rank] = known.plans[rank], known.frozen_apart[rank]
             else:
                 raise SaveError(name=folder, cause="its plan is not known here any more; save again", rank=rank)
         shares = divided(folder, plans, within=self._within(folder))
         final, metadata = DefaultSavePlanner().create_global_plan(list(shares.values()))
         chosen = {rank: {item.index for item in final[number].items} for number, rank in enumerate(shares)}
         kept = {rank: [n for n, item in enumerate(plans[rank].items) if item.index in chosen[rank]] for rank in shares}
-        return _Global(token=uuid.uuid4().hex, plans=plans, apart=apart, kept=kept, metadata=metadata)
+        return _Global(token=uuid.uuid4().hex, plans=plans, frozen_apart=frozen_apart, kept=kept, metadata=metadata)
 
 
 def _in_boxes(plan: SavePlan, state: Mapping[str, Any]) -> SavePlan:
@@ -423,11 +431,11 @@ def _metadata_of(place: str, parts: Mapping[str, tuple[_Global, Mapping[int, Any
 
 
 def _places(folder: str, whole: _Global, by_rank: Mapping[int, Any]) -> dict[MetadataIndex, _StorageInfo]:
-    """Where everything lies, from where ``.metadata`` does."""
+    """Return where everything lies, relative to the folder of ``.metadata``."""
     places = {}
     for rank, plan in whole.plans.items():
         lengths = plan_data.lengths_from_json(by_rank[rank], plan, rank=rank)
-        for item, _, file, at, length in entries(plan, whole.kept[rank], whole.apart[rank], lengths):
+        for item, _, file, at, length in entries(plan, whole.kept[rank], whole.frozen_apart[rank], lengths):
             places[item.index] = _StorageInfo(under(folder, file_of(rank, file)), at, length)
     return places
 
@@ -435,14 +443,14 @@ def _places(folder: str, whole: _Global, by_rank: Mapping[int, Any]) -> dict[Met
 def _lay_out(
     folder: str, local: _Local, kept: Sequence[int], rank: int, within: str
 ) -> tuple[list[FilePlan], list[int]]:
-    """This rank's files, as far as it has them, and the objects that are the last pieces of the first one.
+    """Lay out this rank's files, as far as it has them. Returns also the objects that are the last pieces of the first one.
 
-    What the health of a file is told by are the names without what they all begin with, ``within``.
+    Health is told by the names without ``within``, with which all begin.
     """
     made: dict[int, File] = {}
     objects: dict[int, tuple[int, bytes]] = {}
     lengths = {number: len(data) for number, data in local.objects.items()}
-    for entry, number, which, at, length in entries(local.plan, kept, local.apart, lengths):
+    for entry, number, which, at, length in entries(local.plan, kept, local.frozen_apart, lengths):
         file = made.setdefault(which, File())
         file.end = at + length
         if number in local.objects:

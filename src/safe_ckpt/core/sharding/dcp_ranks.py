@@ -94,7 +94,7 @@ def name_of_empty(path: Sequence[Any]) -> str:
 
 
 class _Said:
-    """What the ranks so far have said."""
+    """The entries that the ranks so far have planned."""
 
     def __init__(self, folder: str, plans: Mapping[int, SavePlan], within: str) -> None:
         self._refuse = functools.partial(_refuse, folder, within)
@@ -106,7 +106,7 @@ class _Said:
         self._filled = {above for path in paths for above in itertools.accumulate((key,) for key in path[:-1])}
 
     def by(self, rank: int, plan: SavePlan) -> list[WriteItem]:
-        """What this rank says of its plan."""
+        """Return the entries of this rank's plan that stay in it."""
         own, paths = [], plan.planner_data or {}
         for item in plan.items:
             name = item.index.fqn
@@ -119,7 +119,8 @@ class _Said:
                     self._refuse(name, {first_rank: _described(first), rank: _described(item)})
                 if rank == first_rank or item.type == WriteItemType.SHARD:
                     own.append(item)
-            elif self._is_free(path):
+            elif path not in self._above and self._paths.isdisjoint(itertools.accumulate((key,) for key in path[:-1])):
+                # No rank has said that this is, or is in, something else.
                 self._first[name] = rank, item
                 self._paths.add(path)
                 self._above.update(itertools.accumulate((key,) for key in path[:-1]))
@@ -127,10 +128,6 @@ class _Said:
             elif item.type != WriteItemType.BYTE_IO:
                 self._refuse(name, {0: "no tensor", rank: _described(item)})
         return own
-
-    def _is_free(self, path: tuple[Any, ...]) -> bool:
-        """Whether no rank has said that this is, or is in, something else."""
-        return path not in self._above and self._paths.isdisjoint(itertools.accumulate((key,) for key in path[:-1]))
 
 
 def _would_be_lost(item: WriteItem, first: WriteItem) -> bool:

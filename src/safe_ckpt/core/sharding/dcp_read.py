@@ -57,16 +57,13 @@ class _Unpickler(pickle.Unpickler):  # unpickles: DCP's records alone
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in OTHER_RECORDS.get(module, ()):
             return super().find_class(module, name)
-        if module in HOMES_OF_RECORDS and _is_record(found := super().find_class(module, name), module):
-            return found
+        if module in HOMES_OF_RECORDS:
+            found = super().find_class(module, name)
+            # To build a dataclass or an enumeration of that module runs nothing but the module's own code.
+            is_record = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+            if is_record and found.__module__ == module:
+                return found
         raise HostileCheckpointError(path="", message=f"{module}.{name} has no place in a checkpoint's metadata")
-
-
-def _is_record(found: object, module: str) -> bool:
-    """Whether it is a dataclass or an enumeration of that module: to build one runs nothing but the module's own code."""
-    if not isinstance(found, type) or found.__module__ != module:
-        return False
-    return dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
 
 
 class _Boxes:
@@ -81,7 +78,7 @@ class _Boxes:
         self._pieces = {piece.offsets: piece for piece in dtensor.pieces_of(tensor)}
 
     def size(self) -> torch.Size:
-        """Of the whole."""
+        """Return the size of the whole."""
         return self._tensor.size()
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -91,7 +88,7 @@ class _Boxes:
         ]
 
     def at(self, offset: Sequence[int]) -> torch.Tensor:
-        """One of its boxes, by where it lies in the whole."""
+        """Return one of its boxes, by where it lies in the whole."""
         piece = self._pieces[tuple(offset)]
         return dtensor.cut(dtensor.local_of(self._tensor), piece.begin, piece.sizes)
 
@@ -115,7 +112,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What DCP wrote down about a directory of its own.
+    """Read what DCP wrote down about a directory of its own.
 
     Raises:
         CorruptCheckpointError: it cannot be read as that.
@@ -291,7 +288,7 @@ def _with(saved: dict[Any, Any], more: Mapping[tuple[Any, ...], Any]) -> dict[An
 
 
 def _begun_anew(stored: Stored, missing: Sequence[tuple[tuple[Any, ...], Any]]) -> dict[tuple[Any, ...], Any]:
-    """What an optimizer's state dict gets for parameters that had no state at the save: nothing, or if it is flattened room."""
+    """Return what the state dict gets for parameters that had no state at the save: nothing, or if it is flattened room."""
     names = [".".join(map(str, path)) for name, path in stored.paths.items() if name in stored.tensors]
     groups = [".".join(map(str, path)) for path in stored.paths.values() if "param_groups" in str(path)]
     above = {part for name in (*names, *groups) for part in (name, *dtensor.names_above(name))}
@@ -306,7 +303,7 @@ def _begun_anew(stored: Stored, missing: Sequence[tuple[tuple[Any, ...], Any]]) 
 
 
 def with_types_of(own: Any, saved: Any) -> Any:
-    """What was saved, in mappings of the types that the state has today."""
+    """Return what was saved, in mappings of the types that the state has today."""
     if isinstance(saved, dict):
         known = own if isinstance(own, Mapping) else {}
         inner = {key: with_types_of(known[key], part) if key in known else part for key, part in saved.items()}
@@ -322,7 +319,7 @@ def with_types_of(own: Any, saved: Any) -> Any:
 
 
 def _at(state: Any, path: Sequence[Any]) -> Any:
-    """What lies at a path, or what is no container on the way there; ``_NOTHING`` where a container ends before."""
+    """Return what lies at a path, or on the way there and is no container; ``_NOTHING`` where a container ends before."""
     for key in path:
         if isinstance(state, Mapping):
             if key not in state:  # asking a Counter or a defaultdict for it would find something
@@ -489,15 +486,16 @@ def _sources(
 
 
 def _same_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    keys = (one.keys() | other.keys()) - {"params"}
     absent = object()
-    return all(_equal(one.get(key, absent), other.get(key, absent)) for key in keys)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+    for key in (one.keys() | other.keys()) - {"params"}:
+        here, there = one.get(key, absent), other.get(key, absent)
+        if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
+            equal = here.dtype == there.dtype and torch.equal(here, there)
+        else:
+            equal = type(here) is type(there) and bool(here == there)
+        if not equal:
+            return False
+    return True
 
 
 def spread_optimizer(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:

@@ -117,16 +117,16 @@ class Piece:
 
     @classmethod
     def first(cls, offsets: Sequence[int], sizes: Sequence[int]) -> Piece:
-        """All that a rank has."""
+        """Make the piece that is all that a rank has."""
         return cls(offsets=tuple(offsets), begin=(0,) * len(sizes), sizes=tuple(sizes))
 
     def to_json(self) -> list[Sequence[int]]:
-        """As plain lists."""
+        """Describe it as plain lists."""
         return [self.offsets, self.begin, self.sizes]
 
     @classmethod
     def from_json(cls, data: Sequence[Sequence[int]]) -> Piece:
-        """What ``to_json`` returned."""
+        """Rebuild what ``to_json`` described."""
         offsets, begin, sizes = map(tuple, data)
         return cls(offsets=offsets, begin=begin, sizes=sizes)
 
@@ -147,7 +147,7 @@ def is_scattered(tensor: object) -> bool:
 
 
 def pieces_of(tensor: torch.Tensor) -> list[Piece]:
-    """What this rank has of a tensor, as boxes of the whole. Without communication."""
+    """Return this rank's part of a tensor, as boxes of the whole. Without communication."""
     if not is_dtensor(tensor):
         return [Piece.first((0,) * tensor.dim(), tensor.shape)]
     whole: Any = tensor
@@ -158,7 +158,12 @@ def pieces_of(tensor: torch.Tensor) -> list[Piece]:
     if not is_scattered(tensor):
         (chunk,) = whole.__create_chunk_list__()
         return [] if 0 in chunk.sizes else [Piece.first(chunk.offsets, chunk.sizes)]
-    runs = [_runs(_indices(whole, dim)) for dim in range(tensor.dim())]
+    runs = []  # of each dimension: where a run of indices begins in the whole, where among ours, and how long it is
+    for dim in range(tensor.dim()):
+        indices = _indices(whole, dim)
+        starts = [n for n, index in enumerate(indices) if n == 0 or index != indices[n - 1] + 1]
+        ends = [*starts[1:], len(indices)]
+        runs.append([(indices[start], start, end - start) for start, end in zip(starts, ends, strict=True)])
     return [
         Piece(
             offsets=tuple(at for at, _, _ in box), begin=tuple(n for _, n, _ in box), sizes=tuple(n for _, _, n in box)
@@ -191,16 +196,9 @@ def _indices(tensor: Any, dim: int) -> list[int]:
 
 
 def _chunks(indices: list[int], count: int) -> list[list[int]]:
-    """As ``torch.chunk``, with empty ones at the end."""
+    """Cut as ``torch.chunk`` does, with empty chunks at the end."""
     size = -(-len(indices) // count)
     return [indices[number * size : (number + 1) * size] for number in range(count)]
-
-
-def _runs(indices: Sequence[int]) -> list[tuple[int, int, int]]:
-    """The runs of indices: where each begins in the whole, where in ``indices``, and how long it is."""
-    starts = [n for n, index in enumerate(indices) if n == 0 or index != indices[n - 1] + 1]
-    ends = [*starts[1:], len(indices)]
-    return [(indices[start], start, end - start) for start, end in zip(starts, ends, strict=True)]
 
 
 def is_partial(tensor: object) -> bool:
@@ -238,7 +236,7 @@ def copy_part(target: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Its shape; of a nested tensor those of its parts."""
+    """Return the shape of a tensor; of a nested one the shapes of its parts."""
     nested = tensor.is_nested and tensor.layout is torch.strided
     return tuple(map(shape_of, tensor.unbind())) if nested else tuple(tensor.shape)
 
@@ -289,7 +287,7 @@ def copied(target: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
 
 
 def _mode_of(tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[object]:
-    """In which these may be written to."""
+    """Return the context in which these tensors may be written to."""
     inference = any(not is_lazy(tensor) and tensor.is_inference() for tensor in tensors)
     return torch.inference_mode() if inference else contextlib.nullcontext()
 
@@ -313,7 +311,7 @@ def by_number(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dic
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """As its ``load_state_dict``, and floats keep the type that they were saved with.
+    """Load as its ``load_state_dict`` does, but floats keep the type that they were saved with.
 
     torch gives all of them their parameter's: what an optimizer keeps in float32 for a bfloat16 parameter, such as NAdam's
     products or moments of a class of the user's own, would be rounded. Parameters of another type than they had at the save
@@ -513,7 +511,7 @@ def warn_of_rounded(state: Any) -> None:
 
 
 def names_above(name: str) -> Iterator[str]:
-    """What a dotted name begins with, but for itself."""
+    """Yield the dotted beginnings of a name, but not the name itself."""
     while name := name.rpartition(".")[0]:
         yield name
 
@@ -536,7 +534,7 @@ def is_extra_state(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedItem:
-    """What is known of it before its state is asked for.
+    """A sharded item, as it is known before its state is asked for.
 
     Attributes:
         state_dict: returns what is saved. It is asked for where the plan is not known already.
@@ -558,7 +556,7 @@ class ShardedItem:
 
     @classmethod
     def of(cls, state: Any, frozen: Callable[[], frozenset[str]] = frozenset) -> ShardedItem:
-        """Of a state dict."""
+        """Make the item of a state dict."""
         return cls(state_dict=lambda: state, frozen=frozen)
 
 
@@ -579,7 +577,7 @@ class Fitted:
 
     @property
     def said(self) -> dict[str, Any]:
-        """For ``without_place``."""
+        """The part that ``without_place`` compares."""
         return {"besides": list(self.besides), "refusal": self.refusal}
 
 

@@ -99,7 +99,7 @@ def iterate(
     dtype: torch.dtype | None,
     staging_bytes: int = STAGING_BYTES,
 ) -> Generator[tuple[str, torch.Tensor | None], None, None]:
-    """As ``iter_full_tensors``, for arguments that are known to be good."""
+    """Iterate as ``iter_full_tensors`` does, for arguments that are known to be good."""
     coordinator = open_coordinator(group, _TIMEOUTS, observe=False)
     try:
         gather = _Gather(coordinator, group, state, dtype, staging_bytes)
@@ -224,13 +224,13 @@ class _Gather:
         return self._local[1]
 
     def _take(self, index: int, full: torch.Tensor) -> None:
-        """On rank 0: what has come goes where it belongs."""
+        """On rank 0: put what has come where it belongs."""
         while self._arrived and self._arrived[0][0].tensor == index:
             chunk, piece = self._arrived.pop(0)
             dtensor.cut(full, chunk.at, chunk.sizes).copy_(piece.view(full.dtype).view(chunk.sizes))
 
     def _exchange(self, number: int, barrier: RoundBarrier, timeout_s: float) -> None:
-        """One round: every rank sends its chunks to rank 0."""
+        """Do one round: every rank sends its chunks to rank 0."""
         size = self._coordinator.size
         coming = self._rounds.rounds[number] if self._coordinator.rank == 0 else []
         splits = [
@@ -438,5 +438,5 @@ class RoundBarrier:
 
 
 def _lost_with(error: BaseException, rank: int) -> int:
-    """How many other ranks will not read the report."""
+    """Return how many other ranks will not read the report."""
     return len(set(getattr(error, "ranks", getattr(error, "missing", ()))) - {rank})

@@ -49,7 +49,7 @@ class GatherPlan:
     own: Sequence[Sequence[Piece]] = field(default_factory=list)
 
     def share(self, rank: int) -> list[list[tuple[int, tuple[int, ...], tuple[int, ...]]]]:
-        """What ``rank`` sends, round by round: tensor, beginning, sizes."""
+        """Return what ``rank`` sends, round by round: tensor, beginning, sizes."""
         return [[(one.tensor, one.begin, one.sizes) for one in chunks if one.rank == rank] for chunks in self.rounds]
 
 

@@ -55,7 +55,7 @@ _reported: set[str] = set()
 
 
 def _table(kind: type[Any]) -> dict[str, Any]:
-    """All that this release of torch has of a kind, by the names that it prints."""
+    """Return all values of a kind that this release of torch has, by the names that it prints."""
     return {_name_of(value): value for value in vars(torch).values() if isinstance(value, kind)}
 
 
@@ -155,7 +155,7 @@ def _names_of(kind: Any) -> frozenset[str]:
 
 
 def _more_of(kind: str, part: Any) -> dict[str, Any]:
-    """What this release of torch plans with and has no place of its own here, by field, as JSON-able data."""
+    """Return the fields of this release of torch that have no place of their own here, by name, as JSON-able data."""
     more: dict[str, Any] = {}
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
@@ -264,7 +264,7 @@ class _Reader:
         return [self.number(step, _MOST_BYTES, name) if type(step) is int else self.text(step, name) for step in steps]
 
     def value(self, value: Any, what: str, depth: int = 0) -> Any:
-        """What ``_value_to_json`` returned."""
+        """Rebuild the value that ``_value_to_json`` described."""
         if value is None or type(value) in (bool, float):
             return value
         if type(value) is int:
@@ -293,7 +293,7 @@ class _Reader:
         return [self.item(self.row("WriteItem", row, "an entry")) for row in rows]
 
     def row(self, kind: str, value: Any, what: str) -> Any:
-        """One of torch's classes, of what ``_row`` returned and of the fields that this release has."""
+        """Rebuild an object of one of torch's classes from what ``_row`` returned, with the fields that this release has."""
         fields, row = _FIELDS[kind], self.listed(value, len(_FIELDS[kind]) + 1, what)
         if len(row) < len(fields):
             self.refuse(what, f"{len(row)} facts of a {kind}, expected {len(fields)}")

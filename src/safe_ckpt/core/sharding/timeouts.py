@@ -7,7 +7,6 @@ A consolidation whose collectives have the default timeout of a minute ends a tr
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -61,14 +60,19 @@ def lengthy_timeouts(
                 prepare_the_data()  # the others wait in a collective meanwhile
         ```
     """
+
+    def refuse_no_time() -> None:  # where all ranks learn of it
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _YEAR_S:
+            message = f"expected a number above 0, and at most {_YEAR_S} (a year), got {seconds!r:.40}"
+            raise ConfigError(key="lengthy_timeouts: seconds", message=message)
+
     members = process_groups.process_groups(groups)
-    checked = functools.partial(_refuse_no_time, seconds)  # where all ranks learn of it
     emit = Emitter([LoggingHook(), *hooks])
     for group in process_groups.meeting_groups(members):
         coordinator = open_coordinator(group, Timeouts(), observe=False)
         try:
-            must_match = {"seconds": seconds}
-            coordinator.agree("lengthy_timeouts", must_match=must_match, local=checked, timeout_s=Timeouts().barrier_s)
+            must_match, wait_s = {"seconds": seconds}, Timeouts().barrier_s
+            coordinator.agree("lengthy_timeouts", must_match=must_match, local=refuse_no_time, timeout_s=wait_s)
         finally:
             coordinator.release(keep=True)
     try:
@@ -78,15 +82,9 @@ def lengthy_timeouts(
         emit.close()
 
 
-def _refuse_no_time(seconds: object) -> None:
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _YEAR_S:
-        message = f"expected a number above 0, and at most {_YEAR_S} (a year), got {seconds!r:.40}"
-        raise ConfigError(key="lengthy_timeouts: seconds", message=message)
-
-
 @contextlib.contextmanager
 def raised(groups: Iterable[ProcessGroup], seconds: float, emit: Emitter | None = None) -> Iterator[None]:
-    """As ``lengthy_timeouts``, for ranks that know already that all of them enter.
+    """Raise timeouts as ``lengthy_timeouts`` does, for ranks that know already that all of them enter.
 
     Args:
         groups: as ``ranks.process_groups`` returns them.

@@ -202,9 +202,12 @@ class SharedBuffer:
         return True
 
     def _fill(self, size: int) -> None:
-        for at in range(self.size, size, len(_ZEROS)):
+        for begin in range(self.size, size, len(_ZEROS)):
             self._refuse_if_closing()
-            _write_zeros(self._fd, at, min(len(_ZEROS), size - at))
+            # Zeros, so that it is allocated. Without the interpreter lock.
+            fd, at, end = self._fd, begin, min(begin + len(_ZEROS), size)
+            while at < end:
+                at += os.pwrite(fd, _ZEROS[: end - at], at)
 
     def _refuse_if_closing(self) -> None:
         if self._closing:
@@ -217,7 +220,7 @@ class SharedBuffer:
 
 
 def rounded(size: int) -> int:
-    """How much is taken for ``size`` bytes."""
+    """Return how much is taken for ``size`` bytes."""
     granule = GRANULE if size > GRANULE // 2 else _SMALL_GRANULE
     return -(-size // granule) * granule
 
@@ -227,13 +230,6 @@ def _huge_on_advice() -> bool:
         return "[advise]" in _SHMEM_PAGES.read_text(encoding="utf-8")
     except OSError:
         return False
-
-
-def _write_zeros(fd: int, at: int, length: int) -> None:
-    """Have a part of the file allocated. Without the interpreter lock."""
-    done = 0
-    while done < length:
-        done += os.pwrite(fd, _ZEROS[: length - done], at + done)
 
 
 def _map(start: int, length: int, advice: int) -> bool:

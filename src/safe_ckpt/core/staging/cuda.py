@@ -126,7 +126,7 @@ class Pinnable(Protocol):
 
     @property
     def bytes(self) -> torch.Tensor:
-        """All of it, one number a byte."""
+        """View all of it, one number a byte."""
 
     def pin(self, device: torch.device, cuda: Cuda) -> bool:
         """Register it. Returns whether it is."""

@@ -1,4 +1,4 @@
-"""What the writer process and its parent share: how far the writing is, and the copying. Reading it can never block."""
+"""A page that the writer process and its parent share: how far writing and copying are. Reading it can never block."""
 
 from __future__ import annotations
 

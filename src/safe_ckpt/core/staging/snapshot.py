@@ -58,10 +58,6 @@ class Deferral(Protocol):
         """Remember the tensors as they are now. Returns what names one that has changed; no text for none."""
 
 
-def _is_away(move: TensorCopy) -> bool:
-    return not move.tensor.is_cpu
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CopyPlan:
     """Part of the tensors of a snapshot, in the order of their places.
@@ -79,7 +75,9 @@ class CopyPlan:
     on_host: bool = True
 
     @classmethod
-    def of(cls, moves: Sequence[TensorCopy], elsewhere: Callable[[TensorCopy], bool] = _is_away) -> CopyPlan:
+    def of(
+        cls, moves: Sequence[TensorCopy], elsewhere: Callable[[TensorCopy], bool] = lambda move: not move.tensor.is_cpu
+    ) -> CopyPlan:
         """Plan to copy ``moves``; ``elsewhere`` says of one that it is not in host memory."""
         rows: list[Piece] = []
         kept: list[TensorCopy] = []
@@ -96,7 +94,7 @@ class CopyPlan:
 
     @classmethod
     def joined(cls, plans: Sequence[CopyPlan]) -> CopyPlan:
-        """One for several, whose places follow one another."""
+        """Join several plans, whose places follow one another."""
         return cls(
             rows=list(chain.from_iterable(plan.rows for plan in plans)),
             moves=list(chain.from_iterable(plan.moves for plan in plans)),
@@ -106,7 +104,7 @@ class CopyPlan:
 
     @property
     def size_bytes(self) -> int:
-        """Of all of them."""
+        """The bytes of all of them."""
         return sum(size for _, _, size in self.rows)
 
     def pieces(self, elsewhere: Callable[[TensorCopy], bool], *, one_thread: bool) -> deque[Piece]:
@@ -175,7 +173,7 @@ class KnownCopies:
         self._used: set[object] = set()
 
     def recall(self, key: object, placed: Sequence[tuple[int, torch.Tensor]]) -> tuple[CopyPlan, CopyPlan] | None:
-        """What of a file is copied now and what later, if its plan is known.
+        """Return which tensors of a file are copied now and which later, if its plan is known.
 
         Args:
             key: equal where all addresses and places are; None where that is not known.
@@ -263,7 +261,7 @@ def lay_out(
 def _copies(
     image: FilePlan, task: WriteTask, overlap_plan: Deferral | None, known: KnownCopies
 ) -> tuple[CopyPlan, CopyPlan]:
-    """What of one file is copied now and what later."""
+    """Plan which tensors of one file are copied now and which later."""
     # Equal where all tensors have the same addresses and places.
     key = None if image.layout is None else (image.layout, task.offset, overlap_plan and overlap_plan.token)
     plans = known.recall(key, image.tensors)
@@ -282,7 +280,7 @@ def _copies(
 
 
 def _fill_in(images: Sequence[FilePlan], tasks: Sequence[WriteTask], buffer: SharedBuffer) -> None:
-    """What is known of the files already. What the last snapshot put to the same places is still there."""
+    """Write the bytes that are known already. Those that the last snapshot put to the same places are still there."""
     memory, there = buffer.memory, buffer.filled_for
     buffer.filled_for = frozenset()
     for image, task in zip(images, tasks, strict=True):
@@ -296,7 +294,7 @@ def _fill_in(images: Sequence[FilePlan], tasks: Sequence[WriteTask], buffer: Sha
 
 
 def list_tasks(images: Sequence[FilePlan], folder: str, manifest: Mapping[str, Any]) -> list[WriteTask]:
-    """What is to be written, with the places in a shared buffer that would hold it all."""
+    """List the write tasks, with their places in a shared buffer that would hold all of it."""
     tasks: list[WriteTask] = []
     base = FIRST_BYTE
     for image in images:
@@ -542,8 +540,10 @@ class StagingCopy:
         pieces = plan.pieces(self._devices.takes, one_thread=one_thread)
         if plan.on_host:
             self._pieces = pieces
+            # A second thread must have the time to wake up, and a core of its own.
+            is_long = plan.size_bytes >= _HELP_FROM and len(os.sched_getaffinity(0)) > 1
             # Not before: it would find nothing to do, and leave.
-            if self._ask_for_help is not None and (self._gate_waits if aside else one_thread and _is_long(plan)):
+            if self._ask_for_help is not None and (self._gate_waits if aside else one_thread and is_long):
                 self._ask_for_help(self.help)
         while not self._stopped:
             try:
@@ -575,8 +575,3 @@ class StagingCopy:
         if not self._stopped:
             self._marked = end
             self._buffer.mark(end)
-
-
-def _is_long(plan: CopyPlan) -> bool:
-    """Whether the copy takes long enough for a second thread to wake up and take its part, on a core of its own."""
-    return len(os.sched_getaffinity(0)) > 1 and plan.size_bytes >= _HELP_FROM

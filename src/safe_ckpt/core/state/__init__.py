@@ -1,1 +1,1 @@
-"""What a user's state consists of: names to objects, objects to files, and back in place."""
+"""The user's state: names to objects, objects to files, and back in place."""

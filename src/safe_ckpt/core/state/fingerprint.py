@@ -1,4 +1,4 @@
-"""What the plan of an item depends on, gathered in a fraction of the time that planning takes.
+"""Fingerprints of all that the plan of an item depends on, gathered in a fraction of the time that planning takes.
 
 Where two fingerprints have equal facts, both states are planned alike, to the byte, but for their values: the same names in
 the same order, types, shapes, strides and devices, in the same memory; so the same tensors share memory, too. Addresses are
@@ -76,7 +76,7 @@ class Fingerprint:
         return struct.pack(f">{len(self.floats)}d", *self.floats)
 
     def remember(self) -> Remembered | None:
-        """What tells whether a later one is the same, without the tensors; None where nothing tells."""
+        """Return what tells whether a later one is the same, without the tensors; None where nothing tells."""
         if not _DTYPES.issuperset(map(attrgetter("dtype"), self.tensors)):
             return None
         if any(tensor.is_meta or is_unresolved(tensor) or tensor.is_inference() for tensor in self.tensors):
@@ -90,7 +90,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Remembered:
-    """What is kept of a fingerprint.
+    """The part of a fingerprint that is kept.
 
     Attributes:
         facts: its facts.
@@ -133,7 +133,7 @@ _V = TypeVar("_V")
 
 
 def of(find: Callable[[_V], Fingerprint], value: _V) -> Fingerprint | None:
-    """What one of the following functions finds; None where there is no fingerprint."""
+    """Return the fingerprint that one of the functions below finds; None where there is none."""
     try:
         return find(value)
     # RuntimeError and TypeError: such as of a tensor that has no address.
@@ -246,7 +246,7 @@ class _Walk:
         self._seen: set[int] = set()
 
     def value(self, value: Any) -> None:
-        """One value and what is in it."""
+        """Take in one value and what is in it."""
         kind = type(value)
         self.facts.append(kind)
         if kind in self._kinds:
@@ -306,7 +306,7 @@ class _Walk:
 def _parts(
     tensors: Sequence[torch.Tensor], *, picklable: bool = False
 ) -> tuple[Sequence[torch.Tensor], tuple[Any, ...], bool]:
-    """This rank's parts, what else a plan depends on in the tensors, and whether some are parts.
+    """Return this rank's parts, what else of the tensors a plan depends on, and whether some are parts.
 
     Args:
         tensors: of the state.

@@ -1,6 +1,6 @@
-"""What a state consists of: names, and under each an object of some kind; what is saved of it, and how it comes back.
+"""The items of a state: a name and an object of some kind; what is saved of the object, and how it comes back.
 
-What was loaded is put back where it belongs, in place as far as types allow: on all ranks, or on none.
+Loaded values are put back where they belong, in place as far as types allow: on all ranks, or on none.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ class SavedItem:
 
     @property
     def key(self) -> str:
-        """What errors call it."""
+        """Its name in errors."""
         return f"state[{self.name!r}]"
 
     @property
     def kind(self) -> str:
-        """What it is, for people; "" for nothing."""
+        """Its kind, for people; "" for nothing."""
         empty = self.value is None or (isinstance(self.value, Mapping | list | tuple) and not self.value)
         return "" if empty else "data"
 
@@ -127,15 +127,15 @@ class SavedItem:
         return dtensor.leaves(self.value)
 
     def fingerprint(self) -> Fingerprint | None:
-        """Tells whether it can be planned as last time; None where nothing tells."""
+        """Return what tells whether it can be planned as last time; None where nothing tells."""
         return fingerprint.of(fingerprint.of_data, self.value)
 
     def state(self) -> Any:
-        """What is saved of it. Of sharded objects that is a collective."""
+        """Return what is saved of it. Of sharded objects that is a collective."""
         return self.value
 
     def at(self, path: Iterable[Any]) -> Any:
-        """What lies at a path of its state and has floats in it."""
+        """Return what lies at a path of its state and has floats in it."""
         value = self.value
         for key in path:
             value = value[key]
@@ -168,7 +168,7 @@ class SavedItem:
         return Fitted(apply=lambda _: restore_into(self.value, loaded))
 
     def below(self, state: Any) -> dict[str, Any]:
-        """What is saved of it, as it lies in the state of a whole checkpoint."""
+        """Return what is saved of it, as it lies in the state of a whole checkpoint."""
         return {self.name: state}
 
     def fit_shards(self, shards: Shards) -> Fitted:
@@ -313,7 +313,7 @@ class _Optimizer(_Stateful):
         return SavedItem(self.name, {"param_groups": self.optimizer.param_groups}).at(path)
 
     def expected_bytes(self) -> int:
-        """As it will be after the first step."""
+        """See ``SavedItem``: as it will be after the first step."""
         return expected_state_bytes(self.optimizer)
 
     def refuse_target(self) -> None:
@@ -357,18 +357,17 @@ def items_of(state: Mapping[str, Any]) -> list[SavedItem]:
     with unchanging("state"):
         state = dict(state)  # another thread may add to it
     _check_names(state)
-    items = sorted(itertools.starmap(_item_of, state.items()), key=lambda item: item.optimizer is not None)
+    items = []
+    for name, value in state.items():
+        inner = value.value if isinstance(value, PerRank) else value
+        kind = next((kind for of, kind in _KINDS if isinstance(inner, of)), SavedItem)
+        items.append(kind(name, inner, per_rank=isinstance(value, PerRank)))
+    items.sort(key=lambda item: item.optimizer is not None)
     modules = modules_of(items)
     for item in items:
         if item.optimizer is not None:
             item.modules = modules
     return items
-
-
-def _item_of(name: str, value: Any) -> SavedItem:
-    inner = value.value if isinstance(value, PerRank) else value
-    kind = next((kind for of, kind in _KINDS if isinstance(inner, of)), SavedItem)
-    return kind(name, inner, per_rank=isinstance(value, PerRank))
 
 
 def modules_of(items: Iterable[SavedItem]) -> dict[str, torch.nn.Module]:
@@ -388,7 +387,7 @@ def expected_bytes(state: Mapping[str, Any], *, rank: int) -> int:
 
 
 def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What its state will take after the first step, as far as that is known of its kind; else what it takes now."""
+    """Return the bytes of its state after the first step, as far as that is known of its kind; else those of now."""
     now = sum(
         value.numel() * value.element_size()
         for state in optimizer.state.values()
@@ -457,7 +456,7 @@ def frozen_names(module: torch.nn.Module) -> frozenset[str]:
 
 
 def check_into(target: Any, loaded: Any, seen: set[tuple[int, int]] | None = None) -> None:
-    """Whether ``restore_into`` can make ``target`` equal to ``loaded``. Of the tensors there only shapes and types count.
+    """Check that ``restore_into`` can make ``target`` equal to ``loaded``. Of the tensors there only shapes and types count.
 
     Args:
         target: nested tensors and data.
@@ -516,7 +515,9 @@ def restore_into(target: Any, loaded: Any, done: dict[tuple[int, int], tuple[Any
         done: what was restored before, with the target that it was.
     """
     if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        return target if target is loaded else _copied(target, loaded)
+        if target is loaded or loading.described(target) != loading.described(loaded):
+            return loaded  # in the second case it is an extra state
+        return dtensor.copied(target, loaded)
     if not isinstance(target, MutableMapping | MutableSequence | tuple):
         return loaded
     done, pair = {} if done is None else done, (id(target), id(loaded))
@@ -543,12 +544,6 @@ def _restored(target: Any, loaded: Any, done: dict[tuple[int, int], tuple[Any, A
     kind: Any = type(target)
     same = len(values) == known and all(map(operator.is_, values, target))
     return target if same else getattr(kind, "_make", kind)(values)  # a named tuple takes its fields one by one
-
-
-def _copied(target: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
-    if loading.described(target) != loading.described(loaded):  # an extra state
-        return loaded
-    return dtensor.copied(target, loaded)
 
 
 class Restoring:
@@ -595,7 +590,7 @@ class Restoring:
         return {item.name: fitted.said for item, fitted in self._fitted if fitted.besides}
 
     def agree(self, answers: Mapping[int, Mapping[str, Any]]) -> dict[str, list[str]]:
-        """On rank 0: what no rank has a place for, by item.
+        """Return on rank 0 the names that no rank has a place for, by item.
 
         Raises:
             RestoreError: that cannot be added; names it.
@@ -662,7 +657,7 @@ class Shards:
 
     @functools.cached_property
     def stored(self) -> Stored:
-        """What it has. What is no tensor was read."""
+        """The stored values. All but the tensors were read."""
         from safe_ckpt.core.sharding.dcp_read import Stored
 
         return Stored(self.folder, self.within, self.metadata(self.folder))
@@ -675,7 +670,7 @@ class Shards:
 
 
 def read_once() -> Callable[[Path], Any]:
-    """What reads the ``.metadata`` of a folder, for the first who asks, and gives it to all others."""
+    """Return a function that reads the ``.metadata`` of a folder for the first who asks, and gives it to all others."""
 
     @functools.cache
     def read(folder: Path) -> Any:

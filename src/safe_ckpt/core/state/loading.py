@@ -1,4 +1,4 @@
-"""What torch's own ``load_state_dict`` would refuse after it has applied a part, and what it would only warn of."""
+"""Checks for what torch's ``load_state_dict`` would refuse after it has applied a part, or would only warn of."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def refuse_module(key: str, module: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def nothing_lost() -> Iterator[None]:
-    """What an object loads in here is not dropped without an error, as torch does where a tensor has no memory."""
+    """Raise where torch would drop loaded values in silence: for a tensor that has no memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", _NO_OP, UserWarning)
         yield
 
 
 def check_same_names(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """What torch refuses, in its words."""
+    """Refuse the names that torch refuses, in its words."""
     missing, besides = sorted(own.keys() - loaded.keys()), sorted(map(str, loaded.keys() - own.keys()))
     told = [f"the checkpoint has nothing for {missing} (Missing key(s), as torch says it)"] if missing else []
     told += [f"the module has no place for {besides} (Unexpected key(s), as torch says it)"] if besides else []
@@ -67,7 +67,7 @@ def check_same_names(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
 
 
 def check_module(own: Mapping[str, Any], loaded: Any) -> None:
-    """What ``Module.load_state_dict`` would refuse after it has copied what fits."""
+    """Refuse what ``Module.load_state_dict`` would refuse after it has copied what fits."""
     if not isinstance(loaded, Mapping):
         raise TypeError(f"expected a module's state, the checkpoint has {type(loaded).__name__}")
     then, now = (getattr(state, "_metadata", None) or {} for state in (loaded, own))
@@ -98,7 +98,7 @@ def loads_as_torch_does(module: torch.nn.Module) -> bool:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
-    """What ``Optimizer.load_state_dict`` would refuse, and state of other shapes, which only a step would."""
+    """Refuse what ``Optimizer.load_state_dict`` would refuse, and state of other shapes, which only a step would refuse."""
     if not dtensor.is_torchs(optimizer.load_state_dict) or optimizer._optimizer_load_state_dict_pre_hooks:
         return
     saved = [len(group["params"]) for group in loaded["param_groups"]]
@@ -114,6 +114,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, loaded: Any) -> None:
 
 
 def described(tensor: torch.Tensor) -> str:
-    """What a tensor is, for errors: equal for two only if one can take the values of the other."""
+    """Describe a tensor, for errors: equal for two only if one can take the values of the other."""
     layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
     return f"{dtensor.shape_of(tensor)} {tensor.dtype}{layout}"

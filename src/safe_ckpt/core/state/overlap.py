@@ -29,6 +29,8 @@ _WORD = 8
 _Tensor: Any = torch.Tensor
 _PLACE: Any = torch.UntypedStorage.data_ptr
 _VERSION = attrgetter("_version")
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+"""With ``max_norm`` they change their weights in the forward."""
 
 
 MutationDetector = Callable[[], str]
@@ -80,7 +82,7 @@ class _Samples:
 
 
 def _sampled(tensor: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
-    """Where it begins, and what of it is looked at: places behind that, and bytes."""
+    """Return where a tensor begins, and which parts of it are looked at: places behind that, and bytes."""
     if not tensor.is_cpu or not tensor.is_contiguous():
         return 0, []
     start, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
@@ -98,7 +100,7 @@ which evaluates its closure several times."""
 
 
 class OverlapPlan:
-    """What may be copied later.
+    """A plan of the tensors that may be copied later.
 
     Args:
         modules: those whose parameters are saved.
@@ -116,7 +118,9 @@ class OverlapPlan:
         tensors: list[tuple[str, torch.Tensor]] = []
         for number, module in enumerate(modules):
             of = _which("module", number, modules)
-            changing += [*module.buffers(), *_changed_in_forward(module)]
+            embeddings = (part for part in module.modules() if isinstance(part, _EMBEDDINGS))
+            in_forward = (part.weight for part in embeddings if part.max_norm is not None)
+            changing += [*module.buffers(), *in_forward]
             for name, parameter in module.named_parameters():
                 if id(parameter) in owned and not _steps_in_backward(parameter):
                     tensors.append((f"parameter {name}{of}", local_of(parameter)))
@@ -195,11 +199,6 @@ def _which(kind: str, number: int, among: Sequence[object]) -> str:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _changed_in_forward(module: torch.nn.Module) -> list[torch.Tensor]:
-    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    return [part.weight for part in module.modules() if isinstance(part, kinds) and part.max_norm is not None]
 
 
 def _steps_in_backward(parameter: torch.Tensor) -> bool:

@@ -51,7 +51,7 @@ class Models:
 
     @functools.cached_property
     def modules(self) -> Mapping[str, torch.nn.Module]:
-        """By name."""
+        """The modules by name."""
         return self._find()
 
     @functools.cached_property
@@ -71,7 +71,7 @@ class Models:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What this rank saves of a state.
+    """The plan of what this rank saves of a state.
 
     Attributes:
         files: those that it writes, but for what is sharded.
@@ -149,14 +149,14 @@ class Planner:
 
     Args:
         rank: this rank.
-        apart: whether what is not trained goes to files of its own, where that is much.
+        frozen_apart: whether what is not trained goes to files of its own, where that is much.
         overlapped: whether tensors are copied after the save has returned.
         alone: there is no other rank that could hold something else.
     """
 
-    def __init__(self, rank: int, *, apart: bool = False, overlapped: bool = False, alone: bool = False) -> None:
+    def __init__(self, rank: int, *, frozen_apart: bool = False, overlapped: bool = False, alone: bool = False) -> None:
         self._rank = rank
-        self._apart = apart
+        self._frozen_apart = frozen_apart
         self._overlapped = overlapped
         self._alone = alone
         self._known: dict[str, _Known] = {}
@@ -226,7 +226,9 @@ class Planner:
         optimizers = {item.name: item.optimizer for item in items if item.optimizer is not None}
         names = [*modules, *optimizers]
         chosen = [views[name] for name in names if name in views]
-        if len(chosen) < len(names) or any(map(_may_change_elsewhere, chosen)):
+        # A parameter may change outside its optimizer's step, which a fingerprint does not tell.
+        hooks = attrgetter("_post_accumulate_grad_hooks")
+        if len(chosen) < len(names) or any(view.normed or any(map(hooks, view.whole)) for view in chosen):
             self._overlap = None
             return OverlapPlan(modules.values(), optimizers.values()) or None
         numbers = _numbered(views[name] for name in modules)
@@ -242,10 +244,13 @@ class Planner:
         return made or None
 
     def _one(self, item: SavedItem, now: Fingerprint | None) -> Sequence[FilePlan] | ShardedItem:
-        known, below = self._still_known(item, now), functools.partial(self._frozen_below, item)
+        def frozen_below() -> frozenset[str]:
+            return frozenset(f"{item.name}.{name}" for name in self._frozen(item))
+
+        known = self._still_known(item, now)
         if now is not None and now.sharded and not item.per_rank:
             found = self._sharded(item, lambda: item.below(item.state()), now, known)
-            return dataclasses.replace(found, at=lambda path: item.at(path[1:]), frozen=below)
+            return dataclasses.replace(found, at=lambda path: item.at(path[1:]), frozen=frozen_below)
         if now is not None and known is not None:
             again = _again(known, now)
             if again is not None:
@@ -257,7 +262,7 @@ class Planner:
             # An optimizer of sharded parameters has no sharded state before its first step.
             if dtensor.any_sharded(dtensor.leaves(resolved)) or (item.optimizer is not None and item.sharded):
                 self._known.pop(item.name, None)
-                return ShardedItem.of(item.below(resolved), below)
+                return ShardedItem.of(item.below(resolved), frozen_below)
             if not self._alone:
                 self._held[item.name] = held(item, resolved)
         planned: Sequence[FilePlan] = ()
@@ -298,7 +303,11 @@ class Planner:
                 items[name] = ShardedItem.of(state, frozen)
             else:
                 # A state dict does not tell what is trained.
-                trained = [one.requires_grad for one in model.parameters()] if self._apart and model is not None else []
+                trained = (
+                    [one.requires_grad for one in model.parameters()]
+                    if self._frozen_apart and model is not None
+                    else []
+                )
                 now = dataclasses.replace(now, facts=(*now.facts, trained))
                 known = self._still_known(item, now)
                 found = self._sharded(item, functools.partial(dict, state), now, known)
@@ -306,7 +315,7 @@ class Planner:
         return items
 
     def _still_known(self, item: SavedItem, now: Fingerprint | None) -> _Known | None:
-        """What is known of an item, if it is as it was."""
+        """Return what is known of an item, if it is as it was."""
         known = self._known.get(item.name)
         if now is None or known is None or known.per_rank != item.per_rank or not known.remembered.same_as(now):
             return None
@@ -329,13 +338,10 @@ class Planner:
         )
 
     def _frozen(self, item: SavedItem) -> frozenset[str]:
-        return item.frozen_names() if self._apart else frozenset()
-
-    def _frozen_below(self, item: SavedItem) -> frozenset[str]:
-        return frozenset(f"{item.name}.{name}" for name in self._frozen(item))
+        return item.frozen_names() if self._frozen_apart else frozenset()
 
     def _frozen_within(self, state: Mapping[str, Any], model: torch.nn.Module | None) -> frozenset[str]:
-        names = frozen_names(model) if self._apart and model is not None else ()
+        names = frozen_names(model) if self._frozen_apart and model is not None else ()
         inner = [key for key, value in state.items() if isinstance(value, Mapping)] if names else ()
         return frozenset(names).intersection(state).union(f"{key}.{name}" for key in inner for name in names)
 
@@ -373,16 +379,11 @@ def _numbered(views: Iterable[Fingerprint]) -> dict[int, int]:
     return {id(tensor): number for number, tensor in enumerate(chain.from_iterable(view.whole for view in views))}
 
 
-def _may_change_elsewhere(view: Fingerprint) -> bool:
-    """Whether a parameter may change outside its optimizer's step, which a fingerprint does not tell."""
-    return view.normed or any(map(attrgetter("_post_accumulate_grad_hooks"), view.whole))
-
-
 def held(item: SavedItem, resolved: Any) -> list[str]:
-    """What this rank holds of an item that rank 0 saves alone: a kind, and a text for the tensors; empty for nothing.
+    """List what this rank holds of an item that rank 0 saves alone: a kind, and a text for the tensors; empty for nothing.
 
-    Values are rank 0's to say. A rank that holds other tensors, such as a pipeline's next stage, would lose them. So would one
-    that holds something under a name of its own rank, such as ``dp_rank_1``: those names come behind.
+    The values are those of rank 0. A rank that holds other tensors, such as a pipeline's next stage, would lose them. So would
+    one that holds something under a name of its own rank, such as ``dp_rank_1``: those names come behind.
 
     Args:
         item: of the state.

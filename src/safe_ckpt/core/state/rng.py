@@ -63,7 +63,7 @@ def _set_numpy(numpy: Any, kind: str, keys: bytes, *rest: Any) -> None:
 
 
 def _of_numpy(kept: Mapping[str, Any]) -> tuple[str, bytes, int, int, float]:
-    """Its kind, what it keeps, its position, and the normal number that it has drawn ahead."""
+    """Return a generator's kind, what it keeps, its position, and the normal number that it has drawn ahead."""
     kind, state = str(kept["bit_generator"]), kept["state"]
     if kind == _USUAL:
         return kind, state["key"].tobytes(), state["pos"], kept["has_gauss"], kept["gauss"]
@@ -133,7 +133,7 @@ class RngState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """What the generators are at now."""
+        """Return where the generators are now."""
         return get_rng_state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -174,7 +174,7 @@ def put_all_back(text: str) -> None:
 
 
 def snapshot_to_text(taken: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``snapshot`` gave, as plain data."""
+    """Convert the result of ``snapshot`` to plain data."""
     text: dict[str, Any] = {}
     for name, state in taken.items():
         if isinstance(state, str | list):

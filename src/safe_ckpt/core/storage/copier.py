@@ -40,7 +40,7 @@ _OPEN = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """What changes when a file does. ``of`` reads it; two that are equal stand for the same bytes.
+    """Facts of a file that change when it does. ``of`` reads them; two that are equal stand for the same bytes.
 
     A file's times are those of the kernel's last tick: a file that changed within ``racy_ns`` of being looked at may change
     once more without showing it.
@@ -65,7 +65,7 @@ class Stamp:
 
     @property
     def everywhere(self) -> Stamp:
-        """What every host sees alike of a file that they share: its size and when it was written."""
+        """The part that all hosts see alike of a file that they share: its size and when it was written."""
         return replace(self, device=0, inode=0, ctime_ns=0)
 
 
@@ -91,7 +91,7 @@ class FileCopy:
         return self.source or self.path
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-able data."""
+        """Describe it as JSON-able data."""
         return asdict(self)
 
     @classmethod

@@ -145,7 +145,7 @@ def create_file(path: str, direct: bool, *, replace: bool = True) -> tuple[int, 
 
 
 def _clear(path: str) -> None:
-    """Delete what has the name. Some servers call busy what is not there; what is, the open meets."""
+    """Delete the file of that name. Some servers call a missing file busy; if it is there, the open that follows fails."""
     try:
         os.unlink(path)
     except OSError as error:

@@ -42,7 +42,7 @@ _unsynced: set[int] = set()
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenFile:
-    """What is on disk now.
+    """A file that is on disk now.
 
     Attributes:
         path: where.

@@ -20,7 +20,7 @@ def can_be_held(place: Place) -> bool:
 
 
 def stamp_at(place: Place) -> Stamp | None:
-    """That of a file; None where it cannot be had: it is gone, or is an object."""
+    """Return the stamp of a file; None where there is none: it is gone, or is an object."""
     try:
         return Stamp.of(os.stat(place)) if isinstance(place, Path) else None
     except OSError:

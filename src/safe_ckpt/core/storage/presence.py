@@ -55,7 +55,7 @@ def is_there(path: Path) -> bool:
 
 
 def is_seen(path: Path) -> bool:
-    """As ``is_there``; False where it cannot be looked at now: the file system may be unavailable for a moment."""
+    """Ask as ``is_there`` does; False where it cannot be looked at now: the file system may be unavailable for a moment."""
     try:
         return is_there(path)
     except OSError:
@@ -105,7 +105,7 @@ def is_gone(path: Path) -> bool:
 
 
 def entries_in(folder: Path) -> list[Path]:
-    """What lies in a folder; nothing where it is missing.
+    """List the entries of a folder; none where it is missing.
 
     Raises:
         OSError: it cannot be listed, or is none.
@@ -117,7 +117,7 @@ def entries_in(folder: Path) -> list[Path]:
 
 
 def ends_as_archive(path: Path) -> bool:
-    """As ``zipfile.is_zipfile``, which treats every error as "no".
+    """Ask as ``zipfile.is_zipfile`` does, which treats every error as "no".
 
     Raises:
         OSError: it could not be read.
@@ -171,7 +171,7 @@ def inside(folder: _Place, name: object, file: str = "") -> _Place:
 
 
 def really_inside(folder: Path, name: object, file: str = "") -> Path:
-    """As ``inside``, for what is then opened, linked or removed: no link on the way to it leads out of ``folder`` either.
+    """Check as ``inside`` does, before a file is opened, linked or removed: no link on the way leads out of ``folder`` either.
 
     Raises:
         HostileCheckpointError: it leads out.

@@ -266,7 +266,7 @@ def _wrong_in(file: Path, spans: Sequence[Span], progress: ReadProgress | None) 
 
 
 def _one_by_one(file: Path, at: int, end: int) -> Iterator[memoryview]:
-    """As ``read_ahead`` for what is in memory already, where handing pieces from thread to thread costs more than reading."""
+    """Read as ``read_ahead`` does, but a file in the page cache: there, handing pieces to a thread costs more than reading."""
     with (
         opened(file, os.O_RDONLY | os.O_NONBLOCK) as fd,
         mmap.mmap(-1, _CACHED_ROOM) as memory,
@@ -314,7 +314,7 @@ class _Checker:
             self._crc = 0
 
     def end(self, end: int) -> None:
-        """All bytes up to ``end`` should have come."""
+        """Check that all bytes up to ``end`` have come."""
         if self._at < end:
             raise CorruptCheckpointError(path=str(self._file), message=f"is cut off at byte {self._at} of {end}")
 

@@ -52,7 +52,7 @@ def in_store(place: Place) -> ObjectPath:
 
 
 def files_in(places: Iterable[Place]) -> list[Path]:
-    """Those of ``places`` that lie in a file system."""
+    """Return those of ``places`` that lie in a file system."""
     return [place for place in places if isinstance(place, Path)]
 
 
@@ -117,7 +117,7 @@ def shared_bytes(folder: Place, entries: Iterable[FileFacts]) -> int:
 
 
 def frees_bytes(places: Sequence[Place], sizes: Mapping[Place, int]) -> int:
-    """How much room it gives to delete checkpoints. Of a file that is shared nothing is freed as long as one name is left.
+    """Return how much room it gives to delete checkpoints. A shared file frees nothing as long as one name is left.
 
     Args:
         places: the checkpoints.
@@ -127,7 +127,7 @@ def frees_bytes(places: Sequence[Place], sizes: Mapping[Place, int]) -> int:
 
 
 def place_named(text: str, beside: Place | None) -> Place:
-    """What a path or an address names, in the same file system or bucket as ``beside``.
+    """Return the place that a path or an address names, in the same file system or bucket as ``beside``.
 
     Raises:
         ValueError: the address is of another bucket.
@@ -136,7 +136,7 @@ def place_named(text: str, beside: Place | None) -> Place:
 
 
 def parsed(file: Place, parse: Callable[[bytes], _T], read: Callable[[Path], bytes]) -> _T:
-    """What ``parse`` makes of a small file. In a store it is read once more where that fails: an answer may be wrong once.
+    """Parse a small file. In a store it is read once more where that fails: an answer may be wrong once.
 
     Args:
         file: where it is.

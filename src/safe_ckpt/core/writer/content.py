@@ -40,7 +40,7 @@ Ready = Callable[[], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Closing:
-    """What is known of a file when the last of its bytes has been hashed. It is announced as one value, so never in part.
+    """The facts of a file when the last of its bytes has been hashed. They are announced as one value, so never in part.
 
     Attributes:
         xxh3_128: of the whole file, with the tail.
@@ -55,7 +55,7 @@ class Closing:
     tail: bytes
 
     def written(self, path: str) -> WrittenFile:
-        """Of the file at ``path``, which is there now."""
+        """Return the record of the file at ``path``, which is there now."""
         return WrittenFile(path=path, size_bytes=self.size_bytes, xxh3_128=self.xxh3_128, observed=self.observed)
 
 
@@ -101,14 +101,14 @@ class Observer(Protocol):
         """Bytes of the file, which come in order from ``at`` on."""
 
     def found(self) -> Any:
-        """What it has found, as JSON-able data; None for nothing. When all bytes were taken."""
+        """Return its findings, as JSON-able data; None for nothing. When all bytes were taken."""
 
     def section(self) -> Mapping[str, Any]:
-        """Its section of the manifest that the file carries inside; empty for none. When all bytes were taken."""
+        """Return its section of the manifest inside the file; empty for none. When all bytes were taken."""
 
 
 class _Observers:
-    """Those of one file, by the names of their extensions."""
+    """The observers of one file, by the names of their extensions."""
 
     def __init__(self, task: WriteTask, known: memoryview | KnownBytes) -> None:
         self._path = task.path
@@ -177,7 +177,7 @@ class _Pass:
             self._crcs[record.name], self._hashes[record.name] = digest.crc, digest.hexdigest()
 
     def closing(self, rest: bytes) -> Closing:
-        """After the last piece; ``rest``: what of them is no whole page."""
+        """Close the file after the last piece; ``rest``: the last bytes, which are no whole page."""
         if self._task.records is not None:
             sections = self._observers.sections()
             tail = closing_of(self._task, self._length, self._crcs, self._hashes, sections)
@@ -200,7 +200,7 @@ class _Pass:
 
 
 class MemoryContent:
-    """Of a file that lies in memory, or will. The hashing runs ahead, on a thread of its own: it releases the interpreter lock.
+    """The content of a file that lies in memory, or will. Hashing runs ahead, on a thread: it releases the interpreter lock.
 
     Args:
         task: what is written.
@@ -330,7 +330,7 @@ def _started(run: Callable[[], None]) -> threading.Thread | None:
 
 
 class TensorContent:
-    """Of a state that is larger than the host memory it may take: straight from the tensors, through a small buffer.
+    """The content of a state that is larger than the host memory for it: straight from the tensors, through a small buffer.
 
     Args:
         task: what is written.

@@ -42,7 +42,7 @@ class Adoption:
     instead: FileCopy | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-able data."""
+        """Describe it as JSON-able data."""
         return asdict(self)
 
     @classmethod
@@ -110,7 +110,7 @@ class Existing:
         return "not this one" if self._fd is None else link_open_file(self._fd, path)
 
     def adoption(self, path: str) -> Adoption:
-        """What puts a copy there."""
+        """Return the adoption that puts a copy there."""
         before = self.before
         sources: tuple[str, ...] = ()
         instead = None
@@ -123,7 +123,7 @@ class Existing:
         return Adoption(path=path, size_bytes=size, xxh3_128=digest, sources=sources, instead=instead)
 
     def written(self, path: str, *, shared: bool) -> WrittenFile:
-        """What stands at ``path``; ``shared``: none of its bytes was written."""
+        """Return the record of the file that stands at ``path``; ``shared``: none of its bytes was written."""
         before = self.before
         return WrittenFile(
             path=path,

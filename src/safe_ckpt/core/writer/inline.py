@@ -1,4 +1,4 @@
-"""Whether saves are inline: no process is started for them, and they are over when they return."""
+"""Inline saves: no process is started for them, and they are over when they return."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _entered = 0
 
 @contextlib.contextmanager
 def inline() -> Iterator[None]:
-    """What is opened within saves inline, in this process, on all threads."""
+    """Have what is opened in the block save inline, in this process, on all threads."""
     global _entered  # noqa: PLW0603 - of the process, as the processes and locks are that it is about
     with _changing:
         _entered += 1

@@ -1,4 +1,4 @@
-"""To objects: in parts, several under way at a time, hashed on the way, no copy on a disk.
+"""Writing to objects: in parts, several under way at a time, hashed on the way, no copy on a disk.
 
 Used by the writer process, and by the parent when it writes itself. Standard library, xxhash, isal and obstore only.
 """
@@ -158,7 +158,7 @@ class ObjectSink:
         return WrittenFile(path=path, size_bytes=size_bytes, xxh3_128=digests[-1])
 
     def _place(self, path: str, progress: ProgressReporter) -> ObjectPath:
-        """Where ``path`` is. A request that is tried again counts as progress."""
+        """Return the place of ``path``. A request that is tried again counts as progress."""
         place = open_place(path, self._storage)
         progress.entered("upload")
         tried = functools.partial(progress.moved, 0)

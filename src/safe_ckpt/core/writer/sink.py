@@ -34,7 +34,7 @@ class Sink(Protocol):
     """Where the bytes of one checkpoint go. Every method raises ``OSError`` as the storage says, with the path."""
 
     def write(self, task: WriteTask, content: Content, progress: ProgressReporter) -> WrittenFile:
-        """One file, whose bytes come in order. Its name is durable after ``sync``."""
+        """Write one file, whose bytes come in order. Its name is durable after ``sync``."""
 
     def copy(self, copies: Sequence[FileCopy], progress: ProgressReporter) -> list[WrittenFile]:
         """Files of this machine, as they are. Raises if one changed meanwhile."""
@@ -47,7 +47,7 @@ class Sink(Protocol):
 
 
 class FileSink:
-    """To files, by large aligned writes, then fsync: see ``Sink``. The directories exist.
+    """Writes to files, by large aligned writes, then fsync: see ``Sink``. The directories exist.
 
     Args:
         options: how to write.
@@ -106,7 +106,7 @@ def open_sink(folder: str, options: WriteOptions) -> Sink:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteJob:
-    """What to write.
+    """A job for a writer.
 
     Attributes:
         name: of the checkpoint, for messages.
@@ -130,12 +130,12 @@ class WriteJob:
 
     @property
     def paths(self) -> list[str]:
-        """What is there afterwards, in the order of the results."""
+        """The paths that are there afterwards, in the order of the results."""
         copied = (*(copy.path for copy in self.copies), *(one.path for one in self.adoptions))
         return [*copied, *(task.path for task in self.files)]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-able data, without the buffer."""
+        """Describe it as JSON-able data, without the buffer."""
         rows = {name: [one.to_json() for one in getattr(self, name)] for name in ("files", "copies", "adoptions")}
         return {**vars(self), "buffer": None, **rows, "directories": list(self.directories)}
 

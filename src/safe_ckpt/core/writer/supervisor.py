@@ -250,7 +250,7 @@ class WriterSupervisor:
 
 
 class _OwnProgress(Unwatched):
-    """Of writing in this process: it counts for the supervisor, and ends when ``stop`` raises."""
+    """The progress of writing in this process: it counts for the supervisor. Writing ends when ``stop`` raises."""
 
     def __init__(self, supervisor: WriterSupervisor, stop: Callable[[], None]) -> None:
         self._supervisor = supervisor

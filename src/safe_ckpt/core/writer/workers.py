@@ -1,4 +1,4 @@
-"""Those that write, seen from the one that waits for them: a process, and a thread for what is small. One loop watches both."""
+"""The workers that write, as seen by who waits for them: a process, and a thread for small saves. One loop watches both."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class WriterEnded(Exception):
 
 
 class _Look(NamedTuple):
-    """What is seen of a worker.
+    """One look at a worker.
 
     Attributes:
         beats: a number that changes as long as it makes progress.
@@ -107,7 +107,7 @@ def _watch(
 
 
 def _limit_s(timeouts: Timeouts, phase: str, state: str) -> float:
-    """How long the process may move no byte, by what the kernel says of it."""
+    """Return how long the process may move no byte, by what the kernel says of it."""
     if state in _STOPPED:  # a moment of it, for a debugger or a freezer, harms nothing
         return min(_STOPPED_S, timeouts.writer_stall_s)
     if phase in ("fsync", "upload"):
@@ -210,11 +210,20 @@ class WriterClient:
                 raise self._ended(self._how_it_ended(job))
             return False
 
+        def look() -> _Look:
+            now = self._page.read()
+            return _Look(now.beats, now.phase, process_state(self._process.pid))
+
         def where(now: _Look) -> str:
-            why = " (it is stopped)" if now.state in _STOPPED else self._stack()
+            why = " (it is stopped)"
+            if now.state not in _STOPPED:
+                # A stopped process, or one deep in the kernel, will not answer; then there is nothing to show.
+                self._process.send_signal(STACK_SIGNAL)
+                time.sleep(0.2)
+                why = self._said()
             return f"{_where(self._page.read(), job)}{why}"
 
-        _watch(self._process.pid, is_done, self._look, where, timeouts, stop)
+        _watch(self._process.pid, is_done, look, where, timeouts, stop)
         line, self._buffer = self._buffer, b""
         return _results(json.loads(line), job)
 
@@ -229,10 +238,6 @@ class WriterClient:
         except subprocess.TimeoutExpired:
             logger.warning("writer process %d cannot be killed: it waits for the disk", self._process.pid)
         os.close(self._log)
-
-    def _look(self) -> _Look:
-        now = self._page.read()
-        return _Look(now.beats, now.phase, process_state(self._process.pid))
 
     def _send(self, job: WriteJob, plan: bytes) -> None:
         buffer = job.buffer
@@ -280,12 +285,6 @@ class WriterClient:
             return f"exited with status {code} {where}{self._said()}"
         hint = " (the kernel's out-of-memory killer sends this)" if code == -signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-code).name}{hint} {where}{self._said()}"
-
-    def _stack(self) -> str:
-        # A stopped process, or one deep in the kernel, will not answer; then there is nothing to show.
-        self._process.send_signal(STACK_SIGNAL)
-        time.sleep(0.2)
-        return self._said()
 
     def _said(self) -> str:
         size = os.fstat(self._log).st_size
@@ -359,7 +358,9 @@ class WriterThread:
         finally:
             self._task, self._moves = None, self._moves + task.beats + 1
             if not task.over.is_set():
-                self._leave(task)
+                task.abandoned = True
+                self._background.end()
+                self._background = Background("safe_ckpt-write", _Task.work)
         failure = task.failure
         if isinstance(failure, MemoryError) or (isinstance(failure, OSError) and failure.errno in _AGAIN):
             raise WriterEnded(f"met an error: {failure}", os.getpid()) from failure
@@ -377,11 +378,6 @@ class WriterThread:
         self._background.end()
         if not self._background.is_current:  # a collector may call this from anywhere
             self._background.join(_POLL_S)
-
-    def _leave(self, task: _Task) -> None:
-        task.abandoned = True
-        self._background.end()
-        self._background = Background("safe_ckpt-write", _Task.work)
 
 
 class _Abandoned(Exception):

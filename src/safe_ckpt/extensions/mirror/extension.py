@@ -32,7 +32,7 @@ class Mirroring(Extension):
         self._run = run
         if run.rank == 0:
             self.mirror = MirrorUploads(run.config, run.emit, run.owner)
-            run.coordinator.movers.append(self.mirror.progress)
+            run.coordinator.progress_sources.append(self.mirror.progress)
 
     def ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
         """See ``Extension``."""
@@ -80,7 +80,7 @@ class Mirroring(Extension):
             try:
                 self.mirror.drain(within_s)
             finally:
-                self._run.coordinator.movers.remove(self.mirror.progress)
+                self._run.coordinator.progress_sources.remove(self.mirror.progress)
 
     def closed(self) -> None:
         """See ``Extension``."""

@@ -52,14 +52,14 @@ def identity_of(path: Path, workspace: Home) -> str:
 
     Relative to its directory; one that the user named himself, relative to where the job was started.
     """
-    relative = os.path.relpath(path) if workspace.is_for_one_name else workspace.name_of(path)
+    relative = os.path.relpath(path) if workspace.is_single_name else workspace.name_of(path)
     return quote(relative, safe=_PLAIN)
 
 
 def is_copy_of(manifest: Manifest, path: Path, workspace: Home) -> bool:
     """Whether a mirrored checkpoint is what ``path`` names: on this machine, or relative to where the job was started."""
     facts = _facts(manifest)
-    same_path = workspace.is_for_one_name and facts.get("path") == str(path)
+    same_path = workspace.is_single_name and facts.get("path") == str(path)
     return same_path or (bool(facts) and manifest.name == identity_of(path, workspace))
 
 

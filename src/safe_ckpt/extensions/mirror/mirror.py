@@ -83,7 +83,7 @@ class MirrorUploads:
 
     def root_of(self, workspace: Home) -> ObjectPath:
         """The place for the checkpoints of a directory: for the first one the url itself, for others a folder in it."""
-        if workspace.is_for_one_name:
+        if workspace.is_single_name:
             return self._top / NAMED
         path = in_files(workspace.path)
         with self._turn:

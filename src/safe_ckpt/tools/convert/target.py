@@ -20,7 +20,7 @@ from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, single
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.formats.torch_archive import torch_image
 from safe_ckpt.core.saving.engine import Engine
-from safe_ckpt.core.saving.names import HeldDirectories, open_folder
+from safe_ckpt.core.saving.names import NamedHomes, open_folder
 from safe_ckpt.core.saving.request import Streamed
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import ConfigError, DirectoryError, naming
@@ -98,7 +98,7 @@ def _saved(
     """Save in one step. ``fill`` writes further files into a folder that it is given."""
     engine = Engine(_CONFIG, extensions=assemble(_CONFIG))
     try:
-        home = HeldDirectories(engine).hold(path)
+        home = NamedHomes(engine).hold(path)
         request = export.request_of(home, path, Streamed(files=images), kind=kind)
         if fill is not None:
             folder = open_folder(engine.coordinator, home, uuid.uuid4().hex, _CONFIG.timeouts.barrier_s)

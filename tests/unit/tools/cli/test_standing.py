@@ -263,7 +263,7 @@ def test_a_deletion_that_failed_is_tried_again_at_the_next_commit(tmp_path, monk
             engine.save(
                 SaveRequest(
                     destination=Destination(workspace=workspace, path=tmp_path / name, kind="file"),
-                    content=Snapshot(files=[file_plan.single(image, name)]),
+                    payload=Snapshot(files=[file_plan.single(image, name)]),
                     facts=Facts(step=1),
                     on_commit=OnCommit(retention=delete_listed(list(paths)) if paths else None),
                 )

@@ -1,4 +1,4 @@
-"""What lies in a directory in an object store, for anyone who looks: its head, and the folders of saves. No ownership needed.
+"""The head of a directory in an object store, and the folders of saves, as anyone sees them. No ownership is needed.
 
 The head says who owns the directory, and what may be left over if the owner dies. It is only ever replaced on the condition
 that it is the one that was read, so each change is a step from one owner's state to the next. A save is announced in it before
@@ -53,7 +53,7 @@ _MOST_TRASH = 100  # a delayed request may bring an object back: what was delete
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What the head object says.
+    """The data of the head object.
 
     Attributes:
         fence: counts the owners; each has a number of its own.
@@ -128,11 +128,11 @@ class Head:
         return head if facts["lease"] is None or lease is not None else None
 
     def taken(self, lease: Lease) -> Head:
-        """Another owner."""
+        """Give it another owner."""
         return self._next(fence=self.fence + 1, lease=lease)
 
     def released(self) -> Head:
-        """No owner."""
+        """Give it no owner."""
         return self._next(lease=None)
 
     def heartbeat(self) -> Head:
@@ -140,11 +140,11 @@ class Head:
         return self._next(lease=self.lease.next() if self.lease is not None else None)
 
     def announced(self, folder: str, sequence: int) -> Head:
-        """A save begins in ``folder``."""
+        """Note that a save begins in ``folder``."""
         return self._next(pending=(*self.pending, folder), sequence=max(self.sequence, sequence))
 
     def settled(self, folders: Collection[str], committed: Sequence[str] = ()) -> Head:
-        """These saves are over: ``committed``, in their order, or nothing of them is left."""
+        """Note that these saves are over: ``committed``, in their order, or nothing of them is left."""
         pending = tuple(folder for folder in self.pending if folder not in folders)
         if not committed:
             return self._next(pending=pending)
@@ -152,7 +152,7 @@ class Head:
         return self._next(pending=pending, committed=(*earlier, *committed)[-_MOST_COMMITTED:])
 
     def deleting(self, folders: Sequence[str]) -> Head:
-        """These are deleted from now on."""
+        """Note that these are deleted from now on."""
         besides = [folder for folder in self.trash if folder not in folders]
         pending = tuple(folder for folder in self.pending if folder not in folders)
         quarantined = tuple(folder for folder in self.quarantined if folder not in folders)
@@ -165,12 +165,12 @@ class Head:
         )
 
     def quarantining(self, folder: str) -> Head:
-        """This is damaged."""
+        """Note that this checkpoint is damaged."""
         besides = (one for one in self.quarantined if one != folder)
         return self._next(quarantined=(*besides, folder), committed=self._committed_without([folder]))
 
     def seen_to_be_conditional(self) -> Head:
-        """The store keeps its promises."""
+        """Note that the store keeps its promises."""
         return self._next(checked=True)
 
     def _committed_without(self, folders: Collection[str]) -> tuple[str, ...] | None:
@@ -201,7 +201,7 @@ def folders_of(path: ObjectPath) -> list[ObjectPath]:
 
 
 def look_at_head(path: ObjectPath, bucket: Bucket | None = None) -> tuple[Head | None, Version]:
-    """What the head of a directory says, and which state of it that is; None where it is damaged, as two reads say.
+    """Return the head of a directory, and which state of it that is; None where it is damaged, as two reads say.
 
     Args:
         path: the directory.
@@ -222,7 +222,7 @@ def look_at_head(path: ObjectPath, bucket: Bucket | None = None) -> tuple[Head |
 
 
 def read_head(path: ObjectPath) -> Head | None:
-    """What the head of a directory says; None where there is none, or none that can be read. Needs no ownership.
+    """Return the head of a directory; None where there is none, or none that can be read. Needs no ownership.
 
     Raises:
         OSError: the store gave no answer, or refuses; or two reads disagree.
@@ -322,7 +322,9 @@ def list_objects(path: ObjectPath, on_error: OnError | None = None) -> list[Cand
         errors.clear()
         found, lacking = _listed(where, errors if on_error is not None else None)
         if lacking and pause_s is None:  # what a live job has deleted since the head was read is not named any more
-            named = _named_by(read_head(where))
+            named, head = set[str](), read_head(where)
+            if head is not None:
+                named = {*head.pending, *((_SOMETHING,) if head.committed is None else head.committed)}
             lacking = [name for name in lacking if name in named]
         if not lacking:
             for folder, error in errors.items():
@@ -339,7 +341,7 @@ def list_objects(path: ObjectPath, on_error: OnError | None = None) -> list[Cand
 
 
 def _listed(path: ObjectPath, errors: dict[ObjectPath, Exception] | None) -> tuple[list[Candidate], list[str]]:
-    """What the store lists, and what it should list besides. Without a dict for them, errors are raised."""
+    """Return what the store lists, and names that it should list besides. Where ``errors`` is None, errors are raised."""
     head = read_head(path) or Head()
     hidden = {*head.trash, *head.quarantined}
     folders = [folder for folder in folders_of(path) if folder.name not in hidden]
@@ -363,14 +365,8 @@ def _listed(path: ObjectPath, errors: dict[ObjectPath, Exception] | None) -> tup
     return found, lacking
 
 
-def _named_by(head: Head | None) -> set[str]:
-    if head is None:
-        return set()
-    return {*head.pending, *(head.committed if head.committed is not None else (_SOMETHING,))}
-
-
 def object_candidate(folder: ObjectPath) -> Candidate | None:
-    """What a folder of a save is; None for one without a manifest: of a save that is under way, failed or was never committed.
+    """Return the candidate in a save's folder; None without a manifest: the save is under way, failed or was never committed.
 
     Raises:
         OSError: the store gave no answer.

@@ -64,7 +64,7 @@ _TOMBSTONE_S = 7 * 24 * 3600.0
 
 
 class UndecidedError(OSError):
-    """Whether a checkpoint is committed is not known: the store gives no answer. The next owner finds out."""
+    """It is not known whether a checkpoint is committed: the store gives no answer. The next owner finds out."""
 
 
 class ObjectHome(HeldHome[ObjectPath]):
@@ -83,8 +83,8 @@ class ObjectHome(HeldHome[ObjectPath]):
     """
 
     is_mounted: ClassVar[bool] = False
-    is_for_one_name = False
-    lacks: ClassVar[frozenset[str]] = frozenset({"file", "prefilled", "carry", "pointers", "links"})
+    is_single_name = False
+    unsupported: ClassVar[frozenset[str]] = frozenset({"file", "prefilled", "keep_foreign", "pointers", "links"})
 
     def __init__(self, path: ObjectPath, *, lease_s: float, owner: str = "", unfenced: bool = False) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class ObjectHome(HeldHome[ObjectPath]):
         self._owner.confirm()
 
     def taken_over(self) -> DirectoryInUseError | None:
-        """After something was not as expected: the error that names the job that took the directory over, if one did.
+        """Return the error that names the job that took the directory over, if one did: for when something was not as expected.
 
         Such a job sweeps away what this one has uploaded. None, too, where the store gives no answer within seconds.
         """
@@ -224,23 +224,22 @@ class ObjectHome(HeldHome[ObjectPath]):
         Raises:
             DirectoryInUseError: another job has taken the directory over; nothing was deleted.
         """
+
+        def discard_one(folder: ObjectPath) -> None:
+            self.path.bucket.delete([(folder / MANIFEST_NAME).key])
+            self._delete_folder(folder)
+
         chosen = [in_store(place) for place in places]
         gone: list[ObjectPath] = []
         for at in range(0, len(chosen), _AT_ONCE):
-            gone += self._discard(chosen[at : at + _AT_ONCE])
+            some = chosen[at : at + _AT_ONCE]
+            self._owner.update(lambda head: head.deleting([folder.name for folder in some]))  # noqa: B023 - called at once
+            gone += self._discard_each(some, discard_one)
         return gone
 
     def delete(self, infos: Sequence[CheckpointInfo]) -> list[Place]:
         """See ``Whole``. A folder has one save in its life."""
         return list(self.discard([info.path for info in infos]))
-
-    def _discard(self, chosen: Sequence[ObjectPath]) -> list[ObjectPath]:
-        self._owner.update(lambda head: head.deleting([folder.name for folder in chosen]))
-        return self._discard_each(chosen, self._delete_checkpoint)
-
-    def _delete_checkpoint(self, folder: ObjectPath) -> None:
-        self.path.bucket.delete([(folder / MANIFEST_NAME).key])
-        self._delete_folder(folder)
 
     def look(self, on_error: OnError | None = None) -> list[Candidate]:
         """See ``Home``."""
@@ -261,7 +260,7 @@ class ObjectHome(HeldHome[ObjectPath]):
         return folder
 
     def quarantined(self) -> list[ObjectPath]:
-        """What is in quarantine."""
+        """See ``Home``."""
         return [self.path / name for name in self._owner.head.quarantined]
 
     def _sweep(self) -> None:
@@ -307,7 +306,8 @@ class ObjectHome(HeldHome[ObjectPath]):
         place = folder / MANIFEST_NAME
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             data, _ = place.bucket.read(place.key)
-            if not _is_old_tombstone(data) or place.bucket.afresh().read(place.key)[0] != data:
+            is_old = is_tombstone(data) and time.time() - float(json.loads(data)[_SET_AT]) > _TOMBSTONE_S
+            if not is_old or place.bucket.afresh().read(place.key)[0] != data:
                 return  # it carries no digest: two reads have to agree
             if json.loads(data).get("spares"):
                 self.path.bucket.delete([place.key])
@@ -407,7 +407,7 @@ class ObjectPublication:
         return DirectoryError.of(error, path=path, rank=rank, phase=f"saving {name}: {phase}")
 
     def _check_uploaded(self, entries: Sequence[FileEntry]) -> None:
-        """What is there must be what was reported: another rank's store may be another one."""
+        """Compare the objects that are there with the reports: another rank's store may be another one."""
         for folder in (self.folder, self.folder.afresh()):
             there = {entry.key: entry.size_bytes for entry in folder.bucket.entries(folder.key)}
             sizes = {entry: there.get((folder / entry.path).key, -1) for entry in entries}
@@ -418,7 +418,3 @@ class ObjectPublication:
         cause = f"{entry.path}, uploaded by rank {entry.rank} with {entry.size_bytes} bytes, "
         cause += "is not there" if size < 0 else f"has {size} bytes in {self.folder}"
         raise SaveError(name=self._new.path.name, cause=cause, rank=entry.rank, phase="commit")
-
-
-def _is_old_tombstone(data: bytes) -> bool:
-    return is_tombstone(data) and time.time() - float(json.loads(data)[_SET_AT]) > _TOMBSTONE_S

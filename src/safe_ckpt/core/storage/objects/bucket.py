@@ -116,7 +116,7 @@ class Bucket:
 
     @property
     def url(self) -> str:
-        """Of the bucket."""
+        """The address of the bucket."""
         return f"{self.scheme}://{self.name}"
 
     def read(self, key: str) -> tuple[bytes, Version]:
@@ -134,7 +134,7 @@ class Bucket:
         return self._again(request, key, "read")
 
     def read_range(self, key: str, start: int, length: int) -> memoryview:
-        """So many bytes of an object, fewer where it ends.
+        """Read so many bytes of an object, fewer where it ends.
 
         Raises:
             FileNotFoundError: it is not there.

@@ -1,4 +1,4 @@
-"""The client of a bucket: what obstore is given, which of it is wrong, and what of it is secret. Used by the writer process."""
+"""The client of a bucket: the options for obstore, which are wrong, and which are secret. Used by the writer process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SECRET_VARIABLE = re.compile(r"(KEY|SECRET|TOKEN|PASSWORD|SAS)$")
 
 
 def secrets_of(options: StorageOptions) -> tuple[str, ...]:
-    """What no text may show, of the options and of the environment; the longest first."""
+    """Return the secrets of the options and of the environment, which no text may show; the longest first."""
     given = [value for name, value in options.given.items() if _SECRET_OPTION.search(name)]
     given += [value for name, value in variables().items() if _SECRET_VARIABLE.search(name)]
     long = {value for value in given if len(value) > _SHORT and value.lower() not in _NO_SECRETS}
@@ -167,7 +167,7 @@ def _not_done(error: BaseException, path: str, said: str, status: str) -> OSErro
 
 
 def cleaned(text: str, secrets: Sequence[str]) -> str:
-    """One line, without what a signature, a token or a setting may show."""
+    """Return the text as one line, without what a signature, a token or a setting may show."""
     for secret in secrets:
         text = text.replace(secret, "...").replace(urllib.parse.quote(secret, safe=""), "...")
     text = _BODY.sub(_summary, text.partition("\n\nDebug source")[0])
@@ -176,6 +176,6 @@ def cleaned(text: str, secrets: Sequence[str]) -> str:
 
 
 def _summary(body: re.Match[str]) -> str:
-    """Of an answer in XML what it is about. Its other parts may hold a token, or what was signed."""
+    """Return the subject of an answer in XML. Its other parts may hold a token, or what was signed."""
     parts = [found.group(1).strip() for part in (_CODE, _MESSAGE) if (found := part.search(body.group()))]
     return ": ".join(parts)

@@ -59,7 +59,7 @@ class StorageOptions:
 
 
 def variables() -> dict[str, str]:
-    """What the environment says now of how stores are reached."""
+    """Return the variables of the environment that say now how stores are reached."""
     starts = tuple(f"{prefix}_" for prefix in PREFIXES.values())
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(starts)}
 

@@ -72,11 +72,11 @@ class ObjectPath:
 
     @property
     def parent(self) -> ObjectPath:
-        """What it lies in."""
+        """The place that it lies in."""
         return ObjectPath(self.bucket, self.key.rpartition("/")[0])
 
     def at(self, address: str) -> ObjectPath:
-        """What ``address`` names, in the same bucket.
+        """Return the place that ``address`` names, in the same bucket.
 
         Raises:
             ValueError: it is elsewhere.
@@ -91,7 +91,7 @@ class ObjectPath:
         return ObjectPath(self.bucket.afresh(), self.key)
 
     def below(self, other: ObjectPath) -> str:
-        """This as it is named below ``other``."""
+        """Return the name of this below ``other``."""
         return self.key[len(other.key) :].lstrip("/")
 
 
@@ -120,7 +120,7 @@ def open_place(url: str, options: StorageOptions, key: str = "directory") -> Obj
 
 
 def _reopened(address: str) -> ObjectPath:
-    """What a pickle was made of. Named in pickles: do not rename it."""
+    """Rebuild what a pickle was made of. Pickles name this function: do not rename it."""
     return open_place(address, StorageOptions())
 
 
@@ -131,7 +131,7 @@ def _bucket(scheme: str, name: str, options: StorageOptions, seen: tuple[tuple[s
 
 
 def place_of(path: str | os.PathLike[str], storage: StorageConfig, give_up_after_s: float) -> Place:
-    """What a user has named: an address, or a path, which is made absolute as a program may change its working directory.
+    """Return the place that a user has named: an address, or a path. That is made absolute: programs change their directory.
 
     Raises:
         ConfigError: see ``open_place``.
@@ -142,5 +142,5 @@ def place_of(path: str | os.PathLike[str], storage: StorageConfig, give_up_after
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """What a user's path means now: ``~`` as in a shell, and a program may change its working directory."""
+    """Return what a user's path means now: ``~`` as in a shell, and a program may change its working directory."""
     return Path(os.path.abspath(os.path.expanduser(path)))

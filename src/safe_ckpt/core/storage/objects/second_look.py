@@ -52,7 +52,7 @@ def read_twice(
 
 
 def parse_twice(place: ObjectPath, parse: Callable[[bytes], _Result]) -> _Result:
-    """What ``parse`` makes of a small object. What it refuses is read once more, on a new connection, which decides.
+    """Return what ``parse`` makes of a small object. If it refuses, a second read decides, on a new connection.
 
     Raises:
         FileNotFoundError: there is none, as two reads say.
