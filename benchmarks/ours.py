@@ -70,7 +70,7 @@ class SingleFile(Way):
 
     def save(self, step: int) -> None:
         self._path = self._root.path / f"step={step}.ckpt"
-        image = torch_archive.torch_image(self._path.name, self.state(), strict=False, key="checkpoint")
+        image = torch_archive.torch_plan(self._path.name, self.state(), strict=False, key="checkpoint")
         images = [file_plan.single(image, self._path.name)]
         overlapped = self._config.snapshot == "overlapped"
         self._handle = self._engine.save(

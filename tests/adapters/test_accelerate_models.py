@@ -323,7 +323,7 @@ def test_no_more_memory_than_the_largest_tensor(tmp_path):
 def test_shards_hold_every_tensor_once_and_keep_to_the_limit(sizes, limit):
     """For any sizes: in order, none lost, none twice, no shard above the limit unless a single tensor is."""
     lazies = {f"t{i}": LazyTensor(dtype=torch.uint8, shape=(size,), fetch=lambda: None) for i, size in enumerate(sizes)}
-    images = hugging_face.images(lazies, limit)
+    images = hugging_face.plans(lazies, limit)
     shards = [image for image in images if image.path.endswith(".safetensors")]
     stored = [lazy for image in shards for _, lazy in image.lazies]
     assert stored == [lazy for lazy in lazies.values() if lazy.size_bytes]

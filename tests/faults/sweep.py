@@ -226,7 +226,7 @@ class Sharing(Numbered):
 
 def request_of(destination, name, number, to_delete, **names):
     """A save of one archive, behind which others are deleted, and a further name or a pointer is given."""
-    image = torch_archive.torch_image(name, state(number), strict=False, key="checkpoint")
+    image = torch_archive.torch_plan(name, state(number), strict=False, key="checkpoint")
     return SaveRequest(
         destination=destination,
         payload=Snapshot(files=[file_plan.single(image, name)]),

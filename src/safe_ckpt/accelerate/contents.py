@@ -153,7 +153,7 @@ def _model(index: int, state: Mapping[str, Any], *, safe_serialization: bool) ->
             kind = f"{value.dtype} {value.layout} tensor" if is_tensor else type(value).__name__
             message = f"a {kind} does not fit safetensors: use save_state(safe_serialization=False)"
             raise StateError(key=f"model {index}: {name}", message=message)
-    return safetensors.safetensors_image(path, _loadable(index, state))
+    return safetensors.safetensors_plan(path, _loadable(index, state))
 
 
 def _loadable(index: int, state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:

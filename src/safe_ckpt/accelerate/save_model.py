@@ -123,7 +123,7 @@ def _files(values: Mapping[str, OffloadedValue], options: ModelOptions) -> list[
             filename_pattern=utils.SAFE_WEIGHTS_PATTERN_NAME,
             max_shard_size=options.most_bytes(),
         )
-        return _shards(lazies, split, safetensors.named_safetensors_image, utils.SAFE_WEIGHTS_NAME)
+        return _shards(lazies, split, safetensors.named_safetensors_plan, utils.SAFE_WEIGHTS_NAME)
     fetched = _fetched(values)
     split = split_torch_state_dict_into_shards(
         fetched, filename_pattern=utils.WEIGHTS_PATTERN_NAME, max_shard_size=options.most_bytes()
@@ -140,7 +140,7 @@ def _shards(
         return planned
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     body = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    return [*planned, file_plan.bytes_image(f"{single}.index.json", body.encode())]
+    return [*planned, file_plan.bytes_plan(f"{single}.index.json", body.encode())]
 
 
 def _once(values: Mapping[str, OffloadedValue], dtype: torch.dtype | None) -> dict[str, LazyTensor]:

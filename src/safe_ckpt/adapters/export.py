@@ -102,7 +102,7 @@ class Exporter:
         try:
             if self._engine.rank == 0:
                 lazy = stream.lazies() if kept["gathered"] else chosen
-                planned = hugging_face.images(lazy, most_bytes, hugging_face.STEM if adapter is None else adapter.STEM)
+                planned = hugging_face.plans(lazy, most_bytes, hugging_face.STEM if adapter is None else adapter.STEM)
                 planned += adapter.files_beside(model) if adapter is not None else []
             payload = Streamed(files=planned, feed=stream.feed) if kept["gathered"] else Snapshot(files=planned)
         except Exception as problem:  # the other ranks must learn of it

@@ -52,8 +52,8 @@ def save_archive(
         StateError: something in it cannot be pickled.
         DirectoryError: the file system refused.
     """
-    image = torch_archive.torch_image(path.name, obj, strict=False, key="checkpoint")
-    look(image.pieces[-1][1])
+    file = torch_archive.torch_plan(path.name, obj, strict=False, key="checkpoint")
+    look(file.pieces[-1][1])
     manifest = Manifest(name=path.name, sequence=sequence, step=step, world_size=1, notes=dict(notes or {}))
     buffer = SharedBuffer()
     near = path.with_name(f".{path.name}.{manifest.op_id}.tmp")
@@ -62,7 +62,7 @@ def save_archive(
             durable.make_directory(path.parent)
             if path.is_dir():
                 raise DirectoryError(path=str(path), message=_FOLDER, rank=rank, phase=f"saving {path.name}")
-            plan = file_plan.single(image, near.name)
+            plan = file_plan.single(file, near.name)
             (task,) = snapshot.take([plan], buffer, str(path.parent), manifest.to_json())
             options = WriteOptions(direct=True, chunk_bytes=8 << 20, flush_every_bytes=64 << 20)
             content = MemoryContent(task, memoryview(buffer.memory), options.chunk_bytes, Unwatched())

@@ -146,9 +146,9 @@ def torch_file(path: str, state: object, *, key: str | None = None) -> FilePlan:
         model.pt 2
         ```
     """
-    image = torch_archive.torch_image(path, state, strict=False, key=key or path)
-    warn_if_refused(path, image.pieces[-1][1], key or path)
-    return image
+    file = torch_archive.torch_plan(path, state, strict=False, key=key or path)
+    warn_if_refused(path, file.pieces[-1][1], key or path)
+    return file
 
 
 def note_models(engine: Engine, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:

@@ -80,7 +80,7 @@ class Sharded(Strategy):
         with attempt:
             refuse_local_parts(states)
         with attempt.meeting():
-            files = self._planner.images(self._known.sharded_states(states, models or {}), attempt.error)
+            files = self._planner.files(self._known.sharded_states(states, models or {}), attempt.error)
         return Planned(files=files, folders=sorted(filter(None, states)), error=attempt.error)
 
     def loading_in_place(self, path: Path, state: dict[str, Any]) -> Callable[[], None]:

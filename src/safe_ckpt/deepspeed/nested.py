@@ -51,7 +51,7 @@ class EngineWrites(Strategy):
                 if save_latest:
                     beside[LATEST] = tag.encode()
         if self._core.rank == 0:
-            parts.append(Planned(files=[file_plan.bytes_image(name, data) for name, data in beside.items()]))
+            parts.append(Planned(files=[file_plan.bytes_plan(name, data) for name, data in beside.items()]))
         return Planned.joined([Planned(error=attempt.error), *parts])
 
     @contextlib.contextmanager

@@ -95,10 +95,10 @@ def _whole_checkpoint(
 
 def _file(saver: SaverOfTrainer, name: str, checkpoint: Mapping[str, Any], *, resumes: bool) -> FilePlan:
     """A file of Lightning's; warns of what a resume from it will refuse, where it ``resumes`` at all."""
-    image = torch_file(name, checkpoint, key="checkpoint")
+    file = torch_file(name, checkpoint, key="checkpoint")
     if resumes and not saver.reads_freely:
-        pickles.warn_if_no_data(image.pieces[-1][1], "checkpoint", NO_DATA)
-    return image
+        pickles.warn_if_no_data(file.pieces[-1][1], "checkpoint", NO_DATA)
+    return file
 
 
 def _sharded(

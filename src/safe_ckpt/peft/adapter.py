@@ -160,7 +160,7 @@ def files_beside(model: torch.nn.Module) -> list[FilePlan]:
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         described = Path(folder, _CONFIG).read_bytes()
-    files = [file_plan.bytes_image(_CONFIG, described)]
+    files = [file_plan.bytes_plan(_CONFIG, described)]
     if str(getattr(config, "init_lora_weights", "")).startswith(_CHANGES_BASE):
         message = "the base of the adapter is not recorded: PEFT changes it for init_lora_weights=%r"
         logger.warning(message, config.init_lora_weights)
@@ -169,7 +169,7 @@ def files_beside(model: torch.nn.Module) -> list[FilePlan]:
     trains_biases = getattr(config, "bias", "none") != "none"
     without = sorted(name for name in _base_of(inner) if name.endswith("bias")) if trains_biases else []
     base = {"xxh3_128": base_hash(inner, without), "without": without}
-    return [*files, file_plan.bytes_image(BASE, json.dumps(base).encode() + b"\n")]
+    return [*files, file_plan.bytes_plan(BASE, json.dumps(base).encode() + b"\n")]
 
 
 def _base_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

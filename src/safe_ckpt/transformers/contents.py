@@ -77,7 +77,7 @@ def catching(folder: Path, *, shards: bool = False, besides: Collection[str] = (
         if name is None or kwargs or not tensors or not safetensors_format.fits_safetensors(dict(tensors)):
             save_file(tensors, filename, metadata=dict(metadata) if metadata else None, **kwargs)
         else:
-            catch.files[name] = safetensors_format.safetensors_image(name, dict(tensors), metadata)
+            catch.files[name] = safetensors_format.safetensors_plan(name, dict(tensors), metadata)
 
     with Patch(torch, {"save": caught_save}) as patch:
         patch.put(safetensors.torch, {"save_file": caught_save_file})

@@ -19,7 +19,7 @@ from safe_ckpt.extensions.health.regions import of_file
 from safe_ckpt.extensions.health.scan import Scan
 
 
-def image_of(plan):
+def plan_of(plan):
     buffer = SharedBuffer()
     (task,) = snapshot.take([plan], buffer, "/nowhere", {})
     whole = bytes(buffer.memory[task.offset : task.offset + task.length])
@@ -28,7 +28,7 @@ def image_of(plan):
 
 
 def archive(state, *, strict=False):
-    return torch_archive.torch_image("x.pt", state, strict=strict, key="state")
+    return torch_archive.torch_plan("x.pt", state, strict=strict, key="state")
 
 
 def read(image, found):
@@ -60,8 +60,8 @@ def test_the_floats_of_a_file_are_found_and_nothing_else(kind):
     state = {**FLOATS, **OTHERS}
     if kind == "safetensors":  # releases before 0.6 have no complex numbers
         state = {name: tensor for name, tensor in state.items() if tensor.dtype in safetensors.SAFETENSORS_DTYPES}
-    plan = safetensors.safetensors_image("x.safetensors", state) if kind == "safetensors" else archive(state)
-    image, records = image_of(plan)
+    plan = safetensors.safetensors_plan("x.safetensors", state) if kind == "safetensors" else archive(state)
+    image, records = plan_of(plan)
     found = read(image, of_file(image, records))
     assert set(found) == FLOATS.keys() & state.keys()
     assert all(torch.equal(found[name].view(torch.uint8), flat(FLOATS[name]).view(torch.uint8)) for name in found)
@@ -86,7 +86,7 @@ def test_names_are_paths_and_objects_are_not_run():
         "odd": [Anything(), pathlib.Path("x"), datetime.date(2020, 1, 1), {1, 2}, collections.Counter("ab")],
         "functions": (math.sqrt, torch.float32, torch.device("cpu"), slice(1, 2)),
     }
-    image, records = image_of(archive(state))
+    image, records = plan_of(archive(state))
     names = {region.name for region in of_file(image, records)}
     assert names == {"known", "state_dict.w", "state_dict.p", "optimizer_states.0.state.0.exp_avg"}
 
@@ -129,7 +129,7 @@ CONTAINERS = {
 def test_a_container_does_not_hide_its_tensors(kind):
     """Those of Python, and a user's own dicts and lists. Not the attributes of a user's objects."""
     value, name = CONTAINERS[kind]
-    image, records = image_of(archive({"x": value, "again": value}))
+    image, records = plan_of(archive({"x": value, "again": value}))
     assert [region.name for region in of_file(image, records)] == [name]
 
 
@@ -137,13 +137,13 @@ def test_a_container_within_itself_is_walked_once():
     """Also one that holds itself in two ways."""
     value = collections.deque([T])
     value.append(collections.defaultdict(list, {"self": value}))
-    image, records = image_of(archive({"x": value}))
+    image, records = plan_of(archive({"x": value}))
     assert [region.name for region in of_file(image, records)] == ["x.0"]
 
 
 def test_a_sparse_tensor_is_not_looked_at():
     """Its parts are no tensors of the state."""
-    image, records = image_of(archive({"x": torch.eye(3).to_sparse()}))
+    image, records = plan_of(archive({"x": torch.eye(3).to_sparse()}))
     assert of_file(image, records) == []
 
 
@@ -152,7 +152,7 @@ def test_only_the_elements_of_views_are_looked_at():
     storage = torch.full((100,), math.nan)
     first, second = storage[10:20], storage[50:90].view(8, 5)
     first.fill_(1), second.fill_(2)
-    image, records = image_of(archive({"first": first, "second": second.t(), "third": storage[60:60]}))
+    image, records = plan_of(archive({"first": first, "second": second.t(), "third": storage[60:60]}))
     found = of_file(image, records)
     scan = Scan(found)
     scan.take(0, image)
@@ -164,7 +164,7 @@ def test_only_the_elements_of_views_are_looked_at():
 def test_a_tensor_of_mixed_types_keeps_its_own():
     """One storage under two types is saved as bytes; each tensor is read as what it is."""
     whole = torch.randn(8)
-    image, records = image_of(archive({"floats": whole[:4], "integers": whole.view(torch.int32)[4:]}))
+    image, records = plan_of(archive({"floats": whole[:4], "integers": whole.view(torch.int32)[4:]}))
     assert [region[:2] for region in of_file(image, records)] == [("floats", "float32")]
 
 

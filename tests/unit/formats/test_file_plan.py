@@ -20,7 +20,7 @@ from kit.writing import write_file
 from safe_ckpt.core.formats import dtypes, file_plan, torch_archive
 from safe_ckpt.core.formats.file_plan import KnownBytes
 from safe_ckpt.core.formats.manifest import RECORD_NAME, archive_digest, read_manifest
-from safe_ckpt.core.formats.safetensors import fits_safetensors, safetensors_image
+from safe_ckpt.core.formats.safetensors import fits_safetensors, safetensors_plan
 from safe_ckpt.core.formats.verify import verify, verify_archive, verify_if_ours
 from safe_ckpt.core.formats.zip_archive import Record
 from safe_ckpt.core.sharding import dcp_entries
@@ -41,7 +41,7 @@ def write(image, folder, manifest=None):
 
 
 def torch_file(obj, folder, *, strict=True):
-    return write(torch_archive.torch_image("x.pt", obj, strict=strict, key="x"), folder)[0]
+    return write(torch_archive.torch_plan("x.pt", obj, strict=strict, key="x"), folder)[0]
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -108,7 +108,7 @@ def test_any_tensor_round_trips(tmp_path_factory, dtype, shape, skip, transpose)
     folder = tmp_path_factory.mktemp("x")
     same(tensor, torch.load(torch_file({"t": tensor}, folder), weights_only=True)["t"])
     if fits_safetensors({"t": tensor}):
-        file, _ = write(safetensors_image("x.safetensors", {"t": tensor}), folder)
+        file, _ = write(safetensors_plan("x.safetensors", {"t": tensor}), folder)
         found = safetensors.torch.load_file(file)["t"]
         assert found.dtype == dtype
         assert bits(found).equal(bits(tensor))
@@ -168,7 +168,7 @@ SOME_FACTS = {"format": "safe_ckpt", "format_version": 1, "name": "x.ckpt", "seq
 def test_the_damaged_record_of_a_file_is_named(tmp_path):
     """A flipped bit of a tensor names its record; damage outside of all records names none."""
     state = {"a": torch.full((300,), 3.5), "b": torch.full((300,), 4.5)}
-    image = torch_archive.torch_image("x.ckpt", state, strict=True, key="x")
+    image = torch_archive.torch_plan("x.ckpt", state, strict=True, key="x")
     file, _ = write(file_plan.single(image, "x.ckpt"), tmp_path, SOME_FACTS)
     good = file.read_bytes()
     with zipfile.ZipFile(file) as archive:
@@ -188,7 +188,7 @@ def test_the_damaged_record_of_a_file_is_named(tmp_path):
 def test_every_single_flipped_byte_is_found(tmp_path):
     """Whichever byte of a single-file checkpoint changes, verification says so: payload, structure, directory, comment."""
     image = file_plan.single(
-        torch_archive.torch_image("x.ckpt", {"w": torch.arange(40)}, strict=True, key="x"), "x.ckpt"
+        torch_archive.torch_plan("x.ckpt", {"w": torch.arange(40)}, strict=True, key="x"), "x.ckpt"
     )
     file, result = write(image, tmp_path, SOME_FACTS)
     good = file.read_bytes()
@@ -217,7 +217,7 @@ def test_safetensors_is_read_by_its_own_library(tmp_path):
     tensors = {"b": tied, "a": tied, "half": torch.ones(3, dtype=torch.float16), "flag": torch.tensor([True]),
                "image": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), "none": torch.empty(0)}  # fmt: skip
     assert fits_safetensors(tensors)
-    file, _ = write(safetensors_image("x.safetensors", tensors), tmp_path)
+    file, _ = write(safetensors_plan("x.safetensors", tensors), tmp_path)
     loaded = safetensors.torch.load_file(file)
     assert set(loaded) == {"b", "half", "flag", "image", "none"}
     for name in loaded:
@@ -270,7 +270,7 @@ def test_json_is_chosen_only_where_it_is_exact(value, exact):
     """JSON is used only for what it gives back exactly."""
     assert file_plan.is_exact_json(value) is exact
     if exact:
-        image = file_plan.json_image("x", value)
+        image = file_plan.json_plan("x", value)
         assert json.loads(image.pieces[0][1]) == value
 
 
@@ -296,7 +296,7 @@ class Custom:
 def test_objects_that_weights_only_refuses_are_refused_at_the_save_by_name(state, where, words):
     """An object that weights_only loading would refuse is refused before anything is written, and named."""
     with pytest.raises(StateError) as caught:
-        torch_archive.torch_image("x.pt", state, strict=True, key="state['x']")
+        torch_archive.torch_plan("x.pt", state, strict=True, key="state['x']")
     assert caught.value.key == where
     assert words in str(caught.value)
 
@@ -307,14 +307,14 @@ def test_a_bottomless_structure_is_refused():
     for _ in range(100_000):
         deep = [deep]
     with pytest.raises(StateError, match="nested too deeply"):
-        torch_archive.torch_image("x.pt", deep, strict=True, key="x")
+        torch_archive.torch_plan("x.pt", deep, strict=True, key="x")
 
 
 def test_without_strict_anything_that_torch_saves_is_saved(tmp_path):
     """Lightning's checkpoints may hold arbitrary objects: numpy arrays are copied, classes kept."""
     array = numpy.arange(3)
     obj = {"array": array, "custom": Counter(a=1), "set": frozenset([1])}
-    image = torch_archive.torch_image("x.pt", obj, strict=False, key="x")
+    image = torch_archive.torch_plan("x.pt", obj, strict=False, key="x")
     array[0] = 99
     loaded = torch.load(write(image, tmp_path)[0], weights_only=False)
     assert loaded["array"].tolist() == [0, 1, 2]
@@ -341,7 +341,7 @@ def test_gaps_of_a_file_hold_nothing_of_an_earlier_snapshot(tmp_path, records):
     buffer.reserve(1 << 20)
     buffer.bytes[:] = 0xAA
     if records:
-        image = torch_archive.torch_image("x.pt", {"a": torch.ones(3), "b": torch.ones(5)}, strict=True, key="x")
+        image = torch_archive.torch_plan("x.pt", {"a": torch.ones(3), "b": torch.ones(5)}, strict=True, key="x")
     else:
         tensors = [(64, torch.ones(3)), (4096, torch.ones(5))]
         image = file_plan.FilePlan(path="x.distcp", length=5000, pieces=[(0, b"head")], tensors=tensors)
@@ -375,9 +375,9 @@ def test_more_tensors_than_one_archive_is_read_with_are_refused_at_the_save(monk
     """No save that no resume takes: the item and both numbers are in the error."""
     monkeypatch.setattr(torch_archive, "_MOST_STORAGES", 3)
     state = [torch.zeros(1) for _ in range(4)]
-    torch_archive.torch_image("a.pt", [*state[:3], state[0]], strict=True, key="x")
+    torch_archive.torch_plan("a.pt", [*state[:3], state[0]], strict=True, key="x")
     with pytest.raises(StateError, match="4 tensors are more than the 3 that one file is read with") as caught:
-        torch_archive.torch_image("a.pt", state, strict=True, key="x")
+        torch_archive.torch_plan("a.pt", state, strict=True, key="x")
     assert caught.value.key == "x"
 
 

@@ -9,8 +9,8 @@ import torch
 
 from kit.writing import write_file
 from safe_ckpt.core.formats import safetensors, torch_archive, torch_reading
-from safe_ckpt.core.formats.safetensors import safetensors_image
-from safe_ckpt.core.formats.torch_archive import torch_image
+from safe_ckpt.core.formats.safetensors import safetensors_plan
+from safe_ckpt.core.formats.torch_archive import torch_plan
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage.direct_io import WriteOptions
@@ -139,13 +139,13 @@ def test_an_archive_with_code_in_it_is_refused(archive):
 def test_nested_tensors_are_pickled_by_torchs_own_code():
     """They claim to be strided and have no sizes."""
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    assert torch_image("x.pt", {"n": nested}, strict=False, key="x").tensors
+    assert torch_plan("x.pt", {"n": nested}, strict=False, key="x").tensors
 
 
 def test_safetensors_lie_in_memory_and_are_apart():
     """Tensors, strides and aliases come back; to change one changes no other."""
     one = torch.arange(12.0).view(3, 4)
-    image = safetensors_image("x.safetensors", {"a": one, "b": one.clone().t(), "c": one, "d": torch.ones(3).bool()})
+    image = safetensors_plan("x.safetensors", {"a": one, "b": one.clone().t(), "c": one, "d": torch.ones(3).bool()})
     loaded = safetensors.parse_safetensors(in_memory(image), image.length)
     assert loaded["a"].equal(one)
     assert loaded["b"].equal(one.t())
@@ -156,9 +156,9 @@ def test_safetensors_lie_in_memory_and_are_apart():
 
 
 def test_an_archive_planned_in_memory_is_parsed_from_its_file(tmp_path):
-    """What ``torch_image`` plans, ``parse_archive`` reads from the file."""
+    """What ``torch_plan`` plans, ``parse_archive`` reads from the file."""
     buffer = SharedBuffer()
-    image = torch_image("x.pt", zoo(), strict=True, key="x")
+    image = torch_plan("x.pt", zoo(), strict=True, key="x")
     (task,) = snapshot.take([image], buffer, str(tmp_path), {})
     options = WriteOptions(direct=True, chunk_bytes=4096, flush_every_bytes=4096)
     result = write_file(task, memoryview(buffer.memory), options, Quiet())

@@ -7,7 +7,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, PerRank
 from safe_ckpt.adapters import one_shot, torch_file
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.refusals import is_short
-from safe_ckpt.core.formats.safetensors import named_safetensors_image
+from safe_ckpt.core.formats.safetensors import named_safetensors_plan
 from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.errors import RestoreError, StateError
 
@@ -143,9 +143,9 @@ def test_exports_and_adapters_files_refuse_a_tensor_without_memory(tmp_path):
         lambda: torch_file("x.bin", bad),
         lambda: torch_file("x.bin", {"optimizer": [bad]}),
         lambda: one_shot.save_archive(bad, tmp_path / "x.ckpt", sequence=1),
-        lambda: hugging_face.images(bad, 1 << 30),
-        lambda: hugging_face.images(bad, 1),
-        lambda: named_safetensors_image("x", bad),
+        lambda: hugging_face.plans(bad, 1 << 30),
+        lambda: hugging_face.plans(bad, 1),
+        lambda: named_safetensors_plan("x", bad),
         lambda: hugging_face.admit("bad", bad["bad"], torch.float32),
     ]
     with Checkpointer(tmp_path / "d") as ckpt:

@@ -34,12 +34,12 @@ def mixed():
 
 
 IMAGES = {
-    "archive": lambda: torch_archive.torch_image("x.pt", mixed(), strict=True, key="x"),
-    "single file": lambda: file_plan.single(torch_archive.torch_image("x.pt", mixed(), strict=True, key="x"), "x.pt"),
-    "safetensors": lambda: safetensors.safetensors_image(
+    "archive": lambda: torch_archive.torch_plan("x.pt", mixed(), strict=True, key="x"),
+    "single file": lambda: file_plan.single(torch_archive.torch_plan("x.pt", mixed(), strict=True, key="x"), "x.pt"),
+    "safetensors": lambda: safetensors.safetensors_plan(
         "x.safetensors", {"a": torch.randn(900_001), "b": torch.ones(3)}
     ),
-    "json": lambda: file_plan.json_image("x.json", {"a": [1, 2.5, "x"]}),
+    "json": lambda: file_plan.json_plan("x.json", {"a": [1, 2.5, "x"]}),
 }
 
 

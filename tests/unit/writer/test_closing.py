@@ -47,7 +47,7 @@ def test_a_file_of_whole_chunks_is_reported_with_its_digest(tmp_path, late, leng
 
 def test_an_archive_of_whole_chunks_has_its_manifest(tmp_path, late):
     """What follows the image of an archive, the manifest and the directory, is there with the last chunk."""
-    image = torch_archive.torch_image("a.ckpt", {"w": torch.ones(4 * CHUNK // 4)}, strict=True, key="x")
+    image = torch_archive.torch_plan("a.ckpt", {"w": torch.ones(4 * CHUNK // 4)}, strict=True, key="x")
     buffer = SharedBuffer()
     manifest = Manifest(name="a.ckpt", sequence=1, step=1, world_size=1)
     (task,) = snapshot.take([file_plan.single(image, "a.ckpt")], buffer, str(tmp_path), manifest.to_json())
@@ -72,7 +72,7 @@ def test_every_size_around_a_chunk_is_resumed(tmp_path):
 
 def test_a_stream_that_was_not_taken_to_its_end_reports_nothing():
     """A writer that stops early cannot report the digest of a part."""
-    image = file_plan.single(torch_archive.torch_image("a.pt", {"w": torch.ones(9999)}, strict=True, key="x"), "a.pt")
+    image = file_plan.single(torch_archive.torch_plan("a.pt", {"w": torch.ones(9999)}, strict=True, key="x"), "a.pt")
     (task,) = snapshot.list_tasks([image], "/folder", {})
     stream = content.TensorContent(task, image)
     next(stream.pieces(4096))

@@ -96,7 +96,7 @@ def test_every_source_of_a_file_gives_the_bytes_of_its_plan(tmp_path, seed):
 def test_every_source_of_an_archive_gives_the_same_bytes(tmp_path, single):
     """With its check sums, its manifest and its directory, and the same is found of its numbers."""
     state = {str(number): torch.full((number * 700,), float(number)) for number in range(1, 40)}
-    plan = torch_archive.torch_image("a.pt", state, strict=True, key="x")
+    plan = torch_archive.torch_plan("a.pt", state, strict=True, key="x")
     plan = file_plan.single(plan, "a.pt") if single else plan
     told = {"health": examine.told(plan, Expectation())}
     found = list(in_all_ways(plan, tmp_path, PAGE, told))
@@ -107,7 +107,7 @@ def test_every_source_of_an_archive_gives_the_same_bytes(tmp_path, single):
 
 def test_content_from_tensors_can_be_streamed_again_and_fetched_content_not():
     """After a failed upload, say; what was fetched cannot."""
-    plan = torch_archive.torch_image("a.pt", {"w": torch.rand(9999)}, strict=True, key="x")
+    plan = torch_archive.torch_plan("a.pt", {"w": torch.rand(9999)}, strict=True, key="x")
     (task,) = snapshot.list_tasks([plan], "/folder", {})
     content = TensorContent(task, plan)
     first, second = (b"".join(bytes(piece) for piece in content.pieces(PAGE)) for _ in range(2))
@@ -146,7 +146,7 @@ class Broken:
 @pytest.mark.parametrize("at", ["imported", "made", "take", "found", "section"])
 def test_an_observer_that_fails_costs_what_it_would_have_found(tmp_path, caplog, at):
     """The file is written, the other observer's findings are there, and one line says which one failed."""
-    plan = file_plan.single(torch_archive.torch_image("a.pt", {"w": torch.ones(99_999)}, strict=True, key="x"), "a.pt")
+    plan = file_plan.single(torch_archive.torch_plan("a.pt", {"w": torch.ones(99_999)}, strict=True, key="x"), "a.pt")
     broken = {"observer": f"{__name__ if at != 'imported' else 'no_such_module'}:Broken", "at": at}
     told = {"broken": broken, "health": examine.told(plan, Expectation())}
     for data, written in in_all_ways(plan, tmp_path, PAGE, told):

@@ -157,12 +157,12 @@ class KnownBytes:
         raise ValueError(f"bytes {begin} to {end} are not at hand")
 
 
-def json_image(path: str, data: object) -> FilePlan:
+def json_plan(path: str, data: object) -> FilePlan:
     """A JSON file."""
-    return bytes_image(path, json.dumps(data, allow_nan=False).encode())
+    return bytes_plan(path, json.dumps(data, allow_nan=False).encode())
 
 
-def bytes_image(path: str, data: bytes) -> FilePlan:
+def bytes_plan(path: str, data: bytes) -> FilePlan:
     """A file whose content is known."""
     return FilePlan(path=path, length=len(data), pieces=[(0, data)])
 
@@ -193,9 +193,9 @@ def _is_exact_value(value: object) -> bool:
     return value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value))
 
 
-def single(image: FilePlan, path: str) -> FilePlan:
+def single(plan: FilePlan, path: str) -> FilePlan:
     """The same file as a checkpoint of its own: it gets the manifest inside."""
-    return dataclasses.replace(image, path=path, manifest={})
+    return dataclasses.replace(plan, path=path, manifest={})
 
 
 def parse_json(memory: mmap.mmap, length: int) -> Any:
@@ -244,7 +244,7 @@ def closing_of(
 
     Args:
         task: what is written.
-        length: of the image.
+        length: of the plan.
         crcs: of the records.
         hashes: of the records.
         sections: what extensions add to the manifest.
@@ -262,39 +262,39 @@ class FileTemplate:
     """A planned file without its tensors: the same file again, with the tensors of today. It keeps no tensor alive.
 
     Attributes:
-        image: the file; all that ``filled`` returns has its layout.
+        plan: the file; all that ``filled`` returns has its layout.
         places: where its tensors go.
         numbers: which of the tensors at hand they are.
     """
 
-    image: FilePlan
+    plan: FilePlan
     places: Sequence[int]
     numbers: Sequence[int]
 
     @classmethod
-    def of(cls, image: FilePlan, among: Sequence[torch.Tensor]) -> FileTemplate | None:
+    def of(cls, plan: FilePlan, among: Sequence[torch.Tensor]) -> FileTemplate | None:
         """Make a template of a plan whose tensors are ``among`` these; None if they are not.
 
         Args:
-            image: planned. Its pieces from ``image.fixed`` on may be others in the next file.
+            plan: planned. Its pieces from ``plan.fixed`` on may be others in the next file.
             among: in an order that will be the same next time.
         """
-        numbers = numbers_of([tensor for _, tensor in image.tensors], among)
+        numbers = numbers_of([tensor for _, tensor in plan.tensors], among)
         if numbers is None:
             return None
-        known = dataclasses.replace(image, tensors=(), layout=object())
-        return cls(image=known, places=[place for place, _ in image.tensors], numbers=numbers)
+        known = dataclasses.replace(plan, tensors=(), layout=object())
+        return cls(plan=known, places=[place for place, _ in plan.tensors], numbers=numbers)
 
     @classmethod
     def of_all(
-        cls, images: Sequence[FilePlan], among: Sequence[torch.Tensor]
+        cls, plans: Sequence[FilePlan], among: Sequence[torch.Tensor]
     ) -> tuple[Sequence[FileTemplate], Sequence[FilePlan]]:
         """The templates of several files, and the files with their layouts; none, and the files as given, if one has none."""
-        templates = [found for image in images if (found := cls.of(image, among)) is not None]
-        if len(templates) < len(images):
-            return (), images
-        pairs = zip(templates, images, strict=True)
-        return templates, [dataclasses.replace(one.image, tensors=image.tensors) for one, image in pairs]
+        templates = [found for plan in plans if (found := cls.of(plan, among)) is not None]
+        if len(templates) < len(plans):
+            return (), plans
+        pairs = zip(templates, plans, strict=True)
+        return templates, [dataclasses.replace(one.plan, tensors=plan.tensors) for one, plan in pairs]
 
     def filled(self, tensors: Sequence[torch.Tensor], last: Sequence[bytes] | None = None) -> FilePlan:
         """The file again.
@@ -303,12 +303,12 @@ class FileTemplate:
             tensors: in the order of ``among``, with the same types, shapes and addresses.
             last: in the place of the pieces that may change, as long as they are.
         """
-        pieces, fixed = self.image.pieces, self.image.fixed
+        pieces, fixed = self.plan.pieces, self.plan.fixed
         if last is not None:
             changed = zip(pieces[fixed:], last, strict=True)
             pieces = [*pieces[:fixed], *((place, data) for (place, _), data in changed)]
         chosen = map(tensors.__getitem__, self.numbers)
-        return dataclasses.replace(self.image, pieces=pieces, tensors=list(zip(self.places, chosen, strict=True)))
+        return dataclasses.replace(self.plan, pieces=pieces, tensors=list(zip(self.places, chosen, strict=True)))
 
 
 def numbers_of(tensors: Iterable[torch.Tensor], among: Sequence[torch.Tensor]) -> list[int] | None:

@@ -17,15 +17,15 @@ import torch
 
 from safe_ckpt.core.formats import file_plan
 from safe_ckpt.core.formats.dtypes import ORDER_KEY
-from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, bytes_image
+from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, bytes_plan
 from safe_ckpt.core.formats.names import is_parallel, plain_name
 from safe_ckpt.core.formats.refusals import refuse_short
 from safe_ckpt.core.formats.safetensors import (
     SAFETENSORS_DTYPES,
     aliases_of,
-    named_safetensors_image,
+    named_safetensors_plan,
     order_of,
-    safetensors_image,
+    safetensors_plan,
 )
 from safe_ckpt.errors import ConfigError, StateError
 from safe_ckpt.text import bytes_from
@@ -59,7 +59,7 @@ def parse_size(value: int | str, key: str) -> int:
     return number
 
 
-def images(tensors: Mapping[str, LazyTensor | torch.Tensor], max_shard_bytes: int, stem: str = STEM) -> list[FilePlan]:
+def plans(tensors: Mapping[str, LazyTensor | torch.Tensor], max_shard_bytes: int, stem: str = STEM) -> list[FilePlan]:
     """The files: as many shards as needed, in the order of ``tensors``, and the index when there is more than one.
 
     Args:
@@ -69,9 +69,9 @@ def images(tensors: Mapping[str, LazyTensor | torch.Tensor], max_shard_bytes: in
     """
     shards = _split(tensors, max_shard_bytes)
     if len(shards) == 1:
-        return [named_safetensors_image(f"{stem}.safetensors", shards[0])]
+        return [named_safetensors_plan(f"{stem}.safetensors", shards[0])]
     names = _names(stem, len(shards))
-    files = [named_safetensors_image(file, shard) for file, shard in zip(names, shards, strict=True)]
+    files = [named_safetensors_plan(file, shard) for file, shard in zip(names, shards, strict=True)]
     return [*files, _index_of(stem, names, shards)]
 
 
@@ -98,7 +98,7 @@ def frozen_apart(
 
     Args:
         stem: the beginning of the files' names.
-        tensors: as ``safetensors_image`` takes them.
+        tensors: as ``safetensors_plan`` takes them.
         frozen: names of those that are not trained.
         least_bytes: with fewer bytes of these, nothing is returned: one file does. Also where there are none of the others,
             and these fit into one shard.
@@ -115,13 +115,13 @@ def frozen_apart(
     if hasattr(tensors, "_metadata"):
         shards[0]._metadata = tensors._metadata  # type: ignore[attr-defined]
     names = _names(stem, len(shards))
-    images = [safetensors_image(name, shard) for name, shard in zip(names, shards, strict=True)]
+    plans = [safetensors_plan(name, shard) for name, shard in zip(names, shards, strict=True)]
     first = 1 if trained else 0
     stored = [{name: shard[name] for name in shard.keys() - aliases_of(shard).keys()} for shard in shards]
     return [
         _index_of(stem, names, stored, order_of((name for shard in shards for name in shard), tensors)),
-        *images[:first],
-        *(dataclasses.replace(image, frozen=True) for image in images[first:]),
+        *plans[:first],
+        *(dataclasses.replace(plan, frozen=True) for plan in plans[first:]),
     ]
 
 
@@ -161,7 +161,7 @@ def _index_of(stem: str, names: Sequence[str], shards: _Shards, order: Sequence[
     total = sum(_size_of(tensor) for shard in shards for tensor in shard.values())
     said = {"total_size": total, **({ORDER_KEY: json.dumps(order)} if order else {})}
     body = json.dumps({"metadata": said, "weight_map": where}, indent=2, sort_keys=True)
-    return bytes_image(index_name(stem), body.encode() + b"\n")
+    return bytes_plan(index_name(stem), body.encode() + b"\n")
 
 
 def admit(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:

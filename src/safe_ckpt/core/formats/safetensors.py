@@ -113,7 +113,7 @@ def in_order(tensors: dict[str, torch.Tensor], order: Sequence[int]) -> dict[str
     return dict(pair for _, pair in sorted(zip(order, tensors.items(), strict=True), key=itemgetter(0)))
 
 
-def safetensors_image(
+def safetensors_plan(
     path: str, tensors: Mapping[str, torch.Tensor], besides: Mapping[str, str] | None = None
 ) -> FilePlan:
     """A safetensors file. Tensors that are one and the same memory are stored once, the other names as aliases.
@@ -146,7 +146,7 @@ def safetensors_image(
     return FilePlan(path=path, length=length, pieces=[(0, head)], tensors=placed, fixed=1)
 
 
-def named_safetensors_image(path: str, tensors: Mapping[str, LazyTensor | torch.Tensor]) -> FilePlan:
+def named_safetensors_plan(path: str, tensors: Mapping[str, LazyTensor | torch.Tensor]) -> FilePlan:
     """A safetensors file in which each tensor is stored under its own name, in the order given.
 
     Lazy ones are fetched one at a time while it is written.

@@ -278,7 +278,7 @@ def _locate(obj: Any, key: str, error: Exception, *, strict: bool) -> tuple[str,
     return key, error
 
 
-def torch_image(path: str, obj: object, *, strict: bool, key: str, floats: bool = False) -> FilePlan:
+def torch_plan(path: str, obj: object, *, strict: bool, key: str, floats: bool = False) -> FilePlan:
     """A torch archive. Storages first, at page-aligned offsets where they are large, then the pickled structure.
 
     Args:

@@ -1,7 +1,7 @@
 """The zip archive that ``torch.load`` reads, as bytes. The writer process uses it too: no torch.
 
 Layout of a file: payload records first, large ones at offsets that are multiples of 4096 (so that host memory can be the
-file image and be written past the page cache), then the small records, then our manifest, then the central directory.
+file plan and be written past the page cache), then the small records, then our manifest, then the central directory.
 Sizes are known in advance, CRC-32s are not: they stand in a data descriptor behind each payload, as ``torch.save`` does it.
 The archive comment holds a digest of every byte before it, so a flip anywhere in the file is found, the central directory
 included. Format: PKWARE APPNOTE.TXT 6.3.10.

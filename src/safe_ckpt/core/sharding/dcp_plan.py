@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from safe_ckpt.core.coordination.rounds import Scatter
-from safe_ckpt.core.formats.file_plan import FilePlan, FileTemplate, bytes_image, values_of
+from safe_ckpt.core.formats.file_plan import FilePlan, FileTemplate, bytes_plan, values_of
 from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.formats.refusals import refuse_short, unchanging
 from safe_ckpt.core.formats.torch_archive import saved_bytes
@@ -180,7 +180,7 @@ class ShardPlanner:
         self._twice: set[str] = set()  # what has one name on several meshes: its values are compared at each save
         self._written: dict[str, tuple[Any, bytes]] = {}  # on rank 0: the last metadata, and what it was made of
 
-    def images(self, states: Mapping[str, Any], problem: Exception | None = None) -> list[FilePlan]:
+    def files(self, states: Mapping[str, Any], problem: Exception | None = None) -> list[FilePlan]:
         """The files of this rank. Every rank calls this, on the thread that trains; see ``agree`` and ``lay_out``."""
         return self.lay_out(self.agree(states, problem))
 
@@ -253,12 +253,12 @@ class ShardPlanner:
         files: list[FilePlan] = []
         for folder, local in parts.items.items():
             files += self._lay_out(folder, local, self._agreed[folder].kept)
-        return [*files, *(bytes_image(under(folder, DCP_METADATA), data) for folder, data in parts.metadata.items())]
+        return [*files, *(bytes_plan(under(folder, DCP_METADATA), data) for folder, data in parts.metadata.items())]
 
     def _lay_out(self, folder: str, local: _Local, kept: Sequence[int]) -> Sequence[FilePlan]:
         if local.templates and local.kept is kept:
             first, *others = local.templates
-            changing = zip(local.last, first.image.pieces[first.image.fixed :], strict=True)
+            changing = zip(local.last, first.plan.pieces[first.plan.fixed :], strict=True)
             if all(len(local.objects[number]) == len(piece) for number, (_, piece) in changing):
                 last = [local.objects[number] for number in local.last]
                 return [first.filled(local.item.tensors, last), *(t.filled(local.item.tensors) for t in others)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 _LAYOUT = struct.Struct("<QQII")
 _MARK = struct.Struct("<Q")
 FIRST_BYTE = 4096
-"""Where the first file image begins in a shared buffer; before it lies the mark: how far the shared buffer is filled."""
+"""Where the first file begins in a shared buffer; before it lies the mark: how far the shared buffer is filled."""
 STACK_SIGNAL = signal.SIGUSR2
 """At this the writer process says where each of its threads is."""
 PHASES = ("idle", "write", "fsync", "upload")

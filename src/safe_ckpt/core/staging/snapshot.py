@@ -214,13 +214,13 @@ class KnownCopies:
         self._used = set()
 
 
-def buffer_bytes(images: Sequence[FilePlan]) -> int:
-    """How much of a shared buffer the images take."""
-    return FIRST_BYTE + sum(_rounded(image.length) for image in images)
+def buffer_bytes(files: Sequence[FilePlan]) -> int:
+    """How much of a shared buffer the files take."""
+    return FIRST_BYTE + sum(_rounded(file.length) for file in files)
 
 
 def lay_out(
-    images: Sequence[FilePlan],
+    files: Sequence[FilePlan],
     buffer: SharedBuffer,
     folder: str,
     manifest: Mapping[str, Any],
@@ -232,7 +232,7 @@ def lay_out(
     """Make room for everything and fill in all but the tensors.
 
     Args:
-        images: the planned files.
+        files: the planned files.
         buffer: where to; holds nothing else.
         folder: the staging directory that the files will be written to.
         manifest: goes into files that carry their manifest inside.
@@ -246,11 +246,11 @@ def lay_out(
     Raises:
         NotEnoughSpaceError: the machine has not that much memory left.
     """
-    buffer.reserve(buffer_bytes(images), waiting=True)
+    buffer.reserve(buffer_bytes(files), waiting=True)
     known = known or KnownCopies()
-    tasks = list_tasks(images, folder, manifest)
-    _fill_in(images, tasks, buffer)
-    plans = [_copies(image, task, overlap_plan, known) for image, task in zip(images, tasks, strict=True)]
+    tasks = list_tasks(files, folder, manifest)
+    _fill_in(files, tasks, buffer)
+    plans = [_copies(file, task, overlap_plan, known) for file, task in zip(files, tasks, strict=True)]
     known.forget_others()
     now, later = (CopyPlan.joined([plan[turn] for plan in plans]) for turn in (0, 1))
     end = max((task.offset + task.length for task in tasks), default=FIRST_BYTE)
@@ -259,18 +259,18 @@ def lay_out(
 
 
 def _copies(
-    image: FilePlan, task: WriteTask, overlap_plan: Deferral | None, known: KnownCopies
+    file: FilePlan, task: WriteTask, overlap_plan: Deferral | None, known: KnownCopies
 ) -> tuple[CopyPlan, CopyPlan]:
     """Plan which tensors of one file are copied now and which later."""
     # Equal where all tensors have the same addresses and places.
-    key = None if image.layout is None else (image.layout, task.offset, overlap_plan and overlap_plan.token)
-    plans = known.recall(key, image.tensors)
+    key = None if file.layout is None else (file.layout, task.offset, overlap_plan and overlap_plan.token)
+    plans = known.recall(key, file.tensors)
     if plans is not None:
         return plans
     now: list[TensorCopy] = []
     later: list[TensorCopy] = []
-    turns = [overlap_plan is not None and overlap_plan.covers(tensor) for _, tensor in image.tensors]
-    for (offset, tensor), deferred in zip(image.tensors, turns, strict=True):
+    turns = [overlap_plan is not None and overlap_plan.covers(tensor) for _, tensor in file.tensors]
+    for (offset, tensor), deferred in zip(file.tensors, turns, strict=True):
         # Detached: a tensor of a known plan is the very one that training uses, and it may be given other memory.
         move = TensorCopy(offset=task.offset + offset, tensor=tensor.detach(), deferred=deferred)
         (later if deferred else now).append(move)
@@ -279,47 +279,47 @@ def _copies(
     return plans
 
 
-def _fill_in(images: Sequence[FilePlan], tasks: Sequence[WriteTask], buffer: SharedBuffer) -> None:
+def _fill_in(files: Sequence[FilePlan], tasks: Sequence[WriteTask], buffer: SharedBuffer) -> None:
     """Write the bytes that are known already. Those that the last snapshot put to the same places are still there."""
     memory, there = buffer.memory, buffer.filled_for
     buffer.filled_for = frozenset()
-    for image, task in zip(images, tasks, strict=True):
-        same = image.layout is not None and (image.layout, task.offset) in there
-        for start, end in () if same else image.gaps():  # what an earlier snapshot had there is nobody's business
+    for file, task in zip(files, tasks, strict=True):
+        same = file.layout is not None and (file.layout, task.offset) in there
+        for start, end in () if same else file.gaps():  # what an earlier snapshot had there is nobody's business
             memory[task.offset + start : task.offset + end] = bytes(end - start)
-        for offset, data in image.pieces[image.fixed :] if same else image.pieces:
+        for offset, data in file.pieces[file.fixed :] if same else file.pieces:
             memory[task.offset + offset : task.offset + offset + len(data)] = data
-    placed = zip(images, tasks, strict=True)
-    buffer.filled_for = frozenset((image.layout, task.offset) for image, task in placed if image.layout is not None)
+    placed = zip(files, tasks, strict=True)
+    buffer.filled_for = frozenset((file.layout, task.offset) for file, task in placed if file.layout is not None)
 
 
-def list_tasks(images: Sequence[FilePlan], folder: str, manifest: Mapping[str, Any]) -> list[WriteTask]:
+def list_tasks(files: Sequence[FilePlan], folder: str, manifest: Mapping[str, Any]) -> list[WriteTask]:
     """List the write tasks, with their places in a shared buffer that would hold all of it."""
     tasks: list[WriteTask] = []
     base = FIRST_BYTE
-    for image in images:
-        single = image.records is not None and image.manifest is not None
+    for file in files:
+        single = file.records is not None and file.manifest is not None
         tasks.append(
             WriteTask(
-                path=f"{folder}/{image.path}",
+                path=f"{folder}/{file.path}",
                 offset=base,
-                length=image.length,
-                records=image.records,
+                length=file.length,
+                records=file.records,
                 manifest_name=RECORD_NAME,
-                manifest={**manifest, **(image.manifest or {})} if single else {"format": "safe_ckpt-part"},
+                manifest={**manifest, **(file.manifest or {})} if single else {"format": "safe_ckpt-part"},
             )
         )
-        base += _rounded(image.length)
+        base += _rounded(file.length)
     return tasks
 
 
-def take(images: Sequence[FilePlan], buffer: SharedBuffer, folder: str, manifest: Mapping[str, Any]) -> list[WriteTask]:
+def take(files: Sequence[FilePlan], buffer: SharedBuffer, folder: str, manifest: Mapping[str, Any]) -> list[WriteTask]:
     """Copy everything into the shared buffer at once. When this returns the caller may change whatever it likes.
 
     Raises:
         NotEnoughSpaceError: the machine has not that much memory left.
     """
-    tasks, copy = lay_out(images, buffer, folder, manifest)
+    tasks, copy = lay_out(files, buffer, folder, manifest)
     copy.run()
     if copy.error is not None:
         raise copy.error
@@ -339,7 +339,7 @@ class StagingCopy:
         name: of the checkpoint, for messages.
         buffer: filled with everything but the tensors already.
         plans: what is copied now and what later, each in the order of the offsets.
-        end: where the last file image ends, to the byte.
+        end: where the last file file ends, to the byte.
         detector: tells of what changed although it should not have; None when nothing is deferred.
         cuda: the devices; None for those of this machine.
 

@@ -99,7 +99,7 @@ def plan_item(
         item: of the state.
         resolved: what is saved of it.
         rank: this rank.
-        floats: see ``torch_image``.
+        floats: see ``torch_plan``.
         frozen: the names of its tensors that are not trained.
 
     Raises:
@@ -107,22 +107,22 @@ def plan_item(
     """
     stem = f"{item.name}.rank{rank:05d}" if item.per_rank else item.name
     try:
-        return _images(stem, resolved, item.key, floats=floats, frozen=frozen)
+        return _plans(stem, resolved, item.key, floats=floats, frozen=frozen)
     except (RecursionError, ValueError) as error:  # a cycle; a number of more digits than Python prints
         raise StateError(key=item.key, message=f"{type(error).__name__}: {error}") from error
 
 
-def _images(stem: str, inner: Any, key: str, *, floats: bool, frozen: frozenset[str]) -> list[FilePlan]:
+def _plans(stem: str, inner: Any, key: str, *, floats: bool, frozen: frozenset[str]) -> list[FilePlan]:
     if safetensors.fits_safetensors(inner):
         named = {name for name in inner if hugging_face.is_named(name, frozen)} if frozen else frozen
         apart = hugging_face.frozen_apart(stem, inner, named, LEAST_SHARED_BYTES) if named else []
         if apart:
             return apart
-        image = safetensors.safetensors_image(f"{stem}.safetensors", inner)
-        return [dataclasses.replace(image, frozen=named.issuperset(inner))]
+        file = safetensors.safetensors_plan(f"{stem}.safetensors", inner)
+        return [dataclasses.replace(file, frozen=named.issuperset(inner))]
     if file_plan.is_exact_json(inner):
-        return [file_plan.json_image(f"{stem}.json", inner)]
-    return [torch_archive.torch_image(f"{stem}.pt", inner, strict=True, key=key, floats=floats)]
+        return [file_plan.json_plan(f"{stem}.json", inner)]
+    return [torch_archive.torch_plan(f"{stem}.pt", inner, strict=True, key=key, floats=floats)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -345,14 +345,14 @@ class Planner:
         inner = [key for key, value in state.items() if isinstance(value, Mapping)] if names else ()
         return frozenset(names).intersection(state).union(f"{key}.{name}" for key in inner for name in names)
 
-    def _keep(self, item: SavedItem, images: Sequence[FilePlan], now: Fingerprint | None) -> Sequence[FilePlan]:
+    def _keep(self, item: SavedItem, files: Sequence[FilePlan], now: Fingerprint | None) -> Sequence[FilePlan]:
         self._known.pop(item.name, None)
         remembered = now.remember() if now is not None else None
         if now is None or remembered is None:
-            return images
-        templates, laid_out = FileTemplate.of_all(images, now.tensors)
-        if len(templates) < len(images):
-            return images
+            return files
+        templates, laid_out = FileTemplate.of_all(files, now.tensors)
+        if len(templates) < len(files):
+            return files
         self._known[item.name] = _Known(
             remembered=remembered,
             per_rank=item.per_rank,
@@ -367,10 +367,10 @@ def _again(known: _Known, now: Fingerprint) -> list[FilePlan] | None:
     """The item's files with the tensors and the floats of today; None if that cannot be had from the known ones."""
     if now.float_bytes == known.float_bytes or not known.templates:
         return [template.filled(now.tensors) for template in known.templates]
-    image = known.templates[0].image  # only a single file has floats in it
-    if image.floats is None or 8 * len(image.floats) != len(now.float_bytes):
+    file = known.templates[0].plan  # only a single file has floats in it
+    if file.floats is None or 8 * len(file.floats) != len(now.float_bytes):
         return None
-    last = [with_floats(image.pieces[-1][1], image.floats, now.float_bytes)]
+    last = [with_floats(file.pieces[-1][1], file.floats, now.float_bytes)]
     return [known.templates[0].filled(now.tensors, last)]
 
 

@@ -33,18 +33,18 @@ class Examination:
 
     Args:
         task: what is written.
-        image: the file, as far as it is not tensors.
+        frame: the file, as far as it is not tensors.
         about: see ``told``.
     """
 
-    def __init__(self, task: WriteTask, image: memoryview | KnownBytes, about: Mapping[str, Any]) -> None:
+    def __init__(self, task: WriteTask, frame: memoryview | KnownBytes, about: Mapping[str, Any]) -> None:
         self._expected = Expectation(**about["expected"])
         self._is_checkpoint = bool(task.manifest) and "name" in (task.manifest or {})
         found: Sequence[Region] | None = None
         if about["regions"] is not None:
             found = [Region(*row) for row in about["regions"]]
         elif task.records is not None or task.path.endswith(".safetensors"):
-            found = regions.of_file(image, task.records)
+            found = regions.of_file(frame, task.records)
         self._looked_at = self._expected.regions(found or ())
         self._scan: Scan | None = None
         self._found: dict[str, Any] | None = None

@@ -50,17 +50,17 @@ class Region(NamedTuple):
     of_optimizer: bool = False
 
 
-def of_file(image: memoryview | KnownBytes, records: Sequence[Record] | None) -> list[Region]:
+def of_file(frame: memoryview | KnownBytes, records: Sequence[Record] | None) -> list[Region]:
     """The regions of a file, by offset. None in a file of another kind.
 
     Args:
-        image: the file; its tensors need not be there yet.
+        frame: the file; its tensors need not be there yet.
         records: for a torch archive, where its members lie; None for any other file.
 
     Raises:
         Exception: anything, where the file is not what it seems to be.
     """
-    found = _of_safetensors(image) if records is None else _of_archive(image, records)
+    found = _of_safetensors(frame) if records is None else _of_archive(frame, records)
     found.sort(key=lambda region: (region.offset, -region.length))
     kept: list[Region] = []
     for region in found:  # of what lies in two tensors the larger one is looked at
@@ -69,11 +69,11 @@ def of_file(image: memoryview | KnownBytes, records: Sequence[Record] | None) ->
     return kept
 
 
-def _of_safetensors(image: memoryview | KnownBytes) -> list[Region]:
-    size = int.from_bytes(image[:8], "little")
-    if len(image) < 10 or size > len(image) - 8 or image[8:9] != b"{":
+def _of_safetensors(frame: memoryview | KnownBytes) -> list[Region]:
+    size = int.from_bytes(frame[:8], "little")
+    if len(frame) < 10 or size > len(frame) - 8 or frame[8:9] != b"{":
         return []
-    header = json.loads(bytes(image[8 : 8 + size]))
+    header = json.loads(bytes(frame[8 : 8 + size]))
     header.pop("__metadata__", None)
     groups = {name.partition("param_groups.")[0] for name in header if "param_groups." in name}
     regions, states = [], tuple(f"{start}state." for start in groups)
@@ -85,10 +85,10 @@ def _of_safetensors(image: memoryview | KnownBytes) -> list[Region]:
     return regions
 
 
-def _of_archive(image: memoryview | KnownBytes, records: Sequence[Record]) -> list[Region]:
+def _of_archive(frame: memoryview | KnownBytes, records: Sequence[Record]) -> list[Region]:
     places = {record.name.partition("/")[2]: record for record in records}
     structure = places["data.pkl"]
-    pickled = bytes(image[structure.data_offset : structure.data_offset + structure.size])
+    pickled = bytes(frame[structure.data_offset : structure.data_offset + structure.size])
     whole = _Structure(io.BytesIO(pickled)).load()
     found: dict[tuple[int, int], Region] = {}
     for name, tensor, of_optimizer in _tensors(whole):

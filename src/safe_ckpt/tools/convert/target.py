@@ -18,7 +18,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, single
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.formats.torch_archive import torch_image
+from safe_ckpt.core.formats.torch_archive import torch_plan
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.names import NamedHomes, open_folder
 from safe_ckpt.core.saving.request import Streamed
@@ -43,7 +43,7 @@ def write_safetensors(
     """
     most_bytes = hugging_face.parse_size(max_shard_size, "--max-shard-size")
     tensors = {name: _lazy(name, entry, maps, dtype) for name, entry in entries.items()}
-    return _saved(path, hugging_face.images(tensors, most_bytes), kind="directory")
+    return _saved(path, hugging_face.plans(tensors, most_bytes), kind="directory")
 
 
 def write_archive(path: Path, state: Any) -> CheckpointInfo:
@@ -53,8 +53,8 @@ def write_archive(path: Path, state: Any) -> CheckpointInfo:
         StateError: something in it cannot be saved; names it.
         SafeCheckpointError: it could not be written; nothing is there then.
     """
-    image = torch_image(path.name, state, strict=True, key="convert")
-    return _saved(path, [single(image, path.name)], kind="file")
+    plan = torch_plan(path.name, state, strict=True, key="convert")
+    return _saved(path, [single(plan, path.name)], kind="file")
 
 
 def write_dcp(path: Path, state: Mapping[str, Any]) -> CheckpointInfo:
@@ -90,7 +90,7 @@ def _lazy(name: str, entry: Entry, maps: Mapped, dtype: torch.dtype | None) -> L
 
 def _saved(
     path: Path,
-    images: list[FilePlan],
+    plans: list[FilePlan],
     *,
     kind: Literal["directory", "file"],
     fill: Callable[[Path], None] | None = None,
@@ -99,7 +99,7 @@ def _saved(
     engine = Engine(_CONFIG, extensions=assemble(_CONFIG))
     try:
         home = NamedHomes(engine).hold(path)
-        request = export.request_of(home, path, Streamed(files=images), kind=kind)
+        request = export.request_of(home, path, Streamed(files=plans), kind=kind)
         if fill is not None:
             folder = open_folder(engine.coordinator, home, uuid.uuid4().hex, _CONFIG.timeouts.barrier_s)
             try:

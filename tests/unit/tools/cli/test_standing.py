@@ -259,7 +259,7 @@ def test_a_deletion_that_failed_is_tried_again_at_the_next_commit(tmp_path, monk
         workspace = engine.hold(tmp_path)
 
         def save_file(name, *paths):
-            image = torch_archive.torch_image(name, {"x": torch.ones(3)}, strict=False, key="checkpoint")
+            image = torch_archive.torch_plan(name, {"x": torch.ones(3)}, strict=False, key="checkpoint")
             engine.save(
                 SaveRequest(
                     destination=Destination(workspace=workspace, path=tmp_path / name, kind="file"),
