@@ -2,7 +2,7 @@
 
 A ``.distcp`` file is a row of entries, each as ``torch.save`` writes one object. Everything around a tensor's elements is known
 from its type and shape alone, but for the CRC-32: that is left 0, as ``torch.save`` itself does under ``skip_data`` and as no
-reader of torch's looks at it. So rank 0 can say where the entries of every rank will lie, and its bytes are filled in and written
+reader of torch's looks at it. So rank 0 can say where the entries of every rank will lie, and the file is filled in and written
 like any other. The digests that count, of the whole files, are in our manifest.
 """
 
