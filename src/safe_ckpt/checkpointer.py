@@ -17,8 +17,8 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.agreed_config import config_and_more
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo
-from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home import retention
+from safe_ckpt.core.home.candidates import is_of_step, newest_first, newest_sequence, step_name
 from safe_ckpt.core.home.home import Candidate, Home
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.home.visibility import listed
@@ -202,7 +202,7 @@ class Checkpointer:
             planned = self._planner.plan(items_of(state))
         except Exception as problem:  # such as from a state_dict(): the other ranks must learn of it
             error = problem
-        path = self.directory / catalog.step_name(number)
+        path = self.directory / step_name(number)
         must_match = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
         if error is None:
             self._engine.note_models(planned.models)
@@ -305,10 +305,10 @@ class Checkpointer:
 
         def candidates() -> list[Candidate]:
             found = self._workspace.look()
-            return found if step is None else [c for c in found if catalog.is_of_step(c, step)]
+            return found if step is None else [c for c in found if is_of_step(c, step)]
 
         view = {"names": ", ".join(map(str, state)), "step": step}
-        wanted = None if step is None else lambda one: catalog.is_of_step(one, step)
+        wanted = None if step is None else lambda one: is_of_step(one, step)
         reader = StoredItems(state, self._engine.rank, self._engine.coordinator.size).reader(
             self._engine, mounted=self._workspace.is_mounted
         )
@@ -320,7 +320,7 @@ class Checkpointer:
                 reader,
                 view,
                 accepts=wanted,
-                named="" if step is None else catalog.step_name(step),
+                named="" if step is None else step_name(step),
                 by_name=_BY_NAME,
                 others=lambda: of_frameworks(self._workspace),
             )
@@ -330,11 +330,11 @@ class Checkpointer:
 
     def _restore(self, chosen: Chosen | None, state: Mapping[str, Any], step: int | None) -> CheckpointInfo | None:
         if chosen is None and step is not None:
-            path = self.directory / catalog.step_name(step)
+            path = self.directory / step_name(step)
             there = self._engine.agree(
                 "named",
                 must_match={"path": path},
-                decide=lambda _: [one.told.name for one in catalog.newest_first(self._workspace.look())],
+                decide=lambda _: [one.told.name for one in newest_first(self._workspace.look())],
             )
             raise not_found(path, there)
         if chosen is None:
@@ -460,7 +460,7 @@ class Checkpointer:
 
     def _list_held(self, candidates: Sequence[Candidate]) -> None:
         self._catalog = Catalog(candidates)
-        self._workspace.start_after(catalog.newest_sequence(candidates))
+        self._workspace.start_after(newest_sequence(candidates))
 
 
 def _place(directory: str | os.PathLike[str], config: CheckpointConfig) -> Place:

@@ -440,14 +440,14 @@ def test_a_listing_that_fails_takes_no_directory_away(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "no answer")
 
     with monkeypatch.context() as broken:
-        broken.setattr("safe_ckpt.lightning.directories.catalog.list_files", fails)
+        broken.setattr("safe_ckpt.lightning.directories.list_files", fails)
         with pytest.raises(SafeCheckpointError):
             directories.hold(tmp_path, ".ckpt")
     assert tmp_path not in directories.homes
     assert not lock.exists()
     directories.hold(tmp_path, ".ckpt")
     with monkeypatch.context() as broken:
-        broken.setattr("safe_ckpt.lightning.directories.catalog.list_files", fails)
+        broken.setattr("safe_ckpt.lightning.directories.list_files", fails)
         with pytest.raises(SafeCheckpointError):
             directories.hold(tmp_path, ".pt")
     assert tmp_path in directories.homes

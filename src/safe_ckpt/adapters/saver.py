@@ -22,7 +22,7 @@ from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.adapters.tracking import Tracking
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_if_ours, verify_share
-from safe_ckpt.core.home import candidates as catalog
+from safe_ckpt.core.home.candidates import list_directories, newest_sequence
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.home.visibility import listed
 from safe_ckpt.core.resuming import resume
@@ -157,7 +157,7 @@ class Saver:
         """List a directory, and number what comes behind what is in it. On rank 0."""
         found = listed(lambda: self.candidates(home.workspace.path), self.config.timeouts)
         home.catalog = Catalog(found)
-        home.workspace.start_after(catalog.newest_sequence(found))
+        home.workspace.start_after(newest_sequence(found))
 
     def release(self, folder: Path) -> None:
         """Give a directory back once no save of it is in flight; nothing happens where it is not held. On any rank."""
@@ -392,7 +392,7 @@ def candidates_in(folder: Path, adapter: str, kind: Kind | None = None) -> list[
         OSError: it could not be listed.
     """
     number_of, problem = (kind.number_of, kind.problem) if kind is not None else (lambda _: None, None)
-    found = catalog.list_directories(folder, number_of, problem)
+    found = list_directories(folder, number_of, problem)
     return [c for c in found if c.manifest is None or c.manifest.notes.get("adapter") == adapter]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safe_ckpt.adapters.extras import Candidate, FileHome, catalog, one_shot
+from safe_ckpt.adapters.extras import Candidate, FileHome, list_files, one_shot
 from safe_ckpt.adapters.saver import Saver
 from safe_ckpt.adapters.tracking import Sinks
 from safe_ckpt.config import CheckpointConfig
@@ -43,7 +43,7 @@ class FileSaver(Saver):
 
     def _list(self, directory: Path) -> list[Candidate]:
         suffixes = self._suffixes.get(directory, ())
-        return [one for suffix in suffixes for one in catalog.list_files(directory, suffix, is_lightning_directory)]
+        return [one for suffix in suffixes for one in list_files(directory, suffix, is_lightning_directory)]
 
     def of(self, path: Path) -> FileHome:
         """The directory in which ``path`` lies, else one on the same file system: unfinished files lie there."""

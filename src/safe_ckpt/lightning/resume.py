@@ -18,8 +18,8 @@ from safe_ckpt.adapters.extras import (
     FileHome,
     Link,
     NewCheckpoint,
-    catalog,
     keeping_types,
+    list_files,
     read_manifest,
     really_inside,
     resume,
@@ -168,7 +168,7 @@ def choose(saver: Saver, home: OpenHome, suffix: str, rival: Path | None = None)
                 _due(workspace, path)
 
     def judged() -> list[Candidate]:
-        listed = [_judged(one) for one in catalog.list_files(workspace.path, suffix, is_lightning_directory)]
+        listed = [_judged(one) for one in list_files(workspace.path, suffix, is_lightning_directory)]
         are_ours = any(one.manifest is not None and not one.problem for one in listed)
         return [one for one in listed if not (are_ours and one.foreign and one.path == rival)]
 

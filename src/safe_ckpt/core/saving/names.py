@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
-from safe_ckpt.core.home import candidates as catalog
+from safe_ckpt.core.home.candidates import list_directories, newest_sequence
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.file_lock import read_lock
 from safe_ckpt.core.home.home import HIDDEN, NAMES
@@ -95,8 +95,8 @@ class NamedHomes:
     def _look(self, path: Path, workspace: FileHome, *, resumed: bool) -> None:
         def look_beside() -> None:
             with contextlib.suppress(OSError):  # the user may be allowed to write here and not to list
-                beside = catalog.list_directories(path.parent, on_error=lambda *_: None)
-                self._sequence = max(self._sequence, catalog.newest_sequence(beside))
+                beside = list_directories(path.parent, on_error=lambda *_: None)
+                self._sequence = max(self._sequence, newest_sequence(beside))
 
         self._sequence = max(self._sequence, _sequence_of(path))
         self._swept.use(path.parent, lambda: _sweep(workspace, self._engine.config.lease_s))

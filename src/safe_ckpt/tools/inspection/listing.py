@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from safe_ckpt.core.formats.health_section import described
 from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, read_manifest
-from safe_ckpt.core.home import candidates as catalog
+from safe_ckpt.core.home.candidates import guarded, list_directories, list_files, looks_like_checkpoint
 from safe_ckpt.core.home.holders import Held, hidden_folders, holders
 from safe_ckpt.core.home.home import HIDDEN, NAMES, Candidate, OnError, name_below
 from safe_ckpt.core.home.objects.head import Head, folders_of, in_parallel, list_objects, object_candidate, read_head
@@ -175,23 +175,23 @@ def _(place: Path, *, tags_below: bool = True) -> Listing:
             unreadable[path] = str(error)
 
     folder, places = place, hidden_folders(place)
-    candidates = catalog.list_directories(folder, _number_of, _problem_of, note)
-    files = catalog.list_files(folder, ".ckpt", layouts.is_lightning_directory, note)
-    with catalog.guarded(folder / layouts.LATEST, note):
+    candidates = list_directories(folder, _number_of, _problem_of, note)
+    files = list_files(folder, ".ckpt", layouts.is_lightning_directory, note)
+    with guarded(folder / layouts.LATEST, note):
         candidates += _tags_below(folder, note) if tags_below else ()
         candidates += _named_and_damaged(folder, candidates)
     twice = {file.path for file in files}  # a directory of Lightning's with a manifest of ours was found by both
     candidates = [candidate for candidate in candidates if candidate.path not in twice]
     for file in files:
-        with catalog.guarded(file.file_path, note):
+        with guarded(file.file_path, note):
             candidates.append(_judged(file))
     below = place / "checkpoints"
     if not candidates and not unreadable and below.is_dir() and not below.is_symlink():  # a project of Accelerate's
         folder = below
-        candidates = catalog.list_directories(folder, _number_of, _problem_of, note)
+        candidates = list_directories(folder, _number_of, _problem_of, note)
         places = list({one.resolve(): one for one in (*hidden_folders(folder), *places)}.values())
     standing = standing_of(candidates)
-    with catalog.guarded(folder / layouts.LATEST, note):
+    with guarded(folder / layouts.LATEST, note):
         standing = standing_of(candidates, judges_of(folder))
     return Listing(
         folder=folder,
@@ -228,8 +228,8 @@ def _tags_below(top: Path, note: OnError) -> list[Candidate]:
         folders = [path for path in sorted(top.iterdir()) if not path.is_symlink() and (path / HIDDEN).is_dir()]
     found = []
     for folder in folders:
-        with catalog.guarded(folder, note):
-            found += [tag for tag in catalog.list_directories(folder, _number_of, _problem_of, note) if is_tag(tag)]
+        with guarded(folder, note):
+            found += [tag for tag in list_directories(folder, _number_of, _problem_of, note) if is_tag(tag)]
     return found if named is not None else [tag for tag in found if tag.manifest is not None]
 
 
@@ -328,7 +328,7 @@ def _problem_of(path: Path) -> str:
     layout = layouts.layout_of(path)
     if layout is not None:
         return layout.problem
-    return "" if catalog.looks_like_checkpoint(path) else "holds no checkpoint: empty, or cut off"
+    return "" if looks_like_checkpoint(path) else "holds no checkpoint: empty, or cut off"
 
 
 def _judged(candidate: Candidate) -> Candidate:
