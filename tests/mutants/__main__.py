@@ -43,6 +43,7 @@ ROOMS = {
         "tests/unit/saving/test_commit_order.py",
         "tests/unit/saving/test_mirror.py",
         "tests/unit/saving/test_mirror_behind.py",
+        "tests/unit/saving/test_objects_in_memory.py",
         "tests/unit/saving/test_paths_that_mean_something_else.py",
         "tests/unit/tools/cli/test_standing.py",
         "tests/unit/tools/cli/test_unlock.py",

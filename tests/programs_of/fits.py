@@ -79,6 +79,8 @@ def choose(draw: Draw) -> SimpleNamespace:
     one = lightning_.choose(draw)
     one.workers, one.limits, one.on_exception = 0, {k: v for k, v in one.limits.items() if k != "max_time"}, False
     one.loader = "one" if one.loader == "max_size_cycle" else one.loader
+    if draw.flag("trains at least", of=4):
+        one.limits["min_steps"] = 6
     one.accumulate = 1 if one.norm or one.check else min(one.accumulate, 2)
     one.callback = "counts" if one.callback else ""
     one.epochs = min(one.epochs, 3)
@@ -100,7 +102,9 @@ def choose(draw: Draw) -> SimpleNamespace:
     if any(what == "SIGTERM" for what, _ in one.stops):
         one.accumulate = 1  # gradients that are not applied yet are in no checkpoint
     full = {draw.among(f"full disk at {n}", 0, *range(1, 13)) for n in range(3)}
-    one.failing = frozenset(full - {number for what, number in one.stops if what == "SIGTERM"})
+    one.failing = frozenset(
+        full - {step for what, number in one.stops if what == "SIGTERM" for step in (number, number + 1)}
+    )
     return one
 
 
@@ -218,7 +222,7 @@ class Start:
     ) -> None:
         self._one, self._folder, self._seed, self._ours, self._stop = one, folder, seed, ours, stop
         self.here = HereInProcess(folder, stop)
-        self.is_over, self._went_on = False, 0
+        self.is_over, self._signalled, self._went_on = False, False, 0
         self.callbacks: list[Any] = []
 
     def run(self) -> None:
@@ -236,7 +240,7 @@ class Start:
 
         with starts.full_disk(is_full), contextlib.suppress(StoppedError):
             trainer.fit(module, train, validation)
-            self.is_over = not stop.done
+            self.is_over, self._signalled = not stop.done, stop.done
         self.here.result("ended at", [trainer.current_epoch, trainer.global_step])
         self.here.result("weights", lightning_parts.digest(module.state_dict()))
 
@@ -261,8 +265,8 @@ class Start:
 
     def newest(self) -> int:
         """The step from which the next start has to go on."""
-        if self._stop[0] == "SIGTERM" and not self.is_over:
-            return self._stop[1]
+        if self._signalled:
+            return self._at_the_signal()
         steps = [0]
         for file in (self._folder / "a").glob("*.ckpt"):
             found = torch.load(file, weights_only=False)
@@ -270,11 +274,18 @@ class Start:
                 steps.append(found["global_step"])
         return max(steps)
 
+    def _at_the_signal(self) -> int:
+        """Behind its batch, which makes a step of each optimizer."""
+        return self._stop[1] - 1 + max(1, self._one.manual)
+
     def compared(self, whole: Start, due: int) -> str:
         """What differs behind the place that it went on from."""
         begun = self._went_on = self.here.notes.get("begun", [0])[0]
         if begun != due:
             return f"place: begun at step {begun}, where {due} was committed"
+        ended = self.here.results["ended at"][1]
+        if self._signalled and ended != self._at_the_signal():
+            return f"signal: in the batch of step {self._at_the_signal()}, and training went on to {ended}"
         return starts.first_difference(whole.here.events, self.here.events, begun)
 
     def ends(self, whole: Start) -> str:

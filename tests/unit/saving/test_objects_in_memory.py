@@ -5,10 +5,11 @@ import uuid
 
 import pytest
 import torch
-from small_runs import config
+from small_runs import config, wait_for_mirror
 
-from safe_ckpt import Checkpointer, PerRank, load, newest
+from safe_ckpt import Checkpointer, Mirror, PerRank, load, newest
 from safe_ckpt.core.storage.objects import bucket as buckets
+from safe_ckpt.core.writer.inline import inline
 from safe_ckpt.errors import NoValidCheckpointError
 
 
@@ -75,6 +76,19 @@ def test_where_all_of_a_store_is_damaged_it_is_said(url):
     with pytest.raises(NoValidCheckpointError) as caught:
         resumed(url, state_of(0))
     assert len(caught.value.rejected) == 2
+
+
+def test_a_mirror_is_resumed_from_where_the_disk_is_empty(url, tmp_path):
+    """What was uploaded comes back to another machine, whole, but for what is marked, which is not even fetched."""
+    settings, spoilt = config(mirror=Mirror(url=url)), {**state_of(2), "w": {"t": torch.full((100,), float("nan"))}}
+    with inline():  # the store is that of this process
+        with Checkpointer(tmp_path / "one", settings) as ckpt:
+            ckpt.save(1, state_of(1)).result(timeout_s=30)
+            ckpt.save(2, spoilt).result(timeout_s=30)
+            wait_for_mirror(ckpt)
+        with Checkpointer(tmp_path / "two", settings) as ckpt:
+            assert restored(ckpt, lambda ckpt, state: ckpt.resume(state)) == (1, 1)
+    assert [path.name for path in (tmp_path / "two").glob("step-*")] == ["step-00000001"]
 
 
 @pytest.mark.parametrize("verify", [False, True])
