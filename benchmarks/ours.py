@@ -75,7 +75,7 @@ class SingleFile(Way):
         overlapped = self._config.snapshot == "overlapped"
         self._handle = self._engine.save(
             SaveRequest(
-                destination=Destination(workspace=self._root, path=self._path, kind="file"),
+                destination=Destination(home=self._root, path=self._path, kind="file"),
                 payload=Snapshot(
                     files=images, overlap=OverlapPlan([self.model], [self.optimizer]) if overlapped else None
                 ),

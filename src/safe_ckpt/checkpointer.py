@@ -117,7 +117,7 @@ class Checkpointer:
             extensions=assemble(self.config),
         )
         try:
-            self._workspace: Home = self._engine.hold(self.directory)
+            self._home: Home = self._engine.hold(self.directory)
             self._catalog = Catalog()
             # A plain loop may change its parameters between two steps, so "auto" is eager here.
             self._planner = Planner(
@@ -133,7 +133,7 @@ class Checkpointer:
             self._engine.agree(
                 "list",
                 must_match={"directory": self.directory},
-                decide=lambda _: self._list_held(listed(self._workspace.look, timeouts)),
+                decide=lambda _: self._list_held(listed(self._home.look, timeouts)),
             )
             self._engine.watch_signals()
         except BaseException:
@@ -216,7 +216,7 @@ class Checkpointer:
             payload = Snapshot(files=files, folders=list(planned.sharded), overlap=planned.overlap)
         return self._engine.save(
             SaveRequest(
-                destination=Destination(workspace=self._workspace, path=path, kind="directory"),
+                destination=Destination(home=self._home, path=path, kind="directory"),
                 payload=payload,
                 facts=Facts(step=number, metrics=numbers, items=planned.described),
                 must_match=must_match,
@@ -304,25 +304,25 @@ class Checkpointer:
         self._engine.wait()
 
         def candidates() -> list[Candidate]:
-            found = self._workspace.look()
+            found = self._home.look()
             return found if step is None else [c for c in found if is_of_step(c, step)]
 
         view = {"names": ", ".join(map(str, state)), "step": step}
         wanted = None if step is None else lambda one: is_of_step(one, step)
         reader = StoredItems(state, self._engine.rank, self._engine.coordinator.size).reader(
-            self._engine, mounted=self._workspace.is_mounted
+            self._engine, mounted=self._home.is_mounted
         )
         try:
             chosen = resume.choose(
                 self._engine,
-                self._workspace,
+                self._home,
                 candidates,
                 reader,
                 view,
                 accepts=wanted,
                 named="" if step is None else step_name(step),
                 by_name=_BY_NAME,
-                others=lambda: of_frameworks(self._workspace),
+                others=lambda: of_frameworks(self._home),
             )
             return self._restore(chosen, state, step)
         finally:
@@ -334,7 +334,7 @@ class Checkpointer:
             there = self._engine.agree(
                 "named",
                 must_match={"path": path},
-                decide=lambda _: [one.told.name for one in newest_first(self._workspace.look())],
+                decide=lambda _: [one.told.name for one in newest_first(self._home.look())],
             )
             raise not_found(path, there)
         if chosen is None:
@@ -349,7 +349,7 @@ class Checkpointer:
         modules = modules_of(items_of(state))
         self._engine.extensions.ask("a resume", lambda one: one.training(lambda: modules))
         self._engine.agree(
-            "list", must_match={"directory": self.directory}, decide=lambda _: self._list_held(self._workspace.look())
+            "list", must_match={"directory": self.directory}, decide=lambda _: self._list_held(self._home.look())
         )
         self.prepare(state)
         return chosen.info
@@ -460,7 +460,7 @@ class Checkpointer:
 
     def _list_held(self, candidates: Sequence[Candidate]) -> None:
         self._catalog = Catalog(candidates)
-        self._workspace.start_after(newest_sequence(candidates))
+        self._home.start_after(newest_sequence(candidates))
 
 
 def _place(directory: str | os.PathLike[str], config: CheckpointConfig) -> Place:

@@ -264,7 +264,7 @@ class publishing:  # noqa: N801 - it is used as a function
         ]
         return engine.save(
             SaveRequest(
-                destination=Destination(workspace=self._home, path=self._path, kind="directory"),
+                destination=Destination(home=self._home, path=self._path, kind="directory"),
                 payload=Payload(in_place=in_place, folders=files["folders"]),
                 facts=Facts(step=self._step, metrics=self._metrics, notes={"adapter": ADAPTER}, unexamined=("*",)),
                 on_commit=OnCommit(

@@ -196,12 +196,12 @@ def test_links_and_removals_that_a_killed_job_left_are_made_good(tmp_path):
     fit(folder, save_top_k=-1, filename="{step}", settings={"max_epochs": 1})
     (older,) = folder.glob("*.ckpt")
     content = torch.load(older, weights_only=True)
-    workspace = type("Held", (), {"path": folder})
+    home = type("Held", (), {"path": folder})
     links = [
         Link(path=folder / "sub/last.ckpt", target="../step=99.ckpt"),
         Link(path=tmp_path / "last.ckpt", target="x"),
     ]
-    notes = resuming.notes(workspace, links=links, to_delete=[older, tmp_path / "x.ckpt"], weights_only=False)
+    notes = resuming.notes(home, links=links, to_delete=[older, tmp_path / "x.ckpt"], weights_only=False)
     assert notes["removes"] == [older.name]
     assert notes["links"] == {"sub/last.ckpt": "../step=99.ckpt"}
     (folder / "sub").mkdir()

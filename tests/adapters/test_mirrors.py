@@ -195,10 +195,10 @@ def test_a_damaged_single_file_is_not_mirrored(tmp_path, bucket):
     lightning(tmp_path / "run", QUICK, seed=1, stop=7)
     sound, damaged = sorted((tmp_path / "run").glob("*.ckpt"), key=lambda path: read_manifest(path).sequence)[:2]
     flip_bit(damaged, damaged.stat().st_size // 2)
-    seen, workspace = [], FileHome(tmp_path / "run", lease_s=60)
+    seen, home = [], FileHome(tmp_path / "run", lease_s=60)
     mirror = Uploads(mirroring(QUICK, bucket, keep_last=1), seen.append, "a test")
     for path in (sound, damaged):
-        mirror.put(CheckpointInfo.of(read_manifest(path), path, path.stat().st_size), workspace)
+        mirror.put(CheckpointInfo.of(read_manifest(path), path, path.stat().st_size), home)
         wait_until(lambda path=path: any(event.path == str(path) for event in seen), 60, f"what became of {path}")
     mirror.drain()
     mirror.close()

@@ -165,7 +165,7 @@ class Pointed(Row):
         try:
             root = engine.hold(folder)
             to_delete = [path for path in folder.glob("step=*") if path.name != name]
-            destination = Destination(workspace=root, path=folder / name, kind="directory")
+            destination = Destination(home=root, path=folder / name, kind="directory")
             pointers = [Pointer(path=folder / "latest", data=name.encode())]
             engine.save(request_of(destination, "a.ckpt", number, to_delete, pointers=pointers)).result()
             reported()

@@ -250,7 +250,7 @@ class Files(Numbered):
             root = engine.hold(folder)
             root.start_after(catalog.newest_sequence(catalog.list_files(folder, ".ckpt")))
             to_delete = [path for path in folder.glob("step=*.ckpt") if path.name != self.name(number)]
-            destination = Destination(workspace=root, path=folder / self.name(number), kind="file")
+            destination = Destination(home=root, path=folder / self.name(number), kind="file")
             links = [Link(path=folder / "last.ckpt")]
             engine.save(request_of(destination, self.name(number), number, to_delete, links=links)).result()
             reported()

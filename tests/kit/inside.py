@@ -35,7 +35,7 @@ def writer_of(job):
 
 def home_of(ckpt):
     """The directory of a ``Checkpointer``, as its saves see it."""
-    return ckpt._workspace
+    return ckpt._home
 
 
 def waits_for_mirror(ckpt):

@@ -47,7 +47,7 @@ _ONE_WAY = _swap("            for name in names:\n", "            for name in ()
 _SWEPT = _swap("if folder == self.pending and left.is_dir()", "if False and left.is_dir()")
 _EXCHANGE = "    if _settled(lambda: exchange(staged, final), staged, final) is not False:"
 _EARLY = """    if (catalog := turn.job.request.on_commit.catalog) is not None and turn.job.request.on_commit.retention:
-        turn.job.workspace.discard([one.path for one in catalog.committed])
+        turn.job.home.discard([one.path for one in catalog.committed])
     return turn.job.publication.commit("""
 
 PLANTED: dict[str, dict[str, Patch]] = {

@@ -149,12 +149,12 @@ class AcceleratorSaver(Saver):
         if self.config.mirror.url is None or self.is_directory(path, "fetch"):
             return
         home = self.hold_automatic()
-        own = home is not None and path.parent == home.workspace.path
+        own = home is not None and path.parent == home.held.path
         self.fetch(home if own and home is not None else self._hold_named(path), path.name)
 
     def loadable(self, home: OpenHome) -> list[Candidate]:
         """The checkpoints that ``load_state()`` may take; of those that the user named, only this process's. On rank 0."""
-        listed = candidates(home.workspace.path)
+        listed = candidates(home.held.path)
         if home in self.homes.values():
             return listed
         own = {info.path: info for info in home.catalog.committed}
@@ -209,14 +209,14 @@ class AcceleratorSaver(Saver):
         def decide(answers: Mapping[int, Any]) -> dict[str, Any]:
             if home is None:
                 refuse(_named(output_dir), ADAPTER, _would_be_lost)
-            number = iteration if home is None else max(iteration, next_number(home.workspace.path))
+            number = iteration if home is None else max(iteration, next_number(home.held.path))
             stock = home is None and not presence.is_there(_named(output_dir) / MANIFEST_NAME)
             return {"number": number, "hooks": any(answers.values()), "stock": stock}
 
         agreed = self.engine.agree("save_state", must_match=values, local=check, decide=decide)
         number = agreed["number"]
         if home is not None:
-            path, step = home.workspace.path / f"checkpoint_{number}", number
+            path, step = home.held.path / f"checkpoint_{number}", number
         else:
             path = self._last = _named(output_dir)
             found = _STEP.search(path.name)
@@ -226,8 +226,8 @@ class AcceleratorSaver(Saver):
 
     def _hold_named(self, path: Path) -> OpenHome:
         self._take_over(path)
-        workspace = self.names.hold(path, resumed=True)
-        return OpenHome(workspace=workspace, catalog=self._catalog_of(path.parent))
+        home = self.names.hold(path, resumed=True)
+        return OpenHome(held=home, catalog=self._catalog_of(path.parent))
 
     def _catalog_of(self, folder: Path) -> Catalog:
         if folder not in self._catalogs:

@@ -77,7 +77,7 @@ def _newest(saver: AcceleratorSaver) -> Path:
     info = saver.newest(home, lambda: saver.loadable(home))
     if info is None:
         message = "there is no checkpoint: save one first, or do not load on a fresh run"
-        raise NoValidCheckpointError(path=str(home.workspace.path), message=message)
+        raise NoValidCheckpointError(path=str(home.held.path), message=message)
     return info.file_path
 
 

@@ -197,52 +197,52 @@ def _replace_each(saver: AcceleratorSaver, path: Path, planned: Planned) -> None
     All new files are first committed together, as a folder in the hidden one.
     """
     engine = saver.engine
-    workspace = engine.hold(path, hidden=path / HIDDEN / NAMES / _WEIGHTS, recorded=False)
+    home = engine.hold(path, hidden=path / HIDDEN / NAMES / _WEIGHTS, recorded=False)
     names = [file.path for file in planned.files]
     try:
         key = engine.agree("save_model", must_match={"path": path}, decide=lambda _: uuid.uuid4().hex)
-        ready = workspace.hidden / _READY / key  # of its own: what an earlier index refers to stays
-        engine.save(export.request_of(workspace, ready, planned.content(streamed=True))).result()
+        ready = home.hidden / _READY / key  # of its own: what an earlier index refers to stays
+        engine.save(export.request_of(home, ready, planned.content(streamed=True))).result()
         engine.coordinator.agree(
             "weights replaced",
             must_match={"path": path},
             timeout_s=engine.config.timeouts.lengthy_s,
-            decide=lambda _: _put_in_place(workspace, ready, names),
+            decide=lambda _: _put_in_place(home, ready, names),
         )
     finally:
         engine.settle()
-        engine.release(workspace)
+        engine.release(home)
 
 
-def _put_in_place(workspace: FileHome, ready: Path, names: Sequence[str]) -> None:
+def _put_in_place(home: FileHome, ready: Path, names: Sequence[str]) -> None:
     """At every moment the directory has weights that are complete: those of before, or those in ``ready``."""
-    path = workspace.path
+    path = home.path
     try:
-        workspace.confirm()
+        home.confirm()
         (path / MANIFEST_NAME).unlink(missing_ok=True)  # it describes the old files
         durable.sync_directory(str(path))
         for name in names:
             if name.endswith(".json"):  # until the files have their names it refers to them where they lie
-                _publish(workspace, path / name, ready, functools.partial(_write_index, ready / name, path))
+                _publish(home, path / name, ready, functools.partial(_write_index, ready / name, path))
         for name in names:  # the index is the last of them
-            _publish(workspace, path / name, ready, functools.partial(durable.link_or_copy, ready / name))
+            _publish(home, path / name, ready, functools.partial(durable.link_or_copy, ready / name))
         stale = [name for name in os.listdir(path) if hugging_face.is_weight_file(name) and name not in names]
         stale.sort(key=lambda name: not name.endswith(".json"))
-        workspace.confirm()
+        home.confirm()
         for name in stale:
             if not (path / name).is_dir():
                 (path / name).unlink(missing_ok=True)
         durable.sync_directory(str(path))  # loaders prefer one file to an index: an old one must not come back
     except OSError as error:
         raise DirectoryError.of(error, path=error.filename or path, rank=0, phase="replacing the weights") from error
-    workspace.discard([ready.parent])
+    home.discard([ready.parent])
 
 
-def _publish(workspace: FileHome, final: Path, ready: Path, make: Callable[[Path], None]) -> None:
+def _publish(home: FileHome, final: Path, ready: Path, make: Callable[[Path], None]) -> None:
     staged = ready / "staged"
     make(staged)
     durable.sync_directory(str(ready))  # as in ``publish_link``
-    workspace.confirm()
+    home.confirm()
     durable.publish_file(staged, final)
 
 

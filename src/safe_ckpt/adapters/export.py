@@ -61,7 +61,7 @@ class Exporter:
 
     def __init__(self, engine: Engine, workspaces: NamedHomes) -> None:
         self._engine = engine
-        self._workspaces = workspaces
+        self._held_homes = workspaces
 
     def export(
         self,
@@ -94,7 +94,7 @@ class Exporter:
 
         values = {"path": path, "max_shard_size": max_shard_size, "dtype": dtype}
         kept = self._engine.agree("export", must_match=values, local=look, decide=decide, phase="planning the export")
-        workspace = self._workspaces.hold(path)
+        home = self._held_homes.hold(path)
         chosen = {name: tensors[name] for name in kept["names"]}
         stream = _Stream(self._engine, path.name, chosen, dtype)
         planned: list[FilePlan] = []
@@ -107,18 +107,18 @@ class Exporter:
             payload = Streamed(files=planned, feed=stream.feed) if kept["gathered"] else Snapshot(files=planned)
         except Exception as problem:  # the other ranks must learn of it
             payload = PlanningFailed(error=problem)
-        return self._engine.save(request_of(workspace, path, payload))
+        return self._engine.save(request_of(home, path, payload))
 
 
 def request_of(
-    workspace: FileHome, path: Path, payload: Payload, *, kind: Literal["directory", "file"] = "directory"
+    home: FileHome, path: Path, payload: Payload, *, kind: Literal["directory", "file"] = "directory"
 ) -> SaveRequest:
     """Return the request with which ``path`` becomes weights alone; other files in a directory are kept."""
     carry = (
         OnCommit(keep_foreign=lambda name: not hugging_face.is_weight_file(name)) if kind == "directory" else OnCommit()
     )
     return SaveRequest(
-        destination=Destination(workspace=workspace, path=path, kind=kind),
+        destination=Destination(home=home, path=path, kind=kind),
         payload=payload,
         facts=Facts(step=0, notes={"adapter": WEIGHTS}, unexamined=("*",)),
         on_commit=carry,

@@ -57,11 +57,11 @@ class OpenHome:
     """A directory of checkpoints that is held.
 
     Attributes:
-        workspace: its lock, its pending saves and its order of commits.
+        held: its lock, its pending saves and its order of commits.
         catalog: what is committed in it; known on rank 0 only.
     """
 
-    workspace: FileHome
+    held: FileHome
     catalog: Catalog = field(default_factory=Catalog)
 
 
@@ -148,23 +148,23 @@ class Saver:
         if folder in self.homes:
             self.homes[folder] = self.homes.pop(folder)
         else:
-            home = OpenHome(workspace=self.engine.hold(folder, hidden=hidden))
-            self.engine.list_held(home.workspace, {"directory": folder}, lambda: self.list_held(home))
+            home = OpenHome(held=self.engine.hold(folder, hidden=hidden))
+            self.engine.list_held(home.held, {"directory": folder}, lambda: self.list_held(home))
             self.homes[folder] = home
         return self.homes[folder]
 
     def list_held(self, home: OpenHome) -> None:
         """List a directory, and number what comes behind what is in it. On rank 0."""
-        found = listed(lambda: self.candidates(home.workspace.path), self.config.timeouts)
+        found = listed(lambda: self.candidates(home.held.path), self.config.timeouts)
         home.catalog = Catalog(found)
-        home.workspace.start_after(newest_sequence(found))
+        home.held.start_after(newest_sequence(found))
 
     def release(self, folder: Path) -> None:
         """Give a directory back once no save of it is in flight; nothing happens where it is not held. On any rank."""
         if folder in self.homes:
-            workspace = self.homes.pop(folder).workspace
-            self.engine.settle(workspace)
-            self.engine.release(workspace)
+            home = self.homes.pop(folder).held
+            self.engine.settle(home)
+            self.engine.release(home)
 
     def candidates(self, folder: Path) -> list[Candidate]:
         """List what may be resumed from in a directory, in no order. On rank 0."""
@@ -194,7 +194,7 @@ class Saver:
         """
         reader = FileReader(self.engine, verify or self.verify_share)
         find = find or self._candidates_of(home)
-        chosen = resume.choose(self.engine, home.workspace, find, reader, by_name=self._by_name)
+        chosen = resume.choose(self.engine, home.held, find, reader, by_name=self._by_name)
         if chosen is not None and self.engine.rank == 0 and not chosen.info.verified:
             logger.warning(_FOREIGN, chosen.info.file_path)
         return chosen.info if chosen is not None else None
@@ -209,16 +209,16 @@ class Saver:
         Raises:
             SafeCheckpointError: it is needed, and the mirror gives no answer; on every rank.
         """
-        workspace, find = home.workspace, self._candidates_of(home)
+        held, find = home.held, self._candidates_of(home)
         if name is None:
-            Offered(self.engine, workspace, find, None).fetch_newer()
+            Offered(self.engine, held, find, None).fetch_newer()
             return
-        path = workspace.path / name
+        path = held.path / name
 
         def is_it(one: Candidate) -> bool:
-            return one.manifest is not None and is_copy_of(one.manifest, path, workspace)
+            return one.manifest is not None and is_copy_of(one.manifest, path, held)
 
-        Offered(self.engine, workspace, find, is_it).fetch_named()
+        Offered(self.engine, held, find, is_it).fetch_named()
 
     def is_directory(self, path: Path, call: str) -> bool:
         """Whether there is a directory, as rank 0 sees it: what follows is done on all ranks or on none."""
@@ -283,12 +283,12 @@ class Saver:
         """
         engine = self.engine
         key = engine.agree("save", must_match={"path": path}, decide=lambda _: uuid.uuid4().hex)
-        folder = open_folder(engine.coordinator, home.workspace, key, self.config.timeouts.barrier_s)
+        folder = open_folder(engine.coordinator, home.held, key, self.config.timeouts.barrier_s)
         try:
             yield folder
         except BaseException:
             if engine.rank == 0:
-                home.workspace.drop_pending(key)
+                home.held.drop_pending(key)
             raise
 
     def save(
@@ -320,7 +320,7 @@ class Saver:
         """
         return self.engine.save(
             SaveRequest(
-                destination=Destination(workspace=home.workspace, path=path, kind="directory"),
+                destination=Destination(home=home.held, path=path, kind="directory"),
                 payload=content,
                 facts=Facts(step=step, metrics=metrics or {}, notes={"adapter": self._adapter, **(notes or {})}),
                 must_match=must_match or {},
@@ -377,7 +377,7 @@ class Saver:
         self.close(quiet=error is not None)
 
     def _candidates_of(self, home: OpenHome) -> Callable[[], list[Candidate]]:
-        return lambda: self.candidates(home.workspace.path)
+        return lambda: self.candidates(home.held.path)
 
 
 def candidates_in(folder: Path, adapter: str, kind: Kind | None = None) -> list[Candidate]:

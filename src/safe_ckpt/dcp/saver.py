@@ -189,8 +189,8 @@ class DcpSaver(Saver):
         for other in _savers:
             if other is not self:
                 other.names.release(path)
-        workspace = self.names.hold(path, resumed=True)
-        return OpenHome(workspace=workspace, catalog=self._catalog_of(path))
+        home = self.names.hold(path, resumed=True)
+        return OpenHome(held=home, catalog=self._catalog_of(path))
 
     def _catalog_of(self, path: Path) -> Catalog:
         """Return what retention chooses from: the siblings whose names differ in their number alone. Known on rank 0 only."""

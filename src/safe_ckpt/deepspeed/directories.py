@@ -86,11 +86,11 @@ class TagSaver(Saver):
         ):
             return
         try:
-            workspace = self.engine.hold(folder)
+            home = self.engine.hold(folder)
         except DirectoryInUseError as error:
             logger.warning("%s", error)
             return
-        self.engine.release(workspace)
+        self.engine.release(home)
 
     def fetch_tag(self, top: Path, tag: str | None) -> None:
         """Bring the newest tag of the mirror into ``top``, or ``tag`` if it is not there, unless a live job holds it."""

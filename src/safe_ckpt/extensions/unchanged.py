@@ -129,13 +129,13 @@ class UnchangedExtension(Extension):
 
     def planning(self, request: SaveRequest) -> int:
         """See ``Extension``."""
-        root, unexamined = request.destination.workspace.path, request.facts.unexamined
+        root, unexamined = request.destination.home.path, request.facts.unexamined
         wanted = (Wanted.of(plan, unexamined) for plan in request.payload.files)
         return sum(one.length for one in wanted if one is not None and self._candidate(one, root) is not None)
 
     def begun(self, job: SaveJob) -> Mapping[str, Existing]:
         """See ``Extension``. Before training may change the tensors."""
-        root, unexamined = job.workspace.path, job.request.facts.unexamined
+        root, unexamined = job.home.path, job.request.facts.unexamined
         directory = self._directory(root)
         sharing = _Sharing(root=root, directory=directory, number=directory.tries.begin())
         later = bool(directory.under_way) and not can_be_held(root)

@@ -49,7 +49,7 @@ class FileSaver(Saver):
         """The directory in which ``path`` lies, else one on the same file system: unfinished files lie there."""
         if (held := self._above(path)) is not None:
             return held
-        workspaces = [home.workspace for home in self.homes.values()]
+        workspaces = [home.held for home in self.homes.values()]
         beside = next((one for one in workspaces if _device(one.path) == _device(path)), workspaces[0])
         if self.engine.rank == 0:
             beside.start_after(one_shot.last_beside(path))
@@ -61,11 +61,11 @@ class FileSaver(Saver):
         if held is not None and not self.closed:
             return held.next_sequence()
         # Any of them may have numbered a file elsewhere, see ``of``.
-        last = max((home.workspace.last_sequence for home in self.homes.values()), default=0)
+        last = max((home.held.last_sequence for home in self.homes.values()), default=0)
         return one_shot.sequence_beside(path, after=last)
 
     def _above(self, path: Path) -> FileHome | None:
-        return next((home.workspace for folder, home in self.homes.items() if folder in path.parents), None)
+        return next((home.held for folder, home in self.homes.items() if folder in path.parents), None)
 
 
 def _device(path: Path) -> int:

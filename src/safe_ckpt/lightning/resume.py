@@ -59,9 +59,9 @@ class ResumingSaver(Protocol):
         """The newest valid checkpoint in a held directory, verified on all ranks."""
 
 
-def notes(workspace: FileHome, *, links: list[Link], to_delete: list[Path], weights_only: bool) -> dict[str, Any]:
+def notes(home: FileHome, *, links: list[Link], to_delete: list[Path], weights_only: bool) -> dict[str, Any]:
     """Further entries of the manifest, with which the next run can finish what a killed one had begun."""
-    below = workspace.path
+    below = home.path
 
     def is_below(path: Path) -> bool:  # what lies elsewhere is done by this run alone: the next one would refuse it
         return below in Path(os.path.normpath(path)).parents
@@ -159,25 +159,23 @@ def choose(saver: Saver, home: OpenHome, suffix: str, rival: Path | None = None)
     Raises:
         NoValidCheckpointError: there are checkpoints and none is usable.
     """
-    engine, workspace = saver.engine, home.workspace
+    engine, held = saver.engine, home.held
 
     def verify(path: Path) -> None:
         saver.verify_share(path)
         if engine.rank == 0:
             with contextlib.suppress(UnsupportedFormatError, IncompleteCheckpointError):  # of another tool
-                _due(workspace, path)
+                _due(held, path)
 
     def judged() -> list[Candidate]:
-        listed = [_judged(one) for one in list_files(workspace.path, suffix, is_lightning_directory)]
+        listed = [_judged(one) for one in list_files(held.path, suffix, is_lightning_directory)]
         are_ours = any(one.manifest is not None and not one.problem for one in listed)
         return [one for one in listed if not (are_ours and one.foreign and one.path == rival)]
 
     info = saver.newest(home, judged, verify)
     if info is None:
         return None
-    engine.agree(
-        "finish", must_match={"path": info.path}, decide=lambda _: _finish(workspace, info, engine.config.timeouts)
-    )
+    engine.agree("finish", must_match={"path": info.path}, decide=lambda _: _finish(held, info, engine.config.timeouts))
     return info.file_path
 
 
@@ -208,14 +206,14 @@ def _judged(candidate: Candidate) -> Candidate:
     return look_inside(candidate)
 
 
-def _due(workspace: FileHome, path: Path) -> tuple[dict[Path, str | None], list[Path]]:
+def _due(home: FileHome, path: Path) -> tuple[dict[Path, str | None], list[Path]]:
     """Return what was due when ``path`` was committed: the links with their targets, and the paths to delete.
 
     Raises:
         HostileCheckpointError: something of it lies outside of the directory.
         SafeCheckpointError: its manifest cannot be read.
     """
-    below, notes = workspace.path, read_manifest(path).notes
+    below, notes = home.path, read_manifest(path).notes
 
     def inside(name: object) -> Path:
         found = really_inside(below, name)
@@ -241,18 +239,18 @@ def _due(workspace: FileHome, path: Path) -> tuple[dict[Path, str | None], list[
         raise HostileCheckpointError(path=str(path), file="its notes", message=error.message) from error
 
 
-def _finish(workspace: FileHome, info: CheckpointInfo, timeouts: Timeouts) -> None:
+def _finish(home: FileHome, info: CheckpointInfo, timeouts: Timeouts) -> None:
     # Killed between its commit and its links and removals: they are due now, since what replaces them is good.
     if not info.verified:
         return
-    links, to_delete = _due(workspace, info.file_path)
+    links, to_delete = _due(home, info.file_path)
     for path, target in links.items():
-        _link_again(workspace, info, path, target, timeouts)
-    for path in workspace.discard([path for path in to_delete if _is_ours_and_older(path, info)]):
+        _link_again(home, info, path, target, timeouts)
+    for path in home.discard([path for path in to_delete if _is_ours_and_older(path, info)]):
         logger.info("removed %s, as was due when %s was saved", path, info.name)
 
 
-def _link_again(workspace: FileHome, info: CheckpointInfo, path: Path, target: str | None, timeouts: Timeouts) -> None:
+def _link_again(home: FileHome, info: CheckpointInfo, path: Path, target: str | None, timeouts: Timeouts) -> None:
     if target is None:
         # A name of a newer file than this one is not taken from it.
         done = path.exists() and (path.samefile(info.file_path) or not _is_ours_and_older(path, info))
@@ -267,7 +265,7 @@ def _link_again(workspace: FileHome, info: CheckpointInfo, path: Path, target: s
         kind="file",
         links=[Link(path=path, target=target)],
     )
-    publication = workspace.begin(new, timeouts)
+    publication = home.begin(new, timeouts)
     publication.prepare()
     publication.commit((), {}, lambda: None)  # without a file: a further name for what is there
     publication.clean_up()

@@ -254,7 +254,7 @@ class TrainerSaver(FileSaver):
         again = TrainerSaver(self.trainer, self.config, self.io)
         again.add_hooks(self._hooks)
         try:
-            again.home(path.parent).workspace.start_after(self.next_sequence(path) - 1)
+            again.home(path.parent).held.start_after(self.next_sequence(path) - 1)
             again.save_pending(
                 PendingActions(saves=[str(path)]), None, None, weights_only=weights_only, wait=True
             ).result()
@@ -374,7 +374,7 @@ class TrainerSaver(FileSaver):
 
     def _request(self, pending: PendingActions, *, weights_only: bool | None, overlap: bool) -> SaveRequest:
         primary = Path(os.path.abspath((pending.saves or [*pending.links, *pending.removals])[0]))
-        workspace = self.of(primary)
+        home = self.of(primary)
         planned = Planned()
         note_models(self.engine, lambda: [self.trainer.lightning_module])
         if pending.saves:
@@ -383,11 +383,11 @@ class TrainerSaver(FileSaver):
         links = [Link(path=Path(os.path.abspath(path))) for path in pending.saves[1:]]
         links += [Link(path=Path(os.path.abspath(path)), target=target) for path, target in pending.links.items()]
         to_delete = [Path(os.path.abspath(path)) for path in pending.to_delete]
-        notes = resuming.notes(workspace, links=links, to_delete=to_delete, weights_only=bool(weights_only))
+        notes = resuming.notes(home, links=links, to_delete=to_delete, weights_only=bool(weights_only))
         form = strategies.form_of(self.trainer.strategy)
         is_directory = form is not None and form.sharded and bool(pending.saves)
         return SaveRequest(
-            destination=Destination(workspace=workspace, path=primary, kind="directory" if is_directory else "file"),
+            destination=Destination(home=home, path=primary, kind="directory" if is_directory else "file"),
             payload=planned.content(
                 overlap=contents.overlap_plan(self.trainer, self.config.snapshot) if planned.files and overlap else None
             ),

@@ -98,16 +98,16 @@ def consolidate_offloaded(
         engine.agree(
             "consolidate", must_match=must_match, local=asked, decide=lambda _: refuse(path, ADAPTER, empty=True)
         )
-        workspace = NamedHomes(engine).hold(path)
+        home = NamedHomes(engine).hold(path)
         plan = agree_parts(engine, sources, ignore, destination=path)
         request = SaveRequest(
-            destination=Destination(workspace=workspace, path=path, kind="directory"),
+            destination=Destination(home=home, path=path, kind="directory"),
             payload=Snapshot(copies=plan.copies, folders=plan.folders),
             facts=Facts(step=0, notes={"adapter": ADAPTER, "parts": plan.notes}, unexamined=("*",)),
             on_commit=OnCommit(keep_foreign=lambda _: True),
         )
         info = engine.save(request).result()
-        engine.release(workspace)
+        engine.release(home)
     except BaseException:
         engine.close(quiet=True, within_s=config.timeouts.shutdown_s)
         raise

@@ -30,7 +30,7 @@ def saver():
 
 def save(saver, home, step):
     planned = Planned(files=[torch_file("model.bin", {"w": torch.ones(2)})])
-    path = home.workspace.path / f"checkpoint_{step}"
+    path = home.held.path / f"checkpoint_{step}"
     return saver.save(home, path, planned.content(), step=step).result(timeout_s=30)
 
 

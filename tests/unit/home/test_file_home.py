@@ -32,7 +32,7 @@ def of_elsewhere(**facts):
 
 
 @pytest.fixture
-def workspace(tmp_path):
+def home(tmp_path):
     made = FileHome(tmp_path / "exp", lease_s=6)
     made.open()
     yield made
@@ -48,14 +48,14 @@ def test_leftovers_of_a_dead_job_are_swept(tmp_path):
     for left in ("pending/abc/step-1", "staging/ghi/step-4", "trash/def", "quarantine/step-2"):
         (exp / ".safe_ckpt" / left).mkdir(parents=True)
     (exp / "step-3").mkdir()
-    workspace = FileHome(exp, lease_s=6)
-    workspace.open()
-    assert not any(workspace.pending.iterdir())
+    home = FileHome(exp, lease_s=6)
+    home.open()
+    assert not any(home.pending.iterdir())
     assert not (exp / ".safe_ckpt/staging").exists()
-    assert not any(workspace.trash.iterdir())
-    assert [path.name for path in workspace.quarantined()] == ["step-2"]
+    assert not any(home.trash.iterdir())
+    assert [path.name for path in home.quarantined()] == ["step-2"]
     assert (exp / "step-3").exists()
-    workspace.close()
+    home.close()
 
 
 def test_a_hidden_folder_may_lie_elsewhere(tmp_path):
@@ -70,20 +70,20 @@ def test_a_hidden_folder_may_lie_elsewhere(tmp_path):
 
 @pytest.mark.parametrize("pending", ["pending", "staging"])
 @pytest.mark.parametrize("complete", [True, False])
-def test_an_interrupted_replacement_is_finished_or_undone(workspace, complete, pending):
+def test_an_interrupted_replacement_is_finished_or_undone(home, complete, pending):
     """Killed between "old away" and "new in": a complete new one goes forward, else the old one comes back."""
-    final = workspace.path / "step-1"
+    final = home.path / "step-1"
     final.mkdir()
     checkpoint(final, {"f": b"old"})
-    staged = workspace.make_pending("op") / "step-1"
+    staged = home.make_pending("op") / "step-1"
     staged.mkdir()
     checkpoint(staged, {"f": b"new"})
     if not complete:
         (staged / "f").write_bytes(b"ne")
-    final.rename(workspace.aside("op", workspace.path / "step-1"))
-    workspace.close()
-    workspace.pending.rename(workspace.hidden / pending)  # the former name, too
-    again = FileHome(workspace.path, lease_s=6)
+    final.rename(home.aside("op", home.path / "step-1"))
+    home.close()
+    home.pending.rename(home.hidden / pending)  # the former name, too
+    again = FileHome(home.path, lease_s=6)
     again.open()
     assert (final / "f").read_bytes() == (b"new" if complete else b"old")
     assert not any(again.pending.iterdir())
@@ -91,15 +91,15 @@ def test_an_interrupted_replacement_is_finished_or_undone(workspace, complete, p
     again.close()
 
 
-def test_an_unfinished_save_is_never_rolled_forward(workspace):
+def test_an_unfinished_save_is_never_rolled_forward(home):
     """A complete but uncommitted save of a new name is not a checkpoint."""
-    staged = workspace.make_pending("op") / "step-1"
+    staged = home.make_pending("op") / "step-1"
     staged.mkdir()
     checkpoint(staged, {"f": b"new"})
-    workspace.close()
-    again = FileHome(workspace.path, lease_s=6)
+    home.close()
+    again = FileHome(home.path, lease_s=6)
     again.open()
-    assert not (workspace.path / "step-1").exists()
+    assert not (home.path / "step-1").exists()
     again.close()
 
 
@@ -205,10 +205,10 @@ def any_file(path):
     return path.is_symlink() or path.is_file() or any(one.is_file() for one in path.rglob("*"))
 
 
-def test_one_process_opens_a_directory_once(workspace):
+def test_one_process_opens_a_directory_once(home):
     """Two pipelines of one process in one directory would overwrite each other."""
     with pytest.raises(DirectoryInUseError, match="this process"):
-        FileHome(workspace.path, lease_s=6).open()
+        FileHome(home.path, lease_s=6).open()
 
 
 def test_a_lease_of_another_host_is_taken_over_when_it_stands_still(tmp_path):
@@ -216,23 +216,23 @@ def test_a_lease_of_another_host_is_taken_over_when_it_stands_still(tmp_path):
     hidden = tmp_path / "exp/.safe_ckpt"
     hidden.mkdir(parents=True)
     (hidden / "lock").write_bytes(of_elsewhere(lease_s=2.0))
-    workspace = FileHome(tmp_path / "exp", lease_s=2)
+    home = FileHome(tmp_path / "exp", lease_s=2)
     begun = time.monotonic()
-    workspace.open()
+    home.open()
     assert 1.5 < time.monotonic() - begun < 6
-    workspace.confirm()
-    workspace.close()
+    home.confirm()
+    home.close()
 
 
-def test_a_lost_lease_is_noticed_before_a_commit(workspace):
+def test_a_lost_lease_is_noticed_before_a_commit(home):
     """When another job has taken over, this one may not rename anything into place any more; it is told by whom."""
-    (workspace.hidden / "lock").write_bytes(of_elsewhere(pid=77))
+    (home.hidden / "lock").write_bytes(of_elsewhere(pid=77))
     with pytest.raises(DirectoryInUseError, match="took the directory over") as caught:
-        workspace.confirm()
+        home.confirm()
     assert (caught.value.host, caught.value.pid) == ("elsewhere", 77)
-    (workspace.hidden / "lock").unlink()
+    (home.hidden / "lock").unlink()
     with pytest.raises(DirectoryInUseError, match="its lock is gone"):
-        workspace.confirm()
+        home.confirm()
 
 
 @pytest.mark.parametrize("make", [lambda p: p.write_text("x"), lambda p: p.symlink_to("/dev/null")])
@@ -246,25 +246,25 @@ def test_a_file_in_the_way_is_named(tmp_path, make):
     assert not path.is_dir()
 
 
-def test_discarding_a_checkpoint_that_is_gone_is_no_error(workspace):
+def test_discarding_a_checkpoint_that_is_gone_is_no_error(home):
     """What is deleted is renamed away first; what is gone already is no error."""
-    (workspace.path / "step-1").mkdir()
-    assert workspace.discard([workspace.path / "step-1", workspace.path / "step-2"]) == [workspace.path / "step-1"]
-    assert not any(workspace.trash.iterdir())
+    (home.path / "step-1").mkdir()
+    assert home.discard([home.path / "step-1", home.path / "step-2"]) == [home.path / "step-1"]
+    assert not any(home.trash.iterdir())
 
 
-def test_quarantine_keeps_two_checkpoints_of_one_name(workspace):
+def test_quarantine_keeps_two_checkpoints_of_one_name(home):
     """Two damaged checkpoints of one name are both kept."""
     for word in ("a", "b"):
-        (workspace.path / "step-1").mkdir()
-        (workspace.path / "step-1" / "f").write_text(word)
-        workspace.quarantine(workspace.path / "step-1")
-    assert sorted((path / "f").read_text() for path in workspace.quarantined()) == ["a", "b"]
+        (home.path / "step-1").mkdir()
+        (home.path / "step-1" / "f").write_text(word)
+        home.quarantine(home.path / "step-1")
+    assert sorted((path / "f").read_text() for path in home.quarantined()) == ["a", "b"]
 
 
-def test_the_record_of_a_lock_can_be_read_by_people(workspace):
+def test_the_record_of_a_lock_can_be_read_by_people(home):
     """The lock is a record that a person can read."""
-    record = json.loads((workspace.hidden / "lock").read_text())
+    record = json.loads((home.hidden / "lock").read_text())
     assert (record["host"], record["pid"]) == (socket.gethostname(), os.getpid())
     assert record["started_at"].startswith("20")
 
@@ -280,12 +280,12 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch, ca
     exchange_no_names(monkeypatch)
     for stop_after in range(4):
         exp = tmp_path / f"exp{stop_after}"
-        workspace = FileHome(exp, lease_s=6)
-        workspace.open()
+        home = FileHome(exp, lease_s=6)
+        home.open()
         final = exp / name
         final.mkdir(parents=True)
         checkpoint(final, {"f": b"old"})
-        staged = workspace.make_pending("op") / final.name
+        staged = home.make_pending("op") / final.name
         staged.mkdir()
         checkpoint(staged, {"f": b"new"})
         renames = iter(range(stop_after))
@@ -299,8 +299,8 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch, ca
         with monkeypatch.context() as patched:
             patched.setattr(durable.os, "rename", rename)
             with contextlib.suppress(KeyboardInterrupt):
-                durable.publish_directory(staged, final, workspace.aside("op", final))
-        workspace.close()
+                durable.publish_directory(staged, final, home.aside("op", final))
+        home.close()
         again = FileHome(exp, lease_s=6)
         again.open()
         assert (final / "f").read_bytes() in (b"old", b"new")
@@ -311,14 +311,14 @@ def test_replacing_without_exchange_survives_each_step(tmp_path, monkeypatch, ca
 
 def test_tidying_up_a_failed_replacement_keeps_the_only_copy(tmp_path):
     """A replacement that failed half-way: tidying up after it does not delete the only copy, and the next start restores it."""
-    workspace = FileHome(tmp_path, lease_s=60)
-    workspace.open()
-    (workspace.make_pending("op") / "step-00000001").mkdir()  # the new one, which did not get the name
+    home = FileHome(tmp_path, lease_s=60)
+    home.open()
+    (home.make_pending("op") / "step-00000001").mkdir()  # the new one, which did not get the name
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001/f").touch()
-    os.rename(tmp_path / "step-00000001", workspace.aside("op", workspace.path / "step-00000001"))
-    workspace.drop_pending("op")
-    workspace.close()
+    os.rename(tmp_path / "step-00000001", home.aside("op", home.path / "step-00000001"))
+    home.drop_pending("op")
+    home.close()
     again = FileHome(tmp_path, lease_s=60)
     again.open()
     again.close()
@@ -407,15 +407,15 @@ def test_what_lies_in_the_folder_of_a_save_is_there_for_good_before_it_is_swept(
 
 def test_a_record_that_cannot_be_written_gives_the_lock_back(tmp_path, monkeypatch):
     """A full disk at the moment of taking the lock: a typed error, and the same process can try again."""
-    workspace = FileHome(tmp_path, lease_s=60)
+    home = FileHome(tmp_path, lease_s=60)
     with monkeypatch.context() as patch:
         patch.setattr(
             JobLock, "_with_kernel_lock", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
         )
         with pytest.raises(DirectoryError, match="No space"):
-            workspace.open()
-    workspace.open()
-    workspace.close()
+            home.open()
+    home.open()
+    home.close()
 
 
 @pytest.mark.parametrize("name", ["", "pending", "staging", "trash", "quarantine"])
@@ -449,9 +449,9 @@ def test_a_directory_behind_a_link_is_one(tmp_path):
     """The checkpoint directory itself may be a link, as users have them to a larger disk."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "held").symlink_to(tmp_path / "disk", target_is_directory=True)
-    workspace = FileHome(tmp_path / "held", lease_s=60.0)
-    workspace.open()
-    workspace.close()
+    home = FileHome(tmp_path / "held", lease_s=60.0)
+    home.open()
+    home.close()
 
 
 def test_a_name_that_cannot_be_is_a_directory_error(tmp_path):
@@ -462,32 +462,32 @@ def test_a_name_that_cannot_be_is_a_directory_error(tmp_path):
 
 def test_a_directory_that_nothing_was_saved_into_is_removed_at_the_end(tmp_path):
     """A directory that nothing was saved into leaves no trace, one that was there stays, and what somebody put there, too."""
-    workspace = FileHome(tmp_path / "a/b/exp", lease_s=6)
-    workspace.open()
-    workspace.aside("op", workspace.path / "x")
-    workspace.drop_pending("op")
-    workspace.close()
-    workspace.close()
+    home = FileHome(tmp_path / "a/b/exp", lease_s=6)
+    home.open()
+    home.aside("op", home.path / "x")
+    home.drop_pending("op")
+    home.close()
+    home.close()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "exp").mkdir()
-    workspace = FileHome(tmp_path / "exp", lease_s=6)
-    workspace.open()
-    workspace.close()
+    home = FileHome(tmp_path / "exp", lease_s=6)
+    home.open()
+    home.close()
     assert list((tmp_path / "exp").iterdir()) == []
-    workspace.open()
-    (workspace.hidden / "note").touch()
-    workspace.close()
-    assert list(workspace.hidden.iterdir()) == [workspace.hidden / "note"]
+    home.open()
+    (home.hidden / "note").touch()
+    home.close()
+    assert list(home.hidden.iterdir()) == [home.hidden / "note"]
 
 
 def test_nothing_of_a_job_that_took_over_is_taken_away(tmp_path):
     """A job that ends when another one has its directory leaves that one's folders alone."""
-    workspace = FileHome(tmp_path / "exp", lease_s=6)
-    workspace.open()
-    (workspace.hidden / "lock").write_bytes(of_elsewhere())
-    workspace.close()
-    assert workspace.pending.is_dir()
-    assert (workspace.hidden / "lock").exists()
+    home = FileHome(tmp_path / "exp", lease_s=6)
+    home.open()
+    (home.hidden / "lock").write_bytes(of_elsewhere())
+    home.close()
+    assert home.pending.is_dir()
+    assert (home.hidden / "lock").exists()
 
 
 def test_jobs_that_end_and_begin_at_once_do_not_disturb_each_other(tmp_path):
@@ -501,13 +501,13 @@ def test_jobs_that_end_and_begin_at_once_do_not_disturb_each_other(tmp_path):
 
 def test_empty_folders_of_others_stay(tmp_path):
     """Nothing was saved: what this opening made is taken away, not what an earlier one had made and the user has since."""
-    workspace = FileHome(tmp_path / "runs/exp", lease_s=6)
-    workspace.open()
-    workspace.close()
+    home = FileHome(tmp_path / "runs/exp", lease_s=6)
+    home.open()
+    home.close()
     assert not (tmp_path / "runs").exists()
     (tmp_path / "runs").mkdir()
-    workspace.open()
-    workspace.close()
+    home.open()
+    home.close()
     assert (tmp_path / "runs").is_dir()
     assert not (tmp_path / "runs/exp").exists()
 

@@ -24,7 +24,7 @@ def test_files_that_are_written_again_right_after_a_save_returns_are_saved_as_th
     engine = Engine(CheckpointConfig(timeouts=QUICK))
     path = tmp_path / "runs/step-1"
     request = SaveRequest(
-        destination=Destination(workspace=engine.hold(tmp_path / "runs"), path=path, kind="directory"),
+        destination=Destination(home=engine.hold(tmp_path / "runs"), path=path, kind="directory"),
         payload=Snapshot(copies=[copy]),
         facts=Facts(step=1),
     )

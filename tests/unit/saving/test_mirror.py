@@ -183,10 +183,10 @@ def test_directories_do_not_mix(tmp_path, bucket):
     for folder in ("a", "b/ckpt", "c/ckpt"):
         workspaces[folder] = FileHome(tmp_path / folder, lease_s=60)
     mirror = Uploads(settings, seen.append, "a test")
-    roots = {str(mirror.root_of(workspace)) for workspace in workspaces.values()}
+    roots = {str(mirror.root_of(home)) for home in workspaces.values()}
     assert len(roots) == 3
     other = Uploads(settings, seen.append, "a test")  # another machine, the same layout
-    assert {str(other.root_of(workspace)) for workspace in workspaces.values()} == roots
+    assert {str(other.root_of(home)) for home in workspaces.values()} == roots
     for one in (mirror, other):
         one.drain()
         one.close()
@@ -254,7 +254,7 @@ def test_weights_saved_alone_do_not_count_for_the_mirrors_retention(tmp_path, bu
     with Checkpointer(tmp_path / "run", settings) as ckpt:
         ckpt.save(1, state(1)).result()
         wait_for_mirror(ckpt)
-        mirror, workspace = uploads_of(ckpt), home_of(ckpt)
+        mirror, home = uploads_of(ckpt), home_of(ckpt)
         folder = tmp_path / "run" / "final"
         shutil.copytree(tmp_path / "run/step-00000001", folder)
         manifest = read_manifest(folder)
@@ -263,7 +263,7 @@ def test_weights_saved_alone_do_not_count_for_the_mirrors_retention(tmp_path, bu
             manifest, name="final", op_id="0" * 32, sequence=manifest.sequence + 1, notes=notes
         )
         (folder / "manifest.json").write_bytes(manifest.to_bytes())
-        mirror.put(CheckpointInfo.of(manifest, folder, 1), workspace)
+        mirror.put(CheckpointInfo.of(manifest, folder, 1), home)
         wait_for_mirror(ckpt)
     assert sorted(one.manifest.name for one in list_objects(place(bucket))) == ["final", "step-00000001"]
 

@@ -11,7 +11,7 @@ import safe_ckpt
 from kit.inside import engine_of, save_in_flight
 from safe_ckpt import Checkpointer
 from safe_ckpt.adapters.export import request_of
-from safe_ckpt.core.saving.names import HeldDirectories
+from safe_ckpt.core.saving.names import NamedHomes
 from safe_ckpt.core.saving.request import Snapshot
 from safe_ckpt.core.state.items import items_of
 from safe_ckpt.errors import SaveSkippedError
@@ -93,7 +93,7 @@ def test_weights_that_an_adapter_saves_alone_wait_their_turn(tmp_path):
     with Checkpointer(tmp_path / "run", config(on_busy="skip")) as ckpt:
         engine = engine_of(ckpt)
         ckpt.save(1, {"n": 1})
-        home = HeldDirectories(engine).hold(tmp_path / "out")
+        home = NamedHomes(engine).hold(tmp_path / "out")
         plans = [plan for item in items_of({"w": WEIGHTS}) for plan in ckpt._planner.plan([item]).files]
         engine.save(request_of(home, tmp_path / "out", Snapshot(files=plans))).result(timeout_s=30)
         assert load_file(tmp_path / "out/w.safetensors")["w"].equal(WEIGHTS["w"])

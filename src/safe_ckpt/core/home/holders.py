@@ -249,9 +249,9 @@ class WholeDirectory:
     def _taken(self, hidden: Path, patience_s: float | None = None) -> FileHome:
         beside = self._path.resolve().parent / HIDDEN / NAMES
         path = self._path.parent if hidden.parent == beside else self._path
-        workspace = FileHome(path, lease_s=self._lease_s, hidden=hidden)
-        workspace.open(patience_s)
-        return workspace
+        home = FileHome(path, lease_s=self._lease_s, hidden=hidden)
+        home.open(patience_s)
+        return home
 
     def _refuse_held_above(self) -> None:
         """A job of Lightning's may save below the directory that it holds, down to folders that others hold themselves.

@@ -45,7 +45,7 @@ class Chosen:
 
 def choose(
     engine: Engine,
-    workspace: Home,
+    home: Home,
     list_candidates: Callable[[], Sequence[Candidate]],
     reader: Reader,
     view: Mapping[str, object] | None = None,
@@ -62,7 +62,7 @@ def choose(
 
     Args:
         engine: where the ranks meet.
-        workspace: the directory that is held.
+        home: the directory that is held.
         list_candidates: lists what there is; called on rank 0.
         reader: reads a candidate.
         view: further values that must be equal on all ranks.
@@ -80,31 +80,31 @@ def choose(
     """
     with engine.together("resume"):
         begun = time.monotonic()
-        mirrored = Offered(engine, workspace, list_candidates, accepts)
+        mirrored = Offered(engine, home, list_candidates, accepts)
         mirrored.fetch_newer()
         known: dict[str, Candidate] = {}  # on rank 0, in the order in which they are tried
 
         def survey(_: object) -> dict[str, Any]:
             candidates = listed(list_candidates, engine.config.timeouts)
             standing = standing_of(candidates, named=bool(named))
-            known.update({workspace.name_of(c.path): c for c in standing.order})
+            known.update({home.name_of(c.path): c for c in standing.order})
             alone = list(others()) if not candidates and others is not None else []
-            return {"others": alone, **_survey(workspace, candidates, standing, named)}
+            return {"others": alone, **_survey(home, candidates, standing, named)}
 
-        plan = engine.agree("resume", must_match={"directory": workspace.path, **(view or {})}, decide=survey)
+        plan = engine.agree("resume", must_match={"directory": home.path, **(view or {})}, decide=survey)
         rejected: dict[str, str] = dict(plan["rejected"])
         damaged: dict[str, str] = {name: rejected[name] for name in plan["damaged"]}
         for name in [*plan["passed"], *plan["missing"]]:
-            logger.warning("%s is passed over: %s", workspace.path / name, rejected[name])
+            logger.warning("%s is passed over: %s", home.path / name, rejected[name])
         for name, facts in mirrored.after(plan["infos"]):
-            path = workspace.path / name
+            path = home.path / name
             damaged.pop(name, None)  # one of that name was fetched, and the damaged one is in quarantine already
-            info = CheckpointInfo.from_json(facts, beside=workspace.path)
+            info = CheckpointInfo.from_json(facts, beside=home.path)
             with naming_older(path, by_name):
                 loaded, verdict = reader.try_one(path, ours=info.verified)
             if verdict is None:
                 taken = known.get(name) if name not in rejected else None  # else it was fetched
-                settle = functools.partial(_settle, engine, workspace, damaged, info, taken)
+                settle = functools.partial(_settle, engine, home, damaged, info, taken)
                 remembered = engine.agree("resume from", must_match={"name": name}, decide=settle)
                 rank, passed, seconds = engine.rank, len(rejected), time.monotonic() - begun
                 engine.emit(events.Resumed(rank=rank, path=str(path), step=info.step, seconds=seconds, rejected=passed))
@@ -112,7 +112,7 @@ def choose(
                 verified = reader.verified()
                 engine.extensions.ask(
                     "a resume",
-                    lambda one: one.resumed(workspace, info, remembered.get(one.name), verified),  # noqa: B023 - asked at once
+                    lambda one: one.resumed(home, info, remembered.get(one.name), verified),  # noqa: B023 - asked at once
                 )
                 return Chosen(info=info, loaded=loaded)
             rejected[name] = verdict["why"]
@@ -121,9 +121,9 @@ def choose(
             how = "cannot be used" if verdict["kind"] == "bad" else "is passed over"
             logger.warning("%s %s: %s", path, how, verdict["why"])
         if rejected or plan["quarantined"] or plan["others"]:
-            raise _none_usable(workspace.path, rejected, plan, by_name)
+            raise _none_usable(home.path, rejected, plan, by_name)
         if engine.rank == 0 and not named:
-            logger.info("%s: there is no checkpoint, so this starts afresh", workspace.path)
+            logger.info("%s: there is no checkpoint, so this starts afresh", home.path)
         return None
 
 
@@ -141,7 +141,7 @@ def _none_usable(path: Place, rejected: Mapping[str, str], plan: Mapping[str, An
 
 def _settle(
     engine: Engine,
-    workspace: Home,
+    home: Home,
     damaged: Mapping[str, str],
     info: CheckpointInfo,
     taken: Candidate | None,
@@ -151,7 +151,7 @@ def _settle(
 
     Of it alone: that of all candidates would be much to tell every rank.
     """
-    _quarantine(engine, workspace, damaged)
+    _quarantine(engine, home, damaged)
     manifest = taken.manifest if taken is not None else None
     try:
         if manifest is None and info.verified:  # it was fetched
@@ -227,24 +227,24 @@ def apply(engine: Engine, action: Callable[[], object], path: Place | None = Non
         engine.agree("restored", local=act, phase="restore")
 
 
-def _survey(workspace: Home, candidates: Sequence[Candidate], standing: Standing, named: str) -> dict[str, Any]:
-    by_name = {workspace.name_of(c.path): why for c in candidates if (why := standing.by_name_only.get(c.path))}
-    aside = [path.name for path in workspace.quarantined()]
+def _survey(home: Home, candidates: Sequence[Candidate], standing: Standing, named: str) -> dict[str, Any]:
+    by_name = {home.name_of(c.path): why for c in candidates if (why := standing.by_name_only.get(c.path))}
+    aside = [path.name for path in home.quarantined()]
     return {
         "passed": list(by_name),
-        "infos": {workspace.name_of(c.path): c.told.to_json() for c in standing.order},
-        "rejected": {workspace.name_of(c.path): c.problem for c in standing.unusable} | by_name,
-        "damaged": [workspace.name_of(c.path) for c in candidates if c.damaged],
-        "missing": [workspace.name_of(c.path) for c in candidates if c.missing and not c.foreign],
+        "infos": {home.name_of(c.path): c.told.to_json() for c in standing.order},
+        "rejected": {home.name_of(c.path): c.problem for c in standing.unusable} | by_name,
+        "damaged": [home.name_of(c.path) for c in candidates if c.damaged],
+        "missing": [home.name_of(c.path) for c in candidates if c.missing and not c.foreign],
         "quarantined": [name for name in aside if not named or name.partition(".")[0] == named],
     }
 
 
-def _quarantine(engine: Engine, workspace: Home, rejected: Mapping[str, str]) -> None:
+def _quarantine(engine: Engine, home: Home, rejected: Mapping[str, str]) -> None:
     for name, reason in rejected.items():
-        path = workspace.path / name
+        path = home.path / name
         try:
-            target = workspace.quarantine(path)
+            target = home.quarantine(path)
         except FileNotFoundError:
             continue
         except OSError as error:

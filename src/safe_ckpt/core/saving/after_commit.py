@@ -54,13 +54,13 @@ class AfterCommit:
         on_commit, begun = job.request.on_commit, time.monotonic()
         try:
             decision = retention.after_commit(info, on_commit.catalog, on_commit.retention, marked=self._marked)
-            if decision is None and any(root is job.workspace for root, *_ in self._deferred):
+            if decision is None and any(root is job.home for root, *_ in self._deferred):
                 decision = Decision(to_delete=())
             if on_commit.catalog is not None and not info.marked:  # what is still to be deleted was chosen again
-                self._deferred = [one for one in self._deferred if one[0] is not job.workspace]
+                self._deferred = [one for one in self._deferred if one[0] is not job.home]
             if decision is not None:
                 _warn_once(str(info.path.parent), decision.unjudged)
-                gone = self._carry_out(decision, job.workspace, begun)
+                gone = self._carry_out(decision, job.home, begun)
                 if on_commit.catalog is not None:
                     on_commit.catalog.settle(gone)
         except Exception:  # the save is committed, and must not fail because of the cleaning up

@@ -28,7 +28,7 @@ from safe_ckpt.core.saving import one_save
 from safe_ckpt.core.saving.after_commit import AfterCommit
 from safe_ckpt.core.saving.extension import Extension, Extensions, Run
 from safe_ckpt.core.saving.handle import Handles, OpenSave
-from safe_ckpt.core.saving.homes import Workspaces
+from safe_ckpt.core.saving.homes import HeldHomes
 from safe_ckpt.core.saving.queue import SaveQueue
 from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.core.saving.stager import Stager
@@ -64,7 +64,7 @@ class Engine:
         extensions: these.
         group: as given.
         owner: as given.
-        hold: takes a directory; see ``Workspaces``.
+        hold: takes a directory; see ``HeldHomes``.
         list_held: has rank 0 look at what lies in one; the same.
         release: gives one back; the same.
 
@@ -103,9 +103,9 @@ class Engine:
         self.rank = self.coordinator.rank
         self._pid = os.getpid()
         self._inline = saves_inline()
-        self._workspaces = Workspaces(self.coordinator, config, self.emit, owner)
-        self.hold, self.release = self._workspaces.hold, self._workspaces.release
-        self.list_held, self.tell = self._workspaces.list_held, self._workspaces.tell
+        self._held_homes = HeldHomes(self.coordinator, config, self.emit, owner)
+        self.hold, self.release = self._held_homes.hold, self._held_homes.release
+        self.list_held, self.tell = self._held_homes.list_held, self._held_homes.tell
         self.extensions = Extensions(extensions)
         self._pipeline = pipeline = self._parts()
         self._stager, self._save_queue, self._handles = pipeline.stager, pipeline.queue, pipeline.handles
@@ -325,7 +325,7 @@ class Engine:
             self._preemption.close()
         self._stager.close()
         self.emit.close()
-        self._workspaces.close()
+        self._held_homes.close()
         self.coordinator.release()
 
 

@@ -31,7 +31,7 @@ _BLIP_S = 30.0
 _BLIPS = (errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 
 
-class Workspaces:
+class HeldHomes:
     """The directories that one job holds, and where its events are recorded.
 
     Args:
@@ -109,7 +109,7 @@ class Workspaces:
             self._unrecorded = [event]
         self._emit(event)
 
-    def _record(self, workspace: Home, folder: Path) -> None:
+    def _record(self, home: Home, folder: Path) -> None:
         def record() -> events.Hook:
             return JsonlHook(
                 folder / EVENTS,
@@ -123,11 +123,11 @@ class Workspaces:
             hook(self._unrecorded.pop(0))
         if hook not in self._recorders.values():
             self._emit.add(hook)
-        self._recorders[workspace] = hook
+        self._recorders[home] = hook
 
     def list_held(
         self,
-        workspace: Home,
+        home: Home,
         view: Mapping[str, object],
         look: Callable[[], None],
         *,
@@ -137,7 +137,7 @@ class Workspaces:
         """Have rank 0 list a directory that was just taken. Every rank calls this.
 
         Args:
-            workspace: the directory. It is given back if this fails: without the listing its order of commits would restart.
+            home: the directory. It is given back if this fails: without the listing its order of commits would restart.
             view: what must be equal on all ranks.
             look: what rank 0 does.
             kind: the name of the step.
@@ -150,36 +150,36 @@ class Workspaces:
         try:
             self._coordinator.agree(kind, must_match=view, timeout_s=limit_s, decide=lambda _: look())
         except BaseException:
-            self.release(workspace)
+            self.release(home)
             raise
 
-    def release(self, workspace: Home) -> None:
+    def release(self, home: Home) -> None:
         """Give a directory back before the end. Nothing that is in flight may belong to it; on any rank."""
-        if workspace in self._held:
-            self._held.remove(workspace)
-            hook = self._recorders.pop(workspace, None)
+        if home in self._held:
+            self._held.remove(home)
+            hook = self._recorders.pop(home, None)
             if hook is not None and hook not in self._recorders.values():
                 self._emit.remove(hook)
             if self._coordinator.rank == 0:
-                workspace.close()
+                home.close()
 
     def close(self) -> None:
         """Give all of them back. What one refuses is logged."""
-        for workspace in self._held if self._coordinator.rank == 0 else ():
+        for home in self._held if self._coordinator.rank == 0 else ():
             try:
-                workspace.close()
+                home.close()
             except Exception:  # the others are given back all the same
-                logger.exception("%s could not be given back", workspace.path)
+                logger.exception("%s could not be given back", home.path)
 
 
-def _open_through_blips(workspace: Home, config: CheckpointConfig) -> None:
+def _open_through_blips(home: Home, config: CheckpointConfig) -> None:
     """Retry for a moment: a network file system may be unavailable after mounting, or while its server changes."""
     deadline = time.monotonic() + min(_BLIP_S, config.timeouts.barrier_s / 2)
     while True:
         try:
-            with naming(rank=0, phase="looking at the directory", path=workspace.path):
-                _refuse_checkpoint(workspace)
-            workspace.open(0.0 if saves_inline() else config.timeouts.barrier_s + config.lease_s)
+            with naming(rank=0, phase="looking at the directory", path=home.path):
+                _refuse_checkpoint(home)
+            home.open(0.0 if saves_inline() else config.timeouts.barrier_s + config.lease_s)
             return
         except DirectoryError as error:
             if error.errno not in _BLIPS or time.monotonic() >= deadline:
@@ -188,11 +188,11 @@ def _open_through_blips(workspace: Home, config: CheckpointConfig) -> None:
         time.sleep(0.5)
 
 
-def _refuse_checkpoint(workspace: Home) -> None:
+def _refuse_checkpoint(home: Home) -> None:
     """A run within a checkpoint is deleted with it. Weights may lie above a run, or in a checkpoint by their own name."""
-    if workspace.is_single_name:
+    if home.is_single_name:
         return
-    place = workspace.path
+    place = home.path
     for one in around(place):
         found = candidate_at(one) if is_there(one) and is_one(one) else None
         if found is not None and found.manifest is not None and not holds_weights_alone(found.manifest.notes):

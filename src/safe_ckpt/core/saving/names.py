@@ -64,15 +64,15 @@ class NamedHomes:
                 self.release(next(iter(self._held)))  # what is in flight goes to those used last
             hidden = path.parent / HIDDEN / NAMES / path.name
             record = path.parent / HIDDEN if resumed else False
-            workspace = self._take(path.parent, hidden, record)
+            home = self._take(path.parent, hidden, record)
             self._engine.list_held(
-                workspace,
+                home,
                 {"path": path},
-                lambda: self._look(path, workspace, resumed=resumed),
+                lambda: self._look(path, home, resumed=resumed),
                 kind="sequence",
                 timeout_s=self._engine.config.timeouts.lengthy_s,  # what is swept may be large
             )
-            self._held[path] = workspace
+            self._held[path] = home
         self._sequence = max(self._sequence, *(held.last_sequence for held in self._held.values()))
         self._held[path].start_after(self._sequence)
         return self._held[path]
@@ -87,29 +87,29 @@ class NamedHomes:
     def release(self, path: Path) -> None:
         """Give ``path`` back once no save of it is in flight; nothing happens where it is not held. On any rank."""
         if path in self._held:
-            workspace = self._held.pop(path)
-            self._engine.settle(workspace)
-            self._sequence = max(self._sequence, workspace.last_sequence)
-            self._engine.release(workspace)
+            home = self._held.pop(path)
+            self._engine.settle(home)
+            self._sequence = max(self._sequence, home.last_sequence)
+            self._engine.release(home)
 
-    def _look(self, path: Path, workspace: FileHome, *, resumed: bool) -> None:
+    def _look(self, path: Path, home: FileHome, *, resumed: bool) -> None:
         def look_beside() -> None:
             with contextlib.suppress(OSError):  # the user may be allowed to write here and not to list
                 beside = list_directories(path.parent, on_error=lambda *_: None)
                 self._sequence = max(self._sequence, newest_sequence(beside))
 
         self._sequence = max(self._sequence, _sequence_of(path))
-        self._swept.use(path.parent, lambda: _sweep(workspace, self._engine.config.lease_s))
+        self._swept.use(path.parent, lambda: _sweep(home, self._engine.config.lease_s))
         if resumed:
             self._ordered.use(path.parent, look_beside)
 
 
-def open_folder(coordinator: Coordinator, workspace: FileHome, key: str, timeout_s: float) -> Path:
+def open_folder(coordinator: Coordinator, home: FileHome, key: str, timeout_s: float) -> Path:
     """Make a folder for what hooks write, to be given to ``OnCommit`` as ``prefilled``. Every rank calls this.
 
     Args:
         coordinator: where the ranks meet.
-        workspace: the directory that is held.
+        home: the directory that is held.
         key: unique to the save, equal on all ranks.
         timeout_s: how long to wait for the others.
 
@@ -117,11 +117,11 @@ def open_folder(coordinator: Coordinator, workspace: FileHome, key: str, timeout
         DirectoryError: it could not be made, on every rank.
         DirectoryNotSharedError: some ranks do not see it.
     """
-    folder = workspace.pending / key / "files"
+    folder = home.pending / key / "files"
 
     def make(_: object) -> str:
         with naming(rank=0, phase="making a folder for hooks", path=folder):
-            workspace.make_pending(key)
+            home.make_pending(key)
             folder.mkdir()
             return shared.leave_token(folder)
 
@@ -144,15 +144,15 @@ def _sweep(own: FileHome, lease_s: float) -> None:
         logger.debug("%s is not swept: %s", names, error)
         return
     for hidden in folders:
-        workspace = FileHome(own.path, lease_s=lease_s, hidden=hidden, swept=swept)
+        home = FileHome(own.path, lease_s=lease_s, hidden=hidden, swept=swept)
         try:
             if read_lock(hidden) is None:
                 continue  # no job's, or a job takes it at this moment
-            workspace.open(patience_s=0.0)
+            home.open(patience_s=0.0)
         except (SafeCheckpointError, OSError) as error:  # a live job's, or its fate is unknown
             logger.debug("%s stays as it is: %s", hidden, error)
             continue
-        workspace.close()
+        home.close()
     own.discard([swept])
 
 

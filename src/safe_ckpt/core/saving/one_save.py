@@ -90,7 +90,7 @@ def begin(run: Pipeline, request: SaveRequest) -> OpenSave:
     decision = _agree(run, request)
     if not decision:
         if run.rank == 0:
-            request.destination.workspace.abandon(request.on_commit.prefilled)
+            request.destination.home.abandon(request.on_commit.prefilled)
         return skipped(request.name)
     job = _job_of(run, request, decision, started)
     try:
@@ -160,16 +160,16 @@ def _agree(run: Pipeline, request: SaveRequest) -> dict[str, Any]:
 
 def _job_of(run: Pipeline, request: SaveRequest, decision: Mapping[str, Any], started: float) -> SaveJob:
     manifest = Manifest.from_json(decision["manifest"], str(request.destination.path))
-    timeouts, workspace = run.config.timeouts, request.destination.workspace
+    timeouts, home = run.config.timeouts, request.destination.home
     # Its own deadline once its turn comes, plus what follows the verdict: deleting old checkpoints.
     turns = 1 + run.handles.in_flight
     limit_s = turns * (timeouts.lengthy_s + timeouts.barrier_s)
     job = SaveJob(
         request=request,
         manifest=manifest,
-        publication=workspace.begin(request.new(manifest, decision["needed_bytes"]), timeouts),
+        publication=home.begin(request.new(manifest, decision["needed_bytes"]), timeouts),
         writers=tuple(decision["writers"]),
-        save=OpenSave(request.name, limit_s, manifest.op_id, workspace),
+        save=OpenSave(request.name, limit_s, manifest.op_id, home),
         started=started,
         agreed_s=time.monotonic() - started,
         call=run.coordinator.call,

@@ -27,18 +27,18 @@ class Destination:
     """Where a checkpoint goes.
 
     Attributes:
-        workspace: the directory that is held.
+        home: the directory that is held.
         path: the final name.
         kind: whether ``path`` becomes a directory with a manifest in it or a single file.
     """
 
-    workspace: Home
+    home: Home
     path: Place
     kind: Literal["directory", "file"]
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a kind that there is not, or not there."""
-        if self.kind in self.workspace.unsupported:
+        if self.kind in self.home.unsupported:
             raise ValueError("kind: an object store has directories only")
         if self.kind not in ("directory", "file"):
             raise ValueError(f'kind: expected "directory" or "file", got {self.kind!r}')
@@ -186,7 +186,7 @@ class SaveRequest:
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a single file, or an object store, with what only a directory can have."""
         payload, on_commit = self.payload, self.on_commit
-        unsupported = sorted(self.destination.workspace.unsupported - {"file"})
+        unsupported = sorted(self.destination.home.unsupported - {"file"})
         if names := [name for name in unsupported if getattr(on_commit, name)]:
             raise ValueError(f"{', '.join(names)}: an object store has none of these")
         if self.destination.kind == "directory":

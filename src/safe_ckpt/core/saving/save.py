@@ -84,7 +84,7 @@ def decide(
         return {}
     manifest = Manifest(
         name=request.name,
-        sequence=request.destination.workspace.next_sequence(),
+        sequence=request.destination.home.next_sequence(),
         step=request.facts.step,
         world_size=len(ranks),
         metrics=dict(request.facts.metrics),
@@ -150,9 +150,9 @@ class SaveJob:
         return self.request.destination.path
 
     @property
-    def workspace(self) -> Home:
+    def home(self) -> Home:
         """The directory that is held."""
-        return self.request.destination.workspace
+        return self.request.destination.home
 
     @property
     def overlap(self) -> OverlapPlan | None:

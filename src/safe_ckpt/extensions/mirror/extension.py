@@ -36,8 +36,8 @@ class Mirroring(Extension):
 
     def ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
         """See ``Extension``."""
-        if outcome.info is not None and (mirror := self._of(job.workspace)) is not None:
-            mirror.put(outcome.info, job.workspace)
+        if outcome.info is not None and (mirror := self._of(job.home)) is not None:
+            mirror.put(outcome.info, job.home)
         return None
 
     def keeps(self, home: Home, places: Sequence[Place]) -> Collection[Place]:

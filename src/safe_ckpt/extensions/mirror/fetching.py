@@ -28,39 +28,39 @@ MIRRORED = "mirrored"
 _PLAIN = "=+,@:!~ ()[]"  # besides letters, digits and "_.-"
 
 
-def mirrored(manifest: Manifest, path: Path, workspace: Home, *, single: bool) -> Manifest:
+def mirrored(manifest: Manifest, path: Path, home: Home, *, single: bool) -> Manifest:
     """The manifest of a checkpoint for the mirror.
 
     Args:
         manifest: its own.
         path: the checkpoint.
-        workspace: the directory that it is in.
+        home: the directory that it is in.
         single: it is a file, and has its own manifest inside.
     """
     facts = {
-        "name": workspace.name_of(path),
+        "name": home.name_of(path),
         "single": single,
         "own_name": manifest.name,
         "path": str(path),
     }
     notes = {**manifest.notes, MIRRORED: facts}
-    return dataclasses.replace(manifest, name=identity_of(path, workspace), notes=notes)
+    return dataclasses.replace(manifest, name=identity_of(path, home), notes=notes)
 
 
-def identity_of(path: Path, workspace: Home) -> str:
+def identity_of(path: Path, home: Home) -> str:
     """The name of a checkpoint in the mirror. A later checkpoint with the same name replaces it.
 
     Relative to its directory; one that the user named himself, relative to where the job was started.
     """
-    relative = os.path.relpath(path) if workspace.is_single_name else workspace.name_of(path)
+    relative = os.path.relpath(path) if home.is_single_name else home.name_of(path)
     return quote(relative, safe=_PLAIN)
 
 
-def is_copy_of(manifest: Manifest, path: Path, workspace: Home) -> bool:
+def is_copy_of(manifest: Manifest, path: Path, home: Home) -> bool:
     """Whether a mirrored checkpoint is what ``path`` names: on this machine, or relative to where the job was started."""
     facts = _facts(manifest)
-    same_path = workspace.is_single_name and facts.get("path") == str(path)
-    return same_path or (bool(facts) and manifest.name == identity_of(path, workspace))
+    same_path = home.is_single_name and facts.get("path") == str(path)
+    return same_path or (bool(facts) and manifest.name == identity_of(path, home))
 
 
 def _facts(manifest: Manifest) -> Mapping[str, Any]:
@@ -95,11 +95,11 @@ def own_manifest(manifest: Manifest) -> Manifest:
     return dataclasses.replace(manifest, name=name, notes={k: v for k, v in manifest.notes.items() if k != MIRRORED})
 
 
-def fetch_into(workspace: Home, source: ObjectPath, manifest: Manifest, *, timeouts: Timeouts) -> CheckpointInfo:
+def fetch_into(home: Home, source: ObjectPath, manifest: Manifest, *, timeouts: Timeouts) -> CheckpointInfo:
     """Fetch a checkpoint to its place below a directory that this job holds. On rank 0.
 
     Args:
-        workspace: the directory. An older checkpoint at that place is replaced; anything else is quarantined.
+        home: the directory. An older checkpoint at that place is replaced; anything else is quarantined.
         source: the folder in the store.
         manifest: its manifest.
         timeouts: how long to wait until what was fetched is seen.
@@ -111,7 +111,7 @@ def fetch_into(workspace: Home, source: ObjectPath, manifest: Manifest, *, timeo
         OSError: the store gave no answer, or the disk refuses.
     """
     name, single = origin(manifest, source)
-    final, own = really_inside(in_files(workspace.path), name), own_manifest(manifest)
+    final, own = really_inside(in_files(home.path), name), own_manifest(manifest)
     new = NewCheckpoint(
         path=final,
         manifest=own,
@@ -119,14 +119,14 @@ def fetch_into(workspace: Home, source: ObjectPath, manifest: Manifest, *, timeo
         kind="file" if single else "directory",
         needed_bytes=sum(entry.size_bytes for entry in manifest.files),
     )
-    publication = workspace.begin(new, timeouts)
+    publication = home.begin(new, timeouts)
     try:
         publication.prepare()
         folder = in_files(publication.folder)
         fetch_verified(source, manifest.files, folder)
         make_durable(folder)
         if os.path.lexists(final) and not _is_older(final, own):
-            workspace.quarantine(final)
+            home.quarantine(final)
         info = publication.commit(manifest.files, {}, lambda: None)
     except BaseException as error:
         if not isinstance(error, durable.HalfCommittedError):  # as in a save: what it replaced is not deleted

@@ -81,11 +81,11 @@ class MirrorUploads:
         self.stop_by: float | None = None
         self.error: SafeCheckpointError | None = None
 
-    def root_of(self, workspace: Home) -> ObjectPath:
+    def root_of(self, home: Home) -> ObjectPath:
         """The place for the checkpoints of a directory: for the first one the url itself, for others a folder in it."""
-        if workspace.is_single_name:
+        if home.is_single_name:
             return self._top / NAMED
-        path = in_files(workspace.path)
+        path = in_files(home.path)
         with self._turn:
             if not self._roots:
                 self._roots[path] = self._top
@@ -95,24 +95,24 @@ class MirrorUploads:
                 self._roots[path] = self._top / f"{path.name}-{digest[:_LETTERS]}"
             return self._roots[path]
 
-    def put(self, info: CheckpointInfo, workspace: Home, *, saved: bool = True) -> None:
+    def put(self, info: CheckpointInfo, home: Home, *, saved: bool = True) -> None:
         """Upload this.
 
         Args:
             info: what was committed.
-            workspace: the directory.
+            home: the directory.
             saved: this job has just saved it; else an earlier one has, and did not come to uploading it.
         """
-        if in_files(workspace.path) not in info.file_path.parents:
+        if in_files(home.path) not in info.file_path.parents:
             return  # a file elsewhere, of which a resume knows nothing
         if info.marked or info.op_id in self._there:
             return  # a marked one would count there, and a healthy one would be deleted for it
-        waiting = Waiting(root=self.root_of(workspace), workspace=workspace, info=info, saved=saved)
+        waiting = Waiting(root=self.root_of(home), home=home, info=info, saved=saved)
         with self._turn:
             passed = [one for one in self._queue if self._gives_way(one, waiting)]
             self._queue = [*(one for one in self._queue if one not in passed), waiting]
             self._committed[info.path] = waiting
-            self._deleted.discard((waiting.root, identity_of(info.file_path, workspace)))
+            self._deleted.discard((waiting.root, identity_of(info.file_path, home)))
         for one in passed:
             logger.info("%s is not mirrored: a newer one is there, and the mirror is behind", one.info.path)
         try:
@@ -146,19 +146,19 @@ class MirrorUploads:
         root = next((root for folder, root in self._roots.items() if folder in parents), None)
         return root is None or root not in self._newest
 
-    def candidates(self, workspace: Home) -> list[Candidate]:
+    def candidates(self, home: Home) -> list[Candidate]:
         """The checkpoints of a directory that the mirror has, the newest first.
 
         Raises:
             OSError: the store gives no answer.
         """
-        patient = self.root_of(workspace)
+        patient = self.root_of(home)
         near = ObjectPath(patient.bucket.within(self._config.timeouts.barrier_s / 2), patient.key)
         found = list_objects(near)
         self._there |= {one.manifest.op_id for one in found if one.manifest is not None}
         return newest_first(found)
 
-    def fetch(self, candidate: Candidate, workspace: Home) -> CheckpointInfo:
+    def fetch(self, candidate: Candidate, home: Home) -> CheckpointInfo:
         """Bring a checkpoint into the directory.
 
         Raises:
@@ -168,30 +168,30 @@ class MirrorUploads:
         if candidate.manifest is None:
             raise CorruptCheckpointError(path=str(candidate.path), message=candidate.problem or "has no manifest")
         earlier = directory_of(candidate.manifest)
-        if earlier not in ("", workspace.path.name):
+        if earlier not in ("", home.path.name):
             message = "%s was mirrored from a directory %r: this run, in %s, continues that one. Was that meant?"
-            logger.warning(message, candidate.path, earlier, workspace.path)
+            logger.warning(message, candidate.path, earlier, home.path)
         there, timeouts, begun = in_store(candidate.path), self._config.timeouts, time.monotonic()
         near = ObjectPath(there.bucket.within(timeouts.lengthy_s), there.key)
-        info = fetch_into(workspace, near, candidate.manifest, timeouts=timeouts)
+        info = fetch_into(home, near, candidate.manifest, timeouts=timeouts)
         seconds, size = time.monotonic() - begun, info.size_bytes
         self._emit(
             events.Fetched(rank=0, path=str(info.path), url=str(candidate.path), size_bytes=size, seconds=seconds)
         )
-        root = self.root_of(workspace)
+        root = self.root_of(home)
         with self._turn:  # it need not be uploaded again
             self._verified[root] = there, candidate.manifest
             self._newest[root] = max(self._newest.get(root, -1), info.sequence)
         return info
 
-    def deleted(self, paths: Sequence[Place], workspace: Home) -> None:
+    def deleted(self, paths: Sequence[Place], home: Home) -> None:
         """Note what retention has deleted. With ``follow`` the copies go, too, after the next upload."""
         if not self._config.mirror.follow:
             return
-        place = self.root_of(workspace)
-        gone = [path for path in map(in_files, paths) if in_files(workspace.path) in path.parents]
+        place = self.root_of(home)
+        gone = [path for path in map(in_files, paths) if in_files(home.path) in path.parents]
         with self._turn:
-            self._deleted |= {(place, identity_of(path, workspace)) for path in gone}
+            self._deleted |= {(place, identity_of(path, home)) for path in gone}
 
     def progress(self) -> int:
         """A number that changes as long as bytes move."""

@@ -40,13 +40,13 @@ class Waiting:
 
     Attributes:
         root: the directory of the mirror.
-        workspace: the local directory.
+        home: the local directory.
         info: the checkpoint.
         saved: this job saved it, so nothing in the mirror is newer. Otherwise an earlier job did.
     """
 
     root: ObjectPath
-    workspace: Home
+    home: Home
     info: CheckpointInfo
     saved: bool
 
@@ -117,12 +117,12 @@ class Tier:
             return ""
         if not path.exists() or (not one.saved and one.info.sequence <= self._newest_before):
             return None  # retention was faster, or what is there came later
-        manifest, name = read_manifest(path), identity_of(path, one.workspace)
+        manifest, name = read_manifest(path), identity_of(path, one.home)
         ordered = manifest
         if one.saved and manifest.sequence <= self._newest_before:
             # This host's clock is behind that of an earlier one: in the order it would come before what was there.
             ordered = replace(manifest, sequence=self._root.next_sequence())
-        remote = mirrored(ordered, path, one.workspace, single=not path.is_dir())
+        remote = mirrored(ordered, path, one.home, single=not path.is_dir())
         new = NewCheckpoint(path=self._root.path / name, manifest=remote, op_id=uuid.uuid4().hex)
         publication = self._root.begin(new, self._timeouts)
         try:

@@ -256,13 +256,13 @@ def test_a_deletion_that_failed_is_tried_again_at_the_next_commit(tmp_path, monk
         gone = ["step-00000001"]
     else:
         engine = Engine(CheckpointConfig())
-        workspace = engine.hold(tmp_path)
+        home = engine.hold(tmp_path)
 
         def save_file(name, *paths):
             image = torch_archive.torch_plan(name, {"x": torch.ones(3)}, strict=False, key="checkpoint")
             engine.save(
                 SaveRequest(
-                    destination=Destination(workspace=workspace, path=tmp_path / name, kind="file"),
+                    destination=Destination(home=home, path=tmp_path / name, kind="file"),
                     payload=Snapshot(files=[file_plan.single(image, name)]),
                     facts=Facts(step=1),
                     on_commit=OnCommit(retention=delete_listed(list(paths)) if paths else None),

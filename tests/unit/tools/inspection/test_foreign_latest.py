@@ -97,9 +97,9 @@ def test_what_earlier_versions_left_is_swept(tmp_path):
     for name in ("staging/op1", "kept/op0/dest"):
         (tmp_path / ".safe_ckpt" / name).mkdir(parents=True)
         (tmp_path / ".safe_ckpt" / name / "f.bin").write_bytes(b"x")
-    workspace = FileHome(tmp_path, lease_s=60)
-    workspace.open()
-    workspace.close()
+    home = FileHome(tmp_path, lease_s=60)
+    home.open()
+    home.close()
     assert list(tmp_path.iterdir()) == []
 
 

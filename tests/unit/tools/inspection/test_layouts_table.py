@@ -130,7 +130,7 @@ def dcp(home, number, *, ours, complete):
 def by_lightning(home):
     from safe_ckpt.lightning.resume import choose
 
-    return _chosen(home, lambda saver, workspace: choose(saver, OpenHome(workspace=workspace), ".ckpt"))
+    return _chosen(home, lambda saver, workspace: choose(saver, OpenHome(held=workspace), ".ckpt"))
 
 
 def by_accelerate(home):
