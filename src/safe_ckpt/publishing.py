@@ -201,7 +201,7 @@ class publishing:  # noqa: N801 - it is used as a function
         """
         if self._handle is None or self._engine is None:
             raise ClosedError(message="publishing: there is no result before its block was left")
-        self._handle.settle(timeout_s)
+        self._handle.wait_until_over(timeout_s)
         with _looking:
             if _under_way.get(self._directory) is self:
                 del _under_way[self._directory]

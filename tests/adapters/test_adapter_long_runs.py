@@ -58,7 +58,7 @@ def with_transformers(folder, counts):
         def _save_checkpoint(self, *args, **kwargs):
             super()._save_checkpoint(*args, **kwargs)
             if self.state.global_step in (EARLY, SAVES):
-                self._safe_saver.engine.settle()
+                self._safe_saver.engine.wait_until_over()
                 counts.append(kept())
 
     transformers_trainer(folder, Counted, max_steps=SAVES, save_steps=1, save_total_limit=2).train()

@@ -15,7 +15,7 @@ from kit import warm
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify
-from safe_ckpt.core.saving.handle import SaveHandle
+from safe_ckpt.core.saving.handle import OpenSave
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
 from support import program_path, writers_of
 
@@ -60,15 +60,15 @@ def test_a_save_from_a_signal_handler_while_fit_waits_is_whole(tmp_path):
     with saving_on_sigusr1(made, tmp_path / "hpc_ckpt_1.ckpt"):
         callback = SafeCheckpointCallback(dirpath=tmp_path / "exp", config=QUICK)
         made["trainer"] = trainer(pl, [callback], tmp_path)
-        settle = SaveHandle.settle
+        wait = OpenSave.wait_until_over
 
         def interrupted(handle, timeout_s=None):
             if not (tmp_path / "hpc_ckpt_1.ckpt").exists():
                 signal.raise_signal(signal.SIGUSR1)
-            settle(handle, timeout_s)
+            wait(handle, timeout_s)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SaveHandle, "settle", interrupted)
+            patch.setattr(OpenSave, "wait_until_over", interrupted)
             made["trainer"].fit(module_class(pl)())
     verify(tmp_path / "hpc_ckpt_1.ckpt", read_manifest(tmp_path / "hpc_ckpt_1.ckpt"))
     assert names(tmp_path / "exp") == ["epoch=2-step=9.ckpt"]

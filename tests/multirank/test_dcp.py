@@ -228,7 +228,7 @@ def _full_on_one(rank, path):
     upload = dcp.async_save(state, checkpoint_id=path / "step-2")
     error = upload.exception(60)
     unseen = dcp.async_save(state, checkpoint_id=path / "step-3")
-    unseen.handle.settle()  # nobody looks at its error
+    unseen.handle.wait_until_over()  # nobody looks at its error
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     try:

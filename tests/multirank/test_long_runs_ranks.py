@@ -20,7 +20,7 @@ def _save_often(rank, folder):
             handle = ckpt.save(number, state)
             handle = ckpt.export(parts, folder / f"weights-{number % 3}")
             if number in (10, 59):
-                handle.settle(timeout_s=30)
+                handle.wait_until_over(timeout_s=30)
                 dist.barrier()
                 found.append((store_keys(ckpt) if rank == 0 else 0, kept()))
     return found

@@ -206,7 +206,7 @@ def _train(proc: Proc, slot: Any, attempt: Attempt) -> None:
             if history.choices.random() < plan["wait"] and not stop:
                 phase("wait")
                 with history.timed("wait", plan["limits_s"]):
-                    handle.settle()
+                    handle.wait_until_over()
             look()
             if stop:
                 world.log("stops", proc.name, step)

@@ -248,7 +248,7 @@ def test_another_thread_reads_behind_the_trainers_work():
     """What is streamed on a thread of its own is read when all that the trainer has queued for it is done."""
     cuda, (move,) = Remembering(), moves_of(1)
     cuda.trainer.queue.append(lambda: move.tensor.add_(10))
-    cuda.settle([move.tensor])
+    cuda.synchronize([move.tensor])
     assert move.tensor[0] == 11
 
 
@@ -263,7 +263,7 @@ def test_a_streamed_save_has_what_the_trainer_has_queued(tmp_path):
     class EachAlone(Remembering):
         """What the trainer has queued for a tensor is done when that one is waited for, and not for another one."""
 
-        def settle(self, tensors):
+        def synchronize(self, tensors):
             for tensor in tensors:
                 tensor.fill_(10)
 
@@ -279,7 +279,7 @@ def test_a_device_that_is_lost_before_a_streamed_save_fails_it(tmp_path):
     """What the device still owes can never be read: the save says so, and nothing is committed."""
 
     class Lost(Remembering):
-        def settle(self, tensors):
+        def synchronize(self, tensors):
             raise RuntimeError("CUDA error: device lost")
 
     with Checkpointer(tmp_path, CheckpointConfig(max_host_bytes=1 << 20)) as ckpt:
@@ -294,6 +294,6 @@ def test_without_cuda_nothing_is_asked_of_it(buffer):
     copies = DeviceCopies(buffer)
     assert not copies.takes(moves_of(1)[0])
     copies.begin(moves_of())
-    copies.settle()
+    copies.synchronize()
     copies.forget()
     assert torch.cuda.is_available() or Cuda().device() is None

@@ -210,7 +210,7 @@ def _replace_each(saver: AcceleratorSaver, path: Path, planned: Planned) -> None
             decide=lambda _: _put_in_place(home, ready, names),
         )
     finally:
-        engine.settle()
+        engine.wait_until_over()
         engine.release(home)
 
 

@@ -163,7 +163,7 @@ class Saver:
         """Give a directory back once no save of it is in flight; nothing happens where it is not held. On any rank."""
         if folder in self.homes:
             home = self.homes.pop(folder).held
-            self.engine.settle(home)
+            self.engine.wait_until_over(home)
             self.engine.release(home)
 
     def candidates(self, folder: Path) -> list[Candidate]:
@@ -341,7 +341,7 @@ class Saver:
         """
         self.tracking.land(timeout_s)
         if timeout_s is None:
-            self.engine.settle()
+            self.engine.wait_until_over()
 
     def wait(self) -> None:
         """Wait until everything in flight is committed, and report it.

@@ -66,7 +66,7 @@ class Tracking:
         """
         while self._flights:
             handle, at_end = self._flights[0]
-            handle.settle(timeout_s)
+            handle.wait_until_over(timeout_s)
             self._report(handle, at_end)
 
     def _report(self, handle: OpenSave, at_end: AtEnd) -> None:

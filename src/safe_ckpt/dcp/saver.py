@@ -109,10 +109,10 @@ def saver_for(group: ProcessGroup | None) -> DcpSaver:
     return found
 
 
-def settle() -> None:
+def wait_until_over() -> None:
     """Wait until what this process saves is over, whatever came of it."""
     for one in _savers:
-        one.engine.settle()
+        one.engine.wait_until_over()
 
 
 class DcpSaver(Saver):

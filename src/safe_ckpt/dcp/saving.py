@@ -218,7 +218,7 @@ class _Upload(Future[Metadata]):
 def _follow(saver: DcpSaver, path: Path, upload: _Upload) -> None:
     """In a thread of its own: tell the future of the outcome."""
     try:
-        upload.handle.settle()
+        upload.handle.wait_until_over()
         if upload.handle.error is not None:
             raise upload.handle.error
         upload.set_result(_metadata(saver, path))

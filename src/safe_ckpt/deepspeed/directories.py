@@ -105,17 +105,17 @@ class TagSaver(Saver):
         self.fetch(home, None if tag is None else path.name)
 
     @classmethod
-    def settle(cls) -> None:
+    def wait_until_over(cls) -> None:
         """Wait until no save is in flight in this process: saves of other engines here must be visible."""
         for one in cls.living():
-            one.engine.settle()
+            one.engine.wait_until_over()
 
     @classmethod
-    def settle_above(cls, path: Path) -> None:
+    def wait_above(cls, path: Path) -> None:
         """Wait for saves in this process that may become a folder above ``path``: they must be visible there."""
         for one in cls.living():
             if any(folder != path.parent and folder in path.parents for folder in one.homes):
-                one.engine.settle()
+                one.engine.wait_until_over()
 
 
 def candidates(folder: Path) -> list[Candidate]:

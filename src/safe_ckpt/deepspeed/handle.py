@@ -203,7 +203,7 @@ class Handle(AttachedHandle):
 
         with self.call("load_checkpoint"):
             # One that failed is no reason not to go back to the one before it; its error stays to be raised.
-            TagSaver.settle()
+            TagSaver.wait_until_over()
             optimizer_states = load_optimizer_states and not load_module_only
             loaded = load.load(self.saver, load_dir, tag, restore, optimizer_states=optimizer_states)
         return cast("tuple[str | None, Any]", loaded)

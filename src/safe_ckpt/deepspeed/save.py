@@ -56,7 +56,7 @@ def save(
 
     def check() -> dict[str, object]:
         top, name = checked()
-        saver.settle_above(top / name)
+        saver.wait_above(top / name)
         options = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
         return {"path": top / name, **options}
 

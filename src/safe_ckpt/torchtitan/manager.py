@@ -182,7 +182,7 @@ class PendingOutcome(Future[None]):
         Raises:
             SafeCheckpointError: it failed, with the same error on every rank.
         """
-        self._handle.settle(timeout)
+        self._handle.wait_until_over(timeout)
         self._saver.wait()
 
 

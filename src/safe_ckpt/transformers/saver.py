@@ -117,7 +117,7 @@ class TransformersSaver(Saver):
             return
         handle = self._handles.get(state.best_global_step)
         if handle is not None:
-            handle.settle()
+            handle.wait_until_over()
         if handle is not None and not handle.failed and handle.done() and handle.result().marked:
             state.best_metric, state.best_global_step, state.best_model_checkpoint = self._best
         else:

@@ -437,7 +437,7 @@ def test_the_deadline_of_a_save_begins_when_its_turn_comes(tmp_path):
         while not hanging.done():
             signal_writers(signal.SIGSTOP)  # also the one that replaces a stopped one
             with contextlib.suppress(RendezvousTimeout):
-                hanging.settle(0.1)
+                hanging.wait_until_over(0.1)
         signal_writers(signal.SIGCONT)
         with pytest.raises(SaveError, match="lengthy_s"):
             hanging.result()

@@ -39,11 +39,11 @@ def test_handles_of_finished_saves_do_not_pile_up(tmp_path, save, in_flight, ear
         first = save(ckpt, tmp_path, 0)
         for number in range(1, early):
             handle = save(ckpt, tmp_path, number)
-        handle.settle(timeout_s=20)
+        handle.wait_until_over(timeout_s=20)
         before = kept()
         for number in range(early, early + 60):
             handle = save(ckpt, tmp_path, number)
-        handle.settle(timeout_s=20)
+        handle.wait_until_over(timeout_s=20)
         assert kept() < before + SLACK
         assert len(ckpt._engine._handles) <= in_flight + 1
         assert first.result().path.name == first.name
@@ -61,7 +61,7 @@ def test_a_failure_that_nobody_has_seen_is_not_let_go(tmp_path, in_flight):
             shutil.rmtree(pending)
             pending.write_text("in the way")
             failed = ckpt.save(50, STATE)
-            failed.settle(timeout_s=20)
+            failed.wait_until_over(timeout_s=20)
             pending.unlink()
             with pytest.raises(SafeCheckpointError, match="step-00000050"):
                 ask()
@@ -79,7 +79,7 @@ def test_failures_that_are_tolerated_do_not_accumulate(tmp_path):
             (tmp_path / ".safe_ckpt/pending").write_text("in the way")
             counts = []
             for number in range(100):
-                ckpt.save(number, STATE).settle(timeout_s=20)
+                ckpt.save(number, STATE).wait_until_over(timeout_s=20)
                 if number in (20, 99):
                     counts.append(kept())
             assert counts[1] < counts[0] + SLACK

@@ -224,7 +224,7 @@ class Catalog:
         self._leaving += [info for info in self._committed if info.path in paths]
         self._committed = [info for info in self._committed if info.path not in paths]
 
-    def settle(self, gone: Collection[Place]) -> None:
+    def drop_deleted(self, gone: Collection[Place]) -> None:
         """Keep in mind what was about to be deleted and is not gone: retention chooses it again."""
         new = {info.path for info in self._committed}
         self._committed += [info for info in self._leaving if info.path not in gone and info.path not in new]

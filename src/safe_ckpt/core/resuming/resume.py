@@ -104,8 +104,8 @@ def choose(
                 loaded, verdict = reader.try_one(path, ours=info.verified)
             if verdict is None:
                 taken = known.get(name) if name not in rejected else None  # else it was fetched
-                settle = functools.partial(_settle, engine, home, damaged, info, taken)
-                remembered = engine.agree("resume from", must_match={"name": name}, decide=settle)
+                conclude = functools.partial(_quarantine_damaged, engine, home, damaged, info, taken)
+                remembered = engine.agree("resume from", must_match={"name": name}, decide=conclude)
                 rank, passed, seconds = engine.rank, len(rejected), time.monotonic() - begun
                 engine.emit(events.Resumed(rank=rank, path=str(path), step=info.step, seconds=seconds, rejected=passed))
                 _warn_of_newer(list(known.values()), taken, by_name)
@@ -139,7 +139,7 @@ def _none_usable(path: Place, rejected: Mapping[str, str], plan: Mapping[str, An
     return NoValidCheckpointError(path=str(path), message=message, rejected=seen)
 
 
-def _settle(
+def _quarantine_damaged(
     engine: Engine,
     home: Home,
     damaged: Mapping[str, str],

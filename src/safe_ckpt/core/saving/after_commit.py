@@ -62,7 +62,7 @@ class AfterCommit:
                 _warn_once(str(info.path.parent), decision.unjudged)
                 gone = self._carry_out(decision, job.home, begun)
                 if on_commit.catalog is not None:
-                    on_commit.catalog.settle(gone)
+                    on_commit.catalog.drop_deleted(gone)
         except Exception:  # the save is committed, and must not fail because of the cleaning up
             logger.warning("could not remove old checkpoints after %s", info.path, exc_info=True)
         if info.marked:

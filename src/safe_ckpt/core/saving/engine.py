@@ -200,7 +200,7 @@ class Engine:
             raise ClosedError(message="save: this was closed; open a new one")
         handle = one_save.begin(self._pipeline, request)
         if self._inline:
-            handle.settle()
+            handle.wait_until_over()
         return handle
 
     def prepare(self, size_bytes: int) -> None:
@@ -261,12 +261,12 @@ class Engine:
         Raises:
             SafeCheckpointError: the error of a save that was not reported yet, the same on every rank.
         """
-        self.settle()
+        self.wait_until_over()
         self.raise_unreported()
 
-    def settle(self, within: Home | None = None) -> None:
+    def wait_until_over(self, within: Home | None = None) -> None:
         """Wait until everything in flight is over, or what goes to one directory, whatever came of it."""
-        self._handles.settle(within)
+        self._handles.wait_until_over(within)
 
     def raise_unreported(self) -> None:
         """Raise the first error of a finished save that was not reported yet."""

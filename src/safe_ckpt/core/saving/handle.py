@@ -72,14 +72,14 @@ class SaveHandle:
         """
         return self._save.result(timeout_s)
 
-    def settle(self, timeout_s: float | None = None) -> None:
+    def wait_until_over(self, timeout_s: float | None = None) -> None:
         """Wait until the save is over, whatever came of it.
 
         Raises:
             RendezvousTimeout: it is not over yet.
             ForkedError: in a forked child it never will be.
         """
-        self._save.settle(timeout_s)
+        self._save.wait_until_over(timeout_s)
 
     def wait_snapshot(self, timeout_s: float | None = None) -> None:
         """Wait until the copy is complete and the state may change. An eager copy is complete when ``save`` returns.
@@ -109,7 +109,7 @@ class OpenSave:
         with Saver(CheckpointConfig(), "toy") as saver:
             planned = Planned(files=[torch_file("state.pt", {"model": model.state_dict()})])
             begun = saver.save(saver.home(folder), folder / "step-1", planned.content(), step=1)
-            begun.settle()
+            begun.wait_until_over()
             print(begun.outcome.name, begun.failed)
         ```
 
@@ -136,7 +136,7 @@ class OpenSave:
 
     def result(self, timeout_s: float | None = None) -> CheckpointInfo:
         """See ``SaveHandle``."""
-        self.settle(timeout_s)
+        self.wait_until_over(timeout_s)
         if self._error is not None:
             self._reported = True
             raise self._error
@@ -144,7 +144,7 @@ class OpenSave:
             raise SaveSkippedError(name=self.name, cause="no outcome was recorded")
         return self._info
 
-    def settle(self, timeout_s: float | None = None) -> None:
+    def wait_until_over(self, timeout_s: float | None = None) -> None:
         """Wait until the save is over, whatever came of it.
 
         Raises:
@@ -254,13 +254,13 @@ class Handles:
         for handle in list(self._each):
             if self.in_flight < most:
                 break
-            handle.settle()
+            handle.wait_until_over()
 
-    def settle(self, within: Home | None = None) -> None:
+    def wait_until_over(self, within: Home | None = None) -> None:
         """Wait until everything in flight is over, or what goes to one directory, whatever came of it."""
         for handle in list(self._each):
             if within is None or handle.within is within:
-                handle.settle()
+                handle.wait_until_over()
 
     def unreported(self) -> tuple[str, SafeCheckpointError] | None:
         """The ``op_id`` and the error of the first save that failed and was not reported yet."""

@@ -88,7 +88,7 @@ class NamedHomes:
         """Give ``path`` back once no save of it is in flight; nothing happens where it is not held. On any rank."""
         if path in self._held:
             home = self._held.pop(path)
-            self._engine.settle(home)
+            self._engine.wait_until_over(home)
             self._sequence = max(self._sequence, home.last_sequence)
             self._engine.release(home)
 

@@ -98,7 +98,7 @@ class Stager:
             job.streamed, job.error = True, None
             try:
                 # Another thread reads the tensors, and its streams do not wait for those of this thread.
-                self._cuda.settle(tensor for plan in job.files for _, tensor in plan.tensors)
+                self._cuda.synchronize(tensor for plan in job.files for _, tensor in plan.tensors)
             except Exception as error:  # as the docstring says
                 job.error = error
             return

@@ -50,7 +50,7 @@ class Cuda:
         working: AbstractContextManager[None] = torch.cuda.stream(stream)
         return working
 
-    def settle(self, tensors: Iterable[torch.Tensor]) -> None:
+    def synchronize(self, tensors: Iterable[torch.Tensor]) -> None:
         """Wait until what the calling thread has queued on their devices is done: another thread is about to read them."""
         for device in {tensor.device for tensor in tensors if self.has(tensor)}:
             self.current(device).synchronize()
@@ -176,7 +176,7 @@ class DeviceCopies:
         else:
             self._copy_now(move)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all that was started by ``copy`` is in place."""
         for stream in self._loose.values():
             stream.synchronize()

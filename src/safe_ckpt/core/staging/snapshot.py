@@ -558,7 +558,7 @@ class StagingCopy:
         # At most one piece, unless the source's memory hangs, and then its thread does.
         with self._helping:
             pass
-        self._devices.settle()
+        self._devices.synchronize()
 
     def _copy_piece(self, piece: Piece) -> None:
         source, offset, length = piece
@@ -571,7 +571,7 @@ class StagingCopy:
             source.into(self._memory)
 
     def _mark(self, end: int) -> None:
-        self._devices.settle()
+        self._devices.synchronize()
         if not self._stopped:
             self._marked = end
             self._buffer.mark(end)

@@ -160,7 +160,7 @@ class Tier:
         try:
             gone = self._root.discard(due)
         finally:
-            self._catalog.settle(gone)  # what the store refused is due once more
+            self._catalog.drop_deleted(gone)  # what the store refused is due once more
 
     def close(self, deleted: Collection[str] = ()) -> None:
         """Give the directory back. ``deleted``: as in ``follow``, with little patience."""

@@ -268,7 +268,7 @@ def test_a_deletion_that_failed_is_tried_again_at_the_next_commit(tmp_path, monk
                     on_commit=OnCommit(retention=delete_listed(list(paths)) if paths else None),
                 )
             ).result(timeout_s=30)
-            engine.settle()
+            engine.wait_until_over()
 
         save_file("a.ckpt")
         save_file("b.ckpt")
