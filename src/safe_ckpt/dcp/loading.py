@@ -25,7 +25,7 @@ from safe_ckpt.core.sharding.dcp_load import ANEW, NOWHERE, Loading, warn_of
 from safe_ckpt.core.sharding.dtensor import without_place
 from safe_ckpt.core.storage import presence
 from safe_ckpt.dcp.arguments import LATEST, check_loading, check_state, named_rank, path_of
-from safe_ckpt.dcp.saver import candidates, given_config, is_stock, ranks_of, step_of
+from safe_ckpt.dcp.saver import candidates, given_config, is_stock, ranks_of, step_of, wait_until_over
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlanner
