@@ -334,7 +334,7 @@ class Checkpointer:
             there = self._engine.agree(
                 "named",
                 must_match={"path": path},
-                decide=lambda _: [one.told.name for one in newest_first(self._home.look())],
+                decide=lambda _: [one.summary.name for one in newest_first(self._home.look())],
             )
             raise not_found(path, there)
         if chosen is None:

@@ -231,7 +231,7 @@ class ExtensionContract:
         self.run(tmp_path, monkeypatch, extension)
         assert len(concluded) == 2
         for one in concluded:
-            json.dumps({"fields": dict(one.fields), "told": one.told})
+            json.dumps({"fields": dict(one.fields), "summary": one.summary})
 
 
 __all__ = ["DATA", "ExtensionContract", "HomeContract", "written"]

@@ -70,7 +70,7 @@ def test_what_was_deleted_since_it_was_listed_can_be_told_of(tmp_path):
         FileEntry(path=name, size_bytes=size, xxh3_128="0" * 32, rank=0) for name, size in (("a", 3), ("b", 4))
     )
     one = replace(one, manifest=replace(one.manifest, files=files))
-    assert (one.told.name, one.told.size_bytes) == ("step-1", 7)
+    assert (one.summary.name, one.summary.size_bytes) == ("step-1", 7)
 
 
 def test_checkpoints_with_an_ending_are_files_and_directories_and_nothing_else(tmp_path):

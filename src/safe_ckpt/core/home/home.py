@@ -84,7 +84,7 @@ class Candidate:
         return CheckpointInfo.of(self.manifest, self.path, size)
 
     @property
-    def told(self) -> CheckpointInfo:
+    def summary(self) -> CheckpointInfo:
         """The ``info``; of another tool's checkpoint the little that can be told."""
         if (info := self.info) is not None:
             return info

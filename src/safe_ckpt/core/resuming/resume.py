@@ -232,7 +232,7 @@ def _survey(home: Home, candidates: Sequence[Candidate], standing: Standing, nam
     aside = [path.name for path in home.quarantined()]
     return {
         "passed": list(by_name),
-        "infos": {home.name_of(c.path): c.told.to_json() for c in standing.order},
+        "infos": {home.name_of(c.path): c.summary.to_json() for c in standing.order},
         "rejected": {home.name_of(c.path): c.problem for c in standing.unusable} | by_name,
         "damaged": [home.name_of(c.path) for c in candidates if c.damaged],
         "missing": [home.name_of(c.path) for c in candidates if c.missing and not c.foreign],

@@ -134,12 +134,12 @@ class Visit:
         with naming(rank=0, phase="looking for checkpoints", path=str(self.place)):
             found, alone = (self.look or self._look)()
         others = [] if found or self.look else of_frameworks(self._home)
-        there = [c.told.name for c in newest_first(found)]
+        there = [c.summary.name for c in newest_first(found)]
         found = [c for c in found if self.step is None or is_of_step(c, self.step)]
         standing = standing_of(found, named=alone or self.step is not None)
         why = {self._name(c): standing.by_name_only[c.path] for c in found if c.path in standing.by_name_only}
         return {
-            "order": [c.told.to_json() for c in standing.order],
+            "order": [c.summary.to_json() for c in standing.order],
             "rejected": {self._name(c): c.problem for c in standing.unusable} | why,
             "others": others,
             "there": there if self.step is not None else [],

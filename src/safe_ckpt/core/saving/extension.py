@@ -60,7 +60,7 @@ class Outcome:
     Attributes:
         info: what was committed; None where it failed.
         error: why it failed.
-        told: what rank 0 concluded for all ranks, by extension.
+        summary: what rank 0 concluded for all ranks, by extension.
         write_s: how long this rank's writing took; 0 while it had not come to its end.
         written_at: when that was, on the monotonic clock.
         written_bytes: how much it was.
@@ -68,7 +68,7 @@ class Outcome:
 
     info: CheckpointInfo | None = None
     error: SafeCheckpointError | None = None
-    told: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
     write_s: float = 0.0
     written_at: float = 0.0
     written_bytes: int = 0
@@ -80,11 +80,11 @@ class Conclusion:
 
     Attributes:
         fields: of the manifest.
-        told: what all ranks learn with the verdict, JSON-able.
+        summary: what all ranks learn with the verdict, JSON-able.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
-    told: Any = None
+    summary: Any = None
 
 
 class Extension:
@@ -256,7 +256,7 @@ class Extensions:
 
         concluded = self.ask("concluding", of)
         fields = {key: value for one in concluded.values() for key, value in one.fields.items()}
-        return fields, {name: one.told for name, one in concluded.items()}
+        return fields, {name: one.summary for name, one in concluded.items()}
 
     def ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
         """The first error that one of them has all ranks raise."""

@@ -223,13 +223,13 @@ class Turn:
         job: the save.
         round: where the ranks report how it goes.
         written: how its writing went.
-        told: what rank 0 concluded for all ranks, by extension.
+        summary: what rank 0 concluded for all ranks, by extension.
     """
 
     run: Pipeline
     job: SaveJob
     written: Writing = field(default_factory=Writing)
-    told: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         run, job = self.run, self.job
@@ -277,7 +277,7 @@ class Turn:
 
     def outcome(self, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> Outcome:
         """Return how it ended."""
-        return Outcome(info=info, error=failure, told=self.told, **dataclasses.asdict(self.written))
+        return Outcome(info=info, error=failure, summary=self.summary, **dataclasses.asdict(self.written))
 
     def _check_giving_up(self) -> None:
         self.run.queue.check_giving_up(self.job.name)
@@ -304,7 +304,7 @@ def _lead(turn: Turn) -> CheckpointInfo:
         if not isinstance(ours, CommitOutcomeUnknown):
             publication.abort()
         raise ours from error
-    turn.round.conclude({"ok": info.to_json(), "told": dict(turn.told)})
+    turn.round.conclude({"ok": info.to_json(), "summary": dict(turn.summary)})
     return info
 
 
@@ -312,7 +312,7 @@ def _commit(turn: Turn, reports: Mapping[int, Any]) -> CheckpointInfo:
     turn.round.refuse_left()
     entries = _entries(turn, reports)
     said = {rank: reports[rank]["extensions"] for rank in sorted(reports)}
-    fields, turn.told = turn.run.extensions.concluding(turn.job, said)
+    fields, turn.summary = turn.run.extensions.concluding(turn.job, said)
     sections = {"items": _merge_items(reports), **fields}
     return turn.job.publication.commit(entries, sections, turn.check_still_wanted)
 
@@ -387,7 +387,7 @@ def _read_verdict(turn: Turn, *, refused: bool) -> CheckpointInfo:
         verdict = _last_word(turn, error)
     if "error" in verdict:
         raise from_wire(verdict["error"])
-    turn.told = verdict["told"]
+    turn.summary = verdict["summary"]
     return CheckpointInfo.from_json(verdict["ok"], beside=turn.job.path)
 
 

@@ -68,14 +68,14 @@ class HealthExtension(Extension):
         """See ``Extension``."""
         found = {path: facts for rank in sorted(reports) for path, facts in reports[rank].items()}
         health = of_checkpoint(found, self._settings.action)
-        return Conclusion(fields={"health": health}, told=described(health))
+        return Conclusion(fields={"health": health}, summary=described(health))
 
     def ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
         """See ``Extension``."""
         found, info = self._found.pop(job.op_id, {}), outcome.info
         if info is None:
             return None
-        what = outcome.told.get(self.name) or ""
+        what = outcome.summary.get(self.name) or ""
         self._known.learn(found, healthy=not what)
         if not what:
             return None
