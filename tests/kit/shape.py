@@ -1,12 +1,18 @@
 """The shape of a tree of sources, as numbers: circles of modules, names that stand in several places, jumps, words."""
 
 import ast
+import io
 import re
+import tokenize
 from collections import Counter, defaultdict
 
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DOCUMENTED = (*_FUNCTION, ast.ClassDef, ast.Module)
 _SMALL = 3  # lines: a private function that is no longer, and used once, costs a jump and saves nothing
+_FORMER = frozenset(
+    ("workspace", "workspaces", "Workspaces", "image", "images", "movers", "lacks", "take_stock", "let_go", "fruitless")
+    + ("is_for_one_name", "HeldDirectories", "carry", "settle")
+)
 _STORAGE = re.compile(
     r"\bsingledispatch\b|\bin_files\(|\bin_store\(|\.bucket\b|\bis_url\(|\bis_mounted\(|\.lacks\b|\.unsupported\b"
 )
@@ -85,6 +91,12 @@ def docstrings_with_what(trees):
     """How many docstrings begin with "What": with neither a verb nor a noun of the field."""
     documented = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))
     return sum(bool(re.match(r"What\b", ast.get_docstring(node) or "")) for node in documented)
+
+
+def former_words(texts):
+    """How often a name is a word that another one has replaced, so that one thing has one word."""
+    names = (token.string for text in texts for token in tokenize.generate_tokens(io.StringIO(text).readline))
+    return sum(name in _FORMER for name in names)
 
 
 def storage_spellings(texts):

@@ -88,6 +88,7 @@ def measured():
         "private functions of at most three lines that are used once": len(shape.jumps(modules)),
         "public names in more than one module": len(shape.shared_names(modules)),
         "public classes in more than one module": len(shape.shared_classes(modules)),
+        "words that others have replaced": shape.former_words(file.read_text(encoding="utf-8") for file in trees),
         "docstrings that begin with What": shape.docstrings_with_what(modules),
         "questions which storage it is, in other spellings": shape.storage_spellings(
             file.read_text(encoding="utf-8") for file in elsewhere

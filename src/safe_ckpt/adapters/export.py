@@ -56,12 +56,12 @@ class Exporter:
 
     Args:
         engine: where the ranks meet.
-        workspaces: where directories are held.
+        homes: where directories are held.
     """
 
-    def __init__(self, engine: Engine, workspaces: NamedHomes) -> None:
+    def __init__(self, engine: Engine, homes: NamedHomes) -> None:
         self._engine = engine
-        self._held_homes = workspaces
+        self._held_homes = homes
 
     def export(
         self,
@@ -114,14 +114,14 @@ def request_of(
     home: FileHome, path: Path, payload: Payload, *, kind: Literal["directory", "file"] = "directory"
 ) -> SaveRequest:
     """Return the request with which ``path`` becomes weights alone; other files in a directory are kept."""
-    carry = (
+    kept_files = (
         OnCommit(keep_foreign=lambda name: not hugging_face.is_weight_file(name)) if kind == "directory" else OnCommit()
     )
     return SaveRequest(
         destination=Destination(home=home, path=path, kind=kind),
         payload=payload,
         facts=Facts(step=0, notes={"adapter": WEIGHTS}, unexamined=("*",)),
-        on_commit=carry,
+        on_commit=kept_files,
         patient=True,
     )
 
