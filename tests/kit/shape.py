@@ -9,10 +9,21 @@ from collections import Counter, defaultdict
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DOCUMENTED = (*_FUNCTION, ast.ClassDef, ast.Module)
 _SMALL = 3  # lines: a private function that is no longer, and used once, costs a jump and saves nothing
-_FORMER = frozenset(
-    ("workspace", "workspaces", "Workspaces", "image", "images", "movers", "lacks", "take_stock", "let_go", "fruitless")
-    + ("is_for_one_name", "HeldDirectories", "carry", "settle")
-)
+_FORMER = {
+    *(
+        "workspace",
+        "workspaces",
+        "Workspaces",
+        "image",
+        "images",
+        "movers",
+        "lacks",
+        "take_stock",
+        "let_go",
+        "fruitless",
+    ),
+    *("is_for_one_name", "HeldDirectories", "carry", "settle"),
+}
 _STORAGE = re.compile(
     r"\bsingledispatch\b|\bin_files\(|\bin_store\(|\.bucket\b|\bis_url\(|\bis_mounted\(|\.lacks\b|\.unsupported\b"
 )

@@ -49,8 +49,8 @@ class FileSaver(Saver):
         """The directory in which ``path`` lies, else one on the same file system: unfinished files lie there."""
         if (held := self._above(path)) is not None:
             return held
-        held = [home.held for home in self.homes.values()]
-        beside = next((one for one in held if _device(one.path) == _device(path)), held[0])
+        each = [home.held for home in self.homes.values()]
+        beside = next((one for one in each if _device(one.path) == _device(path)), each[0])
         if self.engine.rank == 0:
             beside.start_after(one_shot.last_beside(path))
         return beside
