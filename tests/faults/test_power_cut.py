@@ -54,7 +54,7 @@ REACHED = {
     "published, the next": (f"{OF_A_HOME}:FilePublication.prepare",),
     "exported, replaces": ("core.home.extra_files:keep_foreign",),
     "given back, replaces": ("offload.restore:_place",),
-    "one file, replaces": ("core.saving.one_shot:save_archive",),
+    "one file, replaces": ("adapters.one_shot:save_archive",),
     "save_model, two files after one": ("accelerate.save_model:_publish", "accelerate.save_model:_put_in_place"),
     "mode overwrite": ("core.saving.set_up:_move_away",),
     "quarantined": (f"{OF_A_HOME}:FileHome.quarantine", f"{OF_A_HOME}:FileHome._into_quarantine"),
