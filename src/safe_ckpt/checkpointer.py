@@ -459,7 +459,10 @@ class Checkpointer:
         self._engine.close(quiet=error is not None, within_s=within_s)
 
     def _list_held(self, candidates: Sequence[Candidate]) -> None:
-        self._catalog = Catalog(candidates)
+        # What another door saved here, such as ``publishing``, is not counted by this one's rules, and stays.
+        self._catalog = Catalog(
+            one for one in candidates if one.manifest is None or not one.manifest.notes.get("adapter")
+        )
         self._home.start_after(newest_sequence(candidates))
 
 
