@@ -38,7 +38,7 @@ def test_a_rule_deletes_what_its_own_saver_saved_and_nothing_else(tmp_path, firs
 
 @pytest.mark.parametrize("what", ["its only file", "one of several"])
 def test_what_is_not_whole_is_passed_over_and_stays_where_it_is(tmp_path, what):
-    """A file is missing: it may come yet, or somebody moved it. Bytes that are wrong are moved into quarantine; a gap is not."""
+    """A file is missing: it may come yet, or somebody moved it. What has wrong bytes is moved into quarantine; a gap is not."""
     state = {"a": torch.arange(1000.0), "b": torch.nn.Linear(30, 30)}
     with Checkpointer(tmp_path, IMPATIENT) as ckpt:
         for step in (1, 2):
