@@ -267,7 +267,7 @@ def _probe(slot: Any) -> None:
         ("core.home.objects.home", "ObjectPublication", "prepare", "prepare"),
         ("core.home.objects.home", "ObjectPublication", "commit", "commit"),
         ("core.home.objects.home", "ObjectHome", "_sweep", "sweep"),
-        ("extensions.mirror.mirror", "Mirror", "_work", "mirror"),
+        ("extensions.mirror.mirror", "MirrorUploads", "_work", "mirror"),
     ):
         found = slot.load(f"safe_ckpt.{module}")
         _mark(getattr(found, kind) if kind else found, method, name)

@@ -53,7 +53,7 @@ def test_a_forked_child_is_refused_at_once(tmp_path, call, monkeypatch):
             "close": ckpt.close,
             "wait": ckpt.wait,
             "result": handle.result,
-            "wait_snapshot": lambda: (handle._snapshot_taken.clear(), handle.wait_snapshot()),
+            "wait_snapshot": lambda: (handle._save._snapshot_taken.clear(), handle.wait_snapshot()),
         }
         said, seconds = in_child(calls[call])
         assert not handle.done()
