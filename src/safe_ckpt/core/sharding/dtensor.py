@@ -413,7 +413,16 @@ def refuse_local_parts(states: Mapping[str, Any]) -> None:
     Raises:
         StateError: naming the tensor.
     """
-    found = list(placed(states)) if dtensor_class() else []
+    if dtensor_class():
+        refuse_local_among(list(placed(states)))
+
+
+def refuse_local_among(found: Sequence[tuple[tuple[Any, ...], Any]]) -> None:
+    """The same for what ``placed`` has found.
+
+    Raises:
+        StateError: naming the tensor.
+    """
     parameters = {str(path[-1]): leaf for path, leaf in found if is_dtensor(leaf)}
     for path, leaf in found if parameters else ():
         for _, _, name in stepped(path):

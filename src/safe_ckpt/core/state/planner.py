@@ -216,10 +216,13 @@ class Planner:
         for name, value in data.items():
             with unchanging(name):
                 fresh |= name not in self._known and any(isinstance(one, torch.Tensor) for one in dtensor.leaves(value))
-        if fresh:  # else no module is walked
-            parameters = {name: dict(one.named_parameters()) for name, one in modules.items()}
-            with unchanging("state"):
-                dtensor.refuse_local_parts({**data, "": parameters})
+        if fresh and dtensor.dtensor_class():  # else no module is walked
+            data[""] = {name: dict(one.named_parameters()) for name, one in modules.items()}
+            found: list[tuple[tuple[Any, ...], Any]] = []
+            for name, value in data.items():
+                with unchanging(name or "the modules"):
+                    found += dtensor.placed({name: value})
+            dtensor.refuse_local_among(found)
 
     def _overlap_plan(self, items: Sequence[SavedItem], views: Mapping[str, Fingerprint]) -> OverlapPlan | None:
         modules = {item.name: item.module for item in items if item.module is not None}
