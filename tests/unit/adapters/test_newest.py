@@ -1,5 +1,6 @@
 """Which checkpoint an adapter's directory goes on from, where some are the framework's own."""
 
+import dataclasses
 import errno
 import re
 
@@ -24,7 +25,8 @@ def problem_of(path):
 
 @pytest.fixture
 def saver():
-    with Saver(CheckpointConfig(timeouts=QUICK), "toy") as made:
+    impatient = dataclasses.replace(QUICK, barrier_s=2.0)  # half of that is how long a file is awaited
+    with Saver(CheckpointConfig(timeouts=impatient), "toy") as made:
         yield made
 
 

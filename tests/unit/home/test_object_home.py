@@ -153,7 +153,7 @@ def test_one_of_sixteen_that_start_at_once_owns_the_head(place, monkeypatch):
     """Of sixteen that start at the same time exactly one owns it, also when they take over from a dead one."""
     monkeypatch.setattr(object_lock, "fate_of_process", lambda lease: "dead" if lease.token == gone else "alive")
     gone = ""
-    for _ in range(3):
+    for _ in range(2):
         roots = [ObjectHome(place, lease_s=60) for _ in range(16)]
         outcomes = []
 
