@@ -26,7 +26,6 @@ from programs_of.here import HereInProcess, StoppedError
 from programs_of.runner import Verdict
 from programs_of.trainers_limits import Limits
 from safe_ckpt import CheckpointConfig
-from safe_ckpt.errors import NoValidCheckpointError
 
 _CONFIG = CheckpointConfig(
     timeouts=QUICK, on_failure="warn", max_consecutive_failures=100, save_on_signals=("SIGTERM",)
@@ -149,12 +148,7 @@ class Start:
             return trainer.state.global_step in one.failing
 
         with starts.full_disk(is_full), contextlib.suppress(StoppedError):
-            try:
-                trainer.train(resume_from_checkpoint=True)
-            except NoValidCheckpointError as error:
-                if error.rejected:
-                    raise
-                trainer.train()
+            trainers.go_on(trainer)
             steps = trainer.args.max_steps
             self.is_over = trainer.state.global_step >= steps
             trainers._tell_end(trainer, here)

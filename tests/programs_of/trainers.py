@@ -357,6 +357,16 @@ def _trainer(one: SimpleNamespace, here: Here) -> Any:
     )
 
 
+def go_on(trainer: Any) -> None:
+    """Resume, or begin where nothing was ever saved, as docs/start/transformers.md has it."""
+    try:
+        trainer.train(resume_from_checkpoint=True)
+    except NoValidCheckpointError as error:
+        if error.rejected:
+            raise
+        trainer.train()
+
+
 def start(draw: Draw, here: Here) -> None:
     """The program."""
     one = _choose(draw)
@@ -367,12 +377,7 @@ def start(draw: Draw, here: Here) -> None:
     if here.stock or one.door == "path":
         trainer.train(resume_from_checkpoint=get_last_checkpoint(str(here.out)))
     else:
-        try:
-            trainer.train(resume_from_checkpoint=True)
-        except NoValidCheckpointError as error:
-            if error.rejected:
-                raise
-            trainer.train()
+        go_on(trainer)
     _tell_end(trainer, here)
 
 
