@@ -47,7 +47,7 @@ def proxy(bucket, monkeypatch):
             monkeypatch.setenv(name, value)
 
         def sent():
-            made.wait_until_over()
+            made.settle()
             size = sum(record.size for record in made.seen if record.method == "PUT")
             made.reset()
             return size
