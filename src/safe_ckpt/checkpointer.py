@@ -22,10 +22,10 @@ from safe_ckpt.core.home.candidates import is_of_step, newest_first, newest_sequ
 from safe_ckpt.core.home.home import Candidate, Home
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.home.visibility import listed
-from safe_ckpt.core.resuming import resume
+from safe_ckpt.core.resuming import one_resume
 from safe_ckpt.core.resuming.items import StoredItems, warn_of_other_ranks
 from safe_ckpt.core.resuming.named import not_found, of_frameworks
-from safe_ckpt.core.resuming.resume import Chosen
+from safe_ckpt.core.resuming.one_resume import Chosen
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.names import NamedHomes
@@ -313,17 +313,17 @@ class Checkpointer:
             self._engine, mounted=self._home.is_mounted
         )
         try:
-            chosen = resume.choose(
-                self._engine,
-                self._home,
-                candidates,
-                reader,
-                view,
+            request = one_resume.ResumeRequest(
+                home=self._home,
+                list_candidates=candidates,
+                reader=reader,
+                view=view,
                 accepts=wanted,
                 named="" if step is None else step_name(step),
                 by_name=_BY_NAME,
                 others=lambda: of_frameworks(self._home),
             )
+            chosen = one_resume.choose(self._engine, request)
             return self._restore(chosen, state, step)
         finally:
             reader.close()
@@ -341,9 +341,9 @@ class Checkpointer:
             self.prepare(state)
             return None
         restoring = Restoring(state, chosen.loaded, chosen.info.path)
-        with resume.naming_older(chosen.info.path, _BY_NAME):
+        with one_resume.naming_older(chosen.info.path, _BY_NAME):
             nowhere = self._engine.agree("fits", local=restoring.compare, decide=restoring.agree, phase="restore")
-            resume.apply(self._engine, lambda: restoring.apply(nowhere))
+            one_resume.apply(self._engine, lambda: restoring.apply(nowhere))
         if self._engine.rank == 0:
             warn_of_other_ranks(state, chosen.info.world_size, self._engine.coordinator.size)
         modules = modules_of(items_of(state))

@@ -255,7 +255,7 @@ IN_MIRRORS: dict[str, dict[str, Patch]] = {
         _FETCH: _swap("            verify_entry(into, entry, cached=True)\n", "            pass\n")
     },
     "an empty directory is a new run": {
-        "safe_ckpt.core.resuming.offered": _both(
+        "safe_ckpt.core.resuming.one_resume": _both(
             _swap(
                 "        usable = newest_first(self._list())\n",
                 "        usable = newest_first(self._list())\n        return\n",

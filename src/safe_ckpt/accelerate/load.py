@@ -14,7 +14,7 @@ from accelerate import utils
 from safe_ckpt.accelerate.dataloaders import KEY
 from safe_ckpt.accelerate.directories import BY_NAME, AcceleratorSaver, names_below, next_number
 from safe_ckpt.accelerate.strategies import plain_optimizers
-from safe_ckpt.adapters.extras import absolute, keeping_types, names_in, not_found, presence, resume
+from safe_ckpt.adapters.extras import absolute, keeping_types, names_in, not_found, one_resume, presence
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.saver import manifest_of
 from safe_ckpt.adapters.spool import refuse_url
@@ -62,7 +62,7 @@ def load(
         saver.loaders.resume(accelerator._dataloaders, loader_states)
 
     with saver.parts.loading(path, arguments), keeping_types(plain_optimizers(accelerator)):
-        resume.apply(engine, apply, path, BY_NAME)
+        one_resume.apply(engine, apply, path, BY_NAME)
     go_on(engine, lambda: accelerator._models)
     if input_dir is not None:
         saver.resumed(path, begun)

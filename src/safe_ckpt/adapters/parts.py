@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.formats.names import plain_names
-from safe_ckpt.core.resuming import resume
+from safe_ckpt.core.resuming import one_resume
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dtensor import Fitted
 from safe_ckpt.core.storage import presence
@@ -136,4 +136,4 @@ def _load(engine: Engine, path: Path, what: str, fit: Callable[[], Fitted]) -> N
         return dtensor.without_place([answers[rank] for rank in sorted(answers)], path=str(path), key=what)
 
     nowhere = engine.agree(f"{what} fits", must_match={"path": path}, local=compare, decide=decide, phase="restore")
-    resume.apply(engine, lambda: fitted[0].apply(nowhere))
+    one_resume.apply(engine, lambda: fitted[0].apply(nowhere))

@@ -25,9 +25,9 @@ from safe_ckpt.core.formats.verify import verify_if_ours, verify_share
 from safe_ckpt.core.home.candidates import list_directories, newest_sequence
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.home.visibility import listed
-from safe_ckpt.core.resuming import resume
+from safe_ckpt.core.resuming import one_resume
 from safe_ckpt.core.resuming.candidate import FileReader
-from safe_ckpt.core.resuming.offered import Offered
+from safe_ckpt.core.resuming.one_resume import Offered
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.names import NamedHomes, open_folder
 from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, Payload, SaveRequest
@@ -113,7 +113,7 @@ class Saver:
         *,
         find: Callable[[Path], list[Candidate]] | None = None,
         owner: str = "",
-        by_name: str = resume.BY_NAME,
+        by_name: str = one_resume.BY_NAME,
         hooks: Iterable[Hook] = (),
         sinks: Sinks | None = None,
         group: ProcessGroup | None = None,
@@ -194,7 +194,8 @@ class Saver:
         """
         reader = FileReader(self.engine, verify or self.verify_share)
         find = find or self._candidates_of(home)
-        chosen = resume.choose(self.engine, home.held, find, reader, by_name=self._by_name)
+        request = one_resume.ResumeRequest(home=home.held, list_candidates=find, reader=reader, by_name=self._by_name)
+        chosen = one_resume.choose(self.engine, request)
         if chosen is not None and self.engine.rank == 0 and not chosen.info.verified:
             logger.warning(_FOREIGN, chosen.info.file_path)
         return chosen.info if chosen is not None else None
@@ -232,7 +233,7 @@ class Saver:
             HostileCheckpointError: it would run code; on every rank.
             SafeCheckpointError: it could not be read; on every rank.
         """
-        resume.check(self.engine, path, self.verify_share)
+        one_resume.check(self.engine, path, self.verify_share)
         if self.engine.rank == 0 and not presence.is_there(path / MANIFEST_NAME):
             logger.warning(_FOREIGN, path)
 

@@ -14,7 +14,7 @@ import deepspeed.runtime.engine as upstream
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from safe_ckpt.adapters import Engine, Patch
-from safe_ckpt.adapters.extras import HIDDEN, not_found, presence, resume
+from safe_ckpt.adapters.extras import HIDDEN, not_found, one_resume, presence
 from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.deepspeed import arguments, directories, nvme, universal
@@ -56,8 +56,8 @@ def load(
     if engine.load_universal_checkpoint():
         # It has no checksums: only whether it is complete can be checked.
         name = core.agree("load_checkpoint", decide=lambda _: wanted or universal.latest(folder))
-        resume.apply(core, lambda: universal.refuse_incomplete(engine, folder / name))
-        resume.apply(core, lambda: refuse_code(folder / name, core.rank, core.coordinator.size))
+        one_resume.apply(core, lambda: universal.refuse_incomplete(engine, folder / name))
+        one_resume.apply(core, lambda: refuse_code(folder / name, core.rank, core.coordinator.size))
         return _restored(core, engine, lambda: restore(str(folder), name))
     if core.config.mirror.url is not None:
         saver.fetch_tag(folder, wanted)
@@ -76,7 +76,7 @@ def load(
         nvme.resume_all(core, {path: engine}, optimizer_states=optimizer_states)
         place = saver.data_place
         if place is not None and optimizer_states:
-            resume.apply(core, functools.partial(place.load, path))
+            one_resume.apply(core, functools.partial(place.load, path))
         elif place is None and optimizer_states and engine.global_rank == 0:
             EngineDataPlace.warn_if_left(path)
         go_on(core, lambda: [engine.module])
@@ -88,7 +88,7 @@ def _restored(core: Engine, engine: Any, restore: Callable[[], Any], path: Path 
     """Return what ``restore`` returns on this rank, once it has succeeded on all ranks."""
     results: list[Any] = []
     with plain_reading(engine):
-        resume.apply(core, lambda: results.append(restore()), path, "load_checkpoint(..., tag=...)")
+        one_resume.apply(core, lambda: results.append(restore()), path, "load_checkpoint(..., tag=...)")
     return results[0]
 
 

@@ -13,7 +13,16 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from safe_ckpt.adapters import Engine, Planned
-from safe_ckpt.adapters.extras import Part, agree_parts, give_back, own_part, parts_of, presence, read_manifest, resume
+from safe_ckpt.adapters.extras import (
+    Part,
+    agree_parts,
+    give_back,
+    one_resume,
+    own_part,
+    parts_of,
+    presence,
+    read_manifest,
+)
 from safe_ckpt.adapters.pickles import load_data, refusing
 from safe_ckpt.adapters.saver import manifest_of
 from safe_ckpt.deepspeed.directories import OFFLOADED
@@ -70,7 +79,7 @@ def refuse_unfit(core: Engine, engines: Mapping[Path, Any], checkpoint: Path | N
         for tag, engine in engines.items():
             _refuse_unfit(core, engine, tag, checkpoint or tag)
 
-    resume.apply(core, compare)
+    one_resume.apply(core, compare)
 
 
 def _refuse_unfit(core: Engine, engine: Any, tag: Path, checkpoint: Path) -> None:
@@ -174,8 +183,8 @@ def resume_all(core: Engine, engines: Mapping[Path, Any], *, optimizer_states: b
             engine.optimizer.checkpoint_event_epilogue()
 
     # The second is a collective: it runs only if the first succeeded on all ranks.
-    resume.apply(core, states)
-    resume.apply(core, gather)
+    one_resume.apply(core, states)
+    one_resume.apply(core, gather)
 
 
 def _resume_states(engine: Any, tag: Path, *, optimizer_states: bool) -> None:

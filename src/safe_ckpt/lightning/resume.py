@@ -20,9 +20,9 @@ from safe_ckpt.adapters.extras import (
     NewCheckpoint,
     keeping_types,
     list_files,
+    one_resume,
     read_manifest,
     really_inside,
-    resume,
 )
 from safe_ckpt.adapters.pickles import refusing
 from safe_ckpt.adapters.saver import OpenHome, Saver
@@ -109,7 +109,7 @@ def arrange(trainer: Any, saver: ResumingSaver, directory: Path, suffix: str) ->
         if checkpoint_path is None:
             original(None, *args, **kwargs)
             return
-        with resume.naming_older(Path(checkpoint_path), BY_NAME):
+        with one_resume.naming_older(Path(checkpoint_path), BY_NAME):
             original(checkpoint_path, *args, **kwargs)
 
     saver.undo.once(trainer._checkpoint_connector, "_restore_modules_and_callbacks", restore)

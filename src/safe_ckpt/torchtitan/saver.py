@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import Attempt, OnCommit, OpenSave, Planned
-from safe_ckpt.adapters.extras import Candidate, keep_newest, resume
+from safe_ckpt.adapters.extras import Candidate, keep_newest, one_resume
 from safe_ckpt.adapters.planning import give_back, go_on, note_models, states_of
 from safe_ckpt.adapters.saver import Saver, candidates_in
 from safe_ckpt.adapters.strategy import Sharded, names_in
@@ -123,8 +123,8 @@ class ManagerSaver(Saver):
             reads[0]()
             give_back(state, state_dict)
 
-        resume.apply(self.engine, compare, path, _BY_NAME)
-        resume.apply(self.engine, restore, path, _BY_NAME)
+        one_resume.apply(self.engine, compare, path, _BY_NAME)
+        one_resume.apply(self.engine, restore, path, _BY_NAME)
         go_on(self.engine, lambda: self._models)
 
     def check(self, path: Path) -> None:

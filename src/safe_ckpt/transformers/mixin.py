@@ -15,7 +15,7 @@ from transformers import trainer as upstream
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from safe_ckpt.adapters import Patch
-from safe_ckpt.adapters.extras import absolute, config_and_more, keeping_types, policy_of, refused_retention, resume
+from safe_ckpt.adapters.extras import absolute, config_and_more, keeping_types, one_resume, policy_of, refused_retention
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
@@ -125,7 +125,7 @@ class SafeCheckpointMixin(_Base):
                     saver.warn_if_weights_only(Path(path))
                     missing.warn(Path(path), self.args)
                     go_on(saver.engine, lambda: [self.model])
-                    resume.apply(saver.engine, functools.partial(reference.load, self, Path(path)))
+                    one_resume.apply(saver.engine, functools.partial(reference.load, self, Path(path)))
                 place = self._data_place = TrainerDataPlace(path, self.args, saver.engine)
                 with Patch(upstream, {"skip_first_batches": self._skipping(place, path)}):
                     return super().train(path, *args, **kwargs)
@@ -134,7 +134,7 @@ class SafeCheckpointMixin(_Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         path, saver = Path(resume_from_checkpoint), self._safe_saver
-        with resume.naming_older(path, BY_NAME):
+        with one_resume.naming_older(path, BY_NAME):
             if saver is None or not at_load.load_model(saver.engine, self, path):
                 super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
@@ -143,7 +143,7 @@ class SafeCheckpointMixin(_Base):
         if checkpoint is None or saver is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        with resume.naming_older(Path(checkpoint), BY_NAME):
+        with one_resume.naming_older(Path(checkpoint), BY_NAME):
             if at_load.load_optimizer(saver.engine, self, Path(checkpoint)):
                 return
             with keeping_types([at_load.plain(self.optimizer)]):

@@ -10,13 +10,14 @@ import functools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import identity_of
 from safe_ckpt.core.home.visibility import Patience, await_visible
 from safe_ckpt.core.resuming.host_cache import Host, HostCache, host_of, hosts_of
@@ -53,6 +54,52 @@ Wanted = Callable[[Manifest, Host], Sequence[FileEntry]]
 LoadFetched = Callable[[ObjectPath, Manifest, Path, Host], Any]
 """Reads a checkpoint on this rank, verifying what it reads: its folder in the store, its manifest, the folder of the host."""
 Step = Callable[[Manifest], "dict[str, Any] | None"]
+
+
+@dataclass(kw_only=True)
+class Rejected:
+    """Those that are not resumed from; the same on every rank.
+
+    Attributes:
+        why: by name, in the order in which they were passed over.
+        kinds: of those that were read, by name: which of ``KINDS``.
+    """
+
+    why: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def damaged(self) -> dict[str, str]:
+        """Those whose bytes are wrong, and why."""
+        return {name: why for name, why in self.why.items() if self.kinds.get(name) == "bad"}
+
+
+def first_usable(
+    infos: Iterable[CheckpointInfo],
+    read: Callable[[CheckpointInfo], dict[str, Any] | None],
+    rejected: Rejected,
+    name_of: Callable[[CheckpointInfo], str],
+) -> CheckpointInfo | None:
+    """Try one after the other. Every rank calls this.
+
+    Args:
+        infos: in the order in which they are tried, on every rank.
+        read: says why all ranks pass one over; None when all can use it.
+        rejected: gets those that are passed over.
+        name_of: under which name.
+
+    Returns:
+        The first that all can use; None where there is none.
+    """
+    for info in infos:
+        verdict = read(info)
+        if verdict is None:
+            return info
+        name = name_of(info)
+        rejected.why[name], rejected.kinds[name] = verdict["why"], verdict["kind"]
+        how = "cannot be used" if verdict["kind"] == "bad" else "is passed over"
+        logger.warning("%s %s: %s", info.path, how, verdict["why"])
+    return None
 
 
 class Ranks(Protocol):

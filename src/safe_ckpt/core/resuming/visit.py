@@ -24,7 +24,7 @@ from safe_ckpt.core.home.home import Candidate, Home, is_there, name_below
 from safe_ckpt.core.home.places import candidate_at, home_at, is_one
 from safe_ckpt.core.home.standing import standing_of
 from safe_ckpt.core.home.visibility import listed
-from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Reader, judge
+from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Reader, Rejected, first_usable, judge
 from safe_ckpt.core.resuming.items import StoredItems, warn_of_other_ranks
 from safe_ckpt.core.resuming.named import not_found, of_frameworks, refuse_missing
 from safe_ckpt.core.state.items import Restoring
@@ -107,27 +107,24 @@ class Visit:
             NoValidCheckpointError: there is none; says why the others are not used.
             CheckpointNotFoundError: the one that was named, by ``step`` or by its path, is not there.
         """
-        rejected: dict[str, str] = {}
+        rejected = Rejected()
         until, goes_on = time.monotonic() + min(_SURVEYS_S, self.ranks.config.timeouts.barrier_s), True
         before: object = None
         seen: Mapping[str, Any] = {}
         while goes_on:
             must_match = {"directory": self.place, "step": self.step}
             seen = self.ranks.agree("look", must_match=must_match, decide=lambda _: self._survey(until))
-            rejected, goes_on = dict(seen["rejected"]), False
             now = [(facts["path"], facts["op_id"]) for facts in seen["order"]]
             changes, before = now != before, now
-            for facts in seen["order"]:
-                info = CheckpointInfo.from_json(facts, beside=self.place)
-                verdict = use(info)
-                if verdict is None:
-                    return info
-                logger.warning("%s is passed over: %s", info.path, verdict["why"])
-                rejected[info.name] = verdict["why"]
-                goes_on |= verdict["kind"] == "missing" and changes and not seen["last"]
-        if self.step is not None and not rejected:
+            rejected = Rejected(why=dict(seen["rejected"]))
+            infos = (CheckpointInfo.from_json(facts, beside=self.place) for facts in seen["order"])
+            info = first_usable(infos, use, rejected, lambda info: info.name)
+            if info is not None:
+                return info
+            goes_on = "missing" in rejected.kinds.values() and changes and not seen["last"]
+        if self.step is not None and not rejected.why:
             raise not_found(self.place / step_name(self.step), list(seen["there"]))
-        raise self._nothing(rejected, seen["others"])
+        raise self._nothing(rejected.why, seen["others"])
 
     def _survey(self, until: float) -> dict[str, Any]:
         """On rank 0: list what a resume takes, in its order, why it takes nothing else, and whether time is up then."""

@@ -17,7 +17,7 @@ from safe_ckpt.adapters.saver import OpenHome
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest
 from safe_ckpt.core.formats.verify import verify_share
 from safe_ckpt.core.home.file_home import FileHome
-from safe_ckpt.core.resuming import resume
+from safe_ckpt.core.resuming import one_resume
 from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.layouts import table as layouts
@@ -159,7 +159,9 @@ def by_deepspeed(home):
 
 
 def _first(engine, workspace, candidates):
-    chosen = resume.choose(engine, workspace, candidates, FileReader(engine, lambda path: verify_share(path, 0, 1)))
+    reader = FileReader(engine, lambda path: verify_share(path, 0, 1))
+    request = one_resume.ResumeRequest(home=workspace, list_candidates=candidates, reader=reader)
+    chosen = one_resume.choose(engine, request)
     return chosen.info.path if chosen else None
 
 
