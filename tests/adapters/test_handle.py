@@ -25,7 +25,7 @@ def test_a_handle_ends_in_time_with_a_save_that_makes_no_progress(tmp_path):
     """remove() waits for a stopped writer no longer than shutdown_s, raises that the save failed, and frees the object."""
     owner, saver = SimpleNamespace(save=None), Saver(CONFIG)
     handle = AttachedHandle(owner, saver)
-    handle.attach({"save": print})
+    handle._attach({"save": print})
     home = saver.home(tmp_path)
 
     def save(step):

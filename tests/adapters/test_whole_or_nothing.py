@@ -127,8 +127,8 @@ def test_a_handle_is_put_on_whole_or_not_at_all():
     assert vars(owner) == {}
     owner = SimpleNamespace(save=None)
     handle = AttachedHandle(owner, Saver(CheckpointConfig()))
-    with pytest.raises(KeyError), handle.whole_or_nothing():
-        handle.attach({"save": print})
+    with pytest.raises(KeyError), handle._whole_or_nothing():
+        handle._attach({"save": print})
         raise KeyError("later")
     assert owner == SimpleNamespace(save=None)
 

@@ -60,13 +60,19 @@ def circles(graph):
 
 
 def jumps(trees):
-    """The private functions with a body of at most three lines that their module uses once."""
+    """The private functions with a body of at most three lines that their module calls in one place: each costs a jump.
+
+    Not those that are passed on by name, or that a framework or a subclass elsewhere calls, nor a generator, nor what has a
+    decorator.
+    """
+    used_anywhere = sum(map(_uses, trees.values()), Counter())
     return [
         f"{module}.{node.name}"
         for module, tree in trees.items()
         for node in ast.walk(tree)
-        if isinstance(node, _FUNCTION) and re.match("_[^_]", node.name)
-        if 0 < _lines(node) <= _SMALL and _uses(tree)[node.name] == 1
+        if isinstance(node, _FUNCTION) and re.match("_[^_]", node.name) and not node.decorator_list
+        if 0 < _lines(node) <= _SMALL and not any(isinstance(one, ast.Yield | ast.YieldFrom) for one in ast.walk(node))
+        if (used_anywhere if _is_method(tree, node) else _uses(tree))[node.name] == 1 and _is_called(tree, node)
     ]
 
 
@@ -76,10 +82,29 @@ def _lines(function):
 
 
 def _uses(tree):
-    return Counter(
-        node.id if isinstance(node, ast.Name) else node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name | ast.Attribute)
+    return Counter(map(_name, _names(tree)))
+
+
+def _names(tree):
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute))
+
+
+def _name(node):
+    return node.id if isinstance(node, ast.Name) else node.attr
+
+
+def _is_method(tree, function):
+    return any(function in one.body for one in ast.walk(tree) if isinstance(one, ast.ClassDef))
+
+
+def _is_called(tree, function):
+    """Whether a call outside of it has its name: ``super`` calls within it what it overrides."""
+    within = {id(node) for node in _names(function)}
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return any(
+        _name(called) == function.name and id(called) not in within
+        for called in calls
+        if isinstance(called, ast.Name | ast.Attribute)
     )
 
 

@@ -80,22 +80,22 @@ class Handle(AttachedHandle):
         saver = AcceleratorSaver(accelerator, config, retention(accelerator, config), hooks)
         super().__init__(accelerator, saver)
         self._accelerator = accelerator
-        with self.whole_or_nothing():
+        with self._whole_or_nothing():
             self._put_on(project or {})
 
     def _put_on(self, project: Mapping[str, str]) -> None:
         accelerator = self._accelerator
-        self.undo.put(accelerator.project_configuration, project)
+        self._undo.put(accelerator.project_configuration, project)
         naming = accelerator.project_configuration.automatic_checkpoint_naming
         self.project: str | None = accelerator.project_dir if naming else None
         self.saver.hold_automatic()
-        self.undo.also(self.saver.loaders.forget)
+        self._undo.also(self.saver.loaders.forget)
         for loader in accelerator._dataloaders:
             self.saver.loaders.watch(loader)
         self._stock: dict[str, Callable[..., Any]] = {name: getattr(accelerator, name) for name in _REPLACED}
         methods = {name: getattr(self, name) for name in _REPLACED}
         # A copy, also one in a worker, is as if it were not registered.
-        self.attach({**methods, "__getstate__": lambda: self.undo.state_without(accelerator)})
+        self._attach({**methods, "__getstate__": lambda: self._undo.state_without(accelerator)})
         self.prepare()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class Handle(AttachedHandle):
             SafeCheckpointError: the error of an earlier save that was not raised yet; this one was not started. With
                 ``async_save=False`` also that of this one.
         """
-        with self.call("save_state"):
+        with self._call("save_state"):
             self.saver.tracking.report()
             if save_model_func_kwargs and not strategies.engines_of(self._accelerator):
                 own = [*inspect.signature(Handle.save_state).parameters][1:-1]
@@ -189,7 +189,7 @@ class Handle(AttachedHandle):
         def restore(path: str) -> None:
             self._stock["load_state"](path, load_kwargs, **load_model_func_kwargs)
 
-        with self.call("load_state"):
+        with self._call("load_state"):
             self.saver.land()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
             load.load(self.saver, input_dir, restore, load_model_func_kwargs)
         self.prepare()
@@ -245,7 +245,7 @@ class Handle(AttachedHandle):
             SafeCheckpointError: it could not be written; the same on every rank.
         """
         options = models.ModelOptions(max_shard_size=max_shard_size, safe_serialization=safe_serialization, dtype=dtype)
-        with self.call("save_model"):
+        with self._call("save_model"):
             self.saver.tracking.report()
             return models.save(self.saver, model, save_directory, options)
 
@@ -293,17 +293,17 @@ class Handle(AttachedHandle):
 
         Called by ``register`` and after ``load_state``. Worth a call of its own when ``prepare()`` came after ``register``.
         """
-        self.refuse_ended("prepare")
+        self._refuse_ended("prepare")
         self.saver.prepare([*self._accelerator._models, *strategies.plain_optimizers(self._accelerator)])
 
     def end(self) -> None:
         """Finish what is in flight and give the directory back. The Accelerator stays registered: its saves raise."""
         self._end("end")
 
-    def leave(self, project: Any) -> None:
+    def _leave(self, project: Any) -> None:
         """Another Accelerator with this very project configuration is about to be registered: leave it as it was."""
         if self._accelerator.project_configuration is project:
-            self.undo.give_back(project)
+            self._undo.give_back(project)
 
     def _end(self, by: str, *, quiet: bool = False) -> None:
         if self.closed:
@@ -312,12 +312,12 @@ class Handle(AttachedHandle):
             if not quiet:
                 self.saver.land()  # the trackers end with the training
         finally:
-            self.undo.give_back(self._accelerator, "save_model")  # needs no registration: from here on it is stock's
+            self._undo.give_back(self._accelerator, "save_model")  # needs no registration: from here on it is stock's
             super()._end(by, quiet=quiet)
 
     def _refuse_copy(self, call: str) -> None:
         if self.ended == "copy":
-            self.refuse_ended(call)
+            self._refuse_ended(call)
 
 
 def check(accelerator: Any, config: CheckpointConfig) -> None:

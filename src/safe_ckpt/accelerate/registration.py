@@ -60,7 +60,7 @@ def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks:
     settings = begin(accelerator, config, check)
     project = accelerator.project_configuration
     for other in list(_registered):
-        other.leave(project)
+        other._leave(project)
     local: dict[str, str] = {}
     if project.project_dir is not None and is_url(project.project_dir, "project_dir"):
         folder, settings = spooled(str(project.project_dir), settings, key="ProjectConfiguration.project_dir")

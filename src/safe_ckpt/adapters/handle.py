@@ -49,6 +49,9 @@ class AttachedHandle:
 
     As a context manager it finishes what is in flight and leaves the object as it was.
 
+    A subclass, and nobody else, uses ``_whole_or_nothing`` and ``_attach`` in its constructor, ``_call`` around each call of
+    the user's, and ``_undo`` for what it changes besides: it leaves the object as it was, the last change first.
+
     Args:
         owner: the framework's object.
         saver: saves; closed when the handle ends.
@@ -57,7 +60,6 @@ class AttachedHandle:
         config: the settings.
         saver: as given.
         ended: how this handle ended, one of ``endings``; "" while it is in use.
-        undo: leaves the object as it was, the last change first; what a subclass changes besides ``attach`` goes in here.
         endings: how a handle can end -> the message of ``ClosedError``: what happened and what to do.
 
     Example:
@@ -65,8 +67,8 @@ class AttachedHandle:
         class Handle(AttachedHandle):
             def __init__(self, trainer, config):
                 super().__init__(trainer, Saver(config, "toy"))
-                with self.whole_or_nothing():
-                    self.attach({"save": lambda: print("saved by the adapter")})
+                with self._whole_or_nothing():
+                    self._attach({"save": lambda: print("saved by the adapter")})
 
 
         with Handle(trainer, CheckpointConfig()):
@@ -85,10 +87,10 @@ class AttachedHandle:
         self._owner = owner
         self.saver = saver
         self.ended = ""
-        self.undo = Patch()
+        self._undo = Patch()
 
     @contextlib.contextmanager
-    def whole_or_nothing(self) -> Iterator[None]:
+    def _whole_or_nothing(self) -> Iterator[None]:
         """The rest of a subclass's constructor: if it fails, the engine is closed and the object is as it was."""
         try:
             yield
@@ -96,12 +98,12 @@ class AttachedHandle:
             try:
                 self.saver.close(quiet=True)
             finally:
-                self.undo.give_back()
+                self._undo.give_back()
             raise
 
-    def attach(self, replacements: Mapping[str, Any]) -> None:
+    def _attach(self, replacements: Mapping[str, Any]) -> None:
         """Replace attributes of the object; name -> what takes its place."""
-        self.undo.put(self._owner, {**replacements, MARK: self})
+        self._undo.put(self._owner, {**replacements, MARK: self})
 
     def wait(self) -> None:
         """Wait until everything in flight is committed.
@@ -139,17 +141,17 @@ class AttachedHandle:
         return bool(self.ended)
 
     @contextlib.contextmanager
-    def call(self, name: str) -> Iterator[None]:
+    def _call(self, name: str) -> Iterator[None]:
         """All agreements within are parts of one call of the user's.
 
         Raises:
             ClosedError: the handle has ended.
         """
-        self.refuse_ended(name)
+        self._refuse_ended(name)
         with self.saver.engine.together(name):
             yield
 
-    def refuse_ended(self, call: str) -> None:
+    def _refuse_ended(self, call: str) -> None:
         """Raise ``ClosedError`` if this handle has ended."""
         if self.ended:
             raise ClosedError(message=f"{call}: {self.endings[self.ended]}")
@@ -164,4 +166,4 @@ class AttachedHandle:
     def _detach(self) -> None:
         """Leave the object as it was, if this handle is on it."""
         if vars(self._owner).get(MARK) is self:
-            self.undo.give_back()
+            self._undo.give_back()

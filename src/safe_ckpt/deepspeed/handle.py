@@ -95,13 +95,13 @@ class Handle(AttachedHandle):
         super().__init__(engine, saver)
         self._engine = engine
         self._async_save = async_save
-        with self.whole_or_nothing():
+        with self._whole_or_nothing():
             if resume_data:
                 saver.data_place = EngineDataPlace(engine)
-                self.undo.also(saver.data_place.forget)
+                self._undo.also(saver.data_place.forget)
             self._load_checkpoint = engine.load_checkpoint
             self._destroy: Callable[[], None] = engine.destroy
-            self.attach({name: getattr(self, name) for name in _REPLACED})
+            self._attach({name: getattr(self, name) for name in _REPLACED})
 
     def save_checkpoint(
         self,
@@ -140,7 +140,7 @@ class Handle(AttachedHandle):
             SafeCheckpointError: the error of an earlier save that was not raised yet; this one was not started. With
                 ``async_save=False`` also that of this one.
         """
-        with self.call("save_checkpoint"):
+        with self._call("save_checkpoint"):
             handle = save.save(
                 self.saver,
                 save_dir,
@@ -201,7 +201,7 @@ class Handle(AttachedHandle):
                 custom_load_fn=custom_load_fn,
             )
 
-        with self.call("load_checkpoint"):
+        with self._call("load_checkpoint"):
             # One that failed is no reason not to go back to the one before it; its error stays to be raised.
             TagSaver.wait_until_over()
             optimizer_states = load_optimizer_states and not load_module_only
@@ -235,7 +235,7 @@ class Handle(AttachedHandle):
             RendezvousTimeout: some ranks did not call this; names them.
             SafeCheckpointError: it failed, on every rank.
         """
-        with self.call("save_16bit_model"):
+        with self._call("save_16bit_model"):
             handle = save.save_weights(
                 self.saver, save_dir, save_filename, exclude_frozen_parameters=exclude_frozen_parameters
             )

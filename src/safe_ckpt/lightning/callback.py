@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from safe_ckpt.adapters.extras import HIDDEN, hugging_face, is_marked
 from safe_ckpt.adapters.spool import is_url, refuse_url, spooled
@@ -337,14 +337,12 @@ class SafeCheckpointCallback(ModelCheckpoint):
             yield
             self._flush()
         except BaseException:
-            self._take_back()
+            saved = cast("SavedCallbackState | None", self._saved_state)  # ``_begin`` sets it, within the block
+            if saved is not None:
+                saved.restore(self)
             raise
         finally:
             self._pending, self._saved_state = None, None
-
-    def _take_back(self) -> None:
-        if self._saved_state is not None:
-            self._saved_state.restore(self)
 
     def _flush(self) -> None:
         pending, saved_state = self._pending, self._saved_state

@@ -22,6 +22,7 @@ from safe_ckpt.lightning import dataloader, results
 from safe_ckpt.lightning.beside import epoch_start
 
 logger = logging.getLogger(__name__)
+_STEPS_OF_A_BATCH = ("started", "processed", "completed")
 KEY = "safe_ckpt"
 
 
@@ -138,7 +139,11 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
             logger.warning(message, len(saved), size)
     state, batch = fit_loop.get("state_dict", {}), fit_loop["epoch_loop.batch_progress"]
     epochs = fit_loop["epoch_progress"]["total"]
-    _count_as_in_epoch(batch["total"], batch["current"])
+    # ``on_train_batch_start`` may end an epoch: Lightning neither starts nor completes that batch in the total, for good. Nor
+    # does it start one that is None. It would then take the last batch before a save for one that was not finished.
+    total, current = batch["total"], batch["current"]
+    current["started"] = max(current["started"], current["processed"])
+    total.update({name: total["ready"] - current["ready"] + current[name] for name in _STEPS_OF_A_BATCH})
     if rank == 0 and any(map(_has_stopped, checkpoint.get("callbacks", {}).values())):
         logger.warning(
             "EarlyStopping ended the run that saved this: training goes on until its next look ends it again"
@@ -180,16 +185,6 @@ def _as_stock_tells(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
     over = bool(batch["is_last_batch"]) and not unprocessed(batch["current"])
     again = validation is not None and validation["current"]["ready"] > validation["current"]["completed"]
     return {"mid_epoch": not over, "validate_again": again}
-
-
-def _count_as_in_epoch(total: dict[str, int], current: dict[str, int]) -> None:
-    """``on_train_batch_start`` may end an epoch: Lightning neither starts nor completes that batch in the total, for good.
-
-    Nor does it start one that is None. It would then take the last batch before a save for one that was not finished.
-    """
-    current["started"] = max(current["started"], current["processed"])
-    for name in ("started", "processed", "completed"):
-        total[name] = total["ready"] - current["ready"] + current[name]
 
 
 def let_next_epoch_begin(fit_loop: Any, undo: Patch) -> None:

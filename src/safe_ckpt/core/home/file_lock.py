@@ -246,7 +246,7 @@ def take_away(directory: Path, is_it: Callable[[bytes], bool]) -> bool:
         return True  # a directory or a pipe was no job's lock, but it may be needed: it is not deleted
     if not is_it(read_lock(directory, aside.name) or b""):
         with contextlib.suppress(FileExistsError):
-            _give_back(aside, path)
+            _put_back(aside, path)
         aside.unlink(missing_ok=True)
         return False
     # A host whose cache still has the old file must not read its own token in it.
@@ -274,7 +274,7 @@ def put(fresh: Path, data: bytes, path: Path) -> bool:
     return True
 
 
-def _give_back(aside: Path, path: Path) -> None:
+def _put_back(aside: Path, path: Path) -> None:
     try:
         os.link(aside, path)
     except FileExistsError:

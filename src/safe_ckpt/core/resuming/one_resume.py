@@ -100,8 +100,15 @@ def choose(engine: Engine, request: ResumeRequest) -> Chosen | None:
         known: dict[str, Candidate] = {}
         seen = _look(engine, request, known)
         rejected = Rejected(why=dict(seen["rejected"]), kinds=dict.fromkeys(seen["damaged"], "bad"))
-        infos = (_found(home, name, facts, rejected) for name, facts in offered.after(seen["infos"]))
-        info = first_usable(infos, read, rejected, lambda info: home.name_of(info.path))
+
+        def found() -> Iterator[CheckpointInfo]:
+            for name, facts in offered.after(seen["infos"]):
+                rejected.kinds.pop(
+                    name, None
+                )  # a damaged one of the name of one that was fetched is in quarantine already
+                yield CheckpointInfo.from_json(facts, beside=home.path)
+
+        info = first_usable(found(), read, rejected, lambda info: home.name_of(info.path))
         if info is not None:
             _conclude(engine, request, info, known, rejected, begun)
             return Chosen(info=info, loaded=loaded)
@@ -142,12 +149,6 @@ def _look(engine: Engine, request: ResumeRequest, known: dict[str, Candidate]) -
     for name in [*seen["passed"], *seen["missing"]]:
         logger.warning("%s is passed over: %s", home.path / name, seen["rejected"][name])
     return seen
-
-
-def _found(home: Home, name: str, facts: Mapping[str, Any], rejected: Rejected) -> CheckpointInfo:
-    # One of a damaged one's name was fetched, and the damaged one is in quarantine already.
-    rejected.kinds.pop(name, None)
-    return CheckpointInfo.from_json(facts, beside=home.path)
 
 
 def _conclude(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import logging
 import os
 import shutil
@@ -218,7 +219,7 @@ def publish_directory(staged: Path, final: Path, aside: Path) -> None:
             sync_directory(str(final.parent))
         return
     if _settled(lambda: exchange(staged, final), staged, final) is not False:
-        with _undone_by(lambda: _exchange_back(staged, final), final, staged):
+        with _undone_by(functools.partial(_exchange_back, staged, final), final, staged):
             sync_directory(str(final.parent))
         _tidy(lambda: os.rename(staged, aside))
         return

@@ -184,7 +184,10 @@ def _(place: Path, *, tags_below: bool = True) -> Listing:
     candidates = [candidate for candidate in candidates if candidate.path not in twice]
     for file in files:
         with guarded(file.file_path, note):
-            candidates.append(_judged(file))
+            # As a resume of Lightning does, but bounded: the step in another tool's file, and whether it has only weights.
+            weights = file.manifest is not None and file.manifest.notes.get("weights_only")
+            found = replace(file, problem=layouts.WEIGHTS_ONLY) if weights else look_inside(file, read_layout)
+            candidates.append(found)
     below = place / "checkpoints"
     if not candidates and not unreadable and below.is_dir() and not below.is_symlink():  # a project of Accelerate's
         folder = below
@@ -329,13 +332,6 @@ def _problem_of(path: Path) -> str:
     if layout is not None:
         return layout.problem
     return "" if looks_like_checkpoint(path) else "holds no checkpoint: empty, or cut off"
-
-
-def _judged(candidate: Candidate) -> Candidate:
-    """Judge as a resume of Lightning does, but bounded: the step in another tool's file, and whether it has only weights."""
-    if candidate.manifest is not None and candidate.manifest.notes.get("weights_only"):
-        return replace(candidate, problem=layouts.WEIGHTS_ONLY)
-    return look_inside(candidate, read_layout)
 
 
 def row_of(name: str, candidate: Candidate, state: str) -> Row:

@@ -137,7 +137,15 @@ def _work(value: object) -> int:
 def _parts(value: object) -> Iterator[tuple[str, object]] | None:
     """The parts of a value; None for a leaf."""
     if isinstance(value, dict) and value:
-        return ((_text(key), part) for key, part in value.items())
+        return (
+            (
+                str(key[:400] if isinstance(key, str | bytes) else "<object>" if isinstance(key, Opaque) else key)[
+                    :400
+                ],
+                part,
+            )
+            for key, part in value.items()
+        )
     if isinstance(value, list | tuple) and not all(isinstance(part, bool | int | float | str) for part in value):
         return ((str(index), part) for index, part in enumerate(value))  # a row of plain values counts as one value
     if isinstance(value, Opaque):
@@ -157,12 +165,6 @@ def _holds_tensors(value: object) -> bool:
     elif isinstance(value, list | tuple):
         inner = value
     return any(isinstance(part, Tensor | Opaque | dict) for part in inner)
-
-
-def _text(key: object) -> str:
-    if isinstance(key, str | bytes):
-        return str(key[:400])
-    return "<object>" if isinstance(key, Opaque) else str(key)[:400]
 
 
 def describe(value: object) -> str:
