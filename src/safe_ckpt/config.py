@@ -314,9 +314,9 @@ class CheckpointConfig(_Checked):
     max_in_flight: int = field(default=1, metadata=limits(at_least=1))
     """How many saves may be in flight. Each takes host memory of the size of the state."""
     on_busy: Literal["wait", "skip"] = "wait"
-    """What ``save`` does when that many are in flight: ``"wait"`` for the oldest, or ``"skip"`` the new one."""
+    """When that many are in flight, ``save`` waits for the oldest (``"wait"``), or skips the new one (``"skip"``)."""
     on_failure: Literal["raise", "warn"] = "raise"
-    """What happens when a save failed: ``"raise"`` its error, or ``"warn"`` and go on."""
+    """When a save failed, raise its error (``"raise"``), or log it and go on (``"warn"``)."""
     max_consecutive_failures: int = field(default=3, metadata=limits(at_least=1))
     """With ``"warn"``: raise the error after this many failed saves in a row."""
     save_on_signals: tuple[str, ...] = field(

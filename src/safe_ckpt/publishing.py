@@ -49,7 +49,7 @@ ADAPTER = "published"
 _OF_DCP = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 _RESERVED = (MANIFEST_NAME, HIDDEN, HIDDEN_TOO)
 _under_way: dict[Path, publishing] = {}
-"""What was left and may not be committed yet, by directory: this process holds it until then."""
+"""Blocks that were left and may not be committed yet, by directory: this process holds it until then."""
 _looking = threading.RLock()
 
 

@@ -29,7 +29,7 @@ def test_a_handle_ends_in_time_with_a_save_that_makes_no_progress(tmp_path):
     home = saver.home(tmp_path)
 
     def save(step):
-        content = Planned(files=[torch_file("a.pt", {"w": torch.ones(100_000)})]).content()
+        content = Planned(files=[torch_file("a.pt", {"w": torch.ones(100_000)})]).payload()
         saver.save(home, tmp_path / str(step), content, step=step)
 
     save(1)

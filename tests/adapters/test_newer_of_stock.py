@@ -92,7 +92,7 @@ def _resume(rank, folder, heard):
     folder = Path(folder)
     with Saver(HASTY, "transformers", find=lambda top: candidates_in(top, "transformers", TRANSFORMERS)) as saver:
         home, planned = saver.home(folder), Planned(files=[torch_file(f"state{rank}.pt", {"w": torch.ones(3)})])
-        saver.save(home, folder / "checkpoint-4", planned.content(), step=4).result()
+        saver.save(home, folder / "checkpoint-4", planned.payload(), step=4).result()
         if rank == 0:
             (folder / "checkpoint-6").mkdir()
             (folder / "checkpoint-6" / TRAINER_STATE).write_text("{}")

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import itertools
 import re
 import tokenize
 from collections import Counter, defaultdict
@@ -124,9 +125,16 @@ def shared_classes(trees):
 
 
 def docstrings_with_what(trees):
-    """How many docstrings begin with "What": with neither a verb nor a noun of the field."""
-    documented = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))
-    return sum(bool(re.match(r"What\b", ast.get_docstring(node) or "")) for node in documented)
+    """How many docstrings, those below attributes too, begin with "What": with neither a verb nor a noun of the field."""
+    return sum(bool(re.match(r"\s*What\b", text)) for tree in trees.values() for text in _documentation(tree))
+
+
+def _documentation(tree):
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for before, here in itertools.pairwise([node, *body] if isinstance(body, list) else ()):
+            if isinstance(before, (*_DOCUMENTED, ast.Assign, ast.AnnAssign)) and isinstance(here, ast.Expr):
+                yield here.value.value if isinstance(getattr(here.value, "value", None), str) else ""
 
 
 def former_words(texts):

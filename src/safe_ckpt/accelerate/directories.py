@@ -42,7 +42,7 @@ _STATE = re.compile(
     r"(?:(?:model|pytorch_model)(?:_\d+)?\.(?:safetensors|bin)|pytorch_model(?:_fsdp)?(?:_\d+)?(?:\.bin)?|optimizer_\d+"
     r"|(?:optimizer|scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin|(?:random_states|custom_checkpoint)_\d+\.pkl|scaler\.pt)\Z"
 )
-"""What Accelerate writes into a checkpoint, files and folders. Of a stock one they are replaced, and all else is kept."""
+"""The files and folders that Accelerate writes into a checkpoint. Of a stock one they are replaced, and all else is kept."""
 _OWNER = "a registered Accelerator; its free_memory() or end_training(), or handle.remove(), frees it"
 
 

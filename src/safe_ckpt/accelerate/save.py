@@ -82,7 +82,7 @@ def _save(saver: AcceleratorSaver, target: Target, folder: Path | None, options:
     return saver.save(
         target.home,
         target.path,
-        planned.content(overlap=overlap),
+        planned.payload(overlap=overlap),
         step=step if isinstance(step, int) else -1,
         metrics=metrics,
         notes={"iteration": target.number, **planned.notes},

@@ -90,7 +90,7 @@ def save(
             files = _files(_values_of(state), options)
     planned = Planned(files=files, error=attempt.error)
     if whole:
-        engine.save(export.request_of(named.hold(path), path, planned.content(streamed=True))).result()
+        engine.save(export.request_of(named.hold(path), path, planned.payload(streamed=True))).result()
     else:
         _replace_each(saver, path, planned)
     return path
@@ -202,7 +202,7 @@ def _replace_each(saver: AcceleratorSaver, path: Path, planned: Planned) -> None
     try:
         key = engine.agree("save_model", must_match={"path": path}, decide=lambda _: uuid.uuid4().hex)
         ready = home.hidden / _READY / key  # of its own: what an earlier index refers to stays
-        engine.save(export.request_of(home, ready, planned.content(streamed=True))).result()
+        engine.save(export.request_of(home, ready, planned.payload(streamed=True))).result()
         engine.coordinator.agree(
             "weights replaced",
             must_match={"path": path},

@@ -84,7 +84,7 @@ class Planned:
     Example:
         ```python
         planned = Planned(files=[torch_file("model.pt", model.state_dict())], notes={"epoch": 3})
-        content = planned.content()  # for Saver.save
+        content = planned.payload()  # for Saver.save
         ```
     """
 
@@ -94,7 +94,7 @@ class Planned:
     notes: Mapping[str, Any] = field(default_factory=dict)
     error: Exception | None = None
 
-    def content(self, *, overlap: OverlapPlan | None = None, streamed: bool = False) -> Payload:
+    def payload(self, *, overlap: OverlapPlan | None = None, streamed: bool = False) -> Payload:
         """The payload of a ``SaveRequest``.
 
         Args:

@@ -94,7 +94,7 @@ class Saver:
         folder = Path("runs/toy").absolute()
         saver = Saver(CheckpointConfig(), "toy")
         planned = Planned(files=[torch_file("state.pt", {"model": model.state_dict()})])
-        handle = saver.save(saver.home(folder), folder / "step-10", planned.content(), step=10)
+        handle = saver.save(saver.home(folder), folder / "step-10", planned.payload(), step=10)
         saver.close()
         print(handle.result().name)
         ```

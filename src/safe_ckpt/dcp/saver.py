@@ -176,7 +176,7 @@ class DcpSaver(Saver):
         return self.save(
             home,
             path,
-            planned.content(),
+            planned.payload(),
             step=step_of(path.name),
             # Of the folder that is replaced all is kept but stock DCP's own.
             on_commit=OnCommit(

@@ -73,7 +73,7 @@ def save(
     return saver.save(
         home,
         top / name,
-        planned.content(),
+        planned.payload(),
         step=engine.global_steps,
         notes={"latest": save_latest, "tag": name, **planned.notes},
         on_commit=OnCommit(
@@ -116,7 +116,7 @@ def save_weights(
     if captured.result is False:  # as its settings have it, so on every rank
         return None
     planned = Planned(files=[file_plan.single(file, path.name) for file in captured.files], error=captured.error)
-    request = export.request_of(saver.names.hold(path), path, planned.content(), kind="file")
+    request = export.request_of(saver.names.hold(path), path, planned.payload(), kind="file")
     return core.save(dataclasses.replace(request, facts=dataclasses.replace(request.facts, step=engine.global_steps)))
 
 

@@ -16,7 +16,7 @@ _SENTENCES: dict[type[events.Event], str] = {
         "should take {0.forecast_s:.1f} s"
     ),
 }
-"""What a person should act on, and nothing else tells of. An error that is logged or raised tells of a save that failed."""
+"""Events to act on that nothing else tells of. An error that is logged or raised tells of a save that failed."""
 
 
 class LoggingHook:

@@ -38,7 +38,7 @@ else:
     TorchCheckpointIO = _derive("TorchCheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins")
 
 TRAINERS_MARK = "pytorch-lightning_version"
-"""What a Trainer's checkpoint has, and a dict of Fabric's user has not."""
+"""The key that a Trainer's checkpoint has, and a dict of Fabric's user has not."""
 
 __all__ = ["CheckpointIO", "ModelCheckpoint"]
 

@@ -388,7 +388,7 @@ class TrainerSaver(FileSaver):
         is_directory = form is not None and form.sharded and bool(pending.saves)
         return SaveRequest(
             destination=Destination(home=home, path=primary, kind="directory" if is_directory else "file"),
-            payload=planned.content(
+            payload=planned.payload(
                 overlap=contents.overlap_plan(self.trainer, self.config.snapshot) if planned.files and overlap else None
             ),
             facts=Facts(

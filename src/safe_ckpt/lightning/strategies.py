@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 IN_PARTS = ("state_dict", "optimizer_states")
-"""What of a checkpoint every rank may have a part of."""
+"""The entries of a checkpoint of which every rank may have a part."""
 
 
 @dataclass(frozen=True)

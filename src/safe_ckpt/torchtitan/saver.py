@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ADAPTER = "torchtitan"
 OPTIMIZER = "optimizer"
-"""What a checkpoint of the model alone does not have."""
+"""The part that a checkpoint of the model alone does not have."""
 _WEIGHTS_NOTE = "weights_only"
 _BY_NAME = "--checkpoint.load_step"
 
@@ -83,7 +83,7 @@ class ManagerSaver(Saver):
         return self.save(
             self.home(path.parent),
             path,
-            planned.content(),
+            planned.payload(),
             step=step,
             notes={_WEIGHTS_NOTE: weights_only},
             on_commit=OnCommit(prefilled=prefilled, retention=self._retention),

@@ -29,7 +29,7 @@ OPTIMIZER_FOLDER = f"{OPTIMIZER_STEM}_0"
 """The names that Accelerate gives with FSDP2."""
 SCHEDULER = "scheduler.pt"
 NOT_WRITTEN = ("optimizer.pt",)
-"""What the Trainer writes of process 0 alone."""
+"""Files that the Trainer writes of process 0 alone."""
 _GATHER = "gather_sharded_state_dict_for_save"
 _BARRIER = "barrier_after_gathered_checkpoint_save"
 

@@ -146,7 +146,7 @@ class TransformersSaver(Saver):
         handle = self.save(
             home,
             path,
-            planned.content(),
+            planned.payload(),
             step=step,
             metrics=_metrics(trainer),
             notes=planned.notes,

@@ -33,7 +33,7 @@ def saver():
 def save(saver, home, step):
     planned = Planned(files=[torch_file("model.bin", {"w": torch.ones(2)})])
     path = home.held.path / f"checkpoint_{step}"
-    return saver.save(home, path, planned.content(), step=step).result(timeout_s=30)
+    return saver.save(home, path, planned.payload(), step=step).result(timeout_s=30)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from safe_ckpt.errors import (
 
 logger = logging.getLogger(__name__)
 _IN_ORDER = ("log/", "gather/")
-"""What a rank has read when it has read a later entry of the log."""
+"""Keys that a rank has read when it has read a later entry of the log."""
 
 _open: list[Coordinator] = []
 _open_lock = threading.RLock()

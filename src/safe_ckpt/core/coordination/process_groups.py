@@ -144,7 +144,7 @@ def meeting_groups(groups: Sequence[ProcessGroup]) -> list[ProcessGroup | None]:
 
 
 EVERYWHERE = ("::", "0.0.0.0")  # noqa: S104 - compared
-"""What a socket that listens on all addresses gives as its own."""
+"""The addresses that a socket which listens on all of them gives as its own."""
 
 
 def host_store(listening: socket.socket) -> Store:

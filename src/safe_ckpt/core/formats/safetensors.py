@@ -34,7 +34,7 @@ def _is_read(code: str) -> bool:
 
 
 SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in _DTYPES.items() if _is_read(code)}
-"""What is written. Other types go to a torch archive; all that torch has are read."""
+"""The types that are written. Other types go to a torch archive; all that torch has are read."""
 
 
 def fits_safetensors(data: object) -> bool:

@@ -43,11 +43,11 @@ _ATTEMPTS = 100
 _AGAIN_AND_AGAIN = "other jobs take it again and again, or the storage is inconsistent: start again"
 _PAUSE_S = 0.05
 SLOW_S = 1.0
-"""Whatever takes longer stood still."""
+"""A process that takes longer stood still."""
 MOMENT_S = 1.5
 _FREE = "or free it with safe-ckpt unlock --break-lock"
 _held: dict[str, str] = {}
-"""What holds each lease of this process, by its token."""
+"""The holder of each lease of this process, by its token."""
 _made: set[str] = set()
 """All tokens of this process. One that is not held any more may still stand where it could not be given back."""
 

@@ -48,7 +48,7 @@ KINDS: dict[str, type[CorruptCheckpointError]] = {
     "refused": HostileCheckpointError,
     "bad": CorruptCheckpointError,
 }
-"""What may be wrong with a candidate. Only one of the last kind is damaged, and is moved into quarantine."""
+"""Problems that a candidate may have. Only one of the last kind is damaged, and is moved into quarantine."""
 Wanted = Callable[[Manifest, Host], Sequence[FileEntry]]
 """Which files are to be fetched to a folder of the host; the others are read from the store. Equal on all ranks of a host."""
 LoadFetched = Callable[[ObjectPath, Manifest, Path, Host], Any]

@@ -35,7 +35,7 @@ BY_NAME = "safe-ckpt list shows their names"
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeRequest:
-    """What is asked of one resume.
+    """One resume, as it is asked for.
 
     Attributes:
         home: the directory that is held.
@@ -269,7 +269,7 @@ def apply(engine: Engine, action: Callable[[], object], path: Place | None = Non
 
 
 class Offered:
-    """What extensions offer to one resume: what is newer there comes first, what is older when nothing here can be used.
+    """The checkpoints that extensions offer to one resume: what is newer there comes first, what is older when nothing here can be used.
 
     Every method is called on every rank; where nobody offers anything they do nothing.
 

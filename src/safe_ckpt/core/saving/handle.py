@@ -108,7 +108,7 @@ class OpenSave:
         folder = Path("runs/followed").absolute()
         with Saver(CheckpointConfig(), "toy") as saver:
             planned = Planned(files=[torch_file("state.pt", {"model": model.state_dict()})])
-            begun = saver.save(saver.home(folder), folder / "step-1", planned.content(), step=1)
+            begun = saver.save(saver.home(folder), folder / "step-1", planned.payload(), step=1)
             begun.wait_until_over()
             print(begun.outcome.name, begun.failed)
         ```

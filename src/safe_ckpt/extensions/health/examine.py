@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 NAME = "health"
 """Of the section of a manifest, and of what the writer is told and says."""
 AHEAD = "safe_ckpt.extensions.health.scan"
-"""What the writer process imports ahead: it takes a tenth of a second, and needs numpy."""
+"""The module that the writer process imports ahead: it takes a tenth of a second, and needs numpy."""
 
 
 def told(plan: FilePlan, expected: Expectation) -> dict[str, Any]:

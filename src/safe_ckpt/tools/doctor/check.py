@@ -222,9 +222,9 @@ class Examined:
 
 
 Checks = Sequence[tuple[str, Callable[[_T], list[CheckResult]]]]
-"""What each is called where it cannot give a name itself, and what it does; an ``OSError`` that it raises becomes a finding."""
+"""The name of each where it cannot give one itself, and the check; an ``OSError`` that it raises becomes a finding."""
 Judge = Callable[[str, OSError], tuple[CheckResult, str]]
-"""What an error of the check of this name means, and why no other is tried after it; "" where they are."""
+"""The meaning of an error of the check of this name, and why no other is tried after it; "" where they are."""
 
 
 def bounded(action: Callable[[], _T], limit_s: float, stop: threading.Event | None = None) -> _T:

@@ -416,7 +416,7 @@ def _missing(path: Path, files: Sequence[CheckpointFile], known: dict[Path, Meta
 
 
 Metadata = dcp_reader.Directory | CorruptCheckpointError | UnsupportedFormatError | None
-"""What ``.metadata`` beside a file says; the error if it is damaged or too long; None where there is none."""
+"""The content of ``.metadata`` beside a file; the error if it is damaged or too long; None where there is none."""
 
 
 def check_file(file: CheckpointFile, metadata: Metadata, progress: ReadProgress | None) -> Judgement:

@@ -15,7 +15,7 @@ from safe_ckpt.tools.report.event_log import Recorded, Recording
 
 Outcome = Literal["committed", "failed", "outcome unknown", "in flight", "interrupted"]
 UNCOMMITTED: tuple[Outcome, ...] = ("failed", "outcome unknown", "interrupted")
-"""What is over and not known to be committed."""
+"""Outcomes of saves that are over and not known to be committed."""
 
 
 @dataclass(frozen=True, kw_only=True)
