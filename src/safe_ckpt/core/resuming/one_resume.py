@@ -269,7 +269,7 @@ def apply(engine: Engine, action: Callable[[], object], path: Place | None = Non
 
 
 class Offered:
-    """The checkpoints that extensions offer to one resume: what is newer there comes first, what is older when nothing here can be used.
+    """The checkpoints that extensions offer to one resume: newer ones come first, older ones where nothing here can be used.
 
     Every method is called on every rank; where nobody offers anything they do nothing.
 
