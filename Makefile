@@ -47,7 +47,7 @@ test-full: .venv/ready  ## unit, documentation, several ranks, adapters, faults:
 	exit $$status
 
 test-short: .venv/ready
-	$(call tests,-n 2 --dist worksteal,tests/unit tests/typing tests/docs tests/sim tests/programs_of tests/lives)
+	$(call tests,-n 3 --dist worksteal,tests/unit tests/typing tests/docs tests/sim tests/programs_of tests/lives)
 
 test-long: .venv/ready
 	$(call tests,-n 3 --dist worksteal,tests/multirank tests/adapters tests/faults)
