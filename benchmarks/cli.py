@@ -21,7 +21,7 @@ from disk import CHUNK, evict
 
 from safe_ckpt import Checkpointer
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest
-from safe_ckpt.tools.inspection.check import judge, plan
+from safe_ckpt.tools.inspection.check import plan_tasks, verify_tasks
 
 FILES = ("model.safetensors", "optimizer.pt", "trainer.json")
 
@@ -57,7 +57,7 @@ def read_like_dd(path: Path, *, direct: bool) -> float:
 
 def verify(path: Path) -> float:
     began = time.perf_counter()
-    verdict = judge([plan(path)])[0]
+    verdict = verify_tasks([plan_tasks(path)])[0]
     seconds = time.perf_counter() - began
     assert verdict.state != "damaged", verdict
     return seconds

@@ -26,7 +26,7 @@ from disk import evict, sync_tree
 
 from safe_ckpt import WriterConfig, consolidate_offloaded
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.core.storage.copier import FileCopy, Stamp, copy_files
 from safe_ckpt.core.storage.direct_io import WriteOptions
 
@@ -121,7 +121,7 @@ def measure(folder: Path, rounds: int, count: int, size: int, *, cached: bool) -
             WAYS[way](source, target)
             found[way].append(time.perf_counter() - begun)
             if way == CALL:
-                verify(target, read_manifest(target))
+                verify_files(target, read_manifest(target))
             written = sum(path.stat().st_size for path in target.rglob("*.tensor"))
             if written != count * size:
                 raise SystemExit(f"{way}: {written} bytes instead of {count * size}")

@@ -14,14 +14,14 @@ from typing_extensions import Self
 from safe_ckpt import versions
 from safe_ckpt.adapters.export import Exporter
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.agreed_config import config_and_more
+from safe_ckpt.core.coordination.agreed_config import agree_on_settings
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.home import retention
 from safe_ckpt.core.home.candidates import is_of_step, newest_first, newest_sequence, step_name
 from safe_ckpt.core.home.home import Candidate, Home
 from safe_ckpt.core.home.standing import Catalog
-from safe_ckpt.core.home.visibility import listed
+from safe_ckpt.core.home.visibility import list_patiently
 from safe_ckpt.core.resuming import one_resume
 from safe_ckpt.core.resuming.items import StoredItems, warn_of_other_ranks
 from safe_ckpt.core.resuming.named import not_found, of_frameworks
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from safe_ckpt.core.sharding.dcp_plan import ShardPlanner
     from safe_ckpt.events import Hook
 
-versions.check()
+versions.refuse_old_releases()
 
 
 _BY_NAME = "resume(state, step=...)"
@@ -108,7 +108,7 @@ class Checkpointer:
         hooks: Iterable[Hook] = (),
     ) -> None:
         self.directory: Place
-        self.config, self.directory = config_and_more(config, functools.partial(_place, directory), group)
+        self.config, self.directory = agree_on_settings(config, functools.partial(_place, directory), group)
         self._engine = Engine(
             self.config,
             group=group,
@@ -133,7 +133,7 @@ class Checkpointer:
             self._engine.agree(
                 "list",
                 must_match={"directory": self.directory},
-                decide=lambda _: self._list_held(listed(self._home.look, timeouts)),
+                decide=lambda _: self._list_held(list_patiently(self._home.look, timeouts)),
             )
             self._engine.watch_signals()
         except BaseException:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.settings.fields import build, check, deviations, limits
+from safe_ckpt.settings.fields import build, check_values, deviations, limits
 
 _LONGEST_S = 365 * 24 * 3600  # longer is a slip, and some waits take no more
 _SIGNAL = r"^SIG(?!KILL$|STOP$)[A-Z0-9]+$"
@@ -26,7 +26,7 @@ class _Checked:
     """Settings that are checked when they are built."""
 
     def __post_init__(self) -> None:
-        check(self)
+        check_values(self)
 
 
 def _require(condition: bool, key: str, message: str) -> None:

@@ -76,13 +76,13 @@ class SafeCheckpointError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         notes = getattr(self, "__notes__", None)
-        return functools.partial(type(self), **facts_of(self)), (), {"__notes__": list(notes)} if notes else None
+        return functools.partial(type(self), **fields_of(self)), (), {"__notes__": list(notes)} if notes else None
 
     def __str__(self) -> str:
         return self._text.format(self) or str(getattr(self, "message", "")) or type(self).__name__
 
 
-def facts_of(error: SafeCheckpointError) -> dict[str, Any]:
+def fields_of(error: SafeCheckpointError) -> dict[str, Any]:
     """Its fields."""
     return {f.name: getattr(error, f.name) for f in fields(error) if f.init}  # type: ignore[arg-type]
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core.coordination.agreed_config import config_and_more
+from safe_ckpt.core.coordination.agreed_config import agree_on_settings
 from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME
 from safe_ckpt.core.home import candidates, extra_files, retention
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO
 from safe_ckpt.core.home.standing import Catalog
-from safe_ckpt.core.home.visibility import listed
+from safe_ckpt.core.home.visibility import list_patiently
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.handle import OpenSave
 from safe_ckpt.core.saving.names import open_folder, refuse
@@ -137,7 +137,7 @@ class publishing:  # noqa: N801 - it is used as a function
         """The folder, which is empty, or has what another rank has just written."""
         if self._engine is not None:
             raise ClosedError(message="publishing: it was entered already; make a new one for each step")
-        settings, metrics = config_and_more(self._config, self._check, self._group)
+        settings, metrics = agree_on_settings(self._config, self._check, self._group)
         with _looking:
             earlier = _under_way.pop(self._directory, None)
         if earlier is not None:
@@ -229,7 +229,9 @@ class publishing:  # noqa: N801 - it is used as a function
 
         def list_held() -> None:
             refuse(self._path, ADAPTER)
-            found = listed(functools.partial(candidates.list_directories, self._directory), engine.config.timeouts)
+            found = list_patiently(
+                functools.partial(candidates.list_directories, self._directory), engine.config.timeouts
+            )
             own = [one for one in found if one.manifest is None or one.manifest.notes.get("adapter") == ADAPTER]
             self._catalog = Catalog(own)
             home.start_after(candidates.newest_sequence(found))

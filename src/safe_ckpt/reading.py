@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from safe_ckpt.core.coordination.agreed_config import config_and_more
+from safe_ckpt.core.coordination.agreed_config import agree_on_settings
 from safe_ckpt.core.resuming.visit import Visit, visiting
 from safe_ckpt.core.saving.request import check_step
 from safe_ckpt.core.storage.objects.place import place_of
@@ -127,6 +127,6 @@ def _visit(path: str | os.PathLike[str], step: int | None, group: ProcessGroup |
             check_step(step)
         return place_of(path, config.storage, config.timeouts.lengthy_s)
 
-    config, where = config_and_more(None, place, group)
+    config, where = agree_on_settings(None, place, group)
     with visiting(config, group) as ranks, ranks.coordinator.together("load"):
         yield Visit(ranks=ranks, place=where, step=step)

@@ -72,7 +72,7 @@ SUPPORTED: Mapping[str, Supported] = {
 }
 
 
-def check(*packages: str) -> None:
+def refuse_old_releases(*packages: str) -> None:
     """Refuse releases that are too old for an adapter. Called when the adapter is imported, on every rank.
 
     A newer release than was tested is logged: as information, or once as a warning where its series is newer too.
@@ -89,15 +89,15 @@ def check(*packages: str) -> None:
 
 
 def check_either(*packages: str) -> None:
-    """As ``check``, where one of ``packages`` is enough; every one that is installed must fit.
+    """As ``refuse_old_releases``, where one of ``packages`` is enough; every one that is installed must fit.
 
     Raises:
         UnsupportedVersionError: one of them is too old, or none is installed.
     """
-    check(*([package for package in packages if _installed(package) is not None] or packages[:1]))
+    refuse_old_releases(*([package for package in packages if _installed(package) is not None] or packages[:1]))
 
 
-def judge(installed: str, supported: Supported) -> Verdict:
+def judge_release(installed: str, supported: Supported) -> Verdict:
     """The verdict on a release. Pure.
 
     A pre-release counts as its release. A series is what stands before the first dot, and for 0.x before the second.
@@ -132,7 +132,7 @@ def _compare(package: str, installed: str | None) -> None:
     lowest, newest = supported.lowest, supported.newest
     if installed is None:
         raise UnsupportedVersionError(package=package, lowest=lowest, remedy=_remedy(package))
-    verdict = judge(installed, supported)
+    verdict = judge_release(installed, supported)
     if verdict == "too old":
         because, remedy = supported.because, _remedy(package)
         raise UnsupportedVersionError(package=package, found=installed, lowest=lowest, because=because, remedy=remedy)

@@ -16,7 +16,7 @@ from accelerate_runs import CONFIG, Training, checkpoints, forget, fresh, make, 
 from safe_ckpt import CheckpointConfig, Retention, WriterConfig
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.storage import durable
@@ -52,7 +52,7 @@ def test_a_named_path_is_created_or_replaced_and_a_foreign_one_is_refused(tmp_pa
         accelerator.save_state(tmp_path / "mine", async_save=False)
         assert (path / "notes.txt").read_text() == "keep me"
         assert (path / "more/notes.txt").read_text() == "me too"
-        verify(path, read_manifest(path))
+        verify_files(path, read_manifest(path))
         assert "notes.txt" not in [entry.path for entry in read_manifest(path).files]
         training.scramble()
         accelerator.load_state()

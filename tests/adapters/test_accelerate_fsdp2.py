@@ -18,7 +18,7 @@ from accelerate_runs import CONFIG, forget, make, seed
 from kit.ranks import spawn_ranks, values
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import ConfigError, DesyncError, NoValidCheckpointError, SafeCheckpointError
 from support import flip_bit
 
@@ -128,7 +128,7 @@ def test_training_goes_on_bit_for_bit_and_stock_accelerate_reads_it(tmp_path, ki
     # Stock Accelerate writes the sampler-free state in the same files.
     assert names(ours / "checkpoint_1") == names(theirs / "checkpoint_0")
     for folder in ours.iterdir():
-        verify(folder, read_manifest(folder))
+        verify_files(folder, read_manifest(folder))
 
 
 def _saves_and_dies(rank, folder):
@@ -234,7 +234,7 @@ def test_frozen_parts_of_each_rank_are_written_once(tmp_path):
     assert links(checkpoints, "*/pytorch_model_fsdp_0/__*_1.distcp") == [3] * 6
     assert links(checkpoints, "*/*/__*_0.distcp") == [1] * 12
     for folder in checkpoints.iterdir():
-        verify(folder, read_manifest(folder))
+        verify_files(folder, read_manifest(folder))
 
 
 def _freezes_midway(rank, folder):

@@ -19,7 +19,7 @@ from safe_ckpt.accelerate import register
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import LazyTensor
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import ConfigError, DirectoryError, StateError
@@ -88,7 +88,7 @@ def test_save_model_writes_every_tensor_once(tmp_path, handle, offload, used):
     for name in set(found) | (set(expected) - tied):
         assert found[name].equal(expected[name]), name
     assert "scratch" not in found
-    verify(path, read_manifest(path))
+    verify_files(path, read_manifest(path))
     if used:
         assert model(torch.tensor([1, 2])).equal(before)
 
@@ -226,7 +226,7 @@ def test_weights_saved_among_checkpoints_replace_nothing_else(tmp_path):
             accelerator.save_model(Model(), path)
         with pytest.raises(DirectoryError, match="another name"):
             other.save_state(made.save_model(Model(), tmp_path / "weights"))
-        verify(path, read_manifest(path))
+        verify_files(path, read_manifest(path))
         accelerator.save_state(async_save=False)
     assert sorted(p.name for p in path.iterdir()) == before
     assert {p.name for p in tmp_path.iterdir()} - {".safe_ckpt"} == {"link", "model.safetensors", "project", "weights"}
@@ -272,7 +272,7 @@ def test_the_accelerators_own_save_model_is_safe(tmp_path, offload):
         assert {"turned", "count"} <= set(mine)
         for key, tensor in mine.items():
             assert tensor.equal(Uneven().state_dict()[key]), (name, key)
-        verify(ours, read_manifest(ours))
+        verify_files(ours, read_manifest(ours))
 
 
 def contents(folder):

@@ -14,7 +14,7 @@ from accelerate_launch import run, start
 from kit.patience import wait_until
 from kit.thorough import THOROUGH
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from support import kill_all, needs_root, processes_of_this_test, small_disk, writer_processes
 
 
@@ -56,7 +56,7 @@ def test_a_job_killed_within_saves_goes_on_bit_for_bit(tmp_path, size):
         within += any(pending.glob("*"))
         for path in (tmp_path / "exp/checkpoints").iterdir():
             manifest = read_manifest(path)
-            verify(path, manifest)
+            verify_files(path, manifest)
             newest = max(newest, manifest.step)
         assert newest >= reached - 1 > 0, f"random seed {seed}"
     done = run(tmp_path, "trains_on_ranks_of_accelerate", tmp_path / "exp", width, epochs, size=size)
@@ -166,4 +166,4 @@ def test_a_signal_that_ends_the_job_loses_nothing_committed(tmp_path):
     found = list(Path(tmp_path / "exp/checkpoints").iterdir())
     assert found
     for path in found:
-        verify(path, read_manifest(path))
+        verify_files(path, read_manifest(path))

@@ -30,7 +30,7 @@ from accelerate_runs import (
 from safe_ckpt import CheckpointConfig, Retention, WriterConfig
 from safe_ckpt.accelerate import SafeCheckpointPlugin, register
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import (
     CheckpointNotFoundError,
     ClosedError,
@@ -66,7 +66,7 @@ def test_the_files_are_those_that_accelerate_writes(tmp_path):
     assert expected == training.fingerprint()
     stock = names(tmp_path / "stock/checkpoints/checkpoint_0")
     assert names(path) == sorted([*stock, "manifest.json"])
-    verify(path, read_manifest(path))
+    verify_files(path, read_manifest(path))
     forget()
     reader = Training(make(None), number=5)
     reader.scramble()

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import RestoreError, StateError
 from support import program_path
 
@@ -159,4 +159,4 @@ def test_a_trainer_goes_on_bit_for_bit(tmp_path, offload):
     assert sorted(path.name for path in exp.glob("*.ckpt")) == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
     newest = exp / "epoch=2.ckpt"
     assert {path.name for path in newest.iterdir()} >= {"checkpoint", "latest", "zero_to_fp32.py", "manifest.json"}
-    verify(newest, read_manifest(newest))
+    verify_files(newest, read_manifest(newest))

@@ -21,7 +21,7 @@ from deepspeed_runs import has_nvme, spawn
 
 from kit.ranks import values
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import SafeCheckpointError
 
 WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
@@ -141,7 +141,7 @@ def train_kill_and_go_on(tmp_path, stage, job):
             "train_loader_0.pth",
             "train_loader_1.pth",
         }
-        verify(ours, read_manifest(ours))
+        verify_files(ours, read_manifest(ours))
     return found[0][1]
 
 
@@ -165,7 +165,7 @@ def test_optimizer_states_on_nvme_go_on_bit_for_bit(tmp_path):
     want = values(spawn(with_swap, str(tmp_path), "swap", None))
     path = tmp_path / "ours/checkpoint-4"
     assert list(path.glob("global_step4/offloaded_tensors/rank01/*.swp"))
-    verify(path, read_manifest(path))
+    verify_files(path, read_manifest(path))
     found = values(spawn(with_swap, str(tmp_path), "swap again", str(path)))
     assert all(map(same, found, want))
 

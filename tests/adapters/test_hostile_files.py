@@ -130,13 +130,16 @@ def test_accelerate_passes_over_or_refuses_a_hostile_file(tmp_path, file):
 def test_states_sent_to_rank_0_run_no_code():
     """What goes to rank 0 is built without running code; a loader's state that is none is refused where it comes from."""
     state = {"rng": {"torch": torch.get_rng_state()}, "loaders": [{"at": 3, "seen": {1, 2}}]}
-    assert loop_state.assemble({0: pickles.to_text(state, key="the state")})["ranks"][0]["loaders"] == state["loaders"]
-    assert loop_state.assemble({0: pickles.to_text(state, key="the state"), 1: ""})["ranks"] == []
+    assert (
+        loop_state.assemble_notes({0: pickles.to_text(state, key="the state")})["ranks"][0]["loaders"]
+        == state["loaders"]
+    )
+    assert loop_state.assemble_notes({0: pickles.to_text(state, key="the state"), 1: ""})["ranks"] == []
     with pytest.raises(StateError, match=r"has builtins.*Bomb|mkdir"):
         pickles.to_text({**state, "loaders": [Bomb("/nowhere")]}, key="the state")
     for text in (hostile_text("/nowhere/boom"), "no base64", base64.b64encode(b"no file").decode()):
         with pytest.raises(TamperedError, match=r"^the state of rank 1: "):
-            loop_state.assemble({0: pickles.to_text(state, key="the state"), 1: text})
+            loop_state.assemble_notes({0: pickles.to_text(state, key="the state"), 1: text})
 
 
 def hostile_text(path):

@@ -16,7 +16,7 @@ from kit import warm
 from kit.patience import scaled, wait_until
 from kit.ranks import free_port
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from support import kill_group, needs_root, program_path, small_disk, start_script, writer_processes
 
 
@@ -84,7 +84,7 @@ def test_ddp_spawn_saves_and_gives_the_weights_back(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().endswith("True True")
     for file in (tmp_path / "exp").glob("*.ckpt"):
-        verify(file, read_manifest(file))
+        verify_files(file, read_manifest(file))
     assert writer_processes() == []
 
 
@@ -116,7 +116,7 @@ def test_a_save_from_a_signal_handler_on_two_ranks_is_written_at_once(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("RANK") == 2
     assert seconds_since_start(tmp_path) < 15
-    verify(tmp_path / "hpc_ckpt_1.ckpt", read_manifest(tmp_path / "hpc_ckpt_1.ckpt"))
+    verify_files(tmp_path / "hpc_ckpt_1.ckpt", read_manifest(tmp_path / "hpc_ckpt_1.ckpt"))
 
 
 @pytest.mark.thorough
@@ -141,7 +141,7 @@ def test_an_exception_on_one_rank_ends_the_job_promptly(tmp_path):
     files = list((tmp_path / "exp").glob("*.ckpt"))
     assert files
     for file in files:
-        verify(file, read_manifest(file))
+        verify_files(file, read_manifest(file))
 
 
 @pytest.mark.thorough
@@ -159,7 +159,7 @@ def test_ctrl_c_with_two_ranks_ends_in_seconds_and_leaves_whole_files(tmp_path):
     files = list((tmp_path / "exp").glob("*.ckpt"))
     assert files
     for found in files:
-        verify(found, read_manifest(found))
+        verify_files(found, read_manifest(found))
         assert torch.load(found, weights_only=True)["global_step"] > 0
 
 

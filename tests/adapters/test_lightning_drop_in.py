@@ -16,7 +16,7 @@ from lightning_runs import PACKAGES, Stop, module_class, package, stop_at, train
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.adapters.patch import StandIn
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
 from safe_ckpt.lightning.saver import TrainerSaver
@@ -130,7 +130,7 @@ def test_a_subclass_finds_its_committed_file_after_super_save(tmp_path):
     class Reading(SafeCheckpointCallback):
         def _save_checkpoint(self, trainer, filepath):
             super()._save_checkpoint(trainer, filepath)
-            verify(Path(filepath), read_manifest(Path(filepath)))
+            verify_files(Path(filepath), read_manifest(Path(filepath)))
             seen.append(torch.load(filepath, weights_only=True)["global_step"])
 
     callback = Reading(dirpath=tmp_path, save_last=True, async_save=False)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.lightning import strategies
 from safe_ckpt.lightning.checkpoint_io import SafeCheckpointIO
@@ -55,7 +55,7 @@ def test_killed_runs_go_on_bit_for_bit_and_shapes_of_checkpoints_change(tmp_path
     assert [path.name for path in kept] == ["epoch=13-step=27.ckpt", "epoch=13-step=28.ckpt", "last.ckpt"]
     for path in [*kept, over]:
         assert path.is_dir()
-        verify(path, read_manifest(path))
+        verify_files(path, read_manifest(path))
     assert list((exp / ".safe_ckpt/pending").rglob("*")) == []
     more = run(program, exp, "full", 15, over)  # resumes from the sharded directory, writes files
     assert more.returncode == 0, more.stderr[-3000:]
@@ -95,7 +95,7 @@ def test_stock_tools_read_ours_and_ours_resumes_stocks_directories(tmp_path):
     json.loads((last / "manifest.json").read_text())
     flip_bit(last / "meta.pt", 100)
     with pytest.raises(ValueError, match=r"meta\.pt"):
-        verify(last, read_manifest(last))
+        verify_files(last, read_manifest(last))
 
 
 def test_a_rank_that_stops_within_a_full_save_is_named(tmp_path):
@@ -161,7 +161,7 @@ def test_frozen_parts_of_each_rank_are_written_once(tmp_path):
     done = run("trains_with_a_frozen_layer", exp, 6)
     assert done.returncode == 0, done.stderr[-3000:]
     last = exp / "last.ckpt"
-    verify(last, read_manifest(last))
+    verify_files(last, read_manifest(last))
     assert os.stat(last / "__0_1.distcp").st_nlink > 1, "sharing goes on after the resume"
     read = {"state_dict": {"net.1.weight": torch.zeros(800, 800)}}
     dcp.load(read, checkpoint_id=last, no_dist=True)

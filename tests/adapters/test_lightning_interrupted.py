@@ -14,7 +14,7 @@ from lightning_runs import QUICK, Stop, fit, module_class, names, package, stop_
 from kit import warm
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.core.saving.handle import OpenSave
 from safe_ckpt.lightning import SafeCheckpointCallback, resumable
 from support import program_path, writers_of
@@ -48,7 +48,7 @@ def test_a_save_from_a_signal_handler_within_a_save_does_not_deadlock(tmp_path):
         callback = SafeCheckpointCallback(dirpath=tmp_path / "exp", config=QUICK)
         made["trainer"] = trainer(pl, [Interrupt(), callback], tmp_path)
         made["trainer"].fit(module_class(pl)())
-    verify(tmp_path / "hpc_ckpt_1.ckpt", read_manifest(tmp_path / "hpc_ckpt_1.ckpt"))
+    verify_files(tmp_path / "hpc_ckpt_1.ckpt", read_manifest(tmp_path / "hpc_ckpt_1.ckpt"))
     assert names(tmp_path / "exp") == ["epoch=2-step=9.ckpt"]
 
 
@@ -70,7 +70,7 @@ def test_a_save_from_a_signal_handler_while_fit_waits_is_whole(tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(OpenSave, "wait_until_over", interrupted)
             made["trainer"].fit(module_class(pl)())
-    verify(tmp_path / "hpc_ckpt_1.ckpt", read_manifest(tmp_path / "hpc_ckpt_1.ckpt"))
+    verify_files(tmp_path / "hpc_ckpt_1.ckpt", read_manifest(tmp_path / "hpc_ckpt_1.ckpt"))
     assert names(tmp_path / "exp") == ["epoch=2-step=9.ckpt"]
 
 
@@ -81,7 +81,7 @@ def test_an_exception_of_the_user_is_the_one_that_is_seen(tmp_path):
     with pytest.raises(Stop):
         trainer(pl, [callback, stop_at(pl, 7)], tmp_path).fit(module_class(pl)(width=5000))
     assert names(tmp_path) == ["epoch=1-step=6.ckpt"]
-    verify(tmp_path / "epoch=1-step=6.ckpt", read_manifest(tmp_path / "epoch=1-step=6.ckpt"))
+    verify_files(tmp_path / "epoch=1-step=6.ckpt", read_manifest(tmp_path / "epoch=1-step=6.ckpt"))
     assert writers_of(os.getpid()) == []
     assert list((tmp_path / ".safe_ckpt/pending").rglob("*")) == []
 
@@ -244,5 +244,5 @@ def test_ctrl_c_in_training_ends_promptly_and_leaves_whole_files(tmp_path):
     files = list((tmp_path / "exp").glob("*.ckpt"))
     assert len(files) >= 3
     for file in files:
-        verify(file, read_manifest(file))
+        verify_files(file, read_manifest(file))
     assert list((tmp_path / "exp/.safe_ckpt/pending").rglob("*")) == []

@@ -20,7 +20,7 @@ from lightning_runs import PACKAGES, QUICK, fingerprint, fit, module_class, name
 from safe_ckpt import CheckpointConfig, Retention, WriterConfig
 from safe_ckpt.adapters import pickles
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -130,7 +130,7 @@ def test_last_and_top_k_of_one_step_are_one_file(tmp_path):
     best, last = tmp_path / "epoch=2-step=9.ckpt", tmp_path / "last.ckpt"
     assert best.stat().st_ino == last.stat().st_ino
     best.unlink()
-    verify(last, read_manifest(last))
+    verify_files(last, read_manifest(last))
 
 
 @pytest.mark.quick
@@ -248,7 +248,7 @@ def test_a_failed_save_leaves_every_attribute_as_it_was(tmp_path, async_save):
         assert json.dumps(callback.state_dict(), default=str, sort_keys=True) == seen["state"]
         assert [n for n in names(disk) if n != "filler"] == seen["names"]
         for path in (*callback.best_k_models, callback.best_model_path, callback.last_model_path):
-            verify(tmp_path / path, read_manifest(tmp_path / path))
+            verify_files(tmp_path / path, read_manifest(tmp_path / path))
         made.validate(module, ckpt_path="last", verbose=False)
         assert list((disk / ".safe_ckpt/pending").rglob("*")) == []
 
@@ -306,13 +306,13 @@ def test_the_users_own_save_is_done_when_it_returns(tmp_path):
             if trainer.global_step == 4:
                 for path in (tmp_path / "own.ckpt", tmp_path / "else/where/own.ckpt", tmp_path / "weights.ckpt"):
                     trainer.save_checkpoint(path, weights_only=path.name == "weights.ckpt")
-                    verify(path, read_manifest(path))
+                    verify_files(path, read_manifest(path))
 
     made, _, module = fit(tmp_path / "exp", callbacks=[Own()])
     assert "optimizer_states" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
     assert torch.load(tmp_path / "own.ckpt", weights_only=True)["global_step"] == 4
     made.save_checkpoint(tmp_path / "final.ckpt")
-    verify(tmp_path / "final.ckpt", read_manifest(tmp_path / "final.ckpt"))
+    verify_files(tmp_path / "final.ckpt", read_manifest(tmp_path / "final.ckpt"))
     assert not list(tmp_path.glob(".*tmp"))
     loaded = type(module).load_from_checkpoint(tmp_path / "final.ckpt")
     assert fingerprint(loaded) == fingerprint(module)

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from kit.patience import scaled
 from kit.ranks import spawn_ranks, values
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import NoValidCheckpointError, SafeCheckpointError
 from support import flip_bit, kill_all, writer_processes
 
@@ -92,7 +92,7 @@ def test_a_training_that_is_killed_three_times_ends_as_an_uninterrupted_one(tmp_
     assert ended(launch(folder, 24, **options)) == uninterrupted, f"random seed {seed}"
     assert names(folder / "checkpoint") == ["step-22", "step-23", "step-24"]
     for name in names(folder / "checkpoint"):
-        verify(folder / "checkpoint" / name, read_manifest(folder / "checkpoint" / name))
+        verify_files(folder / "checkpoint" / name, read_manifest(folder / "checkpoint" / name))
     assert list((folder / "checkpoint/.safe_ckpt/pending").rglob("*")) == []
     assert writer_processes() == []
 
@@ -116,7 +116,7 @@ def test_each_manager_goes_on_from_the_others_checkpoints(tmp_path):
     assert sorted(os.listdir(tmp_path / "theirs/checkpoint")) == [".safe_ckpt", "step-2", "step-4", "step-6", "step-8"]
     ours = tmp_path / "theirs/checkpoint/step-8"
     manifest = read_manifest(ours)
-    verify(ours, manifest)
+    verify_files(ours, manifest)
     assert (manifest.step, manifest.notes["adapter"]) == (8, "torchtitan")
     stock, own = (
         dcp.FileSystemReader(tmp_path / kind / "checkpoint/step-8").read_metadata() for kind in ("mine", "theirs")

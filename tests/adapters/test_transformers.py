@@ -21,7 +21,7 @@ from transformers_runs import CONFIG, SafeTrainer, Stop, fingerprint, names, tra
 from kit import warm
 from safe_ckpt import CheckpointConfig, Retention, events
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NotEnoughSpaceError, NoValidCheckpointError
 from safe_ckpt.transformers import SafeCheckpointMixin
 from safe_ckpt.transformers.saver import candidates
@@ -40,7 +40,7 @@ def test_the_files_are_those_that_the_trainer_writes(tmp_path):
         there = {p.name for p in (tmp_path / "stock" / name).iterdir()}
         own = {"manifest.json", "train_loader_0.pth"}
         assert {p.name for p in (tmp_path / "ours" / name).iterdir()} == there | own
-        verify(tmp_path / "ours" / name, read_manifest(tmp_path / "ours" / name))
+        verify_files(tmp_path / "ours" / name, read_manifest(tmp_path / "ours" / name))
     for kind, folder in ((Trainer, "ours"), (SafeTrainer, "stock")):
         again = trainer(tmp_path / folder, kind)
         again.train(resume_from_checkpoint=str(tmp_path / folder / "checkpoint-4"))
@@ -186,7 +186,7 @@ def test_methods_that_users_override_are_honoured(tmp_path):
     assert {"mine.pt", "notes.txt"} <= listed
     assert "dummy.bin" not in listed
     assert torch.load(path / "mine.pt")["mine"].tolist() == [1, 1, 1]
-    verify(path, read_manifest(path))
+    verify_files(path, read_manifest(path))
 
 
 def test_classes_between_the_mixin_and_the_trainer_are_called(tmp_path):
@@ -199,7 +199,7 @@ def test_classes_between_the_mixin_and_the_trainer_are_called(tmp_path):
             super()._save_checkpoint(model, trial)
 
         def _push_from_checkpoint(self, checkpoint_folder):
-            verify(Path(checkpoint_folder), read_manifest(Path(checkpoint_folder)))
+            verify_files(Path(checkpoint_folder), read_manifest(Path(checkpoint_folder)))
             pushed.append(Path(checkpoint_folder).name)
 
     class Mine(SafeCheckpointMixin, WithCards):

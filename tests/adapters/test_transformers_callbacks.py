@@ -18,7 +18,7 @@ from transformers_runs import CONFIG, SafeTrainer, names, trainer
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Timeouts
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import RendezvousTimeout, SafeCheckpointError
 from safe_ckpt.transformers import SafeCheckpointMixin
 from safe_ckpt.transformers.lookers import JUDGED, anyone_looks, looks
@@ -28,7 +28,7 @@ def is_whole(folder):
     """Whether a checkpoint is there, with all that its manifest lists."""
     if not (folder / "manifest.json").is_file():
         return False
-    verify(folder, read_manifest(folder))
+    verify_files(folder, read_manifest(folder))
     return True
 
 

@@ -20,7 +20,7 @@ from transformers_runs import SafeTrainer, names, trainer
 
 from kit.ranks import spawn_ranks, values
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import ConfigError, SafeCheckpointError
 
 pytestmark = pytest.mark.timeout(240)
@@ -107,7 +107,7 @@ def train_kill_and_go_on(tmp_path, layout, job):
             "train_loader_0.pth",
             "train_loader_1.pth",
         }
-        verify(ours, read_manifest(ours))
+        verify_files(ours, read_manifest(ours))
     return found[0][2]
 
 

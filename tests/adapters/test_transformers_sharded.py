@@ -32,7 +32,7 @@ from transformers_runs import names
 
 from kit.ranks import spawn_ranks, values
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.core.sharding import gather_transport
 from safe_ckpt.errors import ConfigError, PeerLostError, RestoreError, SafeCheckpointError
 
@@ -79,7 +79,7 @@ def test_a_killed_trainer_goes_on_bit_for_bit(tmp_path, layout, count):
     assert all(killed_at >= 3 and equal for killed_at, equal, _ in found), [one[:2] for one in found]
     assert names(tmp_path / "ours") == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
     last = tmp_path / "ours" / "checkpoint-6"
-    verify(last, read_manifest(last))
+    verify_files(last, read_manifest(last))
     read = AutoModelForCausalLM.from_pretrained(last).state_dict()
     assert all(found[0][2][name].equal(value) for name, value in read.items())
 

@@ -11,7 +11,7 @@ from transformers_runs import CONFIG, Stop, data, fingerprint, model, names
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.transformers import SafeCheckpointMixin
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL's own, for what it uses of Transformers
@@ -80,7 +80,7 @@ def test_an_sft_trainer_goes_on_exactly(tmp_path):
     path = tmp_path / "broken/checkpoint-6"
     there = {file.name for file in (tmp_path / "straight/checkpoint-6").iterdir()}
     assert {file.name for file in path.iterdir()} == there | {"manifest.json", "train_loader_0.pth"}
-    verify(path, read_manifest(path))
+    verify_files(path, read_manifest(path))
     stock = made(tmp_path / "broken", SFTTrainer)
     stock.train(resume_from_checkpoint=str(tmp_path / "broken/checkpoint-4"))
     assert fingerprint(stock) == fingerprint(straight)

@@ -26,7 +26,7 @@ from safe_ckpt import (
 )
 from safe_ckpt.adapters.one_shot import save_archive, sequence_beside
 from safe_ckpt.core.formats.manifest import FileEntry, read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.home import HIDDEN, Pointer
 from safe_ckpt.core.saving.engine import Engine
@@ -178,7 +178,7 @@ class Pointed(Row):
         if not (folder / "latest").exists():
             return 0
         named = folder / (folder / "latest").read_text()
-        verify(named, read_manifest(named))
+        verify_files(named, read_manifest(named))
         return number_of(torch.load(named / "a.ckpt", weights_only=True))
 
 
@@ -236,7 +236,7 @@ def archive_in(path):
     """The number of one file; 0 where nothing has the name."""
     if not path.exists():
         return 0
-    verify(path, read_manifest(path))
+    verify_files(path, read_manifest(path))
     return number_of(torch.load(path, weights_only=True))
 
 
@@ -274,7 +274,7 @@ class Published(Row):
             pass
         left = sorted(path for path in folder.iterdir() if path.name.startswith("step-"))
         for path in left:
-            verify(path, read_manifest(path))
+            verify_files(path, read_manifest(path))
         return max(map(number_in, left), default=0)
 
 
@@ -306,7 +306,7 @@ class Exported(Row):
         begun_again(folder / "out")
         if not (folder / "out").exists():
             return 0
-        verify(folder / "out", read_manifest(folder / "out"))
+        verify_files(folder / "out", read_manifest(folder / "out"))
         found = load_file(folder / "out/model.safetensors")
         if self.old and (folder / "out/deep/notes.txt").read_text() != "the user's":
             raise AssertionError("a file of the user's")
@@ -330,7 +330,7 @@ class Consolidated(Row):
         begun_again(folder / "out")
         if not (folder / "out").exists():
             return 0
-        verify(folder / "out", read_manifest(folder / "out"))
+        verify_files(folder / "out", read_manifest(folder / "out"))
         return number_in(folder / "out/optimizer")
 
 

@@ -31,7 +31,7 @@ from kit.faults import FaultyStorage
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, SafeCheckpointError, Timeouts, WriterConfig
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.retention import delete_listed
 from safe_ckpt.core.saving.engine import Engine
@@ -218,7 +218,7 @@ class Sharing(Numbered):
         # None of those that are left may have lost what it shares with another one.
         left = [path for path in sorted(folder.iterdir()) if path.name.startswith("step-")]
         for path in left:
-            verify(path, read_manifest(path))
+            verify_files(path, read_manifest(path))
         if len(left) not in (5, 6) or live.model.base.unique().tolist() != [7.0]:
             raise AssertionError(f"{[path.name for path in left]} are left, {live.model.base.unique()} was shared")
         return live.number() if info else 0
@@ -265,7 +265,7 @@ class Files(Numbered):
             if [c.path.name for c in candidates if c.problem]:
                 raise AssertionError(f"damaged files: {[(c.path.name, c.problem) for c in candidates if c.problem]}")
             for candidate in catalog.newest_first(candidates):
-                verify(candidate.path, read_manifest(candidate.path))
+                verify_files(candidate.path, read_manifest(candidate.path))
                 return number_of(torch.load(candidate.path, weights_only=True))
             return 0
         finally:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import safe_ckpt
 from corpus.filled import value
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import NoValidCheckpointError
 
 TESTS = Path(__file__).parents[1]
@@ -61,7 +61,7 @@ def test_kills_lose_nothing_of_a_model_that_is_sharded_at_load(tmp_path, monkeyp
         steps = {int(path.name.removeprefix("checkpoint-")): path for path in (tmp_path / "run").glob("checkpoint-*")}
         assert max(steps, default=0) >= announced, which
         for step, path in steps.items():
-            verify(path, read_manifest(path))
+            verify_files(path, read_manifest(path))
             assert json.loads((path / "trainer_state.json").read_text())["global_step"] == step, which
             whole = load_file(path / "model.safetensors")
             parts = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}

@@ -12,14 +12,14 @@ import pytest
 from kit import warm
 from kit.patience import scaled
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from support import names_in, program_path, run_program, run_script, writer_processes, writers_of
 
 SAVING = "ends_in_a_save"
 
 
 def committed(folder):
-    found = [path for path in folder.glob("step-*") if verify(path, read_manifest(path))]
+    found = [path for path in folder.glob("step-*") if verify_files(path, read_manifest(path))]
     assert names_in(folder / ".safe_ckpt/pending") == []
     assert not (folder / ".safe_ckpt/lock").exists()
     return [path.name for path in found]

@@ -12,7 +12,7 @@ from two_hosts import START_S, Job, check_start, chosen
 from kit.hosts import Hosts, behind, needs_hosts
 from kit.patience import wait_until
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 
 pytestmark = [needs_hosts, pytest.mark.slow]
 
@@ -105,7 +105,7 @@ def mixed_up(job):
 def verify_step(folder, step):
     """Raises when a byte differs from what was written."""
     path = folder / f"step-{step:08d}"
-    verify(path, read_manifest(path))
+    verify_files(path, read_manifest(path))
 
 
 def steps_in(folder):

@@ -22,7 +22,7 @@ from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
 from safe_ckpt import consolidate_offloaded, restore_offloaded
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, RendezvousTimeout, SafeCheckpointError, SaveError
 from support import processes_of_this_test, program_path, writers_of
 
@@ -54,7 +54,7 @@ def generation_at(destination, ranks, sizes):
     if not os.path.lexists(destination):
         return None
     manifest = read_manifest(destination)
-    verify(destination, manifest)
+    verify_files(destination, manifest)
     names = {f"rank{rank}/{name}" for rank in range(ranks) for name in sizes}
     assert {entry.path for entry in manifest.files} == names
     assert {str(p.relative_to(destination)) for p in destination.rglob("*") if p.is_file()} == {*names, "manifest.json"}

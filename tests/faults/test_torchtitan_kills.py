@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from kills import killed
 
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 
 TESTS = Path(__file__).parents[1]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -28,7 +28,7 @@ def test_kills_lose_nothing_that_torchtitan_saved(tmp_path, monkeypatch):
         steps = {int(path.name.removeprefix("step-")): path for path in folder.glob("step-*")}
         assert max(steps, default=0) >= announced, which
         for step, path in steps.items():
-            verify(path, read_manifest(path))
+            verify_files(path, read_manifest(path))
             state = {"train_state": {"step": torch.zeros((), dtype=torch.int32)}}
             dcp.load(state, checkpoint_id=path, no_dist=True)
             assert int(state["train_state"]["step"]) == read_manifest(path).step == step, which

@@ -18,7 +18,7 @@ from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.core.sharding import gather
 from safe_ckpt.errors import (
     ConfigError,
@@ -92,7 +92,7 @@ def test_an_export_of_sharded_weights_equals_the_model(tmp_path, world, shard):
         half.update(load_file(file))
     for name, value in expected.items():
         assert torch.equal(half[name], value.to(torch.bfloat16)), name
-    verify(tmp_path / "half", read_manifest(tmp_path / "half"))
+    verify_files(tmp_path / "half", read_manifest(tmp_path / "half"))
 
 
 def _pretrained(rank, folder):

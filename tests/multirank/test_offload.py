@@ -16,7 +16,7 @@ import torch.distributed as dist
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import consolidate_offloaded, restore_offloaded
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.core.storage.copier import FileCopy, Stamp, copy_files
 from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.storage.reader import digest_of
@@ -109,7 +109,7 @@ def test_every_byte_of_every_rank_is_there_and_comes_back(tmp_path):
     destination = tmp_path / "out/ckpt"
     infos = values(spawn_ranks(_there_and_back, 3, tmp_path, destination))
     manifest = read_manifest(destination)
-    assert verify(destination, manifest) == sum(SIZES.values()) * 3
+    assert verify_files(destination, manifest) == sum(SIZES.values()) * 3
     assert infos[0] == infos[1] == infos[2]
     assert (infos[0].path, infos[0].size_bytes) == (destination, sum(SIZES.values()) * 3)
     for entry in manifest.files:
@@ -135,7 +135,7 @@ def test_the_same_destination_is_replaced_as_a_whole(tmp_path):
     expect(destination / "earlier", SIZES)
     earlier = read_manifest(destination).sequence
     infos = values(spawn_ranks(_once_more, 3, tmp_path, destination))
-    verify(destination, read_manifest(destination))
+    verify_files(destination, read_manifest(destination))
     assert sorted(os.listdir(destination)) == ["manifest.json", "zero"]
     for rank in (1, 2):
         expect(destination / f"zero/rank{rank}", {"deep/1.tensor": 4321}, f"second {rank}")
@@ -161,7 +161,7 @@ def test_one_name_for_one_folder_is_copied_once_and_for_several_each_has_its_own
     fill(tmp_path / "shared", {"s.tensor": 70_000}, "shared")
     fill(tmp_path / "own0", {"x.tensor": 5000}, 0)
     values(spawn_ranks(_one_name, 4, tmp_path))
-    verify(tmp_path / "ckpt", read_manifest(tmp_path / "ckpt"))
+    verify_files(tmp_path / "ckpt", read_manifest(tmp_path / "ckpt"))
     assert sorted(os.listdir(tmp_path / "ckpt")) == ["both", "manifest.json", "own", "own.rank00001", "own.rank00002"]
     expect(tmp_path / "ckpt/both", {"s.tensor": 70_000}, "shared")
     for rank in range(3):
@@ -311,7 +311,7 @@ def test_what_a_source_holds_of_safe_ckpt_makes_no_trouble_later(tmp_path, insid
 
 def verify_if_there(destination):
     if destination.exists():
-        verify(destination, read_manifest(destination))
+        verify_files(destination, read_manifest(destination))
 
 
 def _append(file):
@@ -444,7 +444,7 @@ def test_a_disk_that_is_too_small_is_told_on_every_rank(tmp_path):
             assert full.needed_bytes == 5000
             assert not there
             assert less.size_bytes == 10 << 20
-        verify(disk / "ckpt", read_manifest(disk / "ckpt"))
+        verify_files(disk / "ckpt", read_manifest(disk / "ckpt"))
         assert not hidden(disk / "ckpt").exists()
 
 
@@ -492,7 +492,7 @@ def test_a_call_after_a_failed_one_has_all_of_the_new(tmp_path):
         assert isinstance(error, SourceChangedError), repr(error)
         assert not left
     destination = tmp_path / "ckpt"
-    verify(destination, read_manifest(destination))
+    verify_files(destination, read_manifest(destination))
     assert (destination / "rank0/edited.tensor").read_bytes() == body("edited", 10_000)
     (destination / "rank0/edited.tensor").write_bytes(body((0, "edited.tensor"), 10_000))
     expect(destination / "rank0", EARLY, 0)

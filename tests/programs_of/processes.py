@@ -18,7 +18,7 @@ from typing import Any
 from kit import warm
 from programs_of.draw import Draw
 from programs_of.runner import Verdict
-from safe_ckpt.tools.audit.compare import Run, category_of, compare, differing, place, values_of
+from safe_ckpt.tools.audit.compare import Run, category_of, compare, compared_values, differing, matching_line
 
 _START = str(Path(__file__).with_name("start.py"))
 
@@ -182,7 +182,7 @@ def differences(whole: Run, resumed: Run, ignored: frozenset[str] = frozenset())
     if not resumed:
         return []
     first = min(resumed)
-    at = place(whole[first], resumed[first][0])
+    at = matching_line(whole[first], resumed[first][0])
     if at != 0:
         return [
             f"{one.category}: {', '.join(one.names[:4])} at step {one.step} "
@@ -192,7 +192,7 @@ def differences(whole: Run, resumed: Run, ignored: frozenset[str] = frozenset())
     found: dict[str, str] = {}
     for rank in sorted(whole.keys() & resumed.keys()):
         for number, (one, other) in enumerate(zip(whole[rank], resumed[rank], strict=False), start=1):
-            for name in differing(values_of(one), values_of(other)):
+            for name in differing(compared_values(one), compared_values(other)):
                 if name not in ignored:
                     found.setdefault(
                         category_of(name), f"{category_of(name)}: {name} at step {number} of a fresh start"

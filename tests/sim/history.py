@@ -262,7 +262,7 @@ def _probe(slot: Any) -> None:
         ("core.home.file_home", "FileHome", "_repair", "repair"),
         ("core.home.file_home", "FileHome", "_sweep", "sweep"),
         ("core.saving.one_save", "", "write", "write"),
-        ("core.saving.after_commit", "AfterCommit", "retain", "retain"),
+        ("core.saving.after_commit", "AfterCommit", "apply_rules", "retain"),
         ("core.home.lease", "LeaseLock", "acquire", "lock"),
         ("core.home.objects.home", "ObjectPublication", "prepare", "prepare"),
         ("core.home.objects.home", "ObjectPublication", "commit", "commit"),

@@ -10,7 +10,7 @@ from packaging.version import Version
 import safe_ckpt
 from safe_ckpt import versions
 from safe_ckpt.errors import UnsupportedVersionError
-from safe_ckpt.versions import SUPPORTED, Supported, judge
+from safe_ckpt.versions import SUPPORTED, Supported, judge_release
 from versions import versions_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,13 +44,13 @@ def installed(monkeypatch):
 )
 def test_a_release_is_judged_by_its_numbers(found, verdict):
     """Local builds, pre-releases and zeros at the end change nothing; only the first number makes a series."""
-    assert judge(found, SOME) == verdict
+    assert judge_release(found, SOME) == verdict
 
 
 def test_before_1_0_the_second_number_makes_a_series():
     """0.20 may break what 0.19 had."""
     early = Supported(lowest="0.17.5", newest="0.19.8", because="")
-    assert [judge(found, early) for found in ("0.17.4", "0.19.9", "0.20.0", "1.0")] == [
+    assert [judge_release(found, early) for found in ("0.17.4", "0.19.9", "0.20.0", "1.0")] == [
         "too old",
         "newer release",
         "newer series",
@@ -62,21 +62,21 @@ def test_a_framework_too_old_is_an_import_error_with_the_remedy(installed):
     """Its fields name the package, both releases, and the command."""
     installed["accelerate"] = "1.2.0"
     with pytest.raises(ImportError) as caught:
-        versions.check("accelerate")
+        versions.refuse_old_releases("accelerate")
     error = caught.value
     assert isinstance(error, UnsupportedVersionError)
     assert (error.package, error.found, error.lowest) == ("accelerate", "1.2.0", SUPPORTED["accelerate"].lowest)
     assert 'pip install --upgrade "safe-ckpt[accelerate]" "accelerate>=1.8"' in str(error)
     installed.update(torch="2.5.1", accelerate="1.9")
     with pytest.raises(UnsupportedVersionError, match=r"torch 2\.5\.1 is too old"):
-        versions.check("accelerate")
+        versions.refuse_old_releases("accelerate")
 
 
 def test_a_framework_that_works_in_part_is_one_warning(installed, caplog):
     """It is let through, and what does not work is said once."""
     installed.update(torch="2.8.0")
-    versions.check()
-    versions.check()
+    versions.refuse_old_releases()
+    versions.refuse_old_releases()
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "torch 2.8.0 is older than 2.9: with gloo a raised timeout has no effect" in said
 
@@ -84,7 +84,7 @@ def test_a_framework_that_works_in_part_is_one_warning(installed, caplog):
 def test_a_framework_that_is_not_installed_is_named_with_its_extra(installed):
     """The extra that brings it is in the message."""
     with pytest.raises(UnsupportedVersionError, match=r"deepspeed is not installed: .*safe-ckpt\[deepspeed\]"):
-        versions.check("deepspeed")
+        versions.refuse_old_releases("deepspeed")
 
 
 def test_a_newer_series_warns_once_and_a_newer_release_never(installed, caplog):
@@ -92,7 +92,7 @@ def test_a_newer_series_warns_once_and_a_newer_release_never(installed, caplog):
     caplog.set_level(logging.INFO, "safe_ckpt")
     installed.update(torch="2.99.0", accelerate="2.0.0")
     for _ in range(2):
-        versions.check("accelerate")
+        versions.refuse_old_releases("accelerate")
     assert [(record.levelname, record.message.split()[0]) for record in caplog.records] == [
         ("INFO", "torch"),
         ("WARNING", "accelerate"),
@@ -103,7 +103,7 @@ def test_a_framework_without_a_version_is_let_through(installed, caplog):
     """Code on the path that nobody installed says nothing of itself."""
     caplog.set_level(logging.INFO, "safe_ckpt")
     installed["accelerate"] = ""
-    versions.check("accelerate")
+    versions.refuse_old_releases("accelerate")
     assert "not known" in caplog.text
 
 
@@ -120,7 +120,7 @@ def test_one_of_lightnings_two_packages_is_enough_and_both_must_fit(installed):
 
 def test_installed_frameworks_are_found_by_the_names_of_pip():
     """Releases are read from what pip wrote down, under the names that it uses."""
-    versions.check("accelerate", "transformers")
+    versions.refuse_old_releases("accelerate", "transformers")
     versions.check_either("lightning", "pytorch-lightning")
 
 

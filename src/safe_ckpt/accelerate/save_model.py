@@ -150,7 +150,7 @@ def _once(values: Mapping[str, OffloadedValue], dtype: torch.dtype | None) -> di
     for name, value in values.items():
         tensor, fetch = value.tensor, value.fetch
         final = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        hugging_face.admit(name, tensor, final)  # first: a sparse one has no memory to be known by
+        hugging_face.refuse_unsaveable(name, tensor, final)  # first: a sparse one has no memory to be known by
         if seen & value.identity:
             continue
         seen |= value.identity

@@ -182,7 +182,7 @@ def _tensors_of(model: Mapping[str, Any] | torch.nn.Module, dtype: torch.dtype |
     found = gather.named_tensors(model if module is None else module)
     tensors = {name: found[key] for key, name in plain_names(found, module).items()}
     for name, tensor in tensors.items():
-        hugging_face.admit(name, tensor, _final(tensor, dtype))
+        hugging_face.refuse_unsaveable(name, tensor, _final(tensor, dtype))
     return tensors
 
 

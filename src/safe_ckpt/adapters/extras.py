@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from safe_ckpt.adapters import export, one_shot
 from safe_ckpt.adapters.export import Exporter
-from safe_ckpt.core.coordination.agreed_config import config_and_more, config_of_all, refused_retention
+from safe_ckpt.core.coordination.agreed_config import agree_on_settings, config_of_all, refused_retention
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.rounds import reraise
 from safe_ckpt.core.formats import file_plan, hugging_face, safetensors
@@ -32,4 +32,4 @@ from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.objects.place import absolute
 from safe_ckpt.core.storage.presence import checked_name, really_inside
 from safe_ckpt.offload.consolidate import agree_parts, own_part
-from safe_ckpt.offload.restore import Part, give_back, parts_of
+from safe_ckpt.offload.restore import Part, files_of_parts, restore_files

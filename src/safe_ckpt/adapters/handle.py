@@ -16,7 +16,7 @@ from typing_extensions import Self
 from safe_ckpt.adapters.patch import MARK, Patch
 from safe_ckpt.adapters.saver import Saver
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.agreed_config import config_and_more
+from safe_ckpt.core.coordination.agreed_config import agree_on_settings
 from safe_ckpt.errors import ClosedError
 
 
@@ -37,7 +37,7 @@ def begin(
         DesyncError: the ranks were given different settings.
         SafeCheckpointError: a save of the earlier handle failed, and its error was not raised yet. That handle is removed.
     """
-    settings, _ = config_and_more(config, functools.partial(check, owner))
+    settings, _ = agree_on_settings(config, functools.partial(check, owner))
     earlier = getattr(owner, MARK, None)
     if earlier is not None:
         earlier.remove()

@@ -58,7 +58,7 @@ def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     """Return what is saved of the optimizer that steps a model's parameters, by their names. On every rank."""
     from safe_ckpt.core.sharding import dcp_read  # DCP takes a while to import
 
-    return {OPTIMIZER: dcp_read.optimizer_state(dcp_read.owner_of(optimizer, {MODEL: model}), optimizer)}
+    return {OPTIMIZER: dcp_read.optimizer_state(dcp_read.module_stepped_by(optimizer, {MODEL: model}), optimizer)}
 
 
 def load_model(engine: Engine, folder: Path, model: torch.nn.Module) -> None:

@@ -16,7 +16,7 @@ from safe_ckpt.core.formats import torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.refusals import changed_meanwhile
 from safe_ckpt.core.saving.request import Payload, PlanningFailed, Snapshot, Streamed
-from safe_ckpt.core.sharding.dtensor import load_optimizer, refuse_local_state, warn_of_rounded
+from safe_ckpt.core.sharding.dtensor import load_keeping_types, refuse_local_state, warn_of_rounded
 from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.state.planner import Models
 from safe_ckpt.core.storage.copier import FileCopy
@@ -182,7 +182,7 @@ def give_back(states: Mapping[str, Any], state_dict: MutableMapping[str, Any]) -
             continue
         one = state_dict[name]
         if isinstance(one, torch.optim.Optimizer):
-            load_optimizer(one, loaded)
+            load_keeping_types(one, loaded)
         elif isinstance(one, Stateful):
             one.load_state_dict(loaded)
         else:

@@ -24,7 +24,7 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manife
 from safe_ckpt.core.formats.verify import verify_if_ours, verify_share
 from safe_ckpt.core.home.candidates import list_directories, newest_sequence
 from safe_ckpt.core.home.standing import Catalog
-from safe_ckpt.core.home.visibility import listed
+from safe_ckpt.core.home.visibility import list_patiently
 from safe_ckpt.core.resuming import one_resume
 from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.resuming.one_resume import Offered
@@ -155,7 +155,7 @@ class Saver:
 
     def list_held(self, home: OpenHome) -> None:
         """List a directory, and number what comes behind what is in it. On rank 0."""
-        found = listed(lambda: self.candidates(home.held.path), self.config.timeouts)
+        found = list_patiently(lambda: self.candidates(home.held.path), self.config.timeouts)
         home.catalog = Catalog(found)
         home.held.start_after(newest_sequence(found))
 

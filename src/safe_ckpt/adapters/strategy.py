@@ -130,7 +130,7 @@ class Whole(Strategy):
         return Planned(files=files, error=attempt.error)
 
 
-def names_in(path: Path) -> set[str]:
+def dcp_names_in(path: Path) -> set[str]:
     """The names of what a directory in the layout of ``torch.distributed.checkpoint`` holds; none where it is no such.
 
     Raises:

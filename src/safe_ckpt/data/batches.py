@@ -212,7 +212,7 @@ class Remaining:
             return iter(())
         given = self._given
         # A sampler of somebody's own may draw in its ``__iter__``, which torch calls before it draws itself.
-        at_once = type(given) is not BatchSampler and not order.is_known(given)
+        at_once = type(given) is not BatchSampler and not order.can_repeat(given)
         return self._from_the_place(loader) if at_once else self._lazily()
 
     def _lazily(self) -> Iterator[Any]:
@@ -240,7 +240,7 @@ class Remaining:
 
     def _drawn(self, loader: Any, sampler: Any, start: int) -> Iterator[Any]:
         """From the generators of this process, as they were when the epoch began."""
-        name = rng.TORCH if order.is_known(sampler) else _GLOBAL
+        name = rng.TORCH if order.can_repeat(sampler) else _GLOBAL
         saved = loader._place.generators.get(name)
         if saved is None:
             before = _state(name)
@@ -250,7 +250,7 @@ class Remaining:
             loader._drawn = {**loader._drawn, name: before}
             return indices
         with rng.borrowed():
-            rng.put_back(torch.default_generator, saved) if name == rng.TORCH else rng.put_all_back(saved)
+            rng.generator_from_text(torch.default_generator, saved) if name == rng.TORCH else rng.put_all_back(saved)
             indices = order.indices(sampler, start)
             return _borrowing(indices, rng.snapshot())
 
@@ -274,4 +274,4 @@ def _borrowing(indices: Iterator[Any], then: Mapping[str, Any]) -> Iterator[Any]
 
 
 def _state(name: str) -> str:
-    return rng.to_text(torch.get_rng_state()) if name == rng.TORCH else rng.all_to_text()
+    return rng.generator_to_text(torch.get_rng_state()) if name == rng.TORCH else rng.all_to_text()

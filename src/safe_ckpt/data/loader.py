@@ -22,7 +22,7 @@ from safe_ckpt.core.coordination.process_groups import world_rank
 from safe_ckpt.core.state import rng
 from safe_ckpt.data import order, workers
 from safe_ckpt.data.batches import Batches, Counter, Remaining, again_from, shown
-from safe_ckpt.data.position import Position, plain
+from safe_ckpt.data.position import Position, plain_state
 from safe_ckpt.errors import RestoreError
 
 logger = logging.getLogger(__name__)
@@ -132,14 +132,14 @@ class Resumable:
         # Under a framework no loop goes on after an error.
         if given.failed and not self.looks_ahead and given.is_over():
             given.passed()
-        drawn = {name: one if isinstance(one, str) else rng.to_text(one) for name, one in self._drawn.items()}
+        drawn = {name: one if isinstance(one, str) else rng.generator_to_text(one) for name, one in self._drawn.items()}
         return dataclasses.replace(
             place,
             batches=place.batches + given.count,
             now=now,
             generators=drawn,
             turn=given.turn,
-            workers={worker: plain(state) for worker, state in given.workers.items()},
+            workers={worker: plain_state(state) for worker, state in given.workers.items()},
             undo=tuple(given.undo),
         )
 

@@ -35,7 +35,7 @@ _DRAWN_AT_ONCE = 32  # by torch.utils.data.RandomSampler with replacement
 _DEEP = 6  # samplers in samplers
 
 
-def is_known(sampler: object) -> bool:
+def can_repeat(sampler: object) -> bool:
     """Whether a sampler is done again here; not a subclass, which may give other indices."""
     return type(sampler) in (
         SequentialSampler,
@@ -159,7 +159,7 @@ def order_of(loader: Any) -> Any:
 
 def draws_itself(sampler: Any) -> bool:
     """Whether it draws from the generators of this process, so that they must be known."""
-    if is_known(sampler):
+    if can_repeat(sampler):
         own = is_spread(sampler) or draws_seed(sampler) or type(sampler) is SequentialSampler
         return not own and getattr(sampler, "generator", None) is None
     return not isinstance(sampler, list | tuple | range)
@@ -184,14 +184,14 @@ def own_generators(loader: Any) -> dict[str, torch.Generator]:
 def own_as_text(loader: Any) -> dict[str, str]:
     """The user's generators as they are now, encoded; none of what is no stock loader."""
     found = own_generators(loader) if isinstance(loader, DataLoader) else {}
-    return {name: rng.to_text(one.get_state()) for name, one in found.items()}
+    return {name: rng.generator_to_text(one.get_state()) for name, one in found.items()}
 
 
 def put_back(loader: Any, texts: Mapping[str, str]) -> None:
     """Set the user's own generators to what was encoded."""
     for name, one in own_generators(loader).items():
         if name in texts:
-            rng.put_back(one, texts[name])
+            rng.generator_from_text(one, texts[name])
 
 
 def _is_asked_plainly(dataset: Any, name: str) -> bool:

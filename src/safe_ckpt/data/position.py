@@ -86,7 +86,7 @@ class Position:
         for given, worker, state, before in reversed(self.undo):
             if given <= batches:
                 break
-            workers.pop(worker, None) if state is None else workers.update({worker: plain(state)})
+            workers.pop(worker, None) if state is None else workers.update({worker: plain_state(state)})
             turn = int(worker)
             if before is not None:
                 drawn.insert(0, before)
@@ -173,6 +173,6 @@ class Position:
             raise RestoreError(key=what, message=message)
 
 
-def plain(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def plain_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state of a worker as plain data."""
     return {**state, RNG: rng.snapshot_to_text(state[RNG])} if RNG in state else state

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from safe_ckpt.adapters.planning import give_back, states_of
-from safe_ckpt.core.coordination.agreed_config import config_and_more
+from safe_ckpt.core.coordination.agreed_config import agree_on_settings
 from safe_ckpt.core.coordination.process_groups import group_of
 from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME
 from safe_ckpt.core.formats.verify import verify_share
 from safe_ckpt.core.home.candidates import look_at
 from safe_ckpt.core.home.home import Candidate
-from safe_ckpt.core.home.visibility import listed
+from safe_ckpt.core.home.visibility import list_patiently
 from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.resuming.named import refuse_missing
 from safe_ckpt.core.resuming.visit import Visit, visiting
@@ -100,7 +100,7 @@ def load(
             check_state(state_dict)
             return path_of(checkpoint_id, "load")
 
-    config, path = config_and_more(given_config(), check, group)
+    config, path = agree_on_settings(given_config(), check, group)
     with visiting(config, group) as ranks, ranks.coordinator.together("load"):
         visit = Visit(ranks=ranks, place=path, look=lambda: _look(path, config))
         states: list[dict[str, Any]] = []
@@ -120,7 +120,7 @@ def _look(path: Path, config: CheckpointConfig) -> tuple[Sequence[Candidate], bo
         return [Candidate(path=path, foreign=True, step=step_of(path.name))], True
     directory = path.parent if path.name == LATEST and not os.path.lexists(path) else path
     refuse_missing(directory)
-    return listed(lambda: candidates(directory) if directory.is_dir() else [], config.timeouts), False
+    return list_patiently(lambda: candidates(directory) if directory.is_dir() else [], config.timeouts), False
 
 
 def _load(

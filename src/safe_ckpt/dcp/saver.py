@@ -12,13 +12,13 @@ from safe_ckpt.adapters.planning import Attempt, note_models
 from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
 from safe_ckpt.adapters.strategy import Sharded
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.agreed_config import config_and_more
+from safe_ckpt.core.coordination.agreed_config import agree_on_settings
 from safe_ckpt.core.coordination.process_groups import ALONE, ProcessGroup, group_of
 from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME
 from safe_ckpt.core.home import retention
 from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.home.standing import Catalog
-from safe_ckpt.core.home.visibility import listed
+from safe_ckpt.core.home.visibility import list_patiently
 from safe_ckpt.core.saving.handle import OpenSave
 from safe_ckpt.core.saving.names import refuse
 from safe_ckpt.core.saving.request import OnCommit
@@ -103,7 +103,7 @@ def saver_for(group: ProcessGroup | None) -> DcpSaver:
     facts = group_of(group)
     found = next((one for one in _savers if not one.closed and one.engine.coordinator.serves(facts)), None)
     if found is None:
-        settings, _ = config_and_more(given_config(), _check, group)
+        settings, _ = agree_on_settings(given_config(), _check, group)
         found = DcpSaver(settings, ADAPTER, owner=_OWNER, group=group)
         _savers.append(found)
     return found
@@ -198,7 +198,7 @@ class DcpSaver(Saver):
             return Catalog()
         family = path.parent, family_of(path.name)
         if self._catalog[0] != family:
-            found = listed(lambda: candidates_in(path.parent, ADAPTER), self.config.timeouts)
+            found = list_patiently(lambda: candidates_in(path.parent, ADAPTER), self.config.timeouts)
             self._catalog = family, Catalog(one for one in found if family_of(one.path.name) == family[1])
         return self._catalog[1]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from safe_ckpt import versions
 
-versions.check("deepspeed")  # before what fails on an older one
+versions.refuse_old_releases("deepspeed")  # before what fails on an older one
 
 from safe_ckpt.deepspeed.handle import Handle, install  # noqa: E402
 

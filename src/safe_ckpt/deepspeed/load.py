@@ -72,7 +72,7 @@ def load(
         result = _restored(core, engine, lambda: restore(str(folder), chosen), folder / chosen if chosen else None)
     if chosen is not None:
         path = folder / chosen
-        nvme.put_back(core, engine, path)
+        nvme.restore_own_files(core, engine, path)
         nvme.resume_all(core, {path: engine}, optimizer_states=optimizer_states)
         place = saver.data_place
         if place is not None and optimizer_states:

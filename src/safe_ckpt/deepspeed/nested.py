@@ -69,5 +69,5 @@ class EngineWrites(Strategy):
                 stack.enter_context(plain_reading(engine))
             yield
         for tag, engine in self._engines.items():
-            nvme.put_back(core, engine, path, f"{tag}/")
+            nvme.restore_own_files(core, engine, path, f"{tag}/")
         nvme.resume_all(core, tags, optimizer_states=optimizer_states)

@@ -16,12 +16,12 @@ from safe_ckpt.adapters import Engine, Planned
 from safe_ckpt.adapters.extras import (
     Part,
     agree_parts,
-    give_back,
+    files_of_parts,
     one_resume,
     own_part,
-    parts_of,
     presence,
     read_manifest,
+    restore_files,
 )
 from safe_ckpt.adapters.pickles import load_data, refusing
 from safe_ckpt.adapters.saver import manifest_of
@@ -41,7 +41,7 @@ def part(engine: Any) -> dict[str, Path]:
     return {f"rank{dp_index_to_str(rank)}": Path(engine.optimizer.optimizer_swapper.swap_folder)}
 
 
-def plan(core: Engine, engine: Any, below: str = "") -> Planned:
+def plan_swap_files(core: Engine, engine: Any, below: str = "") -> Planned:
     """Plan what is to be copied into a checkpoint; nothing without NVMe offload. Every rank calls this.
 
     Args:
@@ -120,7 +120,7 @@ def _swap_files(checkpoint: Path, tag: Path, asked: str, rank: int) -> tuple[int
     return saved_by, {name: (folder / name).stat().st_size for name in names}
 
 
-def put_back(core: Engine, engine: Any, checkpoint: Path, below: str = "") -> None:
+def restore_own_files(core: Engine, engine: Any, checkpoint: Path, below: str = "") -> None:
     """After ``load_checkpoint``: restore this rank's own files if DeepSpeed read another rank's. Every rank calls this.
 
     Two nodes may have stored folders of one name (``use_node_local_storage``); DeepSpeed finds them by that name.
@@ -149,9 +149,9 @@ def put_back(core: Engine, engine: Any, checkpoint: Path, below: str = "") -> No
 
     def find() -> list[Part]:
         manifest = read_manifest(checkpoint)
-        return parts_of(checkpoint, manifest, manifest.notes[NOTE][below], own, core.rank, f"{below}{OFFLOADED}/")
+        return files_of_parts(checkpoint, manifest, manifest.notes[NOTE][below], own, core.rank, f"{below}{OFFLOADED}/")
 
-    give_back(core.coordinator, find, core.config.timeouts.lengthy_s)
+    restore_files(core.coordinator, find, core.config.timeouts.lengthy_s)
     engine.optimizer.reset_swap_buffers()
 
 

@@ -145,7 +145,7 @@ def plan_tag(
     Raises:
         SafeCheckpointError: the swap files cannot be copied; the same on every rank.
     """
-    swapped = nvme.plan(core, engine, below)
+    swapped = nvme.plan_swap_files(core, engine, below)
 
     def write() -> None:
         # Of the class: the instance's own is the one that calls this.

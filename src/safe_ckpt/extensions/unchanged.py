@@ -31,7 +31,7 @@ from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.held import can_be_held, hold, stamp_at
 from safe_ckpt.core.storage.objects.place import Place
-from safe_ckpt.core.storage.source import is_directory
+from safe_ckpt.core.storage.source import has_folder
 from safe_ckpt.core.writer.existing import MOST_BYTES, UNCHANGED, Before, Existing
 from safe_ckpt.errors import CommitOutcomeUnknown, SafeCheckpointError
 from safe_ckpt.extensions.health.examine import NAME as HEALTH
@@ -133,7 +133,7 @@ class UnchangedExtension(Extension):
         wanted = (Wanted.of(plan, unexamined) for plan in request.payload.files)
         return sum(one.length for one in wanted if one is not None and self._candidate(one, root) is not None)
 
-    def begun(self, job: SaveJob) -> Mapping[str, Existing]:
+    def laying_out(self, job: SaveJob) -> Mapping[str, Existing]:
         """See ``Extension``. Before training may change the tensors."""
         root, unexamined = job.home.path, job.request.facts.unexamined
         directory = self._directory(root)
@@ -143,14 +143,14 @@ class UnchangedExtension(Extension):
         try:
             for plan in job.request.payload.files if self._settings.share else ():
                 if (wanted := Wanted.of(plan, unexamined)) is not None:
-                    self._look(plan, wanted, sharing, later=later)
+                    self._find_unchanged(plan, wanted, sharing, later=later)
         except BaseException:  # a Ctrl-C among them
             sharing.close()
             raise
         self._sharing[job.op_id] = sharing
         return {one.path: one for one in sharing.shared}
 
-    def _look(self, plan: FilePlan, wanted: Wanted, sharing: _Sharing, *, later: bool) -> None:
+    def _find_unchanged(self, plan: FilePlan, wanted: Wanted, sharing: _Sharing, *, later: bool) -> None:
         """Look whether a file is there already; ``later``: the writer is to look, once the save before is over."""
         before = self._candidate(wanted, sharing.root)
         # Hashed here only where its bytes lie in host memory as they would in the file.
@@ -159,7 +159,7 @@ class UnchangedExtension(Extension):
                 sharing.perhaps[plan.path] = wanted
             return
         one = self._held(plan.path, before, sharing.root)
-        if one is not None and digest_of(plan) == before.xxh3_128:
+        if one is not None and digest_of_plan(plan) == before.xxh3_128:
             sharing.shared.append(one)
         elif one is not None:
             one.close()
@@ -245,7 +245,7 @@ class UnchangedExtension(Extension):
 
     def resumed(self, home: Home, info: CheckpointInfo, remembered: Any, verified: Manifest | None) -> None:
         """See ``Extension``."""
-        if not (info.verified and is_directory(info.path)):
+        if not (info.verified and has_folder(info.path)):
             return
         if (directory := self._directories.get(home.path)) is not None:
             directory.known = {}
@@ -302,7 +302,7 @@ class UnchangedExtension(Extension):
         return Existing(path, before, fd, examined=examined) if fd is not None or not can_be_held(root) else None
 
 
-def digest_of(plan: FilePlan) -> str:
+def digest_of_plan(plan: FilePlan) -> str:
     """The xxh3-128 of the file that would be written, as hex. Its tensors are in host memory and contiguous."""
     whole, at = xxhash.xxh3_128(), 0
     parts: list[tuple[int, Any]] = [*plan.pieces, *plan.tensors]

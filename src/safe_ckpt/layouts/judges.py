@@ -23,7 +23,7 @@ _MOST_BYTES = 64 << 20
 
 def judges_of(folder: Path) -> list[Judge]:
     """Return the judges of all frameworks for the checkpoints in ``folder``."""
-    return [functools.partial(judge, folder) for judge in (tags, copies, best, kept)]
+    return [functools.partial(judge, folder) for judge in (tags, copies, judge_best, kept)]
 
 
 def tags(top: Path, usable: Sequence[Candidate]) -> Iterator[Note]:
@@ -78,7 +78,7 @@ def copies(_: Path, usable: Sequence[Candidate]) -> Iterator[Note]:
             yield Note(path=candidate.path, says="by name", why="a Trainer looks for checkpoint-<step> only")
 
 
-def best(folder: Path, usable: Sequence[Candidate]) -> Iterator[Note]:
+def judge_best(folder: Path, usable: Sequence[Candidate]) -> Iterator[Note]:
     """A Trainer of Transformers loads in the end what its newest checkpoint calls the best."""
     newest = next((c for c in usable if TRANSFORMERS.number_of(c.path.name) is not None), None)
     name = _best_model(newest.file_path / TRAINER_STATE) if newest is not None else ""

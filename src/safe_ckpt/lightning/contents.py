@@ -62,7 +62,7 @@ def planned(saver: SaverOfTrainer, path: Path, *, weights_only: bool | None, who
         given = checkpoint or {}
         parts = {name: given[name] for name in strategies.IN_PARTS if name in given}
         model = trainer.strategy.model
-        gathers = Whole(engine, lambda found: files_of({**given, **strategies.numbered(found, model)}))
+        gathers = Whole(engine, lambda found: files_of({**given, **strategies.whole_states(found, model)}))
         return gathers.plan(parts, attempt)
     files: list[FilePlan] = []
     if checkpoint is not None and attempt.error is None:
@@ -87,7 +87,7 @@ def _whole_checkpoint(
         texts: dict[int, str] = {}
         saver.engine.agree("ranks' states", local=lambda: text, decide=texts.update)
         with attempt:
-            kept = loop_state.assemble(texts)
+            kept = loop_state.assemble_notes(texts)
     if checkpoint is not None and kept["ranks"] and attempt.error is None:
         checkpoint = {**checkpoint, loop_state.KEY: kept}
     return checkpoint

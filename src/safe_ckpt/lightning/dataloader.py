@@ -100,7 +100,7 @@ def _go_to_places(fit_loop: Any) -> None:
     unseen = max(0, batches.current.ready - batches.current.processed)
     over = batches.is_last_batch and not unseen
     if fit_loop.restarting or all(map(_is_ours, saved)):
-        places = [at_end(one) if over else at_batch(one, unseen=unseen) for one in saved]
+        places = [state_at_end(one) if over else at_batch(one, unseen=unseen) for one in saved]
         fit_loop._combined_loader._load_state_dicts(places)
 
 
@@ -124,11 +124,11 @@ def load_again(fit_loop: Any, saved: Sequence[Any]) -> None:
     """
     fetcher, loaders = fit_loop._data_fetcher, fit_loop._combined_loader
     if fetcher is not None and fetcher.fetched and saved and all(map(_is_ours, saved)):
-        loaders._load_state_dicts([at_end(one) for one in saved])
+        loaders._load_state_dicts([state_at_end(one) for one in saved])
         _give_back(fit_loop)
 
 
-def own_generators(loaders: Any) -> list[dict[str, str]]:
+def generators_at_start(loaders: Any) -> list[dict[str, str]]:
     """The generators that the user gave to loaders that do not save them: an epoch begins with them."""
     return [{} if isinstance(one, Resumable) else facts.own_as_text(one) for one in loaders.flattened]
 
@@ -186,7 +186,7 @@ def states(loaders: Any, *, ended: bool, unseen: int, trained: int, now: dict[st
     return saved
 
 
-def at_end(state: Any) -> Any:
+def state_at_end(state: Any) -> Any:
     """The state of a loader after the last batch of an epoch. Lightning does not ask for more, so the loader cannot know."""
     if not _is_ours(state):
         return state

@@ -47,7 +47,7 @@ def capture(trainer: Any, noted: NotedStates) -> dict[str, Any]:
             )
     rng, states, own = place["rng"], [], []
     if loop._combined_loader is not None:
-        own = dataloader.own_generators(loop._combined_loader) if ended else []
+        own = dataloader.generators_at_start(loop._combined_loader) if ended else []
         # The fetcher has taken batches that it has not handed on: one, of loaders that have no length. It drops that one where
         # the next one cannot be fetched.
         fetcher = loop._data_fetcher
@@ -81,7 +81,7 @@ def _place(trainer: Any) -> dict[str, Any]:
     }
 
 
-def assemble(texts: Mapping[int, str]) -> dict[str, Any]:
+def assemble_notes(texts: Mapping[int, str]) -> dict[str, Any]:
     """On rank 0: what goes into the checkpoint. A rank that has failed sends no text: then there are no ``ranks``.
 
     Raises:
@@ -159,7 +159,7 @@ def prepare(checkpoint: dict[str, Any], rank: int, size: int) -> Continuation | 
     if mine is not None and "state_dict" in fit_loop:
         state["combined_loader"] = mine["loaders"]
     if not mid_epoch and "combined_loader" in state:
-        state["combined_loader"] = [dataloader.at_end(one) for one in state["combined_loader"]]
+        state["combined_loader"] = [dataloader.state_at_end(one) for one in state["combined_loader"]]
     behind = _go_on_within_epoch(fit_loop) if mid_epoch else _let_epoch_end(fit_loop)
     return Continuation(
         mine=mine,
@@ -262,13 +262,13 @@ def continue_from(trainer: Any, continuation: Continuation, undo: Patch) -> None
     dataloader.refuse_unused(fit_loop)
     within = continuation.mid_epoch or continuation.behind
     rng = mine["rng"] if mine is not None else None
-    epoch_start.put_back(trainer, rng, continuation.accumulates, undo, within=within)
+    epoch_start.set_at_epoch_start(trainer, rng, continuation.accumulates, undo, within=within)
     # Its loaders do not know where they were. Lightning would begin them anew and end the validation after the number of
     # batches that is left of it, which is one where it was over: a metric of those is none. It is done whole, or not at all.
     epoch_loop.val_loop.restarting = False
     epoch_loop.val_loop._has_run = False  # a finder of learning rates has validated, too
     if mine is not None and mine.get("results") is not None:
-        results.put_back(trainer, mine["results"], undo, over=not within)
+        results.put_logged_back(trainer, mine["results"], undo, over=not within)
         if continuation.epoch_due:
             _let_schedulers_catch_up(trainer)
     elif within:

@@ -80,7 +80,7 @@ def _bytes(value: Any) -> float:
     return 8 if isinstance(value, int | float) else float("inf")
 
 
-def put_back(trainer: Any, saved: Mapping[str, Any], undo: Patch, *, over: bool) -> None:
+def put_logged_back(trainer: Any, saved: Mapping[str, Any], undo: Patch, *, over: bool) -> None:
     """Put back, at ``on_train_start``, what was logged.
 
     Args:

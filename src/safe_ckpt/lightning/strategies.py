@@ -75,7 +75,7 @@ def split(checkpoint: Mapping[str, Any], form: Form) -> tuple[dict[str, Any], di
     return states, rest
 
 
-def numbered(gathered: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+def whole_states(gathered: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
     """Whole states as a full checkpoint has them."""
     if "optimizer_states" in gathered:
         gathered["optimizer_states"] = [_by_number(state, model) for state in gathered["optimizer_states"]]

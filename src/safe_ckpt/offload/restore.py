@@ -93,9 +93,9 @@ def restore_offloaded(
             if manifest.notes.get("adapter") != ADAPTER:
                 raise RestoreError(path=str(path), message="consolidate_offloaded did not make it")
             wanted = {name: Path(os.path.abspath(folder)) for name, folder in targets.items()}
-            return parts_of(path, manifest, manifest.notes["parts"], wanted, coordinator.rank)
+            return files_of_parts(path, manifest, manifest.notes["parts"], wanted, coordinator.rank)
 
-        give_back(coordinator, find, timeout_s)
+        restore_files(coordinator, find, timeout_s)
     finally:
         coordinator.release(keep=True)
 
@@ -110,7 +110,7 @@ class Part:
     target: Path
 
 
-def parts_of(
+def files_of_parts(
     checkpoint: Path,
     manifest: Manifest,
     notes: Sequence[Mapping[str, Any]],
@@ -143,7 +143,7 @@ def parts_of(
     return parts
 
 
-def give_back(coordinator: Coordinator, find: Callable[[], list[Part]], timeout_s: float) -> None:
+def restore_files(coordinator: Coordinator, find: Callable[[], list[Part]], timeout_s: float) -> None:
     """Copy, verify, agree, and only then give the files their names. Every rank calls this.
 
     Args:

@@ -30,7 +30,7 @@ class SettingRow:
     meaning: str
 
 
-def rows(kind: type) -> list[SettingRow]:
+def setting_rows(kind: type) -> list[SettingRow]:
     """All settings, in the order of the fields."""
     found = []
     for key in keys(kind):
@@ -51,7 +51,7 @@ def rows(kind: type) -> list[SettingRow]:
 def markdown(kind: type) -> str:
     """The reference as one page: an introduction, then a table for each section, those of the top level first."""
     sections: dict[type, list[SettingRow]] = {kind: []}  # those of the top level come first
-    for key, row in zip(keys(kind), rows(kind), strict=True):
+    for key, row in zip(keys(kind), setting_rows(kind), strict=True):
         sections.setdefault(key.section, []).append(row)
     parts = [_INTRODUCTION.read_text(encoding="utf-8")]
     for section, own in sections.items():
@@ -70,7 +70,7 @@ def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def schema(kind: type) -> dict[str, Any]:
+def json_schema(kind: type) -> dict[str, Any]:
     """The JSON schema (draft 2020-12) of the YAML file.
 
     The settings of ``kind`` are at its top level, or under ``safe_ckpt:`` beside anything else.

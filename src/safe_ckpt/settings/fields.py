@@ -1,6 +1,6 @@
 """The fields of a tree of frozen dataclasses: their keys and limits, how they are built from plain data, and their checks.
 
-Every dataclass of the tree calls ``check`` when it is built; ``build`` makes a tree from plain data such as parsed YAML.
+Every dataclass of the tree calls ``check_values`` when it is built; ``build`` makes a tree from plain data such as parsed YAML.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def _value(key: Key, value: object, path: str) -> Any:
     return value
 
 
-def check(settings: Any) -> None:
+def check_values(settings: Any) -> None:
     """Refuse values of the wrong type or out of range, so that what comes after may rely on them.
 
     Raises:
@@ -345,7 +345,7 @@ def deviations(settings: Any) -> str:
         pair = (value_at(settings, key.path), key.default)
         value, default = (None if each is None else key.kind(each) for each in pair)
         if value != default:
-            different.append(f"{key.path}={shown(key, value)!r}")
+            different.append(f"{key.path}={shown_value(key, value)!r}")
     text = ", ".join(sorted(different)) or DEFAULTS
     if len(text) <= _LONGEST_DEVIATIONS:
         return text
@@ -353,6 +353,6 @@ def deviations(settings: Any) -> str:
     return f"{text[:_LONGEST_DEVIATIONS]}... (sha256 {digest})"
 
 
-def shown(key: Key, value: Any) -> Any:
+def shown_value(key: Key, value: Any) -> Any:
     """The value of a setting as anybody may see it."""
     return HIDDEN_VALUE if key.limits.secret and value else value

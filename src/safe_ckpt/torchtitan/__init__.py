@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from safe_ckpt import versions
 
-versions.check("torchtitan")  # before what fails on an older one
+versions.refuse_old_releases("torchtitan")  # before what fails on an older one
 
 from safe_ckpt.torchtitan.manager import SafeCheckpointManager  # noqa: E402
 

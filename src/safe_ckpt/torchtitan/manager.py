@@ -16,7 +16,7 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
 from safe_ckpt.adapters import OpenSave
-from safe_ckpt.adapters.extras import config_and_more, policy_of, refused_retention
+from safe_ckpt.adapters.extras import agree_on_settings, policy_of, refused_retention
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.layouts.table import TORCHTITAN
@@ -73,7 +73,7 @@ class SafeCheckpointManager(CheckpointManager):
         if not self.enable:
             return
         self.async_mode = AsyncMode.DISABLED if config.async_mode == "disabled" else AsyncMode.ASYNC
-        settings, _ = config_and_more(config.settings, functools.partial(_check, config, self.folder))
+        settings, _ = agree_on_settings(config.settings, functools.partial(_check, config, self.folder))
         self._folder = Path(os.path.abspath(self.folder))
         self._saver = ManagerSaver(settings, self.states[MODEL].model, config.keep_latest_k)
         try:

@@ -11,7 +11,7 @@ from safe_ckpt.adapters import Attempt, OnCommit, OpenSave, Planned
 from safe_ckpt.adapters.extras import Candidate, keep_newest, one_resume
 from safe_ckpt.adapters.planning import give_back, go_on, note_models, states_of
 from safe_ckpt.adapters.saver import Saver, candidates_in
-from safe_ckpt.adapters.strategy import Sharded, names_in
+from safe_ckpt.adapters.strategy import Sharded, dcp_names_in
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.layouts.table import TORCHTITAN, WEIGHTS_ONLY
@@ -153,7 +153,7 @@ def _judged(candidate: Candidate) -> Candidate:
         alone = bool(candidate.manifest.notes.get(_WEIGHTS_NOTE))
     else:
         try:
-            alone = not any(name.startswith(f"{OPTIMIZER}.") for name in names_in(candidate.file_path))
+            alone = not any(name.startswith(f"{OPTIMIZER}.") for name in dcp_names_in(candidate.file_path))
         except CorruptCheckpointError as error:
             return replace(candidate, problem=f"{error.file}: {error.message}")
     return replace(candidate, problem=WEIGHTS_ONLY) if alone else candidate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from safe_ckpt import versions
 
-versions.check("transformers", "accelerate")  # before what fails on an older one
+versions.refuse_old_releases("transformers", "accelerate")  # before what fails on an older one
 
 from safe_ckpt.transformers.mixin import SafeCheckpointMixin  # noqa: E402
 

@@ -34,7 +34,7 @@ _GATHER = "gather_sharded_state_dict_for_save"
 _BARRIER = "barrier_after_gathered_checkpoint_save"
 
 
-def is_sharded(trainer: Any) -> bool:
+def came_in_parts(trainer: Any) -> bool:
     """Whether the model came to the Trainer in parts: its parameters are DTensors."""
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return False
@@ -117,7 +117,7 @@ def gathered(engine: Engine, model: torch.nn.Module, state: Mapping[str, Any]) -
     return {name: whole[name] if name in whole else whole[alias[name]] for name in state}
 
 
-def states(trainer: Any) -> dict[str, Any]:
+def states_by_folder(trainer: Any) -> dict[str, Any]:
     """Folder to the state dict that goes there, of which this process has its parts. On every process."""
     if trainer.args.save_only_model:
         return {}
@@ -127,7 +127,7 @@ def states(trainer: Any) -> dict[str, Any]:
     }
 
 
-def load_model(engine: Engine, trainer: Any, path: Path) -> bool:
+def restore_model(engine: Engine, trainer: Any, path: Path) -> bool:
     """Restore the weights, from their parts or from ``save_pretrained``'s files. Every process calls this.
 
     Returns:
@@ -141,18 +141,18 @@ def load_model(engine: Engine, trainer: Any, path: Path) -> bool:
     folder = path / MODEL_FOLDER
     if engine.agree("parts", must_match={"path": path}, decide=lambda _: parts.is_saved(folder)):
         parts.load_model(engine, folder, trainer.model)
-    elif is_sharded(trainer):
+    elif came_in_parts(trainer):
         parts.load_whole(engine, path, trainer.model, functools.partial(_whole, path))
     else:
         return False
     return True
 
 
-def load_optimizer(engine: Engine, trainer: Any, path: Path) -> bool:
+def restore_optimizer(engine: Engine, trainer: Any, path: Path) -> bool:
     """Restore the optimizer and its schedule, as far as the checkpoint has them. Every process calls this.
 
     Returns:
-        Whether there is nothing left to restore; see ``load_model``.
+        Whether there is nothing left to restore; see ``restore_model``.
 
     Raises:
         RestoreError: they do not fit; on every process.
@@ -171,13 +171,13 @@ def load_optimizer(engine: Engine, trainer: Any, path: Path) -> bool:
         parts.load_optimizer(engine, folder, trainer.model, plain(trainer.optimizer))
         saved = torch.load(path / SCHEDULER, weights_only=True)
         trainer.lr_scheduler.load_state_dict(_of_groups(saved, trainer.lr_scheduler))
-    elif found == "whole" and is_sharded(trainer):
+    elif found == "whole" and came_in_parts(trainer):
         message = (
             "its optimizer was saved whole, by numbers; parts of one are found by names. Resume from it with a model that "
             "is not sharded when it is loaded, or delete optimizer.pt there to begin with a fresh optimizer"
         )
         raise RestoreError(path=str(path), key="optimizer", message=message)
-    return found == "parts" or is_sharded(trainer)
+    return found == "parts" or came_in_parts(trainer)
 
 
 def plain(optimizer: Any) -> Any:

@@ -15,7 +15,14 @@ from transformers import trainer as upstream
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from safe_ckpt.adapters import Patch
-from safe_ckpt.adapters.extras import absolute, config_and_more, keeping_types, one_resume, policy_of, refused_retention
+from safe_ckpt.adapters.extras import (
+    absolute,
+    agree_on_settings,
+    keeping_types,
+    one_resume,
+    policy_of,
+    refused_retention,
+)
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.config import CheckpointConfig
@@ -109,7 +116,7 @@ class SafeCheckpointMixin(_Base):
             SafeCheckpointError: a save failed, and its error was not raised yet.
         """
         check = functools.partial(_check, self, resume_from_checkpoint)
-        config, _ = config_and_more(self.checkpoint_config, check)
+        config, _ = agree_on_settings(self.checkpoint_config, check)
         with TransformersSaver(config, self.checkpoint_hooks) as saver, saver.sharing.loading(self):
             self._safe_saver = saver
             self._begun_in = os.getcwd()  # a relative output_dir means the place that it names now
@@ -135,7 +142,7 @@ class SafeCheckpointMixin(_Base):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         path, saver = Path(resume_from_checkpoint), self._safe_saver
         with one_resume.naming_older(path, BY_NAME):
-            if saver is None or not at_load.load_model(saver.engine, self, path):
+            if saver is None or not at_load.restore_model(saver.engine, self, path):
                 super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -144,7 +151,7 @@ class SafeCheckpointMixin(_Base):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         with one_resume.naming_older(Path(checkpoint), BY_NAME):
-            if at_load.load_optimizer(saver.engine, self, Path(checkpoint)):
+            if at_load.restore_optimizer(saver.engine, self, Path(checkpoint)):
                 return
             with keeping_types([at_load.plain(self.optimizer)]):
                 super()._load_optimizer_and_scheduler(checkpoint)
@@ -238,8 +245,8 @@ class SafeCheckpointMixin(_Base):
         if self._safe_saver is not None and self.state.best_model_checkpoint is not None:
             path = Path(self.state.best_model_checkpoint)
             self._safe_saver.verify_if_there(path)
-            if at_load.is_sharded(self):
-                at_load.load_model(self._safe_saver.engine, self, path)
+            if at_load.came_in_parts(self):
+                at_load.restore_model(self._safe_saver.engine, self, path)
                 return
         super()._load_best_model()
 

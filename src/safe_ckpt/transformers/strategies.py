@@ -44,13 +44,13 @@ def check(trainer: Any, config: CheckpointConfig) -> None:
         raise ConfigError(key="TrainingArguments.fsdp_config['version']", message=message)
     if is_shared(trainer):
         accelerate.check(trainer.accelerator, config)
-    if at_load.is_sharded(trainer):
+    if at_load.came_in_parts(trainer):
         at_load.check(trainer)
 
 
 def is_shared(trainer: Any) -> bool:
     """Whether several processes have parts of the model or of the optimizer."""
-    return bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled) or at_load.is_sharded(trainer)
+    return bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled) or at_load.came_in_parts(trainer)
 
 
 def _gathers(trainer: Any) -> bool:
@@ -96,7 +96,7 @@ class Sharing:
 
     def besides(self, trainer: Any) -> tuple[str, ...]:
         """Files that the Trainer would write into a checkpoint's folder and that are not in ours."""
-        return at_load.NOT_WRITTEN if at_load.is_sharded(trainer) else ()
+        return at_load.NOT_WRITTEN if at_load.came_in_parts(trainer) else ()
 
     @contextlib.contextmanager
     def noting(self, trainer: Any, folder: Path) -> Iterator[Noted]:
@@ -106,7 +106,7 @@ class Sharing:
             if _gathers(trainer):
                 gathers = {"get_state_dict": noted.after_meeting(trainer.accelerator.get_state_dict)}
                 patch.put(trainer.accelerator, gathers)
-            if at_load.is_sharded(trainer):
+            if at_load.came_in_parts(trainer):
                 gather = functools.partial(at_load.gathered, self._core)
                 at_load.gather_with(patch, trainer, noted.after_meeting(gather))
             if trainer.is_fsdp_enabled:
@@ -142,10 +142,10 @@ class Sharing:
         attempt = Attempt()  # what it gets is the same on all processes
         if trainer.is_fsdp_enabled:
             return self._sharded.plan(caught.shards, attempt, dict.fromkeys(caught.shards, trainer.model))
-        if at_load.is_sharded(trainer):
+        if at_load.came_in_parts(trainer):
             states: dict[str, Any] = {}
             with attempt:
-                states = at_load.states(trainer)
+                states = at_load.states_by_folder(trainer)
             return self._sharded.plan(states, attempt, {at_load.MODEL_FOLDER: trainer.model})
         from safe_ckpt.deepspeed.nested import EngineWrites
 

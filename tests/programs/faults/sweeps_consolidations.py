@@ -8,7 +8,7 @@ import sweep
 
 from safe_ckpt import consolidate_offloaded
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 
 FILES = {"a": 3, "b": 5000, "deep/c": 9000, "deep/d": 0}
 
@@ -37,7 +37,7 @@ class Folders(sweep.Numbered):
 
     def number(self, folder):
         manifest = read_manifest(folder / "ckpt")
-        verify(folder / "ckpt", manifest)
+        verify_files(folder / "ckpt", manifest)
         contents = {name: (folder / "ckpt/part" / name).read_bytes() for name in FILES}
         assert len(manifest.files) == len(FILES)
         number = contents["a"][0]

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from safe_ckpt.core.storage.reader import digest_of
-from safe_ckpt.tools.inspection.check import Task, judge
+from safe_ckpt.tools.inspection.check import Task, verify_tasks
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 file = Path(sys.argv[1])
@@ -16,6 +16,6 @@ def job(told):
 
 
 try:
-    judge([Task(path=file, kind="x", size_bytes=1, jobs=[job])])
+    verify_tasks([Task(path=file, kind="x", size_bytes=1, jobs=[job])])
 except KeyboardInterrupt:
     sys.exit(130)

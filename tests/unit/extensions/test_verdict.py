@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from safe_ckpt.core.formats.health_section import described
+from safe_ckpt.core.formats.health_section import describe_unhealthy
 from safe_ckpt.extensions.health.extension import Known
 from safe_ckpt.extensions.health.regions import Region
 from safe_ckpt.extensions.health.verdict import Expectation, is_sick, of_checkpoint
@@ -70,7 +70,7 @@ def test_the_worst_twenty_sick_tensors_are_named():
     found = Expectation().judge(FACTS, [row(f"t{number}", nan=number) for number in range(1, 31)])
     assert [one["name"] for one in found["sick"][:3]] == ["t30", "t29", "t28"]
     assert (len(found["sick"]), found["sick_tensors"]) == (20, 30)
-    words = described(of_checkpoint({"m.safetensors": found}, "mark"))
+    words = describe_unhealthy(of_checkpoint({"m.safetensors": found}, "mark"))
     assert words.startswith("m.safetensors: t30 has 30 NaN among 10 numbers; ")
     assert words.endswith("; and 27 tensors more")
 

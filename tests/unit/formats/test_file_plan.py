@@ -21,7 +21,7 @@ from safe_ckpt.core.formats import dtypes, file_plan, torch_archive
 from safe_ckpt.core.formats.file_plan import KnownBytes
 from safe_ckpt.core.formats.manifest import RECORD_NAME, archive_digest, read_manifest
 from safe_ckpt.core.formats.safetensors import fits_safetensors, safetensors_plan
-from safe_ckpt.core.formats.verify import verify, verify_archive, verify_if_ours
+from safe_ckpt.core.formats.verify import verify_archive, verify_files, verify_if_ours
 from safe_ckpt.core.formats.zip_archive import Record
 from safe_ckpt.core.sharding import dcp_entries
 from safe_ckpt.core.staging import snapshot
@@ -138,7 +138,7 @@ def test_an_archive_beyond_4_gib_is_read_by_torch_and_zipfile(tmp_path):
     from safe_ckpt.core.formats import zip_archive
 
     for name, length in (("data/0", size), ("data/1", 5)):
-        record = zip_archive.place(f"archive/{name}", length, at)
+        record = zip_archive.place_record(f"archive/{name}", length, at)
         pieces.append((record.header_offset, zip_archive.local_header(record)))
         records.append(record)
         at = record.end
@@ -193,7 +193,7 @@ def test_every_single_flipped_byte_is_found(tmp_path):
     file, result = write(image, tmp_path, SOME_FACTS)
     good = file.read_bytes()
     assert len(good) == result.size_bytes
-    assert verify(file, read_manifest(file)) == len(good)
+    assert verify_files(file, read_manifest(file)) == len(good)
     missed = []
     for offset in range(len(good)):
         file.write_bytes(good[:offset] + bytes([good[offset] ^ 1]) + good[offset + 1 :])

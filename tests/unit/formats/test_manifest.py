@@ -4,7 +4,7 @@ import pytest
 
 from kit.manifests import checkpoint, rewrite
 from safe_ckpt.core.formats.manifest import FileEntry, read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 
 
@@ -12,7 +12,7 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path):
     """Reading gives the same facts, and the payload checks out."""
     made = checkpoint(tmp_path, {"a.bin": b"abc", "sub/b.bin": b""})
     assert read_manifest(tmp_path) == made
-    assert verify(tmp_path, made) == 3
+    assert verify_files(tmp_path, made) == 3
 
 
 def test_every_byte_of_the_manifest_is_guarded(tmp_path):
@@ -47,7 +47,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     made = checkpoint(tmp_path, {"a.bin": b"abc", "b.bin": b"x"})
     damage(tmp_path)
     with pytest.raises(CorruptCheckpointError) as caught:
-        verify(tmp_path, made)
+        verify_files(tmp_path, made)
     assert caught.value.file == "a.bin"
 
 
@@ -55,7 +55,7 @@ def test_extra_files_do_no_harm(tmp_path):
     """A file that the manifest does not know, such as .nfs0001, is not treated as damage."""
     made = checkpoint(tmp_path, {"a.bin": b"abc"})
     (tmp_path / ".nfs0001").write_bytes(b"?")
-    verify(tmp_path, made)
+    verify_files(tmp_path, made)
 
 
 @pytest.mark.parametrize("path", ["../outside", "a/../../b", "/etc/passwd", "", "a\0b"])

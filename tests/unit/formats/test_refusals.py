@@ -146,7 +146,7 @@ def test_exports_and_adapters_files_refuse_a_tensor_without_memory(tmp_path):
         lambda: hugging_face.plans(bad, 1 << 30),
         lambda: hugging_face.plans(bad, 1),
         lambda: named_safetensors_plan("x", bad),
-        lambda: hugging_face.admit("bad", bad["bad"], torch.float32),
+        lambda: hugging_face.refuse_unsaveable("bad", bad["bad"], torch.float32),
     ]
     with Checkpointer(tmp_path / "d") as ckpt:
         ways += [lambda: ckpt.export(bad, tmp_path / "e"), lambda: ckpt.export(bad, tmp_path / "e", dtype=torch.half)]

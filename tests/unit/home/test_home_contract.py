@@ -41,7 +41,7 @@ class TestObjectHome(HomeContract):
         return ObjectHome(self.at, lease_s=60)
 
     def take_away(self, home):
-        object_lock.take_away(self.at, unfenced=False)
+        object_lock.take_directory_away(self.at, unfenced=False)
 
 
 class TestObjectHomeOfAStoreThatLosesAnswers(TestObjectHome):

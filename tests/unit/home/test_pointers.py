@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from kit.manifests import checkpoint, rewrite
 from safe_ckpt.core.home.candidates import list_directories
-from safe_ckpt.core.home.retention import after_commit, keep_newest
+from safe_ckpt.core.home.retention import decide_deletions, keep_newest
 from safe_ckpt.core.home.standing import Catalog, named_by, standing_of
 from safe_ckpt.layouts.judges import judges_of
 from safe_ckpt.tools.cli.app import app
@@ -83,7 +83,7 @@ def test_what_a_pointer_names_outlives_every_commit(tmp_path, written):
     found = list_directories(tmp_path)
     infos = sorted((one.info for one in found), key=lambda info: info.sequence)
     catalog = Catalog((one for one in found if one.info.step != 11), pointers=[tmp_path / "latest"])
-    decision = after_commit(infos[-1], catalog, keep_newest(1))
+    decision = decide_deletions(infos[-1], catalog, keep_newest(1))
     assert sorted(path.name for path in decision.to_delete) == ["global_step10", "global_step8"]
 
 

@@ -11,8 +11,8 @@ from safe_ckpt import CheckpointConfig, Checkpointer, CheckpointInfo, Retention
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest
 from safe_ckpt.core.home.retention import (
     Unjudged,
-    after_commit,
     best,
+    decide_deletions,
     delete_listed,
     keep_newest,
     policy_of,
@@ -100,7 +100,7 @@ def test_a_metric_of_a_copy_or_of_an_unhealthy_checkpoint_is_none_to_choose_by(t
     ]
     catalog = Catalog()
     for one in made:
-        decision = after_commit(one, catalog, policy_of(rules))
+        decision = decide_deletions(one, catalog, policy_of(rules))
         assert decision.to_delete == []
     assert decision.unjudged == Unjudged(metric="loss", known=("acc",))
     assert (unjudged([], rules), unjudged(made, Retention(keep_last=1, metric="loss"))) == (None, None)
@@ -123,13 +123,13 @@ def test_the_newest_commit_stays_whatever_a_policy_chooses(tmp_path):
     catalog, steps = Catalog(), (500, 1000, 600)
     made = [_committed(tmp_path / f"step-{step}", step, number) for number, step in enumerate(steps)]
     for one in made[:2]:
-        after_commit(one, catalog, None)
-    decision = after_commit(made[2], catalog, all_of_them)
+        decide_deletions(one, catalog, None)
+    decision = decide_deletions(made[2], catalog, all_of_them)
     assert (decision.to_delete, decision.kept) == ([made[0].path, made[1].path], ["step-600"])
     marked = replace(_committed(tmp_path / "step-700", 700, 3), marked=True)
-    assert after_commit(marked, catalog, all_of_them).to_delete == []
+    assert decide_deletions(marked, catalog, all_of_them).to_delete == []
     last = _committed(tmp_path / "step-100", 100, 4)
-    assert after_commit(last, catalog, all_of_them).to_delete == [made[2].path]
+    assert decide_deletions(last, catalog, all_of_them).to_delete == [made[2].path]
 
 
 @given(st.lists(st.integers(0, 1000), unique=True, max_size=12), st.integers(-1, 6), st.integers(-1, 11))
@@ -174,12 +174,12 @@ def test_retention_keeps_what_a_pointer_names_or_another_job_saved(tmp_path):
     (tmp_path / "latest").write_text("step-9\n")
     catalog = Catalog(pointers=[tmp_path / "latest", tmp_path / "missing"])
     for one in made[:4]:
-        assert after_commit(one, catalog, None) is None
+        assert decide_deletions(one, catalog, None) is None
     _committed(tmp_path / "step-10", 10)  # saved again by another job
-    decision = after_commit(made[4], catalog, keep_newest(1))
+    decision = decide_deletions(made[4], catalog, keep_newest(1))
     assert (decision.to_delete, decision.kept) == ([made[0].path, made[3].path], ["step-9", "step-12"])
     assert [one.step for one in catalog.committed] == [9, 10, 12]
-    listed = after_commit(made[4], None, delete_listed([tmp_path / "old"]))
+    listed = decide_deletions(made[4], None, delete_listed([tmp_path / "old"]))
     assert (listed.to_delete, listed.kept) == ([tmp_path / "old"], [])
 
 

@@ -16,11 +16,11 @@ from safe_ckpt.core.formats.manifest import Manifest
 from safe_ckpt.core.home.objects import head as object_head
 from safe_ckpt.core.home.objects.head import Head, folders_of, list_objects, read_head
 from safe_ckpt.core.home.objects.home import ObjectHome
-from safe_ckpt.core.home.objects.lock import owner_of, take_away
+from safe_ckpt.core.home.objects.lock import owner_of, take_directory_away
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
-from safe_ckpt.tools.inspection.check import judge, plan
+from safe_ckpt.tools.inspection.check import plan_tasks, verify_tasks
 from safe_ckpt.tools.inspection.fetch import fetch
 from safe_ckpt.tools.inspection.listing import read_listing
 
@@ -210,7 +210,7 @@ def test_one_wrong_read_of_the_head_replaces_nobody(place, proxy, elsewhere, wro
     root.commit(folder, manifest.to_bytes())
     announced(root, 2)
     proxy.rewrite = liar = Liar(of(HEAD), WRONG[wrong])
-    take_away(place, unfenced=False)
+    take_directory_away(place, unfenced=False)
     assert (liar.told, read_head(place).lease) == (1, None)
     proxy.rewrite = liar = Liar(of(HEAD), WRONG[wrong])
     again = opened(place)
@@ -232,7 +232,7 @@ def test_an_old_state_of_the_head_replaces_nobody(place, proxy, elsewhere):
     assert (root.taken_over(), liar.told) == (None, 1)
     announced(root, 1)
     fall_silent(root)
-    take_away(place, unfenced=False)
+    take_directory_away(place, unfenced=False)
     assert "took the directory over" in str(root.taken_over())
 
 
@@ -263,7 +263,7 @@ def test_one_wrong_read_condemns_no_checkpoint(bucket, place, proxy, tmp_path, w
 
     looks = {
         "list": lambda: [one.manifest.step for one in read_listing(place).standing.usable] == [2, 1],
-        "verify": lambda: judge([plan(newest)])[0].state == "valid",
+        "verify": lambda: verify_tasks([plan_tasks(newest)])[0].state == "valid",
         "fetch": lambda: fetch(newest, tmp_path).is_dir(),
         "resume": lambda: resumed(bucket) == 2,
     }

@@ -138,7 +138,7 @@ def test_an_interrupted_look_leaves_nothing_under_way(bucket, monkeypatch):
         for number in (1, 2):
             ckpt.save(number, job.state).result(timeout_s=30)
         with monkeypatch.context() as patched:
-            patched.setattr(unchanged, "digest_of", interrupted)
+            patched.setattr(unchanged, "digest_of_plan", interrupted)
             with pytest.raises((KeyboardInterrupt, SafeCheckpointError)):
                 ckpt.save(3, job.state).result(timeout_s=30)
         with contextlib.suppress(SafeCheckpointError):

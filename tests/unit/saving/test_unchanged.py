@@ -24,7 +24,7 @@ from kit.writing import write_file
 from safe_ckpt import CheckpointConfig, Checkpointer, Health, Retention, Unchanged, WriterConfig, events
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.writer import existing
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError, StateError
@@ -73,7 +73,7 @@ def test_a_frozen_part_is_written_once(tmp_path, mode, writer):
     assert max(written[1:]) < 1.02 * changed + (1 << 20)
     for number in range(1, 5):
         path = tmp_path / f"step-{number:08d}"
-        assert verify(path, read_manifest(path)) > 4 * SIZE * SIZE
+        assert verify_files(path, read_manifest(path)) > 4 * SIZE * SIZE
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -103,7 +103,7 @@ def test_a_tensor_that_the_writer_finds_unchanged_is_shared(tmp_path, monkeypatc
             expected[number] = digest(job.model)
             ckpt.save(number, job.state).result()
         for path in sorted(tmp_path.glob("step-*")):
-            verify(path, read_manifest(path))
+            verify_files(path, read_manifest(path))
             other = Job()
             ckpt.resume(other.state, step=int(path.name[5:]))
             assert digest(other.model) == expected[int(path.name[5:])]
@@ -200,8 +200,8 @@ def test_any_file_that_stays_the_same_is_shared(tmp_path):
 def test_an_average_that_needs_no_gradient_is_looked_at_once(tmp_path, monkeypatch):
     """A teacher that changes at every step is hashed at the second save, and not again."""
     hashed = []
-    whole = unchanged.digest_of
-    monkeypatch.setattr(unchanged, "digest_of", lambda plan: hashed.append(plan.path) or whole(plan))
+    whole = unchanged.digest_of_plan
+    monkeypatch.setattr(unchanged, "digest_of_plan", lambda plan: hashed.append(plan.path) or whole(plan))
     teacher = torch.nn.Linear(SIZE, SIZE).requires_grad_(requires_grad=False)
     with Checkpointer(tmp_path, config()) as ckpt:
         for number in range(1, 6):
@@ -225,7 +225,7 @@ def test_where_the_old_file_cannot_be_had_all_is_written(tmp_path, monkeypatch, 
         ckpt.save(2, job.state).result()
         ckpt.save(3, job.state).result()
     path = tmp_path / "step-00000002"
-    verify(path, read_manifest(path))
+    verify_files(path, read_manifest(path))
     found = inodes(tmp_path)
     assert found["step-00000002"] != found.get("step-00000001")
     assert (found["step-00000003"] == found["step-00000002"]) == (gone != "no links")
@@ -292,7 +292,7 @@ def test_a_damaged_shared_file_damages_all_checkpoints_that_share_it(tmp_path):
     assert damaged == [f"step-{number:08d}" for number in (5, 6, 7)]
     for name in damaged:
         with pytest.raises(CorruptCheckpointError):
-            verify(tmp_path / name, read_manifest(tmp_path / name))
+            verify_files(tmp_path / name, read_manifest(tmp_path / name))
     with Checkpointer(tmp_path, config()) as ckpt:
         assert ckpt.resume(Job().state).step == 4
     assert list(inodes(tmp_path)) == [f"step-{number:08d}" for number in (1, 2, 3, 4)]
@@ -324,7 +324,7 @@ def test_the_command_counts_shared_bytes_once(tmp_path):
     assert said.stdout.count("valid") == 3
     assert "1.4 MiB in" in said.stdout + said.stderr
     assert re.search(r"1 kept; \d+\.\d KiB freed", command("gc", str(tmp_path), "--keep-last", "1").stderr)
-    verify(tmp_path / "step-00000003", read_manifest(tmp_path / "step-00000003"))
+    verify_files(tmp_path / "step-00000003", read_manifest(tmp_path / "step-00000003"))
 
 
 def test_a_write_that_fails_at_once_leaves_no_thread_behind(tmp_path):
@@ -386,7 +386,7 @@ def test_a_file_that_is_edited_after_the_resume_is_not_shared(tmp_path):
             file.seek(9000)
             file.write(b"x")
         ckpt.save(2, job.state).result()
-    verify(tmp_path / "step-00000002", read_manifest(tmp_path / "step-00000002"))
+    verify_files(tmp_path / "step-00000002", read_manifest(tmp_path / "step-00000002"))
 
 
 def test_full_every_counts_over_restarts(tmp_path):
@@ -432,7 +432,7 @@ def test_a_link_that_is_refused_for_whatever_reason_is_made_up_for(tmp_path, mon
         for number in range(1, 4):
             ckpt.save(number, job.state).result()
     for number in range(1, 4):
-        verify(tmp_path / f"step-{number:08d}", read_manifest(tmp_path / f"step-{number:08d}"))
+        verify_files(tmp_path / f"step-{number:08d}", read_manifest(tmp_path / f"step-{number:08d}"))
 
 
 @pytest.mark.parametrize("name", ["model-00001-of-00002", "model.safetensors.index"])

@@ -255,12 +255,12 @@ def test_the_environment_changes_nothing_that_was_given(tmp_path, monkeypatch, f
 def test_reference_and_schema_are_up_to_date():
     """docs/reference says what the code says; else: make docs-reference."""
     assert (DOCS / "configuration.md").read_text() == describe.markdown(CheckpointConfig)
-    assert json.loads((DOCS / "safe_ckpt.schema.json").read_text()) == describe.schema(CheckpointConfig)
+    assert json.loads((DOCS / "safe_ckpt.schema.json").read_text()) == describe.json_schema(CheckpointConfig)
 
 
 def test_every_key_is_described():
     """Each has a type, a default and a meaning, and a unit where its name ends in one; each section has a summary."""
-    rows = describe.rows(CheckpointConfig)
+    rows = describe.setting_rows(CheckpointConfig)
     assert [row.key for row in rows if not (row.type and row.default and row.meaning)] == []
     assert {row.unit for row in rows if row.key.endswith("_s")} == {"seconds"}
     assert {row.unit for row in rows if row.key.endswith("_bytes")} == {"bytes"}
@@ -274,7 +274,7 @@ def test_a_text_stands_once_below_its_field():
     kept = texts.meanings(Retention)["keep_last"]
     assert kept == "Keep this many of the newest checkpoints."
     assert texts.meanings(CheckpointConfig)["retention"] == texts.summary(Retention)
-    found = describe.schema(CheckpointConfig)["$defs"]["Retention"]["properties"]["keep_last"]["description"]
+    found = describe.json_schema(CheckpointConfig)["$defs"]["Retention"]["properties"]["keep_last"]["description"]
     shown = " ".join(CliRunner().invoke(app, ["gc", "--help"], env={"COLUMNS": "200"}).stdout.split())
     assert found == kept
     assert kept in shown
@@ -297,7 +297,7 @@ def test_a_program_without_its_sources_has_no_texts(monkeypatch):
 
 def test_the_reference_spells_out_bounds_choices_and_null():
     """Bounds, choices and null are spelled out."""
-    rows = {row.key: row for row in describe.rows(CheckpointConfig)}
+    rows = {row.key: row for row in describe.setting_rows(CheckpointConfig)}
     last, busy, nice = rows["retention.keep_last"], rows["on_busy"], rows["writer.niceness"]
     assert (last.type, last.default, last.allowed) == ("int or null", "null", "at least 1")
     assert (busy.type, busy.default, busy.allowed) == ("text", '"wait"', "`wait`, `skip`")
@@ -335,7 +335,7 @@ def test_the_reference_spells_out_bounds_choices_and_null():
 )
 def test_the_schema_allows_what_the_reader_allows(file, text, good):
     """What an editor marks as wrong is refused, and what it accepts is read."""
-    validator = jsonschema.Draft202012Validator(describe.schema(CheckpointConfig))
+    validator = jsonschema.Draft202012Validator(describe.json_schema(CheckpointConfig))
     assert validator.is_valid(yaml.safe_load(text)) is good
     file.write_text(text)
     if good:
@@ -347,7 +347,7 @@ def test_the_schema_allows_what_the_reader_allows(file, text, good):
 
 def test_the_schema_is_one_and_holds_all_defaults():
     """It is valid itself, and each key has the description and the default that the dataclass has."""
-    made = describe.schema(CheckpointConfig)
+    made = describe.json_schema(CheckpointConfig)
     jsonschema.Draft202012Validator.check_schema(made)
     for key in keys(CheckpointConfig):
         found = made["$defs"][key.section.__name__]["properties"][key.name]
@@ -432,4 +432,4 @@ def test_config_show_prints_each_value_and_its_source(file, monkeypatch):
 def test_the_command_prints_reference_and_schema_as_in_docs():
     """As they are in docs/reference."""
     assert run("reference").stdout == describe.markdown(CheckpointConfig)
-    assert json.loads(run("schema").stdout) == describe.schema(CheckpointConfig)
+    assert json.loads(run("schema").stdout) == describe.json_schema(CheckpointConfig)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from safe_ckpt.core.state.items import Restoring, items_of
-from safe_ckpt.core.state.planner import Planner, held, refuse_differences
+from safe_ckpt.core.state.planner import Planner, held_by_this_rank, refuse_unsaved
 from safe_ckpt.errors import DesyncError, RestoreError
 
 
@@ -21,7 +21,8 @@ def optimizer(*sizes):
 def of_ranks(*values):
     """What each rank says of an item, which is asked on every rank for its own value."""
     return {
-        rank: {one.name: held(one, one.state()) for one in items_of({"x": value})} for rank, value in enumerate(values)
+        rank: {one.name: held_by_this_rank(one, one.state()) for one in items_of({"x": value})}
+        for rank, value in enumerate(values)
     }
 
 
@@ -63,7 +64,7 @@ SAVED = {
 def test_what_another_rank_holds_and_rank_0_does_not_is_refused(values):
     """It would be lost. The error names the item and says what each rank holds."""
     with pytest.raises(DesyncError) as caught:
-        refuse_differences(of_ranks(*values))
+        refuse_unsaved(of_ranks(*values))
     assert caught.value.what == "state['x']"
     assert caught.value.values.keys() == {str(rank) for rank in range(len(values))}
 
@@ -71,7 +72,7 @@ def test_what_another_rank_holds_and_rank_0_does_not_is_refused(values):
 @pytest.mark.parametrize("values", SAVED.values(), ids=SAVED)
 def test_what_rank_0_may_say_for_all_is_not_refused(values):
     """Values, and a rank that holds nothing: rank 0 saves its own."""
-    refuse_differences(of_ranks(*values))
+    refuse_unsaved(of_ranks(*values))
 
 
 def test_the_first_item_that_differs_is_named_and_each_rank_told_apart():
@@ -79,9 +80,9 @@ def test_the_first_item_that_differs_is_named_and_each_rank_told_apart():
     by_rank = {}
     for rank, last in enumerate((torch.zeros(3), torch.zeros(4))):
         state = {"same": two(), "own": two(b=last), "later": two(b=last)}
-        by_rank[rank] = {one.name: held(one, one.state()) for one in items_of(state)}
+        by_rank[rank] = {one.name: held_by_this_rank(one, one.state()) for one in items_of(state)}
     with pytest.raises(DesyncError) as caught:
-        refuse_differences(by_rank)
+        refuse_unsaved(by_rank)
     assert caught.value.what == "state['own']"
     said = caught.value.values
     assert said["0"] != said["1"]

@@ -12,7 +12,7 @@ import pytest
 import safe_ckpt
 from kit.manifests import checkpoint, rewrite
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.core.home.objects.head import Head
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.resuming import items
@@ -61,7 +61,7 @@ def test_names_that_lead_out_of_a_folder_are_refused(tmp_path, name):
     with pytest.raises(HostileCheckpointError):
         inside(ObjectPath(BUCKET, "run"), name)
     with pytest.raises(HostileCheckpointError):
-        files.inside(tmp_path, name)
+        files.path_inside(tmp_path, name)
 
 
 @pytest.mark.parametrize("name", IN)
@@ -129,11 +129,11 @@ def test_a_pointer_that_leads_out_names_nothing(tmp_path):
 def test_a_file_behind_a_link_that_leads_out_is_not_read(tmp_path):
     """Its bytes may even be right."""
     made = checkpoint(tmp_path / "one", {"sub/a.bin": b"abc"})
-    verify(tmp_path / "one", made)
+    verify_files(tmp_path / "one", made)
     os.rename(tmp_path / "one/sub", tmp_path / "elsewhere")
     (tmp_path / "one/sub").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(HostileCheckpointError, match="through a link"):
-        verify(tmp_path / "one", made)
+        verify_files(tmp_path / "one", made)
 
 
 def test_a_path_in_the_metadata_is_read_whichever_python_wrote_it():

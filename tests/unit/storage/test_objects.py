@@ -6,7 +6,7 @@ import pytest
 
 from kit.fault_proxy import FaultProxy
 from safe_ckpt import CheckpointConfig, StorageConfig
-from safe_ckpt.core.storage.objects.clients import ChangedError, ExistsError, cleaned, named
+from safe_ckpt.core.storage.objects.clients import ChangedError, ExistsError, cleaned, store_error
 from safe_ckpt.core.storage.objects.options import StorageOptions, is_url
 from safe_ckpt.core.storage.objects.place import ObjectPath, open_place
 from safe_ckpt.errors import ConfigError
@@ -119,8 +119,8 @@ def test_errors_show_no_secret(monkeypatch, bucket):
     assert "VERYSECRET" not in shown
     with pytest.raises(FileNotFoundError, match="no such bucket"):
         open_place("s3://there-is-none/x", QUICK).bucket.read("x")
-    assert isinstance(named(Exception("status code: 503"), "s3://b/k", "read", ()), TimeoutError)
-    assert isinstance(named(Exception("status code: 403 Forbidden"), "s3://b/k", "read", ()), PermissionError)
+    assert isinstance(store_error(Exception("status code: 503"), "s3://b/k", "read", ()), TimeoutError)
+    assert isinstance(store_error(Exception("status code: 403 Forbidden"), "s3://b/k", "read", ()), PermissionError)
 
 
 def test_addresses_are_told_from_paths():

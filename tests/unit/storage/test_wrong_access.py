@@ -16,7 +16,7 @@ from safe_ckpt.core.home.objects.lock import owner_of
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.tools.inspection.files import place_of
+from safe_ckpt.tools.inspection.files import place_given
 from safe_ckpt.tools.inspection.listing import read_listing
 
 KEYS = ("access_key_id=someone", "secret_access_key=hunter2hunter2")
@@ -121,7 +121,7 @@ def test_commands_wait_a_little_for_a_first_answer(monkeypatch):
         monkeypatch.setenv(f"AWS_{name}", value)
     begun = time.monotonic()
     with pytest.raises(TimeoutError, match=NOWHERE):
-        place_of("s3://bucket/run")
+        place_given("s3://bucket/run")
     assert time.monotonic() - begun < scaled(30)
 
 

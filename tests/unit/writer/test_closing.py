@@ -12,7 +12,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, WriterConfig
 from safe_ckpt.core.formats import file_plan, torch_archive
 from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
@@ -54,7 +54,7 @@ def test_an_archive_of_whole_chunks_has_its_manifest(tmp_path, late):
     written = write_file(task, memoryview(buffer.memory), OPTIONS, Unwatched())
     data = (tmp_path / "a.ckpt").read_bytes()
     assert (written.size_bytes, written.xxh3_128) == (len(data), xxhash.xxh3_128(data).hexdigest())
-    verify(tmp_path / "a.ckpt", read_manifest(tmp_path / "a.ckpt"))
+    verify_files(tmp_path / "a.ckpt", read_manifest(tmp_path / "a.ckpt"))
     buffer.close()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.core.home import file_home
 from safe_ckpt.core.staging.worker_thread import Refused
 from safe_ckpt.core.storage.direct_io import WriteOptions
@@ -123,7 +123,7 @@ def test_a_thread_that_comes_back_late_harms_no_file(tmp_path, monkeypatch, call
     with Checkpointer(tmp_path, CheckpointConfig(timeouts=times)) as ckpt:
         info = ckpt.save(1, {"w": {"t": torch.ones(1000)}}).result(timeout_s=30)
         assert bool(hung) == (call != "unlink"), "it is to remove nothing"
-        verify(info.path, read_manifest(info.path))
+        verify_files(info.path, read_manifest(info.path))
 
 
 def test_an_io_error_of_the_threads_fsync_makes_a_process_write_anew(tmp_path, monkeypatch):

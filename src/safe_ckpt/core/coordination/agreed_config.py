@@ -41,10 +41,10 @@ def config_of_all(
     """
     if config is not None:
         return config
-    return config_and_more(None, lambda _: None, group, barrier_s=barrier_s)[0]
+    return agree_on_settings(None, lambda _: None, group, barrier_s=barrier_s)[0]
 
 
-def config_and_more(
+def agree_on_settings(
     config: CheckpointConfig | None,
     more: Callable[[CheckpointConfig], T],
     group: ProcessGroup | None = None,

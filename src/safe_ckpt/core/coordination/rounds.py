@@ -25,7 +25,7 @@ from safe_ckpt.errors import (
     PeerLostError,
     RendezvousTimeout,
     SafeCheckpointError,
-    facts_of,
+    fields_of,
     named,
 )
 
@@ -360,7 +360,7 @@ class TwoPhaseCommit(Round):
         """Another rank: give up without being able to report it now."""
         self._peers.leave(self._call)
 
-    def refuse_left(self) -> None:
+    def refuse_if_a_rank_left(self) -> None:
         """Rank 0, before it commits: refuse if some rank has already raised an error for this save.
 
         Raises:
@@ -580,7 +580,7 @@ def to_wire(error: BaseException, *, rank: int, phase: str) -> dict[str, Any]:
     A foreign one travels as ``named`` has it: its class may not be importable where the data arrives.
     """
     ours = named(error, rank=rank, phase=phase)
-    return {"type": type(ours).__name__, "fields": facts_of(ours)}
+    return {"type": type(ours).__name__, "fields": fields_of(ours)}
 
 
 def from_wire(data: Mapping[str, Any]) -> SafeCheckpointError:

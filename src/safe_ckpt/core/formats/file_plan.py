@@ -251,7 +251,7 @@ def closing_of(
     """
     facts = {**(task.manifest or {}), "records": dict(hashes), **sections}
     manifest = json.dumps(facts, separators=(",", ":")).encode()
-    own = zip_archive.place(task.manifest_name, len(manifest), length)
+    own = zip_archive.place_record(task.manifest_name, len(manifest), length)
     crcs[own.name] = crc32(manifest)
     body = zip_archive.local_header(own) + manifest + zip_archive.descriptor(crcs[own.name], own.size)
     return body + zip_archive.closing([*(task.records or ()), own], crcs, own.end)

@@ -26,7 +26,7 @@ def checked_health(data: Any) -> dict[str, Any]:
     return section
 
 
-def described(health: Mapping[str, Any]) -> str:
+def describe_unhealthy(health: Mapping[str, Any]) -> str:
     """Say what is wrong: the worst tensors by name. Empty where nothing is."""
     words = []
     for path, facts in sorted(health.get("files", {}).items()):

@@ -24,7 +24,7 @@ from safe_ckpt.core.formats.safetensors import (
     SAFETENSORS_DTYPES,
     aliases_of,
     named_safetensors_plan,
-    order_of,
+    places_of,
     safetensors_plan,
 )
 from safe_ckpt.errors import ConfigError, StateError
@@ -119,7 +119,7 @@ def frozen_apart(
     first = 1 if trained else 0
     stored = [{name: shard[name] for name in shard.keys() - aliases_of(shard).keys()} for shard in shards]
     return [
-        _index_of(stem, names, stored, order_of((name for shard in shards for name in shard), tensors)),
+        _index_of(stem, names, stored, places_of((name for shard in shards for name in shard), tensors)),
         *plans[:first],
         *(dataclasses.replace(plan, frozen=True) for plan in plans[first:]),
     ]
@@ -164,7 +164,7 @@ def _index_of(stem: str, names: Sequence[str], shards: _Shards, order: Sequence[
     return bytes_plan(index_name(stem), body.encode() + b"\n")
 
 
-def admit(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+def refuse_unsaveable(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     """Refuse what safetensors cannot hold, or what cannot be converted to ``dtype`` or read.
 
     Raises:

@@ -33,7 +33,7 @@ from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES, COMMENT_PREFIX
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.presence import checked_name
-from safe_ckpt.core.storage.source import in_files, is_directory, parsed, place_named
+from safe_ckpt.core.storage.source import has_folder, in_files, parsed, place_named
 from safe_ckpt.errors import (
     CorruptCheckpointError,
     HostileCheckpointError,
@@ -58,7 +58,7 @@ _DIGEST = re.compile(r"^[0-9a-f]{32}\Z")
 
 
 @functools.cache
-def versions() -> Mapping[str, str]:
+def installed_versions() -> Mapping[str, str]:
     """Look up the versions of Python and of the packages that make a checkpoint: once, which takes milliseconds."""
     names = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("safe-ckpt", "torch"):
@@ -123,7 +123,7 @@ class Manifest:
     world_size: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     created_at: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
-    versions: Mapping[str, str] = field(default_factory=versions)
+    versions: Mapping[str, str] = field(default_factory=installed_versions)
     items: Mapping[str, Any] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
     frozen: Sequence[str] | None = None
@@ -277,13 +277,13 @@ def read_manifest(path: Place) -> Manifest:
         UnsupportedFormatError: not ours, or of a newer version.
         OSError: it could not be read; it is not treated as corrupt.
     """
-    if not is_directory(path) and presence.is_file(in_files(path)):
+    if not has_folder(path) and presence.is_file(in_files(path)):
         return _read_from_archive(in_files(path))
     try:
         place = path / MANIFEST_NAME
         return parsed(place, lambda text: parse_manifest(text, path), lambda _: _read_file(in_files(path)))
     except (FileNotFoundError, NotADirectoryError):
-        file = MANIFEST_NAME if is_directory(path) else ""
+        file = MANIFEST_NAME if has_folder(path) else ""
         raise IncompleteCheckpointError(path=str(path), file=file, message="is missing") from None
 
 
@@ -338,7 +338,7 @@ def _read_from_archive(path: Path) -> Manifest:
             info = archive.getinfo(RECORD_NAME)
             if info.file_size > MOST_BYTES:
                 raise CorruptCheckpointError(path=str(path), file=RECORD_NAME, message="the manifest is too large")
-            data = parse_json(archive.read(info))
+            data = json_of(archive.read(info))
     except KeyError:
         if archive_digest(path) is not None:
             raise CorruptCheckpointError(path=str(path), file=RECORD_NAME, message="is missing") from None
@@ -364,7 +364,7 @@ def parse_manifest(text: bytes, path: Place) -> Manifest:
         UnsupportedFormatError: not ours, or of a newer version.
     """
     try:
-        data = parse_json(text, exact=True)  # its digest is of the values
+        data = json_of(text, exact=True)  # its digest is of the values
     except ValueError as error:
         raise CorruptCheckpointError(path=str(path), file=MANIFEST_NAME, message=f"is not JSON: {error}") from error
     if isinstance(data, dict) and isinstance(rows := data.get("files"), list) and len(rows) > _MOST_FILES:
@@ -414,7 +414,7 @@ MOST_BYTES = 64 << 20
 _MOST_VALUES = 3_000_000  # each takes some 60 to 100 bytes in memory
 
 
-def parse_json(text: bytes, *, exact: bool = False) -> Any:
+def json_of(text: bytes, *, exact: bool = False) -> Any:
     """Parse it.
 
     Args:

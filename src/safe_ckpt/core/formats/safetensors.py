@@ -99,7 +99,7 @@ def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return aliases
 
 
-def order_of(names: Iterable[str], mapping: Iterable[str]) -> list[int]:
+def places_of(names: Iterable[str], mapping: Iterable[str]) -> list[int]:
     """The places of the names in a mapping; none where they are in its order."""
     place = {name: number for number, name in enumerate(mapping)}
     places = [place[name] for name in names]
@@ -107,7 +107,7 @@ def order_of(names: Iterable[str], mapping: Iterable[str]) -> list[int]:
 
 
 def in_order(tensors: dict[str, torch.Tensor], order: Sequence[int]) -> dict[str, torch.Tensor]:
-    """The same in the order that ``order_of`` told."""
+    """The same in the order that ``places_of`` told."""
     if not order:
         return tensors
     return dict(pair for _, pair in sorted(zip(order, tensors.items(), strict=True), key=itemgetter(0)))
@@ -134,7 +134,7 @@ def safetensors_plan(
     facts: dict[str, Any] = {
         ALIASES_KEY: aliases,
         STRIDES_KEY: {name: list(tensors[name].stride()) for name in kept if not tensors[name].is_contiguous()},
-        ORDER_KEY: order_of([*kept, *aliases], tensors),
+        ORDER_KEY: places_of([*kept, *aliases], tensors),
         GRADIENTS_KEY: {name: kind for name, kind in kinds.items() if any(kind)},
     }
     metadata = {"format": "pt", **(besides or {}), **{key: json.dumps(fact) for key, fact in facts.items() if fact}}

@@ -303,7 +303,7 @@ def torch_plan(path: str, obj: object, *, strict: bool, key: str, floats: bool =
 
     def add(name: str, size: int) -> Record:
         nonlocal at
-        record = zip_archive.place(f"{ARCHIVE}/{name}", size, at)
+        record = zip_archive.place_record(f"{ARCHIVE}/{name}", size, at)
         pieces.append((record.header_offset, zip_archive.local_header(record)))
         records.append(record)
         at = record.end

@@ -32,7 +32,7 @@ from safe_ckpt.errors import (
 UNEQUAL = "its bytes are not those that were written"
 
 
-def verify(path: Path, manifest: Manifest, only: set[str] | None = None, *, cached: bool = False) -> int:
+def verify_files(path: Path, manifest: Manifest, only: set[str] | None = None, *, cached: bool = False) -> int:
     """Read a checkpoint's bytes and compare them with what was written. Returns the number of bytes.
 
     Args:
@@ -88,7 +88,7 @@ def verify_share(path: Path, rank: int, size: int) -> None:
     manifest = read_manifest(path)
     by_size = sorted(manifest.files, key=lambda entry: (-entry.size_bytes, entry.path))
     # Other ranks, or a framework, read these files right afterwards.
-    verify(path, manifest, only={entry.path for entry in by_size[rank::size]}, cached=True)
+    verify_files(path, manifest, only={entry.path for entry in by_size[rank::size]}, cached=True)
 
 
 def identity_of(file: Path) -> tuple[int, int] | None:
@@ -110,7 +110,7 @@ def verify_if_ours(path: Path) -> bool:
         manifest = read_manifest(path)
     except UnsupportedFormatError:
         return False
-    verify(path, manifest, cached=True)  # a framework reads it right afterwards
+    verify_files(path, manifest, cached=True)  # a framework reads it right afterwards
     return True
 
 

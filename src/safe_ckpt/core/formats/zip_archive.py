@@ -60,7 +60,7 @@ class RecordDigest:
         return self._hash.hexdigest()
 
 
-def place(name: str, size: int, offset: int) -> Record:
+def place_record(name: str, size: int, offset: int) -> Record:
     """Place a record whose header starts at ``offset``, padding the header so that the payload is aligned."""
     plain = offset + 30 + len(name.encode()) + (20 if size >= _LIMIT32 else 0)
     alignment = PAGE if size >= _PAGE_ALIGNED_FROM else _SMALL_ALIGNMENT

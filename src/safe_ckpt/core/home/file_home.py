@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, read_manifest
-from safe_ckpt.core.formats.verify import is_marked, refuse_unreadable, verify
+from safe_ckpt.core.formats.verify import is_marked, refuse_unreadable, verify_files
 from safe_ckpt.core.home import extra_files
 from safe_ckpt.core.home.candidates import list_directories
 from safe_ckpt.core.home.file_lock import JobLock
@@ -520,7 +520,7 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 def _is_complete(path: Path) -> bool:
     try:
-        verify(path, read_manifest(path))
+        verify_files(path, read_manifest(path))
     except (FileNotFoundError, CorruptCheckpointError, UnsupportedFormatError):
         return False
     return True

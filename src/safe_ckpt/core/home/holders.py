@@ -100,7 +100,7 @@ class Held:
         if isinstance(self.lock, Path):
             take_away(self.lock, lambda _: True)
         else:
-            object_lock.take_away(in_store(self.place), unfenced=unfenced)
+            object_lock.take_directory_away(in_store(self.place), unfenced=unfenced)
 
 
 def hidden_folders(directory: Path) -> list[Path]:

@@ -346,7 +346,7 @@ def sequence_after(last: int) -> int:
     return max(last + 1, int(time.time() * 1000))
 
 
-def is_there(place: Place) -> bool:
+def is_anything_at(place: Place) -> bool:
     """Whether there is anything at a place. In a store there are no folders: anything may be.
 
     Raises:

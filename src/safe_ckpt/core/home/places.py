@@ -69,7 +69,7 @@ def candidate_at(place: Place) -> Candidate | None:
     return object_candidate(place)
 
 
-def is_gone(place: Place) -> bool:
+def checkpoint_is_gone(place: Place) -> bool:
     """Whether a checkpoint that was there is not any more.
 
     Raises:

@@ -94,7 +94,7 @@ def keep_newest(limit: int | None, best: Path | None = None) -> RetentionPolicy:
     return chosen
 
 
-def after_commit(
+def decide_deletions(
     new: CheckpointInfo,
     catalog: Catalog | None,
     policy: RetentionPolicy | None,

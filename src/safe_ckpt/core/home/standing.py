@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Literal
 
-from safe_ckpt.core.formats.health_section import described
+from safe_ckpt.core.formats.health_section import describe_unhealthy
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
 from safe_ckpt.core.home.candidates import newest_first, stamp_of
 from safe_ckpt.core.home.home import HIDDEN, Candidate
@@ -91,7 +91,7 @@ def standing_of(candidates: Iterable[Candidate], judges: Sequence[Judge] = (), *
     first = {note.path for note in notes if note.says == "first"}
     behind = {note.path: note.why for note in notes if note.says == "by name"}
     marked = {
-        c.path: f"it has bad numbers: {described(c.manifest.health)}"
+        c.path: f"it has bad numbers: {describe_unhealthy(c.manifest.health)}"
         for c in usable
         if not named and c.manifest is not None and c.manifest.marked and c.path not in first
     }

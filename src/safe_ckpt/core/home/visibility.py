@@ -93,7 +93,7 @@ def _size_of(file: Path) -> int:
         return -1
 
 
-def listed(list_candidates: Callable[[], Sequence[Candidate]], timeouts: Timeouts) -> Sequence[Candidate]:
+def list_patiently(list_candidates: Callable[[], Sequence[Candidate]], timeouts: Timeouts) -> Sequence[Candidate]:
     """The candidates, listed again for a bounded time as long as something of ours seems to be missing. On rank 0.
 
     Raises:

@@ -192,7 +192,7 @@ class FileReader:
                     damage.refuse(path)
                     loaded = _read(path, load, Patience(ranks.config.timeouts, self._longest_s))
             except CorruptCheckpointError as error:
-                kind = kind_of(error)
+                kind = problem_kind(error)
                 if kind == "bad":
                     damage.note(path, error)
                 return {kind: str(error)}
@@ -203,7 +203,7 @@ class FileReader:
             timeout_s=ranks.config.timeouts.lengthy_s,
             must_match={"path": path},
             local=read,
-            decide=judge,
+            decide=verdict_of,
         )
         return loaded, verdict
 
@@ -363,9 +363,9 @@ class ObjectReader:
             return None, found["verdict"]
         attempt.host = host_of(self._ranks.rank, found["hosts"])
         fetch = functools.partial(attempt.fetch, self._wanted, found["token"])
-        verdict = self._step("fetch", attempt, fetch, judge)
+        verdict = self._step("fetch", attempt, fetch, verdict_of)
         if verdict is None:
-            verdict = self._step("resume candidate", attempt, functools.partial(attempt.read, self._load), judge)
+            verdict = self._step("resume candidate", attempt, functools.partial(attempt.read, self._load), verdict_of)
         return attempt.loaded, verdict
 
     def _step(self, kind: str, attempt: _Attempt, action: Step, decide: Callable[[Mapping[int, Any]], Any]) -> Any:
@@ -412,11 +412,11 @@ class _Attempt:
                 self._manifest = self._manifest or read_manifest(self.path)
                 return step(self._manifest) or {}
         except CorruptCheckpointError as error:
-            return {kind_of(error): str(error)}
+            return {problem_kind(error): str(error)}
 
 
 def _grouped(answers: Mapping[int, Any]) -> dict[str, Any]:
-    verdict = judge(answers)
+    verdict = verdict_of(answers)
     if verdict is not None:
         return {"verdict": verdict}
     if len({answers[rank]["op_id"] for rank in answers}) > 1:
@@ -424,12 +424,12 @@ def _grouped(answers: Mapping[int, Any]) -> dict[str, Any]:
     return {"hosts": hosts_of({rank: answers[rank]["host"] for rank in answers}), "token": uuid.uuid4().hex}
 
 
-def kind_of(error: CorruptCheckpointError) -> str:
+def problem_kind(error: CorruptCheckpointError) -> str:
     """Return which of ``KINDS`` an error is: ranks tell each other so."""
     return next(kind for kind, error_kind in KINDS.items() if isinstance(error, error_kind))
 
 
-def judge(answers: Mapping[int, Any]) -> dict[str, Any] | None:
+def verdict_of(answers: Mapping[int, Any]) -> dict[str, Any] | None:
     """Say on rank 0 why a candidate is passed over, and which of ``KINDS`` that is; None when all ranks can use it."""
     for kind in reversed(KINDS):
         for rank in sorted(answers):

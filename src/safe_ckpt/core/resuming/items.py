@@ -14,7 +14,7 @@ from typing import Any
 from safe_ckpt.core.formats import file_plan, hugging_face, safetensors, torch_reading
 from safe_ckpt.core.formats.dtypes import ORDER_KEY
 from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, FileEntry, Manifest, read_manifest
-from safe_ckpt.core.formats.verify import verify
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Ranks, Reader
 from safe_ckpt.core.resuming.host_cache import Host
 from safe_ckpt.core.state.items import PerRank, Shards, StartsAnew, read_once, started_anew
@@ -70,7 +70,7 @@ class StoredItems:
             # Rank 0 verifies the files that no rank loads: a checkpoint is good as a whole or not at all.
             asked = {file for name in self._state for file in manifest.items[name]["files"].values()}
             elsewhere = {one.path for one in manifest.files if 0 < one.rank < self._world_size and one.path in asked}
-            verify(path, manifest, only={entry.path for entry in manifest.files} - read - elsewhere)
+            verify_files(path, manifest, only={entry.path for entry in manifest.files} - read - elsewhere)
         return loaded
 
     def wanted(self, manifest: Manifest, host: Host) -> list[FileEntry]:
@@ -119,7 +119,7 @@ class StoredItems:
         needed = files_for(manifest, self._state, rank=self._rank, path=source)
         sharded = self._sharded(manifest, needed)
         if sharded and self._whole:
-            verify(folder, manifest, only=set(sharded[host.place :: len(host.ranks)]), cached=True)
+            verify_files(folder, manifest, only=set(sharded[host.place :: len(host.ranks)]), cached=True)
         loaded: dict[str, Any] = {}
         metadata = read_once()
         for name, file in needed.items():
@@ -139,7 +139,7 @@ class StoredItems:
 
     def _sharded(self, manifest: Manifest, needed: Mapping[str, str]) -> list[str]:
         folders = [file for name, file in needed.items() if manifest.items[name]["form"] == SHARDED]
-        return files_in(folders, manifest, besides=DCP_METADATA)
+        return files_of_items(folders, manifest, besides=DCP_METADATA)
 
 
 def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: Place | str) -> dict[str, str]:
@@ -171,7 +171,7 @@ def files_for(manifest: Manifest, state: Mapping[str, Any], *, rank: int, path: 
                 "rank 0 has saved"
             )
             raise RestoreError(path=str(path), key=f"state[{name!r}]", message=message)
-        listed = files_in([checked_name(file, path)], manifest) if item["form"] == SHARDED else names & {file}
+        listed = files_of_items([checked_name(file, path)], manifest) if item["form"] == SHARDED else names & {file}
         if not listed:
             message = f"item {name!r} is to be in {file!r:.200}, which is not among its files"
             raise HostileCheckpointError(path=str(path), file=MANIFEST_NAME, message=message)
@@ -207,7 +207,7 @@ def files_of(file: str, manifest: Manifest) -> list[str]:
     return [file, *hugging_face.shards_of(file, (entry.path for entry in manifest.files))]
 
 
-def files_in(folders: Collection[str], manifest: Manifest, besides: str = "") -> list[str]:
+def files_of_items(folders: Collection[str], manifest: Manifest, besides: str = "") -> list[str]:
     """The files in the folders of sharded items, and the one that says of all such items, the largest first."""
     chosen = set(folders)
     entries = [e for e in manifest.files if e.path.rpartition("/")[0] in chosen or (chosen and e.path == besides)]

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from safe_ckpt.core.home.candidates import list_directories
-from safe_ckpt.core.home.home import HIDDEN, Home, is_run, is_there
+from safe_ckpt.core.home.home import HIDDEN, Home, is_anything_at, is_run
 from safe_ckpt.core.home.places import candidate_at
 from safe_ckpt.core.resuming.items import saved_by
 from safe_ckpt.core.storage.objects.place import Place
@@ -25,7 +25,7 @@ def refuse_missing(place: Place) -> None:
         CheckpointNotFoundError: it names a checkpoint.
         OSError: it cannot be looked at.
     """
-    if not is_there(place):
+    if not is_anything_at(place):
         beside = names_in(in_files(place.parent))
         if beside or is_run(place.parent):
             raise not_found(place, beside)

@@ -20,9 +20,9 @@ from typing import Any
 from safe_ckpt import events
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.home.candidates import holds_weights_alone, newest_first, newest_sequence
-from safe_ckpt.core.home.home import Candidate, Home, is_there
+from safe_ckpt.core.home.home import Candidate, Home, is_anything_at
 from safe_ckpt.core.home.standing import passed_over, standing_of
-from safe_ckpt.core.home.visibility import listed
+from safe_ckpt.core.home.visibility import list_patiently
 from safe_ckpt.core.resuming.candidate import KINDS, FileReader, Reader, Rejected, first_usable
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.extension import Extension
@@ -130,7 +130,7 @@ def _look(engine: Engine, request: ResumeRequest, known: dict[str, Candidate]) -
     home = request.home
 
     def survey(_: object) -> dict[str, Any]:
-        candidates = listed(request.list_candidates, engine.config.timeouts)
+        candidates = list_patiently(request.list_candidates, engine.config.timeouts)
         standing = standing_of(candidates, named=bool(request.named))
         known.update({home.name_of(c.path): c for c in standing.order})
         by_name = {home.name_of(c.path): why for c in candidates if (why := standing.by_name_only.get(c.path))}
@@ -242,7 +242,7 @@ def naming_older(path: Place, by_name: str = BY_NAME) -> Iterator[None]:
 
 def _is_missing(path: Place) -> bool:
     try:
-        return not is_there(path)
+        return not is_anything_at(path)
     except OSError:
         return False
 

@@ -20,11 +20,11 @@ from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry
 from safe_ckpt.core.home.candidates import is_of_step, newest_first, step_name
-from safe_ckpt.core.home.home import Candidate, Home, is_there, name_below
+from safe_ckpt.core.home.home import Candidate, Home, is_anything_at, name_below
 from safe_ckpt.core.home.places import candidate_at, home_at, is_one
 from safe_ckpt.core.home.standing import standing_of
-from safe_ckpt.core.home.visibility import listed
-from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Reader, Rejected, first_usable, judge
+from safe_ckpt.core.home.visibility import list_patiently
+from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Reader, Rejected, first_usable, verdict_of
 from safe_ckpt.core.resuming.items import StoredItems, warn_of_other_ranks
 from safe_ckpt.core.resuming.named import not_found, of_frameworks, refuse_missing
 from safe_ckpt.core.state.items import Restoring
@@ -149,9 +149,9 @@ class Visit:
         return home_at(self.place, lease_s=self.ranks.config.lease_s)
 
     def _look(self) -> tuple[Sequence[Candidate], bool]:
-        if not (is_there(self.place) and is_one(self.place)):
+        if not (is_anything_at(self.place) and is_one(self.place)):
             refuse_missing(self.place)
-            return listed(self._candidates, self.ranks.config.timeouts), False
+            return list_patiently(self._candidates, self.ranks.config.timeouts), False
         one = candidate_at(self.place)
         return [one] if one is not None else [], True
 
@@ -212,7 +212,7 @@ class Visit:
             timeout_s=self.ranks.config.timeouts.lengthy_s,
             must_match={"path": info.path},
             local=functools.partial(self._read, info, action),
-            decide=judge,
+            decide=verdict_of,
             phase=f"reading {info.path}",
         )
         return verdict
@@ -227,7 +227,7 @@ class Visit:
 
     def _is_still(self, info: CheckpointInfo) -> bool:
         if not info.verified:  # another tool's says nothing
-            return is_there(info.path)
+            return is_anything_at(info.path)
         try:
             return read_manifest(info.path).op_id == info.op_id
         except (OSError, SafeCheckpointError):

@@ -44,7 +44,7 @@ class AfterCommit:
         self._told: set[Place] = set()  # which are kept because they are held
         self._has_kept = False  # an extension needed one for longer
 
-    def retain(self, job: SaveJob, info: CheckpointInfo) -> None:
+    def apply_rules(self, job: SaveJob, info: CheckpointInfo) -> None:
         """``info`` was committed: delete what the rules do not keep. What fails is logged, for the save is committed.
 
         Args:
@@ -53,7 +53,7 @@ class AfterCommit:
         """
         on_commit, begun = job.request.on_commit, time.monotonic()
         try:
-            decision = retention.after_commit(info, on_commit.catalog, on_commit.retention, marked=self._marked)
+            decision = retention.decide_deletions(info, on_commit.catalog, on_commit.retention, marked=self._marked)
             if decision is None and any(root is job.home for root, *_ in self._deferred):
                 decision = Decision(to_delete=())
             if on_commit.catalog is not None and not info.marked:  # what is still to be deleted was chosen again

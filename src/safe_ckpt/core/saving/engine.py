@@ -22,7 +22,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.preemption import Preemption
 from safe_ckpt.core.coordination.process_groups import ProcessGroup, group_timeout_s
-from safe_ckpt.core.formats.manifest import versions
+from safe_ckpt.core.formats.manifest import installed_versions
 from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.saving import one_save
 from safe_ckpt.core.saving.after_commit import AfterCommit
@@ -331,7 +331,7 @@ class Engine:
 
 def _get_ready(save_queue: SaveQueue) -> None:
     save_queue.start()
-    versions()
+    installed_versions()
 
 
 def _close_at_exit(weak: weakref.ref[Engine]) -> None:

@@ -101,67 +101,82 @@ class Extension:
     is_offering: ClassVar[bool] = False
 
     def opened(self, run: Run) -> None:
-        """The job begins. On every rank, on the caller's thread; what it raises ends the opening on every rank."""
+        """On every rank, on the caller's thread, when the job begins. What it raises ends the opening on every rank."""
 
     def models(self, models: Models) -> None:
-        """A save of these models is about to be asked for. On every rank, on the caller's thread."""
+        """On every rank, on the caller's thread: a save of these models is about to be asked for."""
 
     def deciding(self, request: SaveRequest) -> Mapping[str, Any]:
-        """Fields of the manifest that are known before the copy. On rank 0, on the caller's thread."""
+        """On rank 0, on the caller's thread: returns fields of the manifest that are known before the copy."""
         del request
         return {}
 
     def planning(self, request: SaveRequest) -> int:
-        """How many bytes will probably not be written. On every rank, on the caller's thread."""
+        """On every rank, on the caller's thread: returns how many bytes will probably not be written."""
         del request
         return 0
 
-    def begun(self, job: SaveJob) -> Mapping[str, Existing]:
-        """Files of the plan, by path, that an earlier checkpoint has: they are not copied. On the caller's thread."""
+    def laying_out(self, job: SaveJob) -> Mapping[str, Existing]:
+        """On every rank, on the caller's thread, before the copy: returns files of the plan that an earlier checkpoint has.
+
+        By their paths. They are not copied.
+        """
         del job
         return {}
 
     def started(self, job: SaveJob) -> None:
-        """Its turn in the background has come. On every rank, as all that follows but for a resume."""
+        """On every rank, in the background: the turn of this save has come."""
 
     def writing(self, job: SaveJob, path: str, plan: FilePlan) -> Any:
-        """Return what to tell the writer's observer of this name of a file, by its path in the checkpoint; None for nothing."""
+        """On writing ranks, in the background: what the writer's observer of this name is told of a file. None: nothing.
+
+        Args:
+            job: the save.
+            path: of the file, in the checkpoint.
+            plan: its content.
+        """
         del job, path, plan
 
     def recognised(self, job: SaveJob, results: Mapping[str, WrittenFile]) -> Mapping[str, Existing]:
-        """Files that the writer has found to be there already, by path: they are still to be given their names."""
+        """On writing ranks, in the background, after the writing: returns files that the writer has found to be there already.
+
+        By their paths. They are still to be given their names.
+        """
         del job, results
         return {}
 
     def written(self, job: SaveJob, results: Mapping[str, WrittenFile]) -> Any:
-        """Return this rank's report, JSON-able: all of its files are there. On the ranks that write."""
+        """On writing ranks, in the background: returns this rank's report, JSON-able. All of its files are there."""
         del job, results
 
     def entry(self, result: WrittenFile) -> Mapping[str, Any]:
-        """Return further fields of one file for the manifest."""
+        """On writing ranks, in the background: returns further fields of one file for the manifest."""
         del result
         return {}
 
     def concluding(self, job: SaveJob, reports: Mapping[int, Any]) -> Conclusion:
-        """Conclude from the reports of this name, by rank. On rank 0, before the commit."""
+        """On rank 0, in the background, right before the commit: concludes from the reports of this name, by rank."""
         del job, reports
         return Conclusion()
 
     def ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
-        """Called once for each save whose turn came, whatever came of it. All ranks return the like: it is raised on each."""
+        """On every rank, in the background, after the verdict: called once for each save whose turn came, whatever came of it.
+
+        What it returns becomes the error of the save, which stays committed. It must be the like on all ranks.
+        """
         del job, outcome
         return None
 
     def keeps(self, home: Home, places: Sequence[Place]) -> Collection[Place]:
-        """Those of ``places`` that must not be deleted now. On rank 0."""
+        """On rank 0, in the background, after the commit: returns those of ``places`` that must not be deleted now."""
         del home, places
         return ()
 
     def deleted(self, home: Home, places: Sequence[Place]) -> None:
-        """These were deleted, as they are not kept any more. On rank 0."""
+        """On rank 0, in the background, after the commit: these were deleted, as the rules do not keep them any more."""
 
     def offers(self, home: Home) -> list[Candidate]:
-        """Candidates that are not here, newest first. On rank 0, on the caller's thread, as all of a resume.
+        """On rank 0, on the caller's thread, at a resume: returns candidates that are not here, newest first.
 
         Raises:
             OSError: whether there are any is not known.
@@ -170,7 +185,7 @@ class Extension:
         return []
 
     def fetch(self, candidate: Candidate, home: Home) -> CheckpointInfo:
-        """Bring one of ``offers`` here. On rank 0.
+        """On rank 0, on the caller's thread, at a resume: brings one of ``offers`` here.
 
         Raises:
             SafeCheckpointError: that cannot be done.
@@ -178,26 +193,37 @@ class Extension:
         raise NotImplementedError
 
     def remembers(self, manifest: Manifest | None) -> Any:
-        """Return JSON-able facts of the checkpoint to resume from, for all ranks. On rank 0; None: its manifest is unknown."""
+        """On rank 0, at a resume: returns facts of the checkpoint that was chosen, JSON-able, for all ranks.
+
+        Args:
+            manifest: its manifest; None where that is not known.
+        """
         del manifest
 
     def resumed(self, home: Home, info: CheckpointInfo, remembered: Any, verified: Manifest | None) -> None:
-        """All ranks go on from this. ``verified``: its manifest with the files that were verified; None for all of them."""
+        """On every rank, at a resume: all go on from this.
+
+        Args:
+            home: where it lies.
+            info: which one.
+            remembered: what ``remembers`` returned on rank 0.
+            verified: its manifest with the files that were verified; None for all of them.
+        """
 
     def named(self, path: Place) -> None:
-        """All ranks have read this, and training may go on from it: only its path is known, and it may be another tool's."""
+        """On every rank: all have read this and may go on from it. Only its path is known; it may be another tool's."""
 
     def training(self, modules: Callable[[], Mapping[str, torch.nn.Module]]) -> None:
-        """Training of these models begins, or goes on after a resume; "" is the name of the only one."""
+        """On every rank: training of these models begins, or goes on after a resume; "" is the name of the only one."""
 
     def stopping(self, until: float) -> None:
-        """The job must be over by then, on the monotonic clock."""
+        """On every rank: the job must be over by then, on the monotonic clock."""
 
     def closing(self, within_s: float | None) -> None:
-        """The last save is over. ``within_s``: wait this long at most, progress or not."""
+        """On every rank: the last save is over. ``within_s``: wait this long at most, progress or not."""
 
     def closed(self) -> None:
-        """The directories were given back."""
+        """On every rank: the directories were given back."""
 
 
 class Extensions:

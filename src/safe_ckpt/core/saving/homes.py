@@ -14,7 +14,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.home.candidates import holds_weights_alone
 from safe_ckpt.core.home.file_home import FileHome
-from safe_ckpt.core.home.home import EVENTS, Home, around, is_there
+from safe_ckpt.core.home.home import EVENTS, Home, around, is_anything_at
 from safe_ckpt.core.home.places import candidate_at, home_at, is_one
 from safe_ckpt.core.saving import set_up as shared
 from safe_ckpt.core.saving.recent import Recent
@@ -194,7 +194,7 @@ def _refuse_checkpoint(home: Home) -> None:
         return
     place = home.path
     for one in around(place):
-        found = candidate_at(one) if is_there(one) and is_one(one) else None
+        found = candidate_at(one) if is_anything_at(one) and is_one(one) else None
         if found is not None and found.manifest is not None and not holds_weights_alone(found.manifest.notes):
             what = "it is a checkpoint" if one == place else f"it lies in the checkpoint {one}"
             message = f"{what}, and no directory of checkpoints: give the one that it lies in, {one.parent}, or another"

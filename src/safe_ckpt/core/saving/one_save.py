@@ -3,6 +3,21 @@
 ``begin`` is the caller's half: the ranks agree, the copy is planned and taken. ``finish`` is the background's half, and issues
 no collectives. There rank 0 leads: it makes the pending directory, collects what every writing rank reports, commits and
 publishes the verdict. The others write, report and wait for the verdict.
+
+    moment      where                      waits for                       a kill of rank 0 there leaves
+    agree       every rank, caller         each other, ``barrier_s``       nothing
+    lay out     every rank, caller         room among the saves in flight  nothing
+    copy        every rank, caller         nobody; then the call returns   nothing
+    prepare     rank 0, background         nobody                          a pending folder, which the next start sweeps
+    write       writing ranks, background  rank 0: "prepared", the folder  the same
+    report      writing ranks, background  nobody                          the same
+    commit      rank 0, background         all reports                     before the rename the same, then the checkpoint
+    verdict     every rank, background     rank 0                          the checkpoint; the others cannot know that
+    ended       every rank, background     nobody                          the checkpoint
+    rules       rank 0, background         nobody                          the checkpoint; the next commit deletes the old ones
+
+A save is committed when its folder gets its name, in ``Publication.commit``: the verdict only tells of it. It has
+``lengthy_s`` from the moment at which its turn in the background comes.
 """
 
 from __future__ import annotations
@@ -80,22 +95,22 @@ class Pipeline:
         return self.coordinator.rank
 
 
-def begin(run: Pipeline, request: SaveRequest) -> OpenSave:
+def begin(pipeline: Pipeline, request: SaveRequest) -> OpenSave:
     """The caller's half, on every rank. When it returns, the state may change.
 
     Raises:
         SafeCheckpointError: it was not started, on any rank; see ``Engine.save``.
     """
     started = time.monotonic()
-    decision = _agree(run, request)
+    decision = _agree(pipeline, request)
     if not decision:
-        if run.rank == 0:
+        if pipeline.rank == 0:
             request.destination.home.abandon(request.on_commit.prefilled)
         return skipped(request.name)
-    job = _job_of(run, request, decision, started)
+    job = _job_of(pipeline, request, decision, started)
     try:
-        _put(run, job)
-        run.stager.copy(job)  # writing begins behind the copying
+        _put(pipeline, job)
+        pipeline.stager.copy(job)  # writing begins behind the copying
     except BaseException:
         if job.copy is not None:
             job.copy.abandon()
@@ -103,52 +118,52 @@ def begin(run: Pipeline, request: SaveRequest) -> OpenSave:
     return job.save
 
 
-def finish(run: Pipeline, job: SaveJob) -> None:
+def finish(pipeline: Pipeline, job: SaveJob) -> None:
     """The background's half, on every rank, one save after the other: no collectives. The handle gets the outcome."""
-    turn = Turn(run, job)
-    run.extensions.ask("the turn of a save", lambda one: one.started(job))
+    turn = Turn(pipeline, job)
+    pipeline.extensions.ask("the turn of a save", lambda one: one.started(job))
     info, failure = None, None
     try:
-        info = _lead(turn) if run.rank == 0 else _follow(turn)
+        info = _lead(turn) if pipeline.rank == 0 else _follow(turn)
     except SafeCheckpointError as error:
         failure = error
     except BaseException as error:
-        run.extensions.ended(job, Outcome(error=run.queue.unexpected(job, error)))
+        pipeline.extensions.ended(job, Outcome(error=pipeline.queue.unexpected(job, error)))
         raise
     finally:
-        run.stager.give_back(job)
+        pipeline.stager.give_back(job)
     if info is not None:
-        run.queue.last_save_s = time.monotonic() - job.started
+        pipeline.queue.last_save_s = time.monotonic() - job.started
     # Here and not on the caller's thread: hooks write to files.
-    raised = run.extensions.ended(job, turn.outcome(info, failure))
-    if info is not None and run.rank == 0:
-        run.after_commit.retain(job, info)
-    run.queue.conclude(job, info, failure or raised)
+    raised = pipeline.extensions.ended(job, turn.outcome(info, failure))
+    if info is not None and pipeline.rank == 0:
+        pipeline.after_commit.apply_rules(job, info)
+    pipeline.queue.conclude(job, info, failure or raised)
 
 
-def _agree(run: Pipeline, request: SaveRequest) -> dict[str, Any]:
+def _agree(pipeline: Pipeline, request: SaveRequest) -> dict[str, Any]:
     """Returns what ``decide`` returned, but for an earlier failure: that is raised."""
     if isinstance(request.error, StateError):
-        request.error.rank = run.rank
-    config, handles, begun = run.config, run.handles, time.monotonic()
+        request.error.rank = pipeline.rank
+    config, handles, begun = pipeline.config, pipeline.handles, time.monotonic()
     handles.forget_reported()
-    earlier, spared = handles.unreported(), run.extensions.spared_bytes
+    earlier, spared = handles.unreported(), pipeline.extensions.spared_bytes
     busy = config.on_busy == "skip" and not request.patient and handles.in_flight >= config.max_in_flight
     try:
-        decision: dict[str, Any] = run.coordinator.agree(
+        decision: dict[str, Any] = pipeline.coordinator.agree(
             "save",
             timeout_s=config.timeouts.barrier_s,
             must_match={"step": request.facts.step, "path": request.destination.path, **request.must_match},
-            local=lambda: answer(request, earlier, run.rank, spared(request)),
-            decide=lambda answers: decide(request, answers, busy=busy, fields=run.extensions.decided(request)),
+            local=lambda: answer(request, earlier, pipeline.rank, spared(request)),
+            decide=lambda answers: decide(request, answers, busy=busy, fields=pipeline.extensions.decided(request)),
             phase="planning the save",
         )
     except Exception as problem:
-        error = named(problem, rank=run.rank, phase="planning the save")
-        if run.coordinator.unsure:  # rank 0 has this rank's answer, and may have gone on to commit
+        error = named(problem, rank=pipeline.rank, phase="planning the save")
+        if pipeline.coordinator.unsure:  # rank 0 has this rank's answer, and may have gone on to commit
             cause, name = str(error), request.name
-            error = CommitOutcomeUnknown(name=name, cause=cause, rank=run.rank, phase="commit")
-        run.emit(failed(request, error, run.rank, time.monotonic() - begun))
+            error = CommitOutcomeUnknown(name=name, cause=cause, rank=pipeline.rank, phase="commit")
+        pipeline.emit(failed(request, error, pipeline.rank, time.monotonic() - begun))
         if isinstance(error, CommitOutcomeUnknown):
             raise error from (None if error is problem else problem)
         raise
@@ -158,11 +173,11 @@ def _agree(run: Pipeline, request: SaveRequest) -> dict[str, Any]:
     return decision
 
 
-def _job_of(run: Pipeline, request: SaveRequest, decision: Mapping[str, Any], started: float) -> SaveJob:
+def _job_of(pipeline: Pipeline, request: SaveRequest, decision: Mapping[str, Any], started: float) -> SaveJob:
     manifest = Manifest.from_json(decision["manifest"], str(request.destination.path))
-    timeouts, home = run.config.timeouts, request.destination.home
+    timeouts, home = pipeline.config.timeouts, request.destination.home
     # Its own deadline once its turn comes, plus what follows the verdict: deleting old checkpoints.
-    turns = 1 + run.handles.in_flight
+    turns = 1 + pipeline.handles.in_flight
     limit_s = turns * (timeouts.lengthy_s + timeouts.barrier_s)
     job = SaveJob(
         request=request,
@@ -172,31 +187,32 @@ def _job_of(run: Pipeline, request: SaveRequest, decision: Mapping[str, Any], st
         save=OpenSave(request.name, limit_s, manifest.op_id, home),
         started=started,
         agreed_s=time.monotonic() - started,
-        call=run.coordinator.call,
+        call=pipeline.coordinator.call,
     )
-    job.error = SaveError(name=job.name, cause="interrupted", rank=run.rank, phase="snapshot")
+    # Until the stager has laid out the copy: the background must not take a save for planned that was interrupted before.
+    job.error = SaveError(name=job.name, cause="interrupted", rank=pipeline.rank, phase="snapshot")
     return job
 
 
-def _put(run: Pipeline, job: SaveJob) -> None:
+def _put(pipeline: Pipeline, job: SaveJob) -> None:
     """Plan the copy and put the save into the queue: from here on its outcome is certain."""
-    reported = False
+    raised_here = False
     try:
         # With several saves in flight only some ranks may know of a failure. It is reported at the next agreement.
-        run.handles.await_room(run.config.max_in_flight)
-        if run.config.max_in_flight == 1 and run.handles.unreported() is not None:
+        pipeline.handles.await_room(pipeline.config.max_in_flight)
+        if pipeline.config.max_in_flight == 1 and pipeline.handles.unreported() is not None:
             # Nothing is in flight any more, so every rank knows of it and raises here.
-            reported = True
-            run.handles.raise_unreported()
+            raised_here = True
+            pipeline.handles.raise_unreported()
         size = sum(file.total_bytes for file in job.request.payload.files)
-        if run.rank == 0 and run.writer.needs_process(size):
-            run.writer.start()  # while the copy is taken
-        run.stager.lay_out(job)
+        if pipeline.rank == 0 and pipeline.writer.needs_process(size):
+            pipeline.writer.start()  # while the copy is taken; the other ranks start theirs at their turn
+        pipeline.stager.lay_out(job)
     finally:
         # Also when this was interrupted, because the other ranks wait for this rank's report.
-        if not reported:
-            run.handles.add(job.save)
-            run.queue.put(job)
+        if not raised_here:
+            pipeline.handles.add(job.save)
+            pipeline.queue.put(job)
 
 
 @dataclass(kw_only=True)
@@ -219,24 +235,24 @@ class Turn:
     """The turn of one save in the background of one rank.
 
     Attributes:
-        run: the parts that it goes through.
+        pipeline: the parts that it goes through.
         job: the save.
         round: where the ranks report how it goes.
         written: how its writing went.
         summary: what rank 0 concluded for all ranks, by extension.
     """
 
-    run: Pipeline
+    pipeline: Pipeline
     job: SaveJob
     written: Writing = field(default_factory=Writing)
     summary: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        run, job = self.run, self.job
-        reporting = [rank for rank in job.writers if rank != 0]
+        pipeline, job = self.pipeline, self.job
+        others = [rank for rank in job.writers if rank != 0]
         check = self._check_giving_up
-        self.round = TwoPhaseCommit(run.coordinator, run.store_client, job.op_id, reporting, check, job.call)
-        self._deadline = time.monotonic() + run.config.timeouts.lengthy_s
+        self.round = TwoPhaseCommit(pipeline.coordinator, pipeline.store_client, job.op_id, others, check, job.call)
+        self._deadline = time.monotonic() + pipeline.config.timeouts.lengthy_s
         self._next_look = 0.0
 
     def left_s(self) -> float:
@@ -255,7 +271,7 @@ class Turn:
                 raise source.error
         now = time.monotonic()
         if now > self._deadline:
-            cause = f"not done after {self.run.config.timeouts.lengthy_s:.0f} s (timeouts.lengthy_s)"
+            cause = f"not done after {self.pipeline.config.timeouts.lengthy_s:.0f} s (timeouts.lengthy_s)"
             raise self.error(cause, "write")
         if now < self._next_look:
             return
@@ -265,7 +281,7 @@ class Turn:
 
     def explained(self, error: BaseException, phase: str) -> SafeCheckpointError:
         """An error of this package for any error."""
-        if (explained := self.job.publication.explain(error, rank=self.run.rank, phase=phase)) is not None:
+        if (explained := self.job.publication.explain(error, rank=self.pipeline.rank, phase=phase)) is not None:
             return explained
         return (
             error if isinstance(error, SafeCheckpointError) else self.error(f"{type(error).__name__}: {error}", phase)
@@ -273,14 +289,14 @@ class Turn:
 
     def error(self, cause: str, phase: str) -> SaveError:
         """Make the error of this save, on this rank."""
-        return SaveError(name=self.job.name, cause=cause, rank=self.run.rank, phase=phase)
+        return SaveError(name=self.job.name, cause=cause, rank=self.pipeline.rank, phase=phase)
 
     def outcome(self, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> Outcome:
         """Return how it ended."""
         return Outcome(info=info, error=failure, summary=self.summary, **dataclasses.asdict(self.written))
 
     def _check_giving_up(self) -> None:
-        self.run.queue.check_giving_up(self.job.name)
+        self.pipeline.queue.check_giving_up(self.job.name)
 
 
 def _lead(turn: Turn) -> CheckpointInfo:
@@ -309,10 +325,10 @@ def _lead(turn: Turn) -> CheckpointInfo:
 
 
 def _commit(turn: Turn, reports: Mapping[int, Any]) -> CheckpointInfo:
-    turn.round.refuse_left()
+    turn.round.refuse_if_a_rank_left()
     entries = _entries(turn, reports)
     said = {rank: reports[rank]["extensions"] for rank in sorted(reports)}
-    fields, turn.summary = turn.run.extensions.concluding(turn.job, said)
+    fields, turn.summary = turn.pipeline.extensions.concluding(turn.job, said)
     sections = {"items": _merge_items(reports), **fields}
     return turn.job.publication.commit(entries, sections, turn.check_still_wanted)
 
@@ -343,46 +359,46 @@ def _merge_items(reports: Mapping[int, Any]) -> dict[str, Any]:
 
 def _follow(turn: Turn) -> CheckpointInfo:
     """Every other rank."""
-    job, run, reporting, refused = turn.job, turn.run, False, False
-    if run.rank in job.writers:
+    job, rank, is_reported, is_told_of_error = turn.job, turn.pipeline.rank, False, False
+    if rank in job.writers:
         try:
             if job.error is not None:
                 raise job.error
             turn.round.await_prepared(turn.left_s())
             if turn.round.failed_elsewhere() is None:
-                job.publication.await_folder(run.rank, turn.left_s)
+                job.publication.await_folder(rank, turn.left_s)
                 report = write(turn)
-                reporting = True
+                is_reported = True
                 turn.round.report(report)
         except PeerLostError as error:
             turn.round.leave()
-            if not reporting:
+            if not is_reported:
                 raise
             # Rank 0 may have received it all the same, and committed.
             raise CommitOutcomeUnknown(name=job.name, cause=str(error), phase="commit") from error
         except Exception as error:
             _report_failure(turn, turn.explained(error, "write"))
-            refused = True
-    return _read_verdict(turn, refused=refused)
+            is_told_of_error = True
+    return _read_verdict(turn, is_told_of_error=is_told_of_error)
 
 
 def _report_failure(turn: Turn, error: SafeCheckpointError) -> None:
     try:
-        turn.round.report({"error": to_wire(error, rank=turn.run.rank, phase="write")})
+        turn.round.report({"error": to_wire(error, rank=turn.pipeline.rank, phase="write")})
     except PeerLostError:
         turn.round.leave()
         raise error from None
 
 
-def _read_verdict(turn: Turn, *, refused: bool) -> CheckpointInfo:
+def _read_verdict(turn: Turn, *, is_told_of_error: bool) -> CheckpointInfo:
     try:
         # Rank 0 has the same deadline and publishes a verdict then. Waiting a little longer avoids an unknown outcome.
-        verdict = turn.round.verdict(turn.left_s() + turn.run.config.timeouts.peer_stall_s)
+        verdict = turn.round.verdict(turn.left_s() + turn.pipeline.config.timeouts.peer_stall_s)
     except (KeyTimeout, PeerLostError) as error:
         cause = str(error) if isinstance(error, PeerLostError) else "rank 0 gave no verdict in time"
         raise CommitOutcomeUnknown(name=turn.job.name, cause=cause, phase="commit") from error
     except SaveError as error:  # this rank gives up; rank 0 may commit, unless it was told of an error
-        if refused:
+        if is_told_of_error:
             raise
         verdict = _last_word(turn, error)
     if "error" in verdict:
@@ -396,7 +412,7 @@ def _last_word(turn: Turn, error: SaveError) -> Any:
         # Rank 0 may give up, too, at the same moment.
         return turn.round.verdict(_LAST_WORD_S, given_up=True)
     except (KeyTimeout, PeerLostError):
-        name, rank = turn.job.name, turn.run.rank
+        name, rank = turn.job.name, turn.pipeline.rank
         raise CommitOutcomeUnknown(name=name, cause=error.cause, rank=rank, phase="commit") from error
 
 
@@ -407,11 +423,12 @@ def write(turn: Turn) -> dict[str, Any]:
         OSError: something could not be written.
         SafeCheckpointError: the save was given up, or its source changed.
     """
-    job, run, begun, directories = turn.job, turn.run, time.monotonic(), list(turn.job.publication.folders)
+    job, pipeline, begun = turn.job, turn.pipeline, time.monotonic()
+    directories = list(job.publication.folders)
     results = [*_copy_files(turn), *_adopt(turn, job.existing.values())]
     if job.streamed:
-        streamed = _write_job(job, run.rank, files=_observed(turn), directories=directories)
-        results += run.writer.stream(streamed, job.files, run.config.max_host_bytes, turn.check_still_wanted)
+        streamed = _write_job(job, pipeline.rank, files=_observed(turn), directories=directories)
+        results += pipeline.writer.stream(streamed, job.files, pipeline.config.max_host_bytes, turn.check_still_wanted)
         job.save.mark_snapshot_taken()
     elif job.buffer is not None:
         results += _run_writer(turn, buffer=job.buffer, files=_observed(turn), directories=directories)
@@ -421,21 +438,21 @@ def write(turn: Turn) -> dict[str, Any]:
     ended = time.monotonic()
     turn.written.written_at, turn.written.write_s = ended, ended - begun
     files = {_place(job, one.path): one for one in results}
-    found = run.extensions.existing("what was written", lambda one: one.recognised(job, files))
+    found = pipeline.extensions.existing("what was written", lambda one: one.recognised(job, files))
     if found:
         for one in _adopt(turn, found.values()):
             place = _place(job, one.path)
             files[place] = dataclasses.replace(one, observed={**files[place].observed, **one.observed})
         _run_writer(turn, directories=directories)
     turn.written.written_bytes = sum(file.size_bytes - file.shared_bytes for file in files.values())
-    reports = run.extensions.ask("what was written", lambda one: one.written(job, files))
+    reports = pipeline.extensions.ask("what was written", lambda one: one.written(job, files))
     entries = [_entry(turn, file) for file in files.values()]
     return {"files": entries, "items": dict(job.request.facts.items), "extensions": reports}
 
 
 def _observed(turn: Turn) -> list[WriteTask]:
     """Return the write tasks, each with what the writer's observers are told of it."""
-    job, extensions = turn.job, turn.run.extensions
+    job, extensions = turn.job, turn.pipeline.extensions
     return [
         dataclasses.replace(task, observed=extensions.observed(job, _place(job, task.path), plan))
         for task, plan in zip(job.tasks, job.files, strict=True)
@@ -470,7 +487,7 @@ def _place(job: SaveJob, path: str) -> str:
 
 def _run_writer(turn: Turn, **what: Any) -> list[WrittenFile]:
     """Have the writer do what the other fields of a ``WriteJob`` say."""
-    return turn.run.writer.write(_write_job(turn.job, turn.run.rank, **what), turn.check_still_wanted)
+    return turn.pipeline.writer.write(_write_job(turn.job, turn.pipeline.rank, **what), turn.check_still_wanted)
 
 
 def _write_job(job: SaveJob, rank: int, **what: Any) -> WriteJob:
@@ -499,12 +516,12 @@ def _refuse_changed(turn: Turn, copies: Sequence[FileCopy]) -> None:
         place = changed.removeprefix(f"{turn.job.folder}/")
         until = "the call returns" if place == changed else "the checkpoint is committed"
         cause = f"{place}: it changed while it was being read: nothing may write to it until {until}"
-        raise SourceChangedError(name=turn.job.name, cause=cause, source=changed, rank=turn.run.rank)
+        raise SourceChangedError(name=turn.job.name, cause=cause, source=changed, rank=turn.pipeline.rank)
 
 
 def _await_copy(turn: Turn) -> None:
     """The bytes are written. Whether they are right is known when the copy is over."""
-    copy, limit_s = turn.job.copy, turn.run.config.timeouts.barrier_s
+    copy, limit_s = turn.job.copy, turn.pipeline.config.timeouts.barrier_s
     if copy is not None and not copy.wait(limit_s):
         raise turn.error(f"the copy did not end within {limit_s:.0f} s (timeouts.barrier_s)", "snapshot")
     if copy is not None and copy.error is not None:
@@ -513,6 +530,6 @@ def _await_copy(turn: Turn) -> None:
 
 def _entry(turn: Turn, result: WrittenFile) -> dict[str, Any]:
     facts = {"size_bytes": result.size_bytes, "xxh3_128": result.xxh3_128}
-    for besides in turn.run.extensions.ask("an entry of the manifest", lambda one: one.entry(result)).values():
+    for besides in turn.pipeline.extensions.ask("an entry of the manifest", lambda one: one.entry(result)).values():
         facts |= besides
-    return {"path": result.path.removeprefix(f"{turn.job.folder}/"), "rank": turn.run.rank, **facts}
+    return {"path": result.path.removeprefix(f"{turn.job.folder}/"), "rank": turn.pipeline.rank, **facts}

@@ -18,7 +18,7 @@ from safe_ckpt.core.saving.request import SaveRequest, Snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.state.overlap import OverlapPlan
-from safe_ckpt.core.state.planner import refuse_differences
+from safe_ckpt.core.state.planner import refuse_unsaved
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.writer.existing import Existing
 from safe_ckpt.errors import (
@@ -79,7 +79,7 @@ def decide(
     for rank in ranks:
         if answers[rank]["earlier"]:
             return {"earlier": answers[rank]["earlier"]}
-    refuse_differences({rank: answers[rank]["held"] for rank in ranks})
+    refuse_unsaved({rank: answers[rank]["held"] for rank in ranks})
     if busy:
         return {}
     manifest = Manifest(

@@ -90,7 +90,7 @@ class Stager:
         """Plan the copy of ``job``. An error goes into ``job.error``; every rank gets it through the save's verdict."""
         payload = job.request.payload
         place = str(job.folder), job.manifest.to_json()
-        job.existing = self._extensions.existing("before the copy", lambda one: one.begun(job))
+        job.existing = self._extensions.existing("before the copy", lambda one: one.laying_out(job))
         job.files = [plan for plan in payload.files if plan.path not in job.existing]
         size = snapshot.buffer_bytes(job.files)
         if isinstance(payload, Streamed) or self._is_too_large(size):

@@ -71,7 +71,7 @@ def behind(at: int, alignment: int = _ALIGNMENT) -> int:
 
 
 def _place(name: str, size: int, at: int) -> Record:
-    return zip_archive.place(f"archive/{name}", size, at)
+    return zip_archive.place_record(f"archive/{name}", size, at)
 
 
 class _Tensor:

@@ -38,7 +38,7 @@ def entries(
         if item.type == WriteItemType.BYTE_IO:
             length = lengths[number]
         else:
-            around = dcp_entries.envelope(*kind_of(item))
+            around = dcp_entries.envelope(*type_and_shape(item))
             length = around.length
         if number not in frozen:
             file = 0
@@ -51,7 +51,7 @@ def entries(
         ends[file] = at + length
 
 
-def kind_of(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
+def type_and_shape(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...]]:
     """Type and shape of an entry that is a tensor."""
     if item.tensor_data is None:
         raise StateError(key=item.index.fqn, message="its planned entry describes no tensor")

@@ -33,7 +33,7 @@ from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.formats.refusals import refuse_short, unchanging
 from safe_ckpt.core.formats.torch_archive import saved_bytes
 from safe_ckpt.core.sharding import dcp_entries, dtensor, plan_data
-from safe_ckpt.core.sharding.dcp_layout import File, entries, file_of, frozen_entries, kind_of, under
+from safe_ckpt.core.sharding.dcp_layout import File, entries, file_of, frozen_entries, type_and_shape, under
 from safe_ckpt.core.sharding.dcp_ranks import divided, name_of_empty, on_part, refuse_others
 from safe_ckpt.core.sharding.dtensor import ShardedItem
 from safe_ckpt.errors import SaveError, StateError
@@ -305,7 +305,7 @@ class ShardPlanner:
             if entry.type == WriteItemType.BYTE_IO:
                 name, value = entry.index.fqn, planner.lookup_object(entry.index)
                 objects[number] = self._bytes_of(self._key(folder, name), value)
-                if any(isinstance(leaf, float) for leaf in dtensor.leaves(value)):
+                if any(isinstance(leaf, float) for leaf in dtensor.leaves_of(value)):
                     with_floats[number] = paths.get(name, (name,))
         frozen_apart = frozen_entries(plan, item.frozen())
         parts = on_part(planner.state_dict, self._coordinator.size)
@@ -456,10 +456,10 @@ def _lay_out(
         if number in local.objects:
             objects[number] = at, local.objects[number]
             continue
-        name, around = entry.index.fqn.removeprefix(within), dcp_entries.envelope(*kind_of(entry))
+        name, around = entry.index.fqn.removeprefix(within), dcp_entries.envelope(*type_and_shape(entry))
         tensor = values_of(local.lookup(entry.index))
-        if (tensor.dtype, tuple(tensor.shape)) != kind_of(entry):
-            message = f"planned as {kind_of(entry)}, it is {tuple(tensor.shape)} {tensor.dtype}"
+        if (tensor.dtype, tuple(tensor.shape)) != type_and_shape(entry):
+            message = f"planned as {type_and_shape(entry)}, it is {tuple(tensor.shape)} {tensor.dtype}"
             raise StateError(key=f"{folder}: {name}", message=message)
         file.add(name, tensor, at, around)
     files = [

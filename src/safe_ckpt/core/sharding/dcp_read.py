@@ -332,7 +332,7 @@ def _at(state: Any, path: Sequence[Any]) -> Any:
     return state
 
 
-def owner_of(optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
+def module_stepped_by(optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
     """The module whose parameters an optimizer steps: its names make the optimizer's state independent of the mesh.
 
     Between a forward without backward and its next use FSDP2 shows other parameters: ask for its state dict first.
@@ -453,7 +453,7 @@ def fit_optimizer(stored: Stored, module: torch.nn.Module, optimizer: torch.opti
             for i, source in enumerate(sources)
         ]
         by_number = {numbers[today[name]]: kept for name, kept in state.get("state", {}).items()}
-        dtensor.load_optimizer(optimizer, {"state": by_number, "param_groups": again})
+        dtensor.load_keeping_types(optimizer, {"state": by_number, "param_groups": again})
         return optimizer
 
     return Fitted(apply=apply, besides=sorted(saved - today.keys()), refusal="this optimizer does not step")
@@ -509,7 +509,7 @@ def spread_optimizer(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any])
         number: {key: _spread(value, parameters[number]) for key, value in kept.items()}
         for number, kept in whole["state"].items()
     }
-    dtensor.load_optimizer(optimizer, {**whole, "state": state})
+    dtensor.load_keeping_types(optimizer, {**whole, "state": state})
 
 
 def _spread(value: Any, like: torch.Tensor) -> Any:

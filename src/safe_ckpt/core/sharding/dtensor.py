@@ -63,7 +63,7 @@ def is_dtensor(value: object) -> bool:
     return isinstance(value, _classes("DTensor"))
 
 
-def leaves(value: object) -> Iterator[object]:
+def leaves_of(value: object) -> Iterator[object]:
     """Everything in nested mappings, lists and tuples that is none of these. Cycles are walked once."""
     seen: set[int] = set()
     waiting = [value]
@@ -310,7 +310,7 @@ def by_number(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dic
     return dict(zip(numbers, owned, strict=True))
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+def load_keeping_types(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load as its ``load_state_dict`` does, but floats keep the type that they were saved with.
 
     torch gives all of them their parameter's: what an optimizer keeps in float32 for a bfloat16 parameter, such as NAdam's
@@ -323,7 +323,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 @contextlib.contextmanager
 def keeping_types(optimizers: Iterable[Any]) -> Iterator[None]:
-    """Within this, a ``load_state_dict`` of these optimizers, whoever calls it, is as ``load_optimizer``."""
+    """Within this, a ``load_state_dict`` of these optimizers, whoever calls it, is as ``load_keeping_types``."""
     given: dict[int, Mapping[str, Any]] = {}
     of_torch = [one for one in optimizers if isinstance(one, torch.optim.Optimizer)]
 

@@ -319,7 +319,7 @@ def _filled(value: Any, whole: Mapping[int, Any]) -> Any:
     """The same with whole tensors in the places of the parts, by their ``id``. What has no part in it stays as it is."""
     if id(value) in whole:
         return whole[id(value)]
-    if not isinstance(value, Mapping | list | tuple) or whole.keys().isdisjoint(map(id, dtensor.leaves(value))):
+    if not isinstance(value, Mapping | list | tuple) or whole.keys().isdisjoint(map(id, dtensor.leaves_of(value))):
         return value
     if isinstance(value, Mapping):
         return {key: _filled(inner, whole) for key, inner in value.items()}

@@ -124,7 +124,7 @@ class SavedItem:
 
     def leaves(self) -> Iterable[object]:
         """Its tensors, and what else is in it."""
-        return dtensor.leaves(self.value)
+        return dtensor.leaves_of(self.value)
 
     def fingerprint(self) -> Fingerprint | None:
         """Return what tells whether it can be planned as last time; None where nothing tells."""
@@ -272,7 +272,7 @@ class _Module(_Stateful):
     def fit(self, loaded: Any) -> Fitted:
         own = self.module.state_dict()
         loaded = as_named(self.module, loaded)
-        if dtensor.any_sharded(dtensor.leaves(own)):
+        if dtensor.any_sharded(dtensor.leaves_of(own)):
             check_into(own, loaded)
             loading.check_same_names(own, loaded)
             return Fitted(apply=self._giving(lambda _: dtensor.load_module(self.module, restore_into(own, loaded))))
@@ -307,7 +307,7 @@ class _Optimizer(_Stateful):
             return super().state()
         from safe_ckpt.core.sharding import dcp_read
 
-        return dcp_read.optimizer_state(dcp_read.owner_of(self.optimizer, self.modules), self.optimizer)
+        return dcp_read.optimizer_state(dcp_read.module_stepped_by(self.optimizer, self.modules), self.optimizer)
 
     def at(self, path: Iterable[Any]) -> Any:
         return SavedItem(self.name, {"param_groups": self.optimizer.param_groups}).at(path)
@@ -324,7 +324,7 @@ class _Optimizer(_Stateful):
     def fit(self, loaded: Any) -> Fitted:
         loading.check_optimizer(self.optimizer, loaded)
         if not self.sharded:
-            return Fitted(apply=self._giving(lambda _: dtensor.load_optimizer(self.optimizer, loaded)))
+            return Fitted(apply=self._giving(lambda _: dtensor.load_keeping_types(self.optimizer, loaded)))
         from safe_ckpt.core.sharding import dcp_read
 
         return Fitted(apply=self._giving(lambda _: dcp_read.spread_optimizer(self.optimizer, loaded)))
@@ -332,7 +332,7 @@ class _Optimizer(_Stateful):
     def fit_shards(self, shards: Shards) -> Fitted:
         from safe_ckpt.core.sharding import dcp_read
 
-        owner = dcp_read.owner_of(self.optimizer, self.modules)
+        owner = dcp_read.module_stepped_by(self.optimizer, self.modules)
         return dcp_read.fit_optimizer(shards.stored, owner, self.optimizer)
 
 
@@ -501,7 +501,7 @@ def _check_each(owned: Iterable[tuple[Any, Any]], loaded: Mapping[Any, Any], see
 
 
 def _has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in dtensor.leaves(value))
+    return any(isinstance(leaf, torch.Tensor) for leaf in dtensor.leaves_of(value))
 
 
 def restore_into(target: Any, loaded: Any, done: dict[tuple[int, int], tuple[Any, Any]] | None = None) -> Any:

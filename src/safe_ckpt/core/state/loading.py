@@ -44,7 +44,7 @@ def refuse_module(key: str, module: torch.nn.Module) -> None:
     dtensor.refuse_partitioned(module)
     state = module.state_dict()  # FSDP2 puts back what a forward pass has left
     # One that loads in another way may put others in their place.
-    if not (dtensor.any_sharded(dtensor.leaves(state)) or loads_as_torch_does(module)):
+    if not (dtensor.any_sharded(dtensor.leaves_of(state)) or loads_as_torch_does(module)):
         state = {name: one for name, one in state.items() if not getattr(one, "is_meta", False)}
     refuse_target(key, state)
 

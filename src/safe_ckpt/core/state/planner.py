@@ -79,7 +79,7 @@ class Plan:
         described: what the manifest says of this rank's items.
         models: the modules.
         overlap: which tensors may be copied after the save has returned; None for none.
-        held: what this rank holds of the items that rank 0 saves for all; see ``held``.
+        held: what this rank holds of the items that rank 0 saves for all; see ``held_by_this_rank``.
     """
 
     files: Sequence[FilePlan] = ()
@@ -215,7 +215,9 @@ class Planner:
         fresh = False
         for name, value in data.items():
             with unchanging(name):
-                fresh |= name not in self._known and any(isinstance(one, torch.Tensor) for one in dtensor.leaves(value))
+                fresh |= name not in self._known and any(
+                    isinstance(one, torch.Tensor) for one in dtensor.leaves_of(value)
+                )
         if fresh and dtensor.dtensor_class():  # else no module is walked
             data[""] = {name: dict(one.named_parameters()) for name, one in modules.items()}
             found: list[tuple[tuple[Any, ...], Any]] = []
@@ -263,11 +265,11 @@ class Planner:
         resolved = item.state()
         if not item.per_rank:
             # An optimizer of sharded parameters has no sharded state before its first step.
-            if dtensor.any_sharded(dtensor.leaves(resolved)) or (item.optimizer is not None and item.sharded):
+            if dtensor.any_sharded(dtensor.leaves_of(resolved)) or (item.optimizer is not None and item.sharded):
                 self._known.pop(item.name, None)
                 return ShardedItem.of(item.below(resolved), frozen_below)
             if not self._alone:
-                self._held[item.name] = held(item, resolved)
+                self._held[item.name] = held_by_this_rank(item, resolved)
         planned: Sequence[FilePlan] = ()
         if self._rank == 0 or item.per_rank:
             frozen = frozenset() if item.per_rank else self._frozen(item)
@@ -382,7 +384,7 @@ def _numbered(views: Iterable[Fingerprint]) -> dict[int, int]:
     return {id(tensor): number for number, tensor in enumerate(chain.from_iterable(view.whole for view in views))}
 
 
-def held(item: SavedItem, resolved: Any) -> list[str]:
+def held_by_this_rank(item: SavedItem, resolved: Any) -> list[str]:
     """List what this rank holds of an item that rank 0 saves alone: a kind, and a text for the tensors; empty for nothing.
 
     The values are those of rank 0. A rank that holds other tensors, such as a pipeline's next stage, would lose them. So would
@@ -406,11 +408,11 @@ def held(item: SavedItem, resolved: Any) -> list[str]:
     return [item.kind, f"{len(facts)} names, such as {facts[0]:.80} (digest {digest})", *own]
 
 
-def refuse_differences(by_rank: Mapping[int, Mapping[str, list[str]]]) -> None:
+def refuse_unsaved(by_rank: Mapping[int, Mapping[str, list[str]]]) -> None:
     """Refuse what a rank holds and rank 0 does not.
 
     Args:
-        by_rank: what ``held`` returned on every rank, by item.
+        by_rank: what ``held_by_this_rank`` returned on every rank, by item.
 
     Raises:
         DesyncError: names the first such item, and what the ranks hold.

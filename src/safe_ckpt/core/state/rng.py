@@ -151,13 +151,13 @@ class RngState:
             numpy.random.seed(seed % 2**32)
 
 
-def to_text(state: torch.Tensor) -> str:
+def generator_to_text(state: torch.Tensor) -> str:
     """The state of one of torch's generators as text."""
     return _packed(_bytes(state))
 
 
-def put_back(generator: torch.Generator, text: str) -> None:
-    """Set a generator of torch's to what ``to_text`` gave."""
+def generator_from_text(generator: torch.Generator, text: str) -> None:
+    """Set a generator of torch's to what ``generator_to_text`` gave."""
     generator.set_state(_tensor(_unpacked(text)))
 
 

@@ -56,7 +56,7 @@ def files_in(places: Iterable[Place]) -> list[Path]:
     return [place for place in places if isinstance(place, Path)]
 
 
-def is_directory(place: Place) -> bool:
+def has_folder(place: Place) -> bool:
     """Whether a checkpoint there has files in a folder: always in a store.
 
     Raises:

@@ -21,7 +21,7 @@ from safe_ckpt.core.storage.direct_io import PAGE, ProgressReporter
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import ObjectPath, open_place
-from safe_ckpt.core.storage.objects.second_look import is_there
+from safe_ckpt.core.storage.objects.second_look import is_object_there
 from safe_ckpt.core.storage.presence import opened
 from safe_ckpt.core.writer.content import Content
 from safe_ckpt.core.writer.existing import Adoption
@@ -108,7 +108,7 @@ class ObjectSink:
             try:
                 bucket.copy(keys[0], place.key, one.size_bytes)
             except FileNotFoundError:
-                if is_there(ObjectPath(bucket, keys[0])):
+                if is_object_there(ObjectPath(bucket, keys[0])):
                     refused.set()  # so it is read and sent
                 else:
                     keys.popleft()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from safe_ckpt import events
 from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.formats.health_section import described
+from safe_ckpt.core.formats.health_section import describe_unhealthy
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.formats.names import plain_name, plain_names
 from safe_ckpt.core.home.home import Home
@@ -68,7 +68,7 @@ class HealthExtension(Extension):
         """See ``Extension``."""
         found = {path: facts for rank in sorted(reports) for path, facts in reports[rank].items()}
         health = of_checkpoint(found, self._settings.action)
-        return Conclusion(fields={"health": health}, summary=described(health))
+        return Conclusion(fields={"health": health}, summary=describe_unhealthy(health))
 
     def ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
         """See ``Extension``."""

@@ -44,10 +44,10 @@ def mirrored(manifest: Manifest, path: Path, home: Home, *, single: bool) -> Man
         "path": str(path),
     }
     notes = {**manifest.notes, MIRRORED: facts}
-    return dataclasses.replace(manifest, name=identity_of(path, home), notes=notes)
+    return dataclasses.replace(manifest, name=mirrored_name(path, home), notes=notes)
 
 
-def identity_of(path: Path, home: Home) -> str:
+def mirrored_name(path: Path, home: Home) -> str:
     """The name of a checkpoint in the mirror. A later checkpoint with the same name replaces it.
 
     Relative to its directory; one that the user named himself, relative to where the job was started.
@@ -60,7 +60,7 @@ def is_copy_of(manifest: Manifest, path: Path, home: Home) -> bool:
     """Whether a mirrored checkpoint is what ``path`` names: on this machine, or relative to where the job was started."""
     facts = _facts(manifest)
     same_path = home.is_single_name and facts.get("path") == str(path)
-    return same_path or (bool(facts) and manifest.name == identity_of(path, home))
+    return same_path or (bool(facts) and manifest.name == mirrored_name(path, home))
 
 
 def _facts(manifest: Manifest) -> Mapping[str, Any]:

@@ -29,7 +29,7 @@ from safe_ckpt.core.storage.objects.place import ObjectPath, Place, open_place
 from safe_ckpt.core.storage.source import in_files, in_store
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import CorruptCheckpointError, SafeCheckpointError, SaveError, named
-from safe_ckpt.extensions.mirror.fetching import directory_of, fetch_into, identity_of
+from safe_ckpt.extensions.mirror.fetching import directory_of, fetch_into, mirrored_name
 from safe_ckpt.extensions.mirror.tier import Tier, Waiting
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class MirrorUploads:
             passed = [one for one in self._queue if self._gives_way(one, waiting)]
             self._queue = [*(one for one in self._queue if one not in passed), waiting]
             self._committed[info.path] = waiting
-            self._deleted.discard((waiting.root, identity_of(info.file_path, home)))
+            self._deleted.discard((waiting.root, mirrored_name(info.file_path, home)))
         for one in passed:
             logger.info("%s is not mirrored: a newer one is there, and the mirror is behind", one.info.path)
         try:
@@ -191,7 +191,7 @@ class MirrorUploads:
         place = self.root_of(home)
         gone = [path for path in map(in_files, paths) if in_files(home.path) in path.parents]
         with self._turn:
-            self._deleted |= {(place, identity_of(path, home)) for path in gone}
+            self._deleted |= {(place, mirrored_name(path, home)) for path in gone}
 
     def progress(self) -> int:
         """A number that changes as long as bytes move."""

@@ -27,7 +27,7 @@ from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.writer.existing import MOST_BYTES, Adoption
 from safe_ckpt.core.writer.sink import WriteJob
 from safe_ckpt.errors import CorruptCheckpointError, DirectoryInUseError, SafeCheckpointError
-from safe_ckpt.extensions.mirror.fetching import identity_of, mirrored
+from safe_ckpt.extensions.mirror.fetching import mirrored, mirrored_name
 from safe_ckpt.extensions.tries import Tries
 
 _LAST_WORDS_S = 5.0
@@ -117,7 +117,7 @@ class Tier:
             return ""
         if not path.exists() or (not one.saved and one.info.sequence <= self._newest_before):
             return None  # retention was faster, or what is there came later
-        manifest, name = read_manifest(path), identity_of(path, one.home)
+        manifest, name = read_manifest(path), mirrored_name(path, one.home)
         ordered = manifest
         if one.saved and manifest.sequence <= self._newest_before:
             # This host's clock is behind that of an earlier one: in the order it would come before what was there.
@@ -208,7 +208,7 @@ class Tier:
             counted = [one for one in committed if one.path not in self._weights]
             return [one.path for one in retention.to_delete(counted, rules) if one.path != info.path] if rules else []
 
-        decision = retention.after_commit(info, self._catalog, due if rules else None)
+        decision = retention.decide_deletions(info, self._catalog, due if rules else None)
         if decision is not None:
             self._discard(decision.to_delete)
 

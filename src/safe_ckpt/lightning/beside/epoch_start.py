@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _HOOK = "on_train_epoch_start"
 
 
-def put_back(
+def set_at_epoch_start(
     trainer: Any, rng: Mapping[str, Any] | None, accumulates: int | None, undo: Patch, *, within: bool
 ) -> None:
     """At ``on_train_start``: arrange that all is set when the loop goes on; ``undo`` takes back what is left to be done.

@@ -79,7 +79,7 @@ class Comparison:
     steps: int = 0
 
 
-def values_of(line: Line) -> dict[str, Any]:
+def compared_values(line: Line) -> dict[str, Any]:
     """All that is compared, as name -> value."""
     return {"data": line["batch"], "calls": len(line["batch"]), **line["values"]}
 
@@ -101,17 +101,19 @@ def noise(first: Run, second: Run) -> frozenset[str]:
         name
         for rank in first.keys() & second.keys()
         for one, other in zip(first[rank], second[rank], strict=False)
-        for name in differing(values_of(one), values_of(other))
+        for name in differing(compared_values(one), compared_values(other))
     )
 
 
-def place(whole: Sequence[Line], first: Line) -> int | None:
+def matching_line(whole: Sequence[Line], first: Line) -> int | None:
     """The line of the whole run that has the weights of a resumed run's first; of several, that with most of the rest equal."""
 
     def same(line: Line, *categories: str) -> list[bool]:
         """For each value of the first line, whether this line has it."""
-        values = values_of(line)
-        return [values.get(name) == one for name, one in values_of(first).items() if category_of(name) in categories]
+        values = compared_values(line)
+        return [
+            values.get(name) == one for name, one in compared_values(first).items() if category_of(name) in categories
+        ]
 
     found = [number for number, line in enumerate(whole) if all(same(line, "weights"))]
     return max(found, key=lambda number: (sum(same(whole[number], "state", "groups", "data")), number), default=None)
@@ -120,7 +122,7 @@ def place(whole: Sequence[Line], first: Line) -> int | None:
 def compare(whole: Run, resumed: Run, ignored: frozenset[str]) -> Comparison:
     """Lay a run that was stopped and started beside one that was not."""
     first = min(resumed)
-    at = place(whole[first], resumed[first][0])
+    at = matching_line(whole[first], resumed[first][0])
     if not at:
         how = "no step of the run that was not stopped has them" if at is None else "the start began at the beginning"
         lost = Finding(category="weights", names=("weights",), rank=first, detail=how, means=MEANS["weights"][1])
@@ -153,7 +155,7 @@ def _of_rank(
 ) -> Iterator[Finding]:
     told: set[str] = set()
     for number, (one, other) in enumerate(pairs):
-        names = sorted(name for name in differing(values_of(one), values_of(other)) if name not in ignored)
+        names = sorted(name for name in differing(compared_values(one), compared_values(other)) if name not in ignored)
         found = {
             key: [name.partition(".")[2] or key for name in rows] for key, rows in itertools.groupby(names, category_of)
         }
@@ -183,7 +185,7 @@ def _leave_out_what_was_before(found: dict[str, list[str]], ours: Sequence[str],
 def _how(category: str, rows: Sequence[str], whole: Sequence[Line], number: int, other: Line) -> tuple[str, str]:
     """The way in which it differs, and what that means."""
     one, means = whole[number], MEANS[category][1]
-    ours, theirs = values_of(one), values_of(other)
+    ours, theirs = compared_values(one), compared_values(other)
     if category == "state":
         keys = {row.partition(".")[0] for row in rows}
         detail = f"of {len({row.partition('.')[2] for row in rows})} parameters"

@@ -1,7 +1,7 @@
 """Within an audited process: a line for each optimizer step. Imports nothing of safe_ckpt, and torch only after the script.
 
-``watch`` is called when Python starts. Once the script has imported torch, its public global hooks are registered: a line of
-digests for each optimizer step tells what it sees, as name -> value; a name begins with its category, see ``compare``.
+``register_hooks`` is called when Python starts. Once the script has imported torch, its public global hooks are registered: a
+line of digests for each optimizer step tells what it sees, as name -> value; a name begins with its category, see ``compare``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class After(importlib.abc.MetaPathFinder):
         return spec
 
 
-def watch() -> None:
+def register_hooks() -> None:
     """Register the hooks when torch is imported."""
     recorder = Recorder(os.environ["SAFE_CKPT_AUDIT"], int(os.environ["SAFE_CKPT_AUDIT_STOP"]))
     wanted = {"torch.optim": lambda _: recorder.register(), "safe_ckpt.data.batches": recorder.follow}

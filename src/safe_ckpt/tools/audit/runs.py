@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from safe_ckpt.errors import AuditError
 from safe_ckpt.machine import process_state
-from safe_ckpt.tools.audit.compare import MEANS, Line, Run, category_of, compare, noise, place, without_equality
+from safe_ckpt.tools.audit.compare import MEANS, Line, Run, category_of, compare, matching_line, noise, without_equality
 from safe_ckpt.tools.audit.result import Audit
 
 OUT = "{out}"
@@ -113,7 +113,7 @@ def _stopped(runner: Runner, options: Options, whole: Sequence[Line]) -> tuple[l
                 steps = options.until if ends else max(1, (options.until - stop) // (2 * options.stops))
                 within = options.within_save and number % 2 == 1 and not ends
                 starts.append(runner.run(out, f"{out}-{number}", steps, options.resume_args, within=within))
-            if is_last or not whole or place(whole, starts[0][min(starts[0])][0]) != 0:
+            if is_last or not whole or matching_line(whole, starts[0][min(starts[0])][0]) != 0:
                 return starts, killed
         elif is_last:
             raise AuditError(

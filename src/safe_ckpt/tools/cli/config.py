@@ -11,9 +11,8 @@ import typer
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.errors import ConfigError
-from safe_ckpt.settings.describe import markdown
-from safe_ckpt.settings.describe import schema as json_schema
-from safe_ckpt.settings.fields import keys, shown, value_at
+from safe_ckpt.settings.describe import json_schema, markdown
+from safe_ckpt.settings.fields import keys, shown_value, value_at
 from safe_ckpt.settings.sources import CONFIG_VARIABLE, PREFIX, Loaded, load, load_effective, read_yaml
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, print_json, print_table, say
 
@@ -118,7 +117,7 @@ def _rows(loaded: Loaded[CheckpointConfig]) -> list[dict[str, Any]]:
     return [
         {
             "key": key.path,
-            "value": shown(key, value_at(loaded.settings, key.path)),
+            "value": shown_value(key, value_at(loaded.settings, key.path)),
             "default": key.default,
             "from": str(loaded.origins.get(key.path, "default")),
         }

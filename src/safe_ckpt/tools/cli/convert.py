@@ -15,10 +15,10 @@ from safe_ckpt.core.storage.source import in_files, in_store
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError
 from safe_ckpt.text import bytes_text
 from safe_ckpt.tools.cli.output import CHECKPOINT, AsJson, FollowSymlinks, ending_on_signals, failing, print_json, say
-from safe_ckpt.tools.inspection.check import judge, plan
+from safe_ckpt.tools.inspection.check import plan_tasks, verify_tasks
 from safe_ckpt.tools.inspection.content import read_structure
 from safe_ckpt.tools.inspection.fetch import fetch
-from safe_ckpt.tools.inspection.files import place_of
+from safe_ckpt.tools.inspection.files import place_given
 from safe_ckpt.tools.inspection.listing import one_of
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def convert(
         options = {"item": item, "max_shard_size": max_shard_size, "dtype": dtype, "drop_objects": drop_objects}
         with _at_hand(source, target) as given:
             if not no_verify:
-                for bad in judge([plan(given, follow_symlinks=follow_symlinks)])[0].damaged:
+                for bad in verify_tasks([plan_tasks(given, follow_symlinks=follow_symlinks)])[0].damaged:
                     why = f"{bad.reason}; nothing was converted"
                     raise CorruptCheckpointError(path=str(given), file=bad.file, message=why)
             info = _written(given, target, form, read_structure(given, follow_symlinks=follow_symlinks), options)
@@ -75,7 +75,7 @@ def _here(destination: str) -> Path:
 @contextlib.contextmanager
 def _at_hand(source: str, destination: Path) -> Iterator[Path]:
     """The source; one in an object store is fetched to where the result goes, and deleted afterwards."""
-    place = place_of(source)
+    place = place_given(source)
     if not is_url(source):
         yield in_files(place)
         return

@@ -19,8 +19,8 @@ from safe_ckpt.errors import ConfigError, DirectoryError
 from safe_ckpt.settings.texts import option
 from safe_ckpt.text import bytes_text, listed
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, Directory, ending_on_signals, failing, print_json, say, tell
-from safe_ckpt.tools.inspection.check import judge, plan
-from safe_ckpt.tools.inspection.files import place_of
+from safe_ckpt.tools.inspection.check import plan_tasks, verify_tasks
+from safe_ckpt.tools.inspection.files import place_given
 from safe_ckpt.tools.inspection.listing import Listing, read_listing
 
 
@@ -54,7 +54,7 @@ def gc(
             keep_last=keep_last, keep_best=keep_best, metric=metric, mode=mode, keep_every_steps=keep_every_steps
         )
         select = partial(_Selection, policy=policy, quarantine=quarantine, verify=not no_verify)
-        selection = _carried_out(place_of(directory), select, dry_run=dry_run)
+        selection = _carried_out(place_given(directory), select, dry_run=dry_run)
     _report(selection, dry_run=dry_run, as_json=as_json)
     if not dry_run and len(selection.gone) < len(selection.to_delete) + len(selection.besides):
         raise typer.Exit(DAMAGED)
@@ -85,7 +85,7 @@ class _Selection:
             self.protected = {i.path: standing.protected[i.path] for i in chosen if i.path in standing.protected}
             self.to_delete: list[CheckpointInfo] = [info for info in chosen if info.path not in self.protected]
             kept = {info.path for info in left} - {info.path for info in self.to_delete} - sound
-            verdicts = judge(map(plan, sorted(kept, key=str))) if verify and self.to_delete else []
+            verdicts = verify_tasks(map(plan_tasks, sorted(kept, key=str))) if verify and self.to_delete else []
             bad = [verdict.path for verdict in verdicts if verdict.state == "damaged"]
             sound |= kept - set(bad)
             self.damaged += bad

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from safe_ckpt.core.formats.health_section import described
+from safe_ckpt.core.formats.health_section import describe_unhealthy
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
 from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
@@ -27,7 +27,7 @@ from safe_ckpt.tools.cli.output import (
     say,
 )
 from safe_ckpt.tools.inspection.content import read_content, read_object_content
-from safe_ckpt.tools.inspection.files import place_of, walk
+from safe_ckpt.tools.inspection.files import place_given, walk
 from safe_ckpt.tools.inspection.listing import kind_of, one_of
 from safe_ckpt.tools.inspection.tensors import Entry, TensorTable, Value
 
@@ -54,7 +54,7 @@ def inspect(
     manifest, the headers of safetensors and JSON are read. Exit status: 0, or 1 where they differ or something is damaged.
     """
     with failing():
-        first = place_of(path)
+        first = place_given(path)
         if health:
             _show_health(one_of(_here(first)), as_json=as_json)
             return
@@ -66,7 +66,7 @@ def inspect(
             facts = _facts(_here(first), follow_symlinks=follow_symlinks)
             _print(first, facts, content, as_json=as_json)
             return
-        second = _matching(read_content(one_of(_here(place_of(other))), follow_symlinks=follow_symlinks), match)
+        second = _matching(read_content(one_of(_here(place_given(other))), follow_symlinks=follow_symlinks), match)
         if not _compare(content, second, as_json=as_json):
             raise typer.Exit(DAMAGED)
 
@@ -214,4 +214,4 @@ def _show_health(path: Path, *, as_json: bool) -> None:
     ]
     if sick:
         print_table(("tensor", "numbers", "NaN", "Inf"), sick)
-    say(f"{'healthy' if found['healthy'] else described(found)}{', unhealthy' if found['marked'] else ''}")
+    say(f"{'healthy' if found['healthy'] else describe_unhealthy(found)}{', unhealthy' if found['marked'] else ''}")

@@ -10,7 +10,7 @@ from safe_ckpt.core.home.holders import runs_below
 from safe_ckpt.text import bytes_text, duration, metrics_text
 from safe_ckpt.text import listed as names_listed
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, Directory, failing, print_json, print_table, say
-from safe_ckpt.tools.inspection.files import place_of
+from safe_ckpt.tools.inspection.files import place_given
 from safe_ckpt.tools.inspection.listing import Row, read_listing, rows
 
 _MOST_METRICS = 4  # a Trainer gives a dozen, and a line has to fit a terminal
@@ -25,7 +25,7 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
     stops there). Exit status: 0, or 1 where something is unreadable.
     """
     with failing():
-        place = place_of(directory)
+        place = place_given(directory)
         listing = read_listing(place)
         listed, below = list(rows(listing)), [name for name in runs_below(place) if place / name != listing.folder]
     if as_json:

@@ -21,7 +21,7 @@ from safe_ckpt.tools.cli.output import DAMAGED, AsJson, console, failing, local_
 from safe_ckpt.tools.inspection.listing import list_existing
 from safe_ckpt.tools.report import event_log, page, summary
 from safe_ckpt.tools.report.follow import Follower
-from safe_ckpt.tools.report.history import History, Notice, SaveHistory, build
+from safe_ckpt.tools.report.history import History, Notice, SaveHistory, build_history
 from safe_ckpt.tools.report.page import Subject
 
 AnyDirectory = Annotated[Path, typer.Argument(parser=local_directory, metavar="DIR")]
@@ -56,7 +56,7 @@ def report(directory: AnyDirectory, output: Output = Path("report.html"), as_jso
     if recording is None:
         say(nothing_in(directory))
         raise typer.Exit(DAMAGED)
-    history = build(recording)
+    history = build_history(recording)
     if as_json:
         print_json(as_data(history))
         return

@@ -26,9 +26,9 @@ from safe_ckpt.tools.cli.output import (
     print_json,
     say,
 )
-from safe_ckpt.tools.inspection.check import judge, plan
+from safe_ckpt.tools.inspection.check import plan_tasks, verify_tasks
 from safe_ckpt.tools.inspection.fetch import fetch
-from safe_ckpt.tools.inspection.files import place_of
+from safe_ckpt.tools.inspection.files import place_given
 from safe_ckpt.tools.inspection.listing import Listing, read_listing
 
 _ATTEMPTS = 5
@@ -76,7 +76,7 @@ def resume_path(
             raise ConfigError(
                 key="--fetch", message="is for an address such as s3://bucket/run: a directory is here already"
             )
-        choice = _chosen(place_of(directory), quick=quick, fetch_to=fetch_to)
+        choice = _chosen(place_given(directory), quick=quick, fetch_to=fetch_to)
     _report(choice, directory, as_json=as_json)
     if choice.path is None:
         raise typer.Exit(DAMAGED)
@@ -128,7 +128,7 @@ def _choose(listing: Listing, *, quick: bool, fetch_to: Path | None) -> _Choice:
                 choice.rejected.append((path, f"{error.file} {error.message}".strip()))
                 continue
             return choice
-        verdict = None if quick else judge([plan(path)])[0]
+        verdict = None if quick else verify_tasks([plan_tasks(path)])[0]
         if verdict is None or verdict.state != "damaged":
             choice.path, choice.foreign = path, candidate.foreign
             choice.verified = verdict is not None and verdict.state == "valid"

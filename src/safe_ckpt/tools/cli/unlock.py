@@ -12,7 +12,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.home.holders import Holder
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, HeldDirectory, failing, print_json, tell
-from safe_ckpt.tools.inspection.files import place_of
+from safe_ckpt.tools.inspection.files import place_given
 from safe_ckpt.tools.inspection.listing import holders_of
 
 
@@ -29,7 +29,7 @@ def unlock(
     after it showed no sign of life for 60 seconds (lease_s). Exit status: 0 when the next job can have DIR, 1 when it is held.
     """
     with failing(f"who holds {directory} is unknown: ", ". Run this as a user who may read and write there"):
-        place = place_of(directory)
+        place = place_given(directory)
         held = holders_of(place)
         for one in held if break_lock else ():
             one.take_away(unfenced=CheckpointConfig.from_environment().storage.unfenced)

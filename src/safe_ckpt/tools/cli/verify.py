@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from safe_ckpt.core.home.home import name_below
-from safe_ckpt.core.home.places import is_gone, is_one
+from safe_ckpt.core.home.places import checkpoint_is_gone, is_one
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.reader import ReadProgress
 from safe_ckpt.errors import SafeCheckpointError, UnsupportedFormatError
@@ -30,8 +30,17 @@ from safe_ckpt.tools.cli.output import (
     say,
     tell,
 )
-from safe_ckpt.tools.inspection.check import Job, Judgement, Task, Verdict, bytes_to_read, judge, plan, unreadable
-from safe_ckpt.tools.inspection.files import place_of
+from safe_ckpt.tools.inspection.check import (
+    Job,
+    Judgement,
+    Task,
+    Verdict,
+    bytes_to_read,
+    plan_tasks,
+    unreadable,
+    verify_tasks,
+)
+from safe_ckpt.tools.inspection.files import place_given
 from safe_ckpt.tools.inspection.listing import read_listing
 
 _MOST_FILES = 20
@@ -56,7 +65,7 @@ def verify(
     """
     began = time.monotonic()
     with failing(f"{_UNREAD}: "):
-        given = [place_of(path) for path in paths]
+        given = [place_given(path) for path in paths]
         found = _checkpoints(given)
         tasks = [_planned(path, why, follow_symlinks=follow_symlinks) for path, why in found.items()]
         verdicts = _judged(tasks)
@@ -107,7 +116,7 @@ def _planned(path: Place, why: str, *, follow_symlinks: bool) -> Task:
     """The task for one path. A path that cannot be looked at is a judgement already."""
     if not why:
         try:
-            task = plan(path, follow_symlinks=follow_symlinks)
+            task = plan_tasks(path, follow_symlinks=follow_symlinks)
             return replace(task, jobs=[_Tolerant(job, path) for job in task.jobs])
         except (OSError, SafeCheckpointError) as error:
             why = str(error)
@@ -138,18 +147,18 @@ def _unread(file: str, why: str) -> Judgement:
 def _is_gone(path: Place) -> bool:
     """Whether a job has deleted it since it was listed."""
     try:
-        return is_gone(path)
+        return checkpoint_is_gone(path)
     except OSError:
         return False
 
 
 def _judged(tasks: Sequence[Task]) -> list[Verdict]:
     if not sys.stderr.isatty():
-        return judge(tasks)
+        return verify_tasks(tasks)
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console(error=True), transient=True) as bar:
         shown = bar.add_task("", total=bytes_to_read(tasks))
-        return judge(tasks, progress=lambda count: bar.advance(shown, count))
+        return verify_tasks(tasks, progress=lambda count: bar.advance(shown, count))
 
 
 def _print(verdict: Verdict) -> None:

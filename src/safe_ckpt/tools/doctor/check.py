@@ -77,14 +77,14 @@ def ok(check: str, measured: str, advice: str = "", /, **figures: Figure) -> Che
     return CheckResult(check=check, state="ok", measured=measured, advice=advice, figures=figures)
 
 
-def warn(check: str, measured: str, advice: str, /, **figures: Figure) -> CheckResult:
+def at_a_price(check: str, measured: str, advice: str, /, **figures: Figure) -> CheckResult:
     """A finding of what works, at a price."""
     return CheckResult(check=check, state="warn", measured=measured, advice=advice, figures=figures)
 
 
 def warn_if(bad: bool, check: str, measured: str, advice: str, /, **figures: Figure) -> CheckResult:
     """A warning with ``advice`` where it is ``bad``; else nothing to do."""
-    return warn(check, measured, advice, **figures) if bad else ok(check, measured, **figures)
+    return at_a_price(check, measured, advice, **figures) if bad else ok(check, measured, **figures)
 
 
 def fail(check: str, measured: str, advice: str, /, **figures: Figure) -> CheckResult:
@@ -92,7 +92,7 @@ def fail(check: str, measured: str, advice: str, /, **figures: Figure) -> CheckR
     return CheckResult(check=check, state="fail", measured=measured, advice=advice, figures=figures)
 
 
-def skipped(check: str, why: str) -> CheckResult:
+def not_made(check: str, why: str) -> CheckResult:
     """The check could not be made."""
     return CheckResult(check=check, state="skipped", measured=why)
 
@@ -337,7 +337,7 @@ def run_checks(
     why = ""
     for name, check in checks:
         if why:
-            findings.append(skipped(name, f"not tried: {why}"))
+            findings.append(not_made(name, f"not tried: {why}"))
             continue
         try:
             findings += bounded(partial(check, subject), limit_s, stop)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safe_ckpt.core.storage import durable
 from safe_ckpt.text import bytes_text
-from safe_ckpt.tools.doctor.check import CheckResult, Examined, fail, ok, skipped, warn, warn_if
+from safe_ckpt.tools.doctor.check import CheckResult, Examined, at_a_price, fail, not_made, ok, warn_if
 
 _LITTLE_BYTES = 1 << 30
 _TABLE = Path("/proc/self/mountinfo")
@@ -85,7 +85,7 @@ def current(path: Path, table: Path = _TABLE) -> Mount | None:
         return None
 
 
-def judge(mount: Mount) -> CheckResult:
+def judge_file_system(mount: Mount) -> CheckResult:
     """Judge whether checkpoints survive on a file system of this kind."""
     text = f"{mount.kind} at {mount.point}, from {mount.source}"
     figures = {"kind": mount.kind, "mount_point": mount.point, "source": mount.source}
@@ -105,13 +105,13 @@ def judge(mount: Mount) -> CheckResult:
         text += ", mounted soft"
     else:
         return ok("file system", text, advice, **figures)
-    return warn("file system", text, advice, **figures)
+    return at_a_price("file system", text, advice, **figures)
 
 
 def file_system(examined: Examined) -> list[CheckResult]:
     """The kind of the file system."""
     mount = current(examined.existing)
-    return [judge(mount) if mount else skipped("file system", f"{_TABLE} does not list it")]
+    return [judge_file_system(mount) if mount else not_made("file system", f"{_TABLE} does not list it")]
 
 
 def renaming(examined: Examined) -> list[CheckResult]:
@@ -140,7 +140,7 @@ def space(examined: Examined) -> list[CheckResult]:
     """Free bytes, against the size of a checkpoint."""
     free_bytes = durable.free_bytes(examined.existing)
     if free_bytes is None:
-        return [skipped("space", "this file system does not report its free space, so no save checks it beforehand")]
+        return [not_made("space", "this file system does not report its free space, so no save checks it beforehand")]
     stat = os.statvfs(examined.existing)
     total_bytes = stat.f_blocks * stat.f_frsize
     size = examined.state_bytes
@@ -161,7 +161,7 @@ def judge_space(*, free_bytes: int, total_bytes: int, size: int | None, why: str
     if size is None:
         if free_bytes < _LITTLE_BYTES:
             advice = "that is little: free some, or give the size of a checkpoint with --state-bytes"
-            return warn("space", text, advice, **figures)
+            return at_a_price("space", text, advice, **figures)
         return ok("space", f"{text}; --state-bytes shows how many checkpoints fit", **figures)
     figures["fit"] = fit = free_bytes // size
     text += f": {fit} {'checkpoint fits' if fit == 1 else 'checkpoints fit'} of {bytes_text(size)} each ({why})"

@@ -19,7 +19,17 @@ from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.storage.durable import NO_SYNC, sync_directory
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError
 from safe_ckpt.text import duration
-from safe_ckpt.tools.doctor.check import CheckResult, Examined, fail, held_by, ok, refused, skipped, warn, warn_if
+from safe_ckpt.tools.doctor.check import (
+    CheckResult,
+    Examined,
+    at_a_price,
+    fail,
+    held_by,
+    not_made,
+    ok,
+    refused,
+    warn_if,
+)
 from safe_ckpt.tools.doctor.disk import current
 from safe_ckpt.tools.inspection.listing import holders_of
 
@@ -69,7 +79,7 @@ def syncing(examined: Examined) -> list[CheckResult]:
         except OSError as error:
             return [refused("fsync", error, "fsync of a directory")]
     if not sync_directory(str(folder)):
-        return [warn("fsync", "fsync of a directory is refused", NO_SYNC)]
+        return [at_a_price("fsync", "fsync of a directory is refused", NO_SYNC)]
     mount = current(examined.existing)
     in_memory = mount is not None and mount.in_memory
     return [judge_fsync(statistics.median(file_s), statistics.median(folder_s), in_memory=in_memory)]
@@ -87,7 +97,7 @@ def judge_fsync(file_s: float, folder_s: float, *, in_memory: bool) -> CheckResu
     figures = {"file_s": file_s, "directory_s": folder_s}
     if max(file_s, folder_s) > _SLOW_S:
         advice = "every save does a handful of these: others keep the disk busy, or its write cache is off"
-        return warn("fsync", text, advice, **figures)
+        return at_a_price("fsync", text, advice, **figures)
     advice = "no disk is that fast: it may return before the bytes are on the disk, and a power cut may lose a save"
     return ok("fsync", text, advice if file_s < _SUSPICIOUS_S and not in_memory else "", **figures)
 
@@ -96,7 +106,7 @@ def locking(examined: Examined) -> list[CheckResult]:
     """Check whether a second job is refused while the first lives, and takes over at once when that is killed."""
     folder = examined.folder("locked")
     if not sys.executable:
-        return [skipped("lock", "sys.executable is not set: no second process can be started")]
+        return [not_made("lock", "sys.executable is not set: no second process can be started")]
     lock = JobLock(folder, subject=folder, lease_s=_LEASE_S)
     roots = [str(Path(module.__file__).parent.parent) for module in (safe_ckpt, filelock) if module.__file__]
     command = [sys.executable, "-I", "-c", _HOLD.format(roots=roots, folder=str(folder), lease_s=_LEASE_S)]

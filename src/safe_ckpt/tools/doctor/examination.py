@@ -16,10 +16,10 @@ from safe_ckpt.tools.doctor.check import (
     UnwritableError,
     examining,
     fail,
+    not_made,
     ok,
     refused,
     run_checks,
-    skipped,
 )
 
 
@@ -78,7 +78,7 @@ def _of_disk(name: str, error: OSError) -> tuple[CheckResult, str]:
     if isinstance(error, StuckError):
         return fail(name, str(error), STUCK), "the file system has stopped answering"
     if isinstance(error, UnwritableError):
-        return skipped(name, f"not tried: {error}"), ""
+        return not_made(name, f"not tried: {error}"), ""
     return refused(name, error), ""
 
 

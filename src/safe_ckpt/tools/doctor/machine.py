@@ -10,8 +10,8 @@ from importlib import metadata
 
 from safe_ckpt import machine as host_memory
 from safe_ckpt.text import bytes_text
-from safe_ckpt.tools.doctor.check import CheckResult, fail, ok, refused, skipped, warn, warn_if
-from safe_ckpt.versions import SUPPORTED, judge
+from safe_ckpt.tools.doctor.check import CheckResult, at_a_price, fail, not_made, ok, refused, warn_if
+from safe_ckpt.versions import SUPPORTED, judge_release
 
 PACKAGES = ("safe-ckpt", "torch", "lightning", "pytorch-lightning", "accelerate", "transformers", "deepspeed", "numpy")
 _PROBE_BYTES = 16 << 20
@@ -22,7 +22,7 @@ def memory(state_bytes: int | None) -> list[CheckResult]:
     """The memory that a snapshot may take on this host."""
     free = host_memory.available_bytes()
     if free is None:
-        return [skipped("memory", "the kernel does not report how much is free")]
+        return [not_made("memory", "the kernel does not report how much is free")]
     return [judge_memory(free_bytes=free, limit_bytes=host_memory.memory_limit_bytes(), size=state_bytes)]
 
 
@@ -33,7 +33,9 @@ def judge_memory(*, free_bytes: int, limit_bytes: int | None, size: int | None) 
     figures = {"free_bytes": free_bytes, "limit_bytes": limit_bytes}
     if size is not None and size > free_bytes:
         remedy = "set max_host_bytes, give the job more memory, or spread the state over more hosts"
-        return warn("memory", text, f"a snapshot of {bytes_text(size)} does not fit on this host: {remedy}", **figures)
+        return at_a_price(
+            "memory", text, f"a snapshot of {bytes_text(size)} does not fit on this host: {remedy}", **figures
+        )
     advice = "that is little: set max_host_bytes, or give the job more memory"
     return warn_if(size is None and free_bytes < _TIGHT_BYTES, "memory", text, advice, **figures)
 
@@ -46,7 +48,7 @@ def shared_memory(_: int | None) -> list[CheckResult]:
             doing, advice = f"{bytes_text(_PROBE_BYTES)} were asked for", "give the job more memory: it holds snapshots"
             os.posix_fallocate(memory.fileno(), 0, _PROBE_BYTES)
     except OSError as error:
-        return [warn("shared memory", refused("shared memory", error, doing).measured, advice)]
+        return [at_a_price("shared memory", refused("shared memory", error, doing).measured, advice)]
     return [ok("shared memory", f"{bytes_text(_PROBE_BYTES)} can be taken")]
 
 
@@ -59,7 +61,7 @@ def judge_file_size(limit_bytes: int | None, size: int | None) -> CheckResult:
     """Judge whether a file of ``size`` bytes, where that is known, may be written; None for no limit."""
     if limit_bytes is None:
         return ok("file size", "unlimited")
-    make = fail if size is not None and limit_bytes < size else warn
+    make = fail if size is not None and limit_bytes < size else at_a_price
     advice = "a save fails when one of its files grows beyond it: ulimit -f unlimited"
     return make("file size", f"at most {bytes_text(limit_bytes)}", advice, soft=limit_bytes)
 
@@ -86,11 +88,11 @@ def judge_versions(installed: Mapping[str, str]) -> list[CheckResult]:
     for name, version in installed.items():
         if (supported := SUPPORTED.get(name)) is None:
             continue
-        verdict = judge(version, supported)
+        verdict = judge_release(version, supported)
         if verdict == "too old":
             advice = f"use {name} {supported.lowest} or later; before that, {supported.because}"
             odd.append(fail("versions", f"{name} {version} is too old", advice))
         elif verdict == "newer series":
             advice = f"{supported.newest} is the newest release that was tested: try a save and a resume first"
-            odd.append(warn("versions", f"{name} {version} is of a newer series", advice))
+            odd.append(at_a_price("versions", f"{name} {version} is of a newer series", advice))
     return [*odd, ok("versions", text, **installed)]

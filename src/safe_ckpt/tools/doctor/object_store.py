@@ -30,13 +30,13 @@ from safe_ckpt.tools.doctor.check import (
     Figure,
     Report,
     StuckError,
+    at_a_price,
     bounded,
     fail,
     held_by,
+    not_made,
     ok,
     run_checks,
-    skipped,
-    warn,
     warn_if,
 )
 from safe_ckpt.tools.doctor.examination import on_machine
@@ -109,7 +109,7 @@ def diagnose_store(url: str, options: CheckOptions) -> Report:
     return Report(directory=directory, findings=(ok("directory", str(directory)), *findings, *here))
 
 
-def held(probe: Probe) -> list[CheckResult]:
+def check_owner(probe: Probe) -> list[CheckResult]:
     """The job that owns the directory, and what is in it."""
     infos = [candidate.info for candidate in read_listing(probe.directory).standing.usable]
     newest_bytes = infos[0].size_bytes if infos and infos[0] else None
@@ -126,7 +126,11 @@ def conditions(probe: Probe) -> list[CheckResult]:
         return [ok("conditions", text)]
     text = f"it {problem}: two jobs could both commit"
     if probe.unfenced:
-        return [warn("conditions", text, "storage.unfenced is set: let no two jobs use the directory at the same time")]
+        return [
+            at_a_price(
+                "conditions", text, "storage.unfenced is set: let no two jobs use the directory at the same time"
+            )
+        ]
     return [fail("conditions", text, "refused as a directory unless storage.unfenced is set: use another store")]
 
 
@@ -179,7 +183,11 @@ def _twice(check: str, look: Callable[[Bucket], str], bucket: Bucket, advice: st
         return []
     if second := look(bucket.afresh()):
         return [fail(check, second, advice)]
-    return [warn(check, f"{first}, and at a second look it is right: {DISAGREED}", "look at the network and the store")]
+    return [
+        at_a_price(
+            check, f"{first}, and at a second look it is right: {DISAGREED}", "look at the network and the store"
+        )
+    ]
 
 
 def latency(probe: Probe) -> list[CheckResult]:
@@ -195,10 +203,10 @@ def latency(probe: Probe) -> list[CheckResult]:
     return [warn_if(middle > _SLOW_CREATE_S, "latency", text, advice, median_s=middle, worst_s=max(seconds))]
 
 
-def speed(probe: Probe) -> list[CheckResult]:
+def store_speed(probe: Probe) -> list[CheckResult]:
     """Upload an object in parts, and read it back by ranges."""
     if probe.probe_bytes <= 0:
-        return [skipped("speed", "not measured: --mebibytes 0")]
+        return [not_made("speed", "not measured: --mebibytes 0")]
     place, load = probe.scratch / "parts", _Load(probe.probe_bytes)
     since = time.monotonic()
     place.bucket.upload(place.key, probe.probe_bytes, load.pieces)
@@ -233,11 +241,11 @@ def uploads(probe: Probe) -> list[CheckResult]:
 
 
 _CHECKS: Checks[Probe] = (
-    ("held by", held),
+    ("held by", check_owner),
     ("conditions", conditions),
     ("listing", listing),
     ("latency", latency),
-    ("speed", speed),
+    ("speed", store_speed),
     ("unfinished uploads", uploads),
 )
 

@@ -14,7 +14,7 @@ import xxhash
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.direct_io import create_file
 from safe_ckpt.text import bytes_text, duration
-from safe_ckpt.tools.doctor.check import CheckResult, Examined, fail, skipped, warn_if
+from safe_ckpt.tools.doctor.check import CheckResult, Examined, fail, not_made, warn_if
 
 _BLOCK_BYTES = 8 << 20
 _PASS_S = 10.0
@@ -47,7 +47,7 @@ def speed(examined: Examined) -> list[CheckResult]:
     free, wanted = durable.free_bytes(examined.existing), examined.options.probe_bytes
     wanted = (wanted if free is None else min(wanted, free // 10)) // _BLOCK_BYTES * _BLOCK_BYTES
     if wanted <= 0:
-        return [skipped("speed", "not measured: --mebibytes 0, or too little space")]
+        return [not_made("speed", "not measured: --mebibytes 0, or too little space")]
     block = mmap.mmap(-1, _BLOCK_BYTES)  # page-aligned, as direct writes must be
     block.write(os.urandom(_BLOCK_BYTES))
     passes: dict[str, Pass] = {}

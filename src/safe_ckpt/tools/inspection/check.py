@@ -36,7 +36,7 @@ from safe_ckpt.errors import (
     UnsupportedFormatError,
 )
 from safe_ckpt.tools.inspection import dcp_reader, torch_reader
-from safe_ckpt.tools.inspection.files import CheckpointFile, Window, inside, read_json, walk
+from safe_ckpt.tools.inspection.files import CheckpointFile, Window, path_inside, read_json, walk
 from safe_ckpt.tools.inspection.listing import kind_of
 from safe_ckpt.tools.inspection.safetensors_reader import SUFFIX, read_safetensors
 from safe_ckpt.tools.inspection.torch_reader import Archive
@@ -156,7 +156,7 @@ class Task:
 
 
 @functools.singledispatch
-def plan(place: Place, *, follow_symlinks: bool = False) -> Task:  # noqa: ARG001 - each storage has its own below
+def plan_tasks(place: Place, *, follow_symlinks: bool = False) -> Task:  # noqa: ARG001 - each storage has its own below
     """Read names, sizes and manifests, and no payload. A problem that they show becomes a job that reports it.
 
     Args:
@@ -169,7 +169,7 @@ def plan(place: Place, *, follow_symlinks: bool = False) -> Task:  # noqa: ARG00
     raise TypeError(place)
 
 
-@plan.register
+@plan_tasks.register
 def _(path: ObjectPath, *, follow_symlinks: bool = False) -> Task:
     del follow_symlinks
     try:
@@ -181,7 +181,7 @@ def _(path: ObjectPath, *, follow_symlinks: bool = False) -> Task:
     return _of_manifest(path, manifest, len(data), present, [partial(_object, path, entry) for entry in manifest.files])
 
 
-@plan.register
+@plan_tasks.register
 def _(path: Path, *, follow_symlinks: bool = False) -> Task:
     try:
         return _ours(path, follow_symlinks=follow_symlinks) or _others(path, follow_symlinks=follow_symlinks)
@@ -190,7 +190,7 @@ def _(path: Path, *, follow_symlinks: bool = False) -> Task:
         return unreadable(path, of_error(error, MANIFEST_NAME if of_manifest else ""))
 
 
-def judge(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> list[Verdict]:
+def verify_tasks(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> list[Verdict]:
     """Read everything, several files at a time. One verdict per task.
 
     Raises:
@@ -224,7 +224,7 @@ def judge(tasks: Iterable[Task], *, progress: ReadProgress | None = None) -> lis
 
 
 def bytes_to_read(tasks: Iterable[Task]) -> int:
-    """The number of bytes that ``judge`` reads of these."""
+    """The number of bytes that ``verify_tasks`` reads of these."""
     tasks, total, seen = list(tasks), 0, set()
     for task in tasks:
         total += task.size_bytes
@@ -297,7 +297,7 @@ class _Entry:
         judgement = _compared(folder, entry, compare, folder.exists)
         if judgement is None:
             return _located(folder, entry.path, entry.size_bytes)
-        return _looked_through(judgement, inside(folder, entry.path), self._metadata)
+        return _looked_through(judgement, path_inside(folder, entry.path), self._metadata)
 
 
 def _compared(
@@ -351,13 +351,13 @@ def _look_at_objects(place: Path, metadata: Callable[[Path], Metadata], window: 
                 if item.name not in found.tensors and torch_reader.looks_like_archive(
                     part := window.part(item.offset, item.size)
                 ):
-                    torch_reader.open_archive(part)
+                    torch_reader.read_structure(part)
             return
 
 
 def _located(folder: Path, name: str, size: int) -> Judgement:
     """A file whose digest is wrong, with the names of the damaged tensors where its format has checksums."""
-    place = inside(folder, name)
+    place = path_inside(folder, name)
     metadata = _metadata(place.parent) or _metadata(folder) if place.suffix == ".distcp" else None
     judgement = check_file(CheckpointFile(path=place, name=name, size_bytes=size), metadata, None)
     reason = UNEQUAL
@@ -407,7 +407,7 @@ def _missing(path: Path, files: Sequence[CheckpointFile], known: dict[Path, Meta
         if file.name.endswith(".safetensors.index.json") and path.is_dir():
             try:
                 names = {str(name) for name in read_json(file).get("weight_map", {}).values()}
-                absent = [name for name in sorted(names) if not inside(file.path.parent, name).is_file()]
+                absent = [name for name in sorted(names) if not path_inside(file.path.parent, name).is_file()]
             except (ValueError, AttributeError) as error:
                 absent = []
                 yield damaged(file.name, getattr(error, "message", f"is no index of shards: {error}"))
@@ -461,13 +461,13 @@ def _check_torch(file: CheckpointFile, progress: ReadProgress | None) -> Judgeme
         if not torch_reader.looks_like_archive(window):
             return _check_old(file, window)
         try:
-            archive = torch_reader.open_archive(window)
+            archive = torch_reader.read_structure(window)
         except UnsupportedFormatError as error:  # its pickle is too long; its checksums can be compared
             archive, too_long = Archive(source=window, members=read_members(window), root=None), error.message
         bad = wrong_spans(file.path, window.size, archive.spans(), progress)
         if not too_long:
             torch_reader.content_of(archive)
-        names = tuple(torch_reader.names_in(archive, bad)) if bad else ()
+        names = tuple(torch_reader.tensor_names_in(archive, bad)) if bad else ()
     if bad:
         return damaged(file.name, UNEQUAL, size=file.size_bytes, names=names)
     return _as_far_as_covered(file, file.size_bytes - archive.unverifiable_bytes, too_long)

@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, MOST_BYTES, FileEntry, Manifest, parse_json
+from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, MOST_BYTES, FileEntry, Manifest, json_of
 from safe_ckpt.core.home.objects.head import in_parallel
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.objects.second_look import look_thrice
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.tools.inspection import dcp_reader, safetensors_reader, torch_reader
 from safe_ckpt.tools.inspection.check import read_committed
-from safe_ckpt.tools.inspection.files import CheckpointFile, Window, inside, read_json, walk
+from safe_ckpt.tools.inspection.files import CheckpointFile, Window, path_inside, read_json, walk
 from safe_ckpt.tools.inspection.pickle_objects import Ordered, Tensor
 from safe_ckpt.tools.inspection.safetensors_reader import SUFFIX, content_of_header
 from safe_ckpt.tools.inspection.tensors import Entry, TensorTable, leaves
@@ -123,7 +123,7 @@ def _content_of_file(file: CheckpointFile) -> TensorTable | None:
             return TensorTable() if file.size_bytes > MOST_BYTES else _content_of_json(read_json(file), file.path)
         with Window(file.path) as window:
             if torch_reader.looks_like_archive(window):
-                return torch_reader.content_of(torch_reader.open_archive(window))
+                return torch_reader.content_of(torch_reader.read_structure(window))
             root = torch_reader.read_old_file(window) if suffix in torch_reader.SUFFIXES else None
     except CorruptCheckpointError as error:
         error.file = error.file or file.name
@@ -158,7 +158,7 @@ def _structure_of_file(file: CheckpointFile) -> Any:
                 "is of no format that can be converted; load a file of torch before 1.6 with torch, and save it again"
             )
             raise UnsupportedFormatError(path=str(file.path), message=message)
-        archive = torch_reader.open_archive(window)
+        archive = torch_reader.read_structure(window)
         return _Builder(archive).build(archive.root, "", 0)
 
 
@@ -192,7 +192,7 @@ def _structure_of_folder(folder: Path) -> dict[str, Any]:
     content = dcp_reader.content_of_directory(directory)
     leaves: dict[str, Any] = {entry.name: entry for entry in content.tensors}
     for file in sorted(directory.items):
-        with Window(inside(folder, file)) as window:
+        with Window(path_inside(folder, file)) as window:
             for item, archive in dcp_reader.archives_in(directory, file, window):
                 if archive is not None and item.name not in directory.tensors:
                     leaves[item.name] = _Builder(archive).build(archive.root, item.name, 0)
@@ -246,7 +246,7 @@ def _content_of_object(folder: ObjectPath, entry: FileEntry) -> TensorTable | No
         )
     if place.suffix == ".json" and entry.size_bytes <= _MOST_JSON_BYTES:
         try:
-            parsed = parse_json(_read(place, 0, entry.size_bytes))
+            parsed = json_of(_read(place, 0, entry.size_bytes))
         except ValueError as error:
             raise CorruptCheckpointError(path=str(folder), file=entry.path, message=f"is no JSON: {error}") from error
         return _content_of_json(parsed, place).under(stem_of(entry.path))

@@ -12,11 +12,11 @@ from typing import Any
 
 from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.errors import CorruptCheckpointError
-from safe_ckpt.tools.inspection.files import Window, inside
+from safe_ckpt.tools.inspection.files import Window, path_inside
 from safe_ckpt.tools.inspection.pickle_objects import Global, Opaque, counts_of
 from safe_ckpt.tools.inspection.pickle_reader import MOST_BYTES, read_pickle
 from safe_ckpt.tools.inspection.tensors import Entry, TensorPiece, TensorTable
-from safe_ckpt.tools.inspection.torch_reader import Archive, content_of, looks_like_archive, open_archive
+from safe_ckpt.tools.inspection.torch_reader import Archive, content_of, looks_like_archive, read_structure
 
 _MOST_CHUNKS = 1_000_000
 # Of all tensors together: a million parts in two dimensions. Each takes up to 300 bytes and 3 µs.
@@ -110,7 +110,7 @@ def _directory(folder: Path, metadata: Any) -> Directory:
         where, what = _fields(place, "filesystem._StorageInfo"), _fields(index, "metadata.MetadataIndex")
         starts = None if what.get("offset") is None else _counts(what["offset"])
         file = str(where["relative_path"])
-        inside(folder, file)
+        path_inside(folder, file)
         offset, size = _counts((where["offset"], where["length"]))
         item = Item(name=_name(what["fqn"]), starts=starts, offset=offset, size=size)
         items.setdefault(file, []).append(item)
@@ -219,7 +219,7 @@ def archives_in(directory: Directory, file: str, window: Window) -> Iterator[tup
     """
     for item in directory.items.get(file, ()):
         part = window.part(item.offset, item.size)
-        yield item, open_archive(part) if looks_like_archive(part) else None
+        yield item, read_structure(part) if looks_like_archive(part) else None
 
 
 def content_of_directory(directory: Directory) -> TensorTable:
@@ -233,7 +233,7 @@ def content_of_directory(directory: Directory) -> TensorTable:
     chunks = {name: set(about.chunks) for name, about in directory.tensors.items()}
     values = []
     for file in sorted(directory.items):
-        with Window(inside(directory.folder, file)) as window:
+        with Window(path_inside(directory.folder, file)) as window:
             for item, archive in archives_in(directory, file, window):
                 content = content_of(archive) if archive is not None else TensorTable()
                 if item.name not in directory.tensors:

@@ -14,7 +14,7 @@ from safe_ckpt.core.storage.objects.place import ObjectPath
 from safe_ckpt.errors import ConfigError, IncompleteCheckpointError
 from safe_ckpt.extensions.mirror.fetching import MIRRORED, fetch_verified, make_durable, origin, own_manifest
 from safe_ckpt.tools.inspection.check import read_committed
-from safe_ckpt.tools.inspection.files import inside
+from safe_ckpt.tools.inspection.files import path_inside
 
 _START = ".safe_ckpt-fetch-"
 
@@ -41,7 +41,7 @@ def fetch(source: ObjectPath, directory: Path) -> Path:
     """
     manifest, data = read_committed(source)
     name, single = origin(manifest, source)
-    final = inside(directory, Path(name).name)
+    final = path_inside(directory, Path(name).name)
     _refuse_existing(final)
     durable.make_directory(directory)
     needed = sum(entry.size_bytes for entry in manifest.files)

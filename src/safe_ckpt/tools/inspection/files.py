@@ -11,7 +11,7 @@ from typing import Any
 from typing_extensions import Self
 
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, MOST_BYTES, parse_json
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, MOST_BYTES, json_of
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.objects.options import StorageOptions, is_url
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place, open_place
@@ -156,7 +156,7 @@ def read_json(file: CheckpointFile) -> Any:
     with Window(file.path) as window:
         text = window.read(0, window.size)
         try:
-            return parse_json(text)
+            return json_of(text)
         except ValueError as error:
             raise window.damaged(f"is no JSON: {error}") from error
 
@@ -168,7 +168,7 @@ def _lies_in(place: Path, home: Path) -> bool:
         return False
 
 
-def inside(folder: Path, name: str) -> Path:
+def path_inside(folder: Path, name: str) -> Path:
     """The path of ``name`` in a folder, for a name that was read from a file.
 
     Raises:
@@ -198,7 +198,7 @@ def place_at(url: str, config: CheckpointConfig | None = None, *, within_s: floa
     return open_place(url, StorageOptions.of(config.storage, deadline))
 
 
-def place_of(path: str) -> Place:
+def place_given(path: str) -> Place:
     """The place that a user names: in a bucket if it is an address of one, else a path.
 
     A store gets one request at once, so that a wrong endpoint is found in some seconds.

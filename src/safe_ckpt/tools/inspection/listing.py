@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safe_ckpt.core.formats.health_section import described
+from safe_ckpt.core.formats.health_section import describe_unhealthy
 from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, read_manifest
 from safe_ckpt.core.home.candidates import guarded, list_directories, list_files, looks_like_checkpoint
 from safe_ckpt.core.home.holders import Held, hidden_folders, holders
@@ -186,7 +186,7 @@ def _(place: Path, *, tags_below: bool = True) -> Listing:
         with guarded(file.file_path, note):
             # As a resume of Lightning does, but bounded: the step in another tool's file, and whether it has only weights.
             weights = file.manifest is not None and file.manifest.notes.get("weights_only")
-            found = replace(file, problem=layouts.WEIGHTS_ONLY) if weights else look_inside(file, read_layout)
+            found = replace(file, problem=layouts.WEIGHTS_ONLY) if weights else look_inside(file, bounded_layout)
             candidates.append(found)
     below = place / "checkpoints"
     if not candidates and not unreadable and below.is_dir() and not below.is_symlink():  # a project of Accelerate's
@@ -297,7 +297,7 @@ def list_existing(directory: Path) -> tuple[tuple[Row, ...], str]:
     return existing, "; ".join(f"{path.name}: {why}" for path, why in listing.unreadable.items())
 
 
-def read_layout(path: Path) -> Layout:
+def bounded_layout(path: Path) -> Layout:
     """The layout that a Lightning checkpoint says it has; for a pickle that is too long to be read, as its name says.
 
     Bounded like all that the command reads. A resume looks into any length: ``layouts.top_level.read_layout``.
@@ -343,7 +343,7 @@ def row_of(name: str, candidate: Candidate, state: str) -> Row:
     manifest, info = candidate.manifest, candidate.info
     row = Row(name=name, state=state, reason=candidate.problem)
     if manifest is not None and not candidate.problem and manifest.health.get("healthy") is False:
-        row = replace(row, state="unhealthy", reason=described(manifest.health))
+        row = replace(row, state="unhealthy", reason=describe_unhealthy(manifest.health))
     if manifest is None or info is None:
         return replace(row, step=candidate.step if candidate.step >= 0 else None)
     return replace(

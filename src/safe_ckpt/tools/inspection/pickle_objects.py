@@ -97,7 +97,7 @@ def storage_of(key: object) -> object:
     return Opaque(Global("torch", "storage"), args=())
 
 
-def made_of(made_by: object, args: object) -> object:
+def object_made_by(made_by: object, args: object) -> object:
     """The object that a call would return: a shape, a tensor, or an ``Opaque``."""
     if not isinstance(made_by, Global):
         return Opaque(Global("builtins", "object"), args=args)

@@ -19,7 +19,7 @@ from safe_ckpt.tools.inspection.pickle_objects import (
     Opaque,
     Ordered,
     key_of,
-    made_of,
+    object_made_by,
     pairs_of,
     storage_of,
 )
@@ -168,7 +168,7 @@ class _Machine:
             pairs = pairs_of(args)
             self.spend(len(pairs))
             return Ordered((key_of(pair[0]), pair[1]) for pair in pairs)
-        made = made_of(made_by, args)
+        made = object_made_by(made_by, args)
         if isinstance(made, Opaque) and isinstance(args, tuple):
             made.stage = 3 if any(isinstance(one, dict) and is_asked(one) for one in args) else 0
         return made

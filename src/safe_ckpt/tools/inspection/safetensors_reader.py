@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_ckpt.core.formats.dtypes import ALIASES_KEY, DTYPES, ITEM_BYTES, KEYS
-from safe_ckpt.core.formats.manifest import parse_json
+from safe_ckpt.core.formats.manifest import json_of
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.source import files_in
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError
@@ -116,7 +116,7 @@ def _row(name: str, row: Any, path: Place) -> tuple[str, tuple[int, ...], int, i
 
 def _parsed(text: bytes, what: str, path: Place) -> dict[str, Any]:
     try:
-        parsed = parse_json(text)
+        parsed = json_of(text)
     except ValueError as error:
         raise _damaged(path, f"{what} is no JSON: {error}") from error
     if not isinstance(parsed, dict):

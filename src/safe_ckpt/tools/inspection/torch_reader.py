@@ -50,7 +50,7 @@ def looks_like_archive(source: Window) -> bool:
     return is_archive(source) or b"PK\5\6" in source.read(source.size - tail, tail)
 
 
-def open_archive(source: Window) -> Archive:
+def read_structure(source: Window) -> Archive:
     """Read the structure of an archive.
 
     Raises:
@@ -138,7 +138,7 @@ class Locator:
         return replace(entry, pieces=(piece,))
 
 
-def names_in(archive: Archive, bad: Iterable[Span]) -> list[str]:
+def tensor_names_in(archive: Archive, bad: Iterable[Span]) -> list[str]:
     """The names of the tensors in these spans; of the records, if no tensor is in them."""
     starts = {span.start - archive.source.start for span in bad}
     records = [member for member in archive.members if member.data_offset in starts and member.size]
@@ -160,7 +160,7 @@ def root_of(source: Window) -> Any | None:
         UnsupportedFormatError: its pickle is too long.
         OSError: it could not be read.
     """
-    return open_archive(source).root if looks_like_archive(source) else read_old_file(source)
+    return read_structure(source).root if looks_like_archive(source) else read_old_file(source)
 
 
 def read_old_file(source: Window) -> Any | None:

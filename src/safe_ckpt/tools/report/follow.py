@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from safe_ckpt.tools.report import event_log
-from safe_ckpt.tools.report.history import History, build
+from safe_ckpt.tools.report.history import History, build_history
 
 _State = tuple[tuple[int, int, int, int], ...]
 
@@ -32,7 +32,7 @@ class Follower:
         files = event_log.find_events(self.directory)
         state = _state_of(files)
         if state != self._state:
-            self._history = build(event_log.read_events(files)) if state else None
+            self._history = build_history(event_log.read_events(files)) if state else None
             self._state = state
         return self._history
 

@@ -131,7 +131,7 @@ class History:
         return tuple(save for save in self.saves if save.outcome == outcome)
 
 
-def build(recording: Recording) -> History:
+def build_history(recording: Recording) -> History:
     """The history of what was recorded."""
     return _Builder(recording).history()
 

@@ -1,6 +1,6 @@
 """What an audit says of two runs, from their lines alone."""
 
-from safe_ckpt.tools.audit.compare import category_of, compare, noise, place, without_equality
+from safe_ckpt.tools.audit.compare import category_of, compare, matching_line, noise, without_equality
 
 
 def line(step, *, batch=None, zero=(), variables=None, **values):
@@ -32,14 +32,14 @@ def test_a_run_that_goes_on_exactly_has_no_finding():
 def test_of_several_steps_with_equal_weights_the_one_with_the_same_state_is_taken():
     """With a learning rate of 0 the weights stay: the optimizer and the batches decide."""
     whole = [line(step, weights__w="same", state__step__w=step) for step in range(1, 9)]
-    assert place(whole, line(5, weights__w="same", state__step__w=5)) == 4
-    assert place(whole, line(5, weights__w="other")) is None
+    assert matching_line(whole, line(5, weights__w="same", state__step__w=5)) == 4
+    assert matching_line(whole, line(5, weights__w="other")) is None
 
 
 def test_of_steps_that_are_equal_in_all_the_last_one_is_taken():
     """A warm-up from a learning rate of 0 over one batch: a resume within it is no start at the beginning."""
     whole = [line(step, weights__w="same", batch=["b"]) for step in (1, 2, 3)]
-    assert place([*whole, line(4)], whole[0]) == 2
+    assert matching_line([*whole, line(4)], whole[0]) == 2
 
 
 def test_weights_of_no_step_and_a_start_at_the_beginning_are_told():

@@ -244,7 +244,7 @@ def test_the_mount_of_a_path_is_the_deepest_and_latest(path, kind, state, says):
     """The deepest mount above it, of two at one point the later, spaces and all; and what is known of its kind."""
     mount = disk.mount_of(path, MOUNTS)
     assert mount.kind == kind
-    found = disk.judge(mount)
+    found = disk.judge_file_system(mount)
     assert found.state == state
     assert says in found.advice
 
@@ -253,7 +253,7 @@ def test_mounts_of_containers_and_in_memory_are_warned_of():
     """What goes with the container, and what only looks like a disk, is a warning."""
     mount = disk.mount_of("/", MOUNTS)
     for kind, word in (("overlay", "volume"), ("fuse.s3fs", "object stores"), ("tmpfs", "reboot")):
-        found = disk.judge(dataclasses.replace(mount, kind=kind))
+        found = disk.judge_file_system(dataclasses.replace(mount, kind=kind))
         assert (found.state, word in found.advice) == ("warn", True)
 
 

@@ -19,7 +19,7 @@ from safe_ckpt.adapters.one_shot import save_archive
 from safe_ckpt.errors import CorruptCheckpointError
 from safe_ckpt.tools.cli.app import app
 from safe_ckpt.tools.inspection import pickle_reader
-from safe_ckpt.tools.inspection.check import judge, plan
+from safe_ckpt.tools.inspection.check import plan_tasks, verify_tasks
 from safe_ckpt.tools.inspection.content import read_content, read_structure
 from safe_ckpt.tools.inspection.pickle_reader import read_pickle
 from safe_ckpt.tools.inspection.values import Mapped, same
@@ -254,7 +254,7 @@ def test_parts_of_a_tensor_are_put_together(tmp_path):
     found_differences = differences(ours, unsharded)
     assert {name for name in found_differences if name in ("m:w", "m:v")} == set()
     (tmp_path / "dcp/__1_0.distcp").unlink()
-    missing = judge([plan(tmp_path / "dcp")])[0]
+    missing = verify_tasks([plan_tasks(tmp_path / "dcp")])[0]
     assert missing.state == "damaged"
     assert "__1_0.distcp" in {judgement.file for judgement in missing.files if judgement.state == "damaged"}
 
@@ -267,12 +267,14 @@ def test_a_missing_shard_is_damage(tmp_path, suffix):
     where = {f"w{number}": f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     assert {entry.name for entry in read_content(tmp_path).tensors} == {"model:w1", "model:w2"}
-    assert judge([plan(tmp_path)])[0].state == "cannot tell"
+    assert verify_tasks([plan_tasks(tmp_path)])[0].state == "cannot tell"
     if suffix == "shard":
         (tmp_path / "model-00002-of-00002.safetensors").unlink()
     else:
         (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w1": "model-0')
-    bad = [judgement.file for judgement in judge([plan(tmp_path)])[0].files if judgement.state == "damaged"]
+    bad = [
+        judgement.file for judgement in verify_tasks([plan_tasks(tmp_path)])[0].files if judgement.state == "damaged"
+    ]
     assert bad[0] == {"shard": "model-00002-of-00002.safetensors", "index": "model.safetensors.index.json"}[suffix]
 
 
@@ -282,7 +284,7 @@ def test_a_verdict_of_cannot_tell_says_how_much_is_covered(tmp_path):
     torch.save({"x": torch.ones(1000)}, tmp_path / "optimizer.bin")
     torch.save({"x": 1}, tmp_path / "random_states_0.pkl", _use_new_zipfile_serialization=False)
     (tmp_path / "trainer_state.json").write_text("{}")
-    verdict = judge([plan(tmp_path)])[0]
+    verdict = verify_tasks([plan_tasks(tmp_path)])[0]
     assert (verdict.state, verdict.kind) == ("cannot tell", "Accelerate directory")
     states = {judgement.file: (judgement.state, judgement.covered_bytes) for judgement in verdict.files}
     size = (tmp_path / "optimizer.bin").stat().st_size
@@ -302,7 +304,7 @@ def test_a_checksum_of_zero_is_none(tmp_path):
     """torch under skip_data, and our own .distcp files, leave CRC-32s out: that is no damage, and not called valid either."""
     with torch.serialization.skip_data():
         torch.save({"w": torch.ones(1000)}, tmp_path / "x.pt")
-    (found,) = judge([plan(tmp_path / "x.pt")])[0].files
+    (found,) = verify_tasks([plan_tasks(tmp_path / "x.pt")])[0].files
     assert (found.state, found.size_bytes - found.covered_bytes) == ("cannot tell", 4000)
 
 
@@ -329,7 +331,7 @@ def test_damage_in_a_directory_of_any_tool_is_found(tmp_path, names, kind):
             (tmp_path / "c" / name).write_text("{}")
         else:
             torch.save({"w": torch.ones(2), "d": defaultdict(list)}, tmp_path / "c" / name)
-    verdict = judge([plan(tmp_path / "c")])[0]
+    verdict = verify_tasks([plan_tasks(tmp_path / "c")])[0]
     expected = {"cannot tell", "valid"}
     assert verdict.state in expected
     if len(names) > 1:
@@ -339,7 +341,7 @@ def test_damage_in_a_directory_of_any_tool_is_found(tmp_path, names, kind):
         data = bytearray((tmp_path / "c" / name).read_bytes())
         data[len(data) // 2] ^= 16
         (tmp_path / "c" / name).write_bytes(data)
-        assert judge([plan(tmp_path / "c")])[0].state == "damaged"
+        assert verify_tasks([plan_tasks(tmp_path / "c")])[0].state == "damaged"
 
 
 def test_files_that_differ_from_their_metadata_are_refused(tmp_path):
@@ -358,15 +360,15 @@ def test_a_pickle_too_long_to_look_at_is_not_called_damaged(tmp_path, monkeypatc
     pickle = b"\x80\x02](" + b"cx\ny\n)R" * 5_000 + b"e."
     records = {"a/data.pkl": pickle, "a/byteorder": b"little", "a/data/0": bytes(100)}
     (tmp_path / "x.pt").write_bytes(zip_of(records))
-    (found,) = judge([plan(tmp_path / "x.pt")])[0].files
+    (found,) = verify_tasks([plan_tasks(tmp_path / "x.pt")])[0].files
     assert (found.state, found.covered_bytes) == ("cannot tell", found.size_bytes)
     assert "longer than is looked at" in found.reason
     (tmp_path / "x.pt").write_bytes(zip_of(records).replace(bytes(100), bytes(99) + b"x"))
-    (found,) = judge([plan(tmp_path / "x.pt")])[0].files
+    (found,) = verify_tasks([plan_tasks(tmp_path / "x.pt")])[0].files
     assert (found.state, found.names) == ("damaged", ("a/data/0",))
     done = CliRunner().invoke(app, ["inspect", str(tmp_path / "x.pt")])
     assert (done.exit_code, "longer than is looked at" in done.stderr) == (1, True)
     (tmp_path / "d").mkdir()
     (tmp_path / "d/.metadata").write_bytes(pickle)
     (tmp_path / "d/__0_0.distcp").write_bytes(b"x")
-    assert judge([plan(tmp_path / "d")])[0].state == "cannot tell"
+    assert verify_tasks([plan_tasks(tmp_path / "d")])[0].state == "cannot tell"

@@ -14,9 +14,9 @@ from safe_ckpt.core.formats.manifest import parse_manifest
 from safe_ckpt.core.storage import reader
 from safe_ckpt.core.storage.reader import crc32
 from safe_ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from safe_ckpt.tools.inspection.check import judge, plan
+from safe_ckpt.tools.inspection.check import plan_tasks, verify_tasks
 from safe_ckpt.tools.inspection.files import Window
-from safe_ckpt.tools.inspection.torch_reader import open_archive
+from safe_ckpt.tools.inspection.torch_reader import read_structure
 
 
 class Memory(Window):
@@ -40,7 +40,7 @@ class Memory(Window):
 def is_sound(source):
     """What verify asks of an archive, without the threads: fast enough to ask it of every bit."""
     try:
-        spans = open_archive(source).spans()
+        spans = read_structure(source).spans()
     except CorruptCheckpointError:
         return False
     whole = Memory(source.data)
@@ -73,7 +73,7 @@ def flips(file, places):
 
 
 def verdict_of(path):
-    return judge([plan(path)])[0]
+    return verify_tasks([plan_tasks(path)])[0]
 
 
 def lightning_like():
@@ -197,7 +197,7 @@ def test_a_random_flip_in_a_larger_file_names_its_tensor_alone(tmp_path, monkeyp
                 stream.write(bytes([byte]))
                 stream.flush()
                 told = []
-                (found,) = judge([plan(file)], progress=told.append)[0].files
+                (found,) = verify_tasks([plan_tasks(file)], progress=told.append)[0].files
                 assert (found.names, found.state) == (names, "damaged" if names else "valid"), at
                 assert sum(told) == len(data)
 

@@ -16,7 +16,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.tools.cli.app import app
-from safe_ckpt.tools.inspection.check import judge, plan
+from safe_ckpt.tools.inspection.check import plan_tasks, verify_tasks
 from safe_ckpt.tools.inspection.listing import read_listing
 from support import flip_bit, program_path
 
@@ -124,10 +124,10 @@ def test_a_checkpoint_that_cannot_be_read_hides_no_other(tmp_path):
 def test_a_checkpoint_deleted_while_it_is_read_is_not_called_damaged(tmp_path):
     """As a live job's retention does it."""
     place = make(tmp_path, 1) / "step-00000001"
-    task = plan(place)
+    task = plan_tasks(place)
     place.rename(tmp_path / "gone")
     with pytest.raises(FileNotFoundError, match="deleted meanwhile"):
-        judge([task])
+        verify_tasks([task])
 
 
 @pytest.mark.parametrize("command", ["list", "inspect", "verify"])

@@ -23,5 +23,5 @@ def test_each_checkpoint_is_judged_by_its_own_digest_of_a_file_that_they_share(t
     manifest = read_manifest(place)
     files = [replace(one, xxh3_128=one.xxh3_128[::-1]) if one.path == name else one for one in manifest.files]
     (place / MANIFEST_NAME).write_bytes(replace(manifest, files=tuple(files)).to_bytes())
-    states = [verdict.state for verdict in check.judge(map(check.plan, places))]
+    states = [verdict.state for verdict in check.verify_tasks(map(check.plan_tasks, places))]
     assert states == (["damaged", "valid"] if wrong == 1 else ["valid", "damaged"])

@@ -151,7 +151,7 @@ def test_watch_shows_the_record_that_is_there_after_a_rotation(tmp_path, kind):
     else:
         os.unlink(f"{file}.1")
     assert follower.look() != before
-    assert follower.look() == history.build(event_log.read_events(event_log.find_events(tmp_path)))
+    assert follower.look() == history.build_history(event_log.read_events(event_log.find_events(tmp_path)))
 
 
 def test_watch_does_not_call_an_unknown_outcome_failed(tmp_path):

@@ -56,7 +56,7 @@ def record(folder, events, name="events.jsonl"):
 
 def told(events):
     read = [event_log.parse(json.dumps(event).encode()) for event in events]
-    return history.build(event_log.Recording(events=tuple(event for event in read if event)))
+    return history.build_history(event_log.Recording(events=tuple(event for event in read if event)))
 
 
 def rendered(events, **subject):

@@ -26,7 +26,7 @@ from safe_ckpt.core.home.lease import Lease
 from safe_ckpt.core.storage.objects.bucket import Bucket, Version
 from safe_ckpt.core.storage.objects.clients import ChangedError, ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath
-from safe_ckpt.core.storage.objects.second_look import DISAGREED, is_there, parse_twice, read_twice
+from safe_ckpt.core.storage.objects.second_look import DISAGREED, is_object_there, parse_twice, read_twice
 from safe_ckpt.core.storage.presence import checked_name
 from safe_ckpt.errors import CorruptCheckpointError, DirectoryError, UnsupportedFormatError
 from safe_ckpt.text import listed
@@ -239,7 +239,7 @@ def has_manifest(folder: ObjectPath) -> bool:
     Raises:
         OSError: the store gave no answer, or refuses.
     """
-    return is_there(folder / MANIFEST_NAME)
+    return is_object_there(folder / MANIFEST_NAME)
 
 
 def manifest_in(folder: ObjectPath) -> tuple[Manifest, bytes] | None:

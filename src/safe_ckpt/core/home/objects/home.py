@@ -43,7 +43,7 @@ from safe_ckpt.core.home.objects.lock import ObjectOwner
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.clients import ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
-from safe_ckpt.core.storage.objects.second_look import is_there
+from safe_ckpt.core.storage.objects.second_look import is_object_there
 from safe_ckpt.core.storage.source import in_store
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
@@ -348,7 +348,7 @@ class ObjectHome(HeldHome[ObjectPath]):
         if not self._unfenced:
             bucket.create(path.key, data)
             return
-        if is_there(ObjectPath(bucket, path.key)):
+        if is_object_there(ObjectPath(bucket, path.key)):
             raise ExistsError(f"{path} is there already")
         bucket.overwrite(path.key, data)
 

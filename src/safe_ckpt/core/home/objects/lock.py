@@ -199,7 +199,7 @@ def owner_of(directory: ObjectPath) -> Lease | None:
     return None if head is None else head.lease
 
 
-def take_away(directory: ObjectPath, *, unfenced: bool) -> None:
+def take_directory_away(directory: ObjectPath, *, unfenced: bool) -> None:
     """Take the directory away from its owner. One that is alive notices at its next sign of life, and saves nothing more.
 
     What it may have left stays named in the head, so that the next job decides on it and cleans up.

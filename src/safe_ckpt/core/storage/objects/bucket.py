@@ -25,8 +25,8 @@ from safe_ckpt.core.storage.objects.clients import (
     is_bucket_missing,
     is_expired,
     is_panic,
-    named,
     secrets_of,
+    store_error,
 )
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.errors import ForkedError
@@ -345,7 +345,7 @@ class Bucket:
                 why = "there is no such bucket" if is_bucket_missing(error) else "is not there"
                 raise FileNotFoundError(errno.ENOENT, why, f"{self.url}/{key}") from None
             except (OSError, ValueError, _obstore().exceptions.BaseError) as error:
-                failure = named(error, f"{self.url}/{key}", verb, self._secrets)
+                failure = store_error(error, f"{self.url}/{key}", verb, self._secrets)
                 if is_expired(error) and not refreshed:  # S3 answers 400 or 403
                     refreshed = True
                     self._store, self._patient_store = self._connect(0), self._connect(_RETRIES)  # with new credentials
@@ -358,7 +358,7 @@ class Bucket:
             except BaseException as error:
                 if not is_panic(error):
                     raise
-                raise named(error, f"{self.url}/{key}", verb, self._secrets) from None
+                raise store_error(error, f"{self.url}/{key}", verb, self._secrets) from None
             self._pause(pause_s)
             pause_s = min(2 * pause_s, self._longest_pause_s)
 

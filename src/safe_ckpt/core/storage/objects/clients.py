@@ -131,7 +131,7 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == _PANIC
 
 
-def named(error: BaseException, path: str, verb: str, secrets: Sequence[str]) -> OSError:
+def store_error(error: BaseException, path: str, verb: str, secrets: Sequence[str]) -> OSError:
     """The error that says what happened at ``path``: ``TimeoutError`` for what may work in a moment.
 
     Args:

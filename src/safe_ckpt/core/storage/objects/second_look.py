@@ -70,7 +70,7 @@ def parse_twice(place: ObjectPath, parse: Callable[[bytes], _Result]) -> _Result
     return parse(data) if meant is None else meant
 
 
-def is_there(place: ObjectPath) -> bool:
+def is_object_there(place: ObjectPath) -> bool:
     """Whether there is an object; that there is none, two connections have to say.
 
     Raises:
