@@ -27,7 +27,7 @@ from safe_ckpt.errors import SafeCheckpointError
 
 # Which functions of the room need no row, with the reason.
 EXCUSED = {
-    "core.home.file_lock:_give_back": "the lock itself: tests/unit/home/test_lock.py",
+    "core.home.file_lock:_put_back": "the lock itself: tests/unit/home/test_lock.py",
     "core.home.file_lock:JobLock._waited_s": "a record of how long somebody has waited",
     "core.home.extra_files:keep_foreign": "names in the folder of the save, which a job that takes over moves away: commit",
     "core.home.file_lock:JobLock._sweep": "what is left of locks: tests/unit/home/test_lock.py",
