@@ -104,6 +104,25 @@ def test_nothing_is_unpickled_freely():
     assert found == []
 
 
+MAKERS = re.compile(
+    r"torch\.(empty|empty_strided|zeros|ones|tensor|as_tensor|full|arange|eye|scalar_tensor|rand|randn)"
+)
+REPEATS_TORCH = "data/order.py"  # and draws where torch's own loader and samplers draw
+
+
+def test_each_tensor_of_our_own_says_on_which_device_it_is():
+    """A user may have called ``torch.set_default_device``: what a file is read into would lie on that device."""
+    found = [
+        f"{file.relative_to(SOURCES)}:{node.lineno}"
+        for file in SOURCES.rglob("*.py")
+        if file.relative_to(SOURCES).as_posix() != REPEATS_TORCH
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and MAKERS.fullmatch(ast.unparse(node.func))
+        if "device" not in {word.arg for word in node.keywords}
+    ]
+    assert found == []
+
+
 def test_one_module_asks_whether_bytes_are_values():
     """A tensor may have values that its memory does not have yet. ``file_plan`` alone asks, so that nobody forgets one kind."""
     asked = re.compile(r"\.(is_conj|is_neg|resolve_conj|resolve_neg)\(")

@@ -238,6 +238,8 @@ def _in_order(optimizer: Any) -> list[int]:
 def _with_room(values: Mapping[str, Any], numel: int) -> dict[str, Any]:
     """The states of one parameter. Those in files get memory that is never used: only its size matters."""
     return {
-        name: torch.empty(numel, dtype=value.dtype) if torch.is_tensor(value) and not value.numel() else value
+        name: torch.empty(numel, dtype=value.dtype, device="cpu")
+        if torch.is_tensor(value) and not value.numel()
+        else value
         for name, value in values.items()
     }

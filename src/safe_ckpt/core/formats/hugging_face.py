@@ -180,7 +180,7 @@ def refuse_unsaveable(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> No
 @functools.cache
 def _converts(dtype: torch.dtype, other: torch.dtype) -> bool:
     try:
-        torch.empty(1, dtype=dtype).to(other)
+        torch.empty(1, dtype=dtype, device="cpu").to(other)
     except RuntimeError:  # such as of two numbers that share a byte
         return False
     return True

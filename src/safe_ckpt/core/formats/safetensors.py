@@ -194,12 +194,12 @@ def parse_safetensors(memory: mmap.mmap, length: int) -> dict[str, torch.Tensor]
             raise ValueError(f"{name} lies behind the end of the file")
         dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
         if begin == end:
-            tensor = torch.empty(shape, dtype=dtype)
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
         else:
             tensor = torch.frombuffer(memory, dtype=torch.uint8, count=end - begin, offset=start + begin)
             tensor = tensor.view(dtype).view(shape)
         if name in strides:
-            tensor = torch.empty_strided(tensor.shape, strides[name], dtype=dtype).copy_(tensor)
+            tensor = torch.empty_strided(tensor.shape, strides[name], dtype=dtype, device="cpu").copy_(tensor)
         tensors[name] = tensor
     for alias, name in json.loads(metadata.get(ALIASES_KEY, "{}")).items():
         tensors[alias] = tensors[name]

@@ -227,7 +227,7 @@ def new_room(shape: tuple[int, ...], dtype: torch.dtype, like: object = None) ->
     """A new tensor to read into: spread as ``like`` where that is a tensor of this shape."""
     if isinstance(like, torch.Tensor) and tuple(like.shape) == shape:
         return torch.zeros_like(like, dtype=dtype, requires_grad=False)
-    return torch.zeros(shape, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype, device="cpu")
 
 
 _NOTHING = object()
@@ -581,7 +581,7 @@ class StraightReader(FileSystemReader):
         if target.dtype != dtype or target.shape != item.lengths:
             return False
         straight = target.is_cpu and lies_as_written(target)
-        room = target if straight else torch.empty(tuple(item.lengths), dtype=dtype)
+        room = target if straight else torch.empty(tuple(item.lengths), dtype=dtype, device="cpu")
         _fill(fd, name, room, place.offset + len(around.head) + first * dtype.itemsize)
         if not straight:
             target.copy_(room)

@@ -201,7 +201,7 @@ class _Gather:
     def _begin(self, index: int) -> torch.Tensor:
         """The whole tensor, with what rank 0 has of it."""
         tensor = self.tensors[self._names[index]]
-        full = torch.empty(tuple(tensor.shape), dtype=self._wire_dtype(tensor))
+        full = torch.empty(tuple(tensor.shape), dtype=self._wire_dtype(tensor), device="cpu")
         for own in self._rounds.own[index]:
             local = dtensor.cut(self._local_of(index), own.begin, own.sizes)
             dtensor.cut(full, own.offsets, own.sizes).copy_(local)

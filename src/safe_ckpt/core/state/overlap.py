@@ -60,7 +60,7 @@ class _Samples:
                 self._odd += [(start + place, length) for place, length in spans]
             self._ends.append((len(words), len(self._odd)))
         self._first = min(words, default=0)
-        self._words = torch.tensor(words, dtype=torch.int64) - self._first
+        self._words = torch.tensor(words, dtype=torch.int64, device="cpu") - self._first
         self._span = max(words, default=-1) - self._first + 1
 
     def read(self) -> tuple[torch.Tensor, list[bytes]]:

@@ -86,14 +86,14 @@ def get_rng_state() -> dict[str, Any]:
     taken = snapshot()
     version, words, gauss = taken[PYTHON]
     state: dict[str, Any] = {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss},
         "torch": _tensor(taken[TORCH]),
     }
     if NUMPY in taken:
         kind, keys, position, has_gauss, cached = taken[NUMPY]
         state["numpy"] = {
             "kind": kind,
-            "keys": torch.tensor(list(array.array("I", keys)), dtype=torch.int64),
+            "keys": torch.tensor(list(array.array("I", keys)), dtype=torch.int64, device="cpu"),
             "position": int(position),
             "has_gauss": int(has_gauss),
             "cached": float(cached),

@@ -83,7 +83,7 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> CheckpointInfo:
 def _lazy(name: str, entry: Entry, maps: Mapped, dtype: torch.dtype | None) -> LazyTensor:
     kind = getattr(torch, entry.dtype)
     final = dtype if dtype is not None and kind.is_floating_point else kind
-    hugging_face.refuse_unsaveable(name, torch.empty(0, dtype=kind), final)
+    hugging_face.refuse_unsaveable(name, torch.empty(0, dtype=kind, device="cpu"), final)
     fetch: Callable[[], torch.Tensor] = lambda: maps.tensor(entry).to(final).contiguous()  # noqa: E731
     return LazyTensor(dtype=final, shape=entry.shape, fetch=fetch)
 

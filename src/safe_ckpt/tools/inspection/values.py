@@ -60,13 +60,13 @@ class Mapped:
     def _room(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
         count = math.prod(entry.shape)
         if self._scratch is None or not count:
-            return torch.empty(entry.shape, dtype=dtype)
+            return torch.empty(entry.shape, dtype=dtype, device="cpu")
         file = self._scratch / f"{next(self._count)}"
         return torch.from_file(str(file), shared=True, size=count, dtype=dtype).view(entry.shape)
 
     def _part(self, piece: TensorPiece, dtype: torch.dtype) -> torch.Tensor:
         if 0 in piece.shape:
-            return torch.empty(piece.shape, dtype=dtype)
+            return torch.empty(piece.shape, dtype=dtype, device="cpu")
         count = 1 + sum(step * (size - 1) for step, size in zip(piece.stride, piece.shape, strict=True))
         bytes_there, room = count * dtype.itemsize, self._map(piece.file)
         if piece.offset + bytes_there > len(room):
