@@ -80,9 +80,9 @@ def archive(data, folder):
     file = folder / "x.ckpt"
     file.write_bytes(data)
     with m["files"].Window(file) as window:
-        found = m["torch_reader"].open_archive(window)
+        found = m["torch_reader"].read_structure(window)
         told(m["torch_reader"].content_of(found))
-        m["torch_reader"].names_in(found, found.spans())
+        m["torch_reader"].tensor_names_in(found, found.spans())
 
 
 def pickle_in_archive(data, folder):
@@ -106,7 +106,7 @@ def old_file(data, folder):
 
 
 def _check(path):
-    verdicts = m["check"].judge([m["check"].plan(path)])
+    verdicts = m["check"].verify_tasks([m["check"].plan_tasks(path)])
     json.dumps([vars(judgement) for verdict in verdicts for judgement in verdict.files])
     told(m["content"].read_content(path))
     for _ in m["content"].tensors_in(m["content"].read_structure(path)):

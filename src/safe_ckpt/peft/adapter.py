@@ -117,7 +117,7 @@ def load_adapter(model: torch.nn.Module, directory: str | os.PathLike[str], **op
     return PeftModel.from_pretrained(model, os.fspath(directory), **options)
 
 
-def adapter_tensors(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+def tensors_of(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
     """Return the tensors that PEFT saves of the active adapter.
 
     Raises:

@@ -170,7 +170,7 @@ class SaveRequest:
         payload: what this rank writes.
         facts: what the manifest says.
         must_match: what must be equal on all ranks besides step and path. Compared when every rank could plan its payload.
-        held: what this rank holds of what rank 0 saves for all, by item; see ``planner.held``.
+        held: what this rank holds of what rank 0 saves for all, by item; see ``planner.held_by_this_rank``.
         on_commit: what is done at the commit besides.
         patient: wait for saves that are in flight, also where ``on_busy`` says to skip.
     """

@@ -140,7 +140,7 @@ class Recorder:
             finally:  # a data set that raised had its indices, too
                 samples = next(self._asked.get(id(given._loader), iter(())), None)
             if samples is not None:
-                self._given.append(({digest(one, SMALL_BYTES) for one in tensors_of(batch)}, samples))
+                self._given.append(({digest(one, SMALL_BYTES) for one in tensors_within(batch)}, samples))
             return batch
 
         batches.Remaining.__iter__, batches.Batches._given = asking, giving
@@ -155,7 +155,9 @@ class Recorder:
         if depth == 1:
             self._call.seen = False
         if not self._call.seen and module.training and torch.is_grad_enabled():
-            found = (one for one in tensors_of(args) if not isinstance(one, torch.nn.Parameter))  # a parametrization's
+            found = (
+                one for one in tensors_within(args) if not isinstance(one, torch.nn.Parameter)
+            )  # a parametrization's
             given = [digest(one, SMALL_BYTES) for one in found if one.grad_fn is None]
             self._call.seen = bool(given)
             self._batch += given
@@ -287,7 +289,7 @@ def _leaves(value: Any, name: str = "", depth: int = 6) -> Iterator[tuple[str, A
         yield name, value
 
 
-def tensors_of(value: Any) -> Iterator[Any]:
+def tensors_within(value: Any) -> Iterator[Any]:
     """The tensors in containers."""
     import torch
 
@@ -376,7 +378,7 @@ def _copies(variables: Mapping[str, Any], parameters: list[Any], most: int) -> I
             left += [(f"{name}.{key}", part) for key, part in parts]
         elif len(value) >= len(parameters):
             # In the order of the keys: a checkpoint of JSON may have another than the run.
-            inside = list(tensors_of([part for _, part in sorted(parts, key=lambda item: str(item[0]))]))
+            inside = list(tensors_within([part for _, part in sorted(parts, key=lambda item: str(item[0]))]))
             whole = not shapes - Counter(tuple(one.shape) for one in inside)
             if whole and own.isdisjoint(_local(one).data_ptr() for one in inside if not one.is_sparse):
                 yield name, [digest(one, most) for one in inside]

@@ -222,8 +222,8 @@ def test_verify_says_what_it_could_not_read_and_verifies_the_others(tmp_path, mo
     states = {row["path"]: row["state"] for row in json.loads(run("verify", tmp_path, "--json").stdout)}
     assert states[str(places[0])] == "valid"
     assert states[str(places[2])] in ("unreadable", "damaged")
-    judge = verify.judge
-    monkeypatch.setattr(verify, "judge", lambda tasks: shutil.rmtree(places[2]) or judge(tasks))
+    judge = verify.verify_tasks
+    monkeypatch.setattr(verify, "verify_tasks", lambda tasks: shutil.rmtree(places[2]) or judge(tasks))
     states = {row["path"]: row["state"] for row in json.loads(run("verify", tmp_path, "--json").stdout)}
     assert states == {str(places[0]): "valid", str(places[1]): "unreadable", str(places[2]): "deleted"}
 
