@@ -16,7 +16,7 @@ import re
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import IO, Any
 
 from typing_extensions import Self
@@ -87,6 +87,7 @@ OTHER_RECORDS = {
     "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
 }
 """What else is in it."""
+_ORDERED = ("collections", "OrderedDict")
 _DTYPE = re.compile(r"(b?complex|b?float|q?u?int|bits|bool)[0-9][0-9a-z_]*")
 
 
@@ -166,57 +167,55 @@ def problems_in(streams: Iterable[IO[bytes]]) -> list[str]:
     return names.problems()
 
 
-def next_stage(stage: int, wanted: int, what: str) -> int:
-    """Refuse changes of an object in another order than that of pickling: its items, then its keys, then its state.
-
-    In another order the pickle could call what it gave the object: an attribute in the place of its ``append``.
-
-    Raises:
-        Odd: it comes too late.
-    """
-    if stage > wanted:
-        raise Odd(f"changes what it has made of {what}")
-    return wanted
-
-
 def is_asked(keys: Iterable[object]) -> bool:
     """Whether one of the keys is a method that is asked of an object when it is unpickled."""
     return any(isinstance(key, str) and key in _ASKED for key in keys)
 
 
-class _Looked(Names):
+class Found(Names):
+    """Gives a stand-in for each class and function that a pickle names."""
+
+    def __init__(self, *, anywhere: bool = False) -> None:
+        super().__init__(anywhere=anywhere)
+        self._stand_ins: dict[tuple[str, str], Any] = {}
+
+    def find(self, module: str, name: str) -> Any:
+        """Return the stand-in for a class or function, and note that it is named."""
+        return self.stand_in(*self.add(module, name))
+
+    def stand_in(self, module: str, name: str) -> Any:
+        """Return the stand-in for a class or function."""
+        if (module, name) not in self._stand_ins:
+            self._stand_ins[module, name] = self.make({"__slots__": (), "names": self, "module": module, "name": name})
+        return self._stand_ins[module, name]
+
+    def make(self, facts: dict[str, Any]) -> Any:
+        """Make it, with these attributes."""
+        return OrderedDict if (facts["module"], facts["name"]) == _ORDERED else Named("Named", (Made,), facts)
+
+
+class _Looked(Found):
     """Reads pickles with stand-ins: of any length, and as quickly as they are read."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._stand_ins: dict[tuple[str, str], Any] = {}
         self._odd: list[str] = []
-        self.find("collections", "OrderedDict")
 
     def read(self, stream: IO[bytes]) -> bool:
         """Look through one pickle. Whether there is an end of it, and so perhaps another one."""
         try:
-            StandIns(stream, self.find, self.find("collections", "OrderedDict")).load()
+            StandIns(stream, self).load()
         except Odd as error:
             self._odd.append(str(error))
         except EOFError:
             pass  # whoever reads it meets the same end
         except Exception as error:
             # What is no pickle, or a damaged one: whoever reads it says so. But here it may end where it does not for others.
-            if len(self._stand_ins) > 1 and "truncated" not in str(error):
+            if self._stand_ins.keys() - {_ORDERED} and "truncated" not in str(error):
                 self._odd.append(f"cannot be looked through ({type(error).__name__}: {error})"[:300])
         else:
             return True
         return False
-
-    def find(self, module: str, name: str) -> Any:
-        """Return the stand-in for a class or function."""
-        key = self.add(module, name)
-        if key not in self._stand_ins:
-            facts = {"names": self, "module": key[0], "name": key[1]}
-            own = key == ("collections", "OrderedDict")
-            self._stand_ins[key] = OrderedDict if own else _Named("Named", (_Made,), facts)
-        return self._stand_ins[key]
 
     def problems(self) -> list[str]:
         """See ``Names``: before it what it does that no object asks for."""
@@ -228,92 +227,106 @@ class StandIns(pickle.Unpickler):  # unpickles: stand-ins alone
 
     Args:
         stream: with the pickle.
-        find: gives the stand-in for a class or function, by module and name.
-        storage: makes the stand-in for a storage.
+        names: gives the stand-in for a class or function.
     """
 
-    def __init__(self, stream: IO[bytes], find: Callable[[str, str], Any], storage: Callable[[], Any]) -> None:
+    def __init__(self, stream: IO[bytes], names: Found) -> None:
         super().__init__(stream, encoding="latin-1")
-        self._find = find
-        self._storage = storage
+        self._names = names
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for it."""
-        return self._find(module, name)
+        return self._names.find(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the stand-in for a storage; before torch 1.6 also for a class of a module, with its source."""
         if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module":
             return pid[1]
-        return self._storage()
+        return OrderedDict()
 
 
-class _Named(type):
+class Named(type):
     """Stands for a class or function that a pickle names. Calling it calls nothing, and is noted."""
 
-    names: _Looked
+    names: Found
     module: str
     name: str
 
     def _refuse(cls) -> Any:
-        raise Odd(f"changes {cls.module}.{cls.name}")
+        raise Odd(f"changes {cls}")
 
     __setstate__ = append = extend = add = property(_refuse)
 
-    def __call__(cls, *args: Any, **_: Any) -> Any:
-        text = f"{cls.module}.{cls.name}"
-        if text == "builtins.getattr" and len(args) == 2 and isinstance(args[0], _Named):
+    def __str__(cls) -> str:
+        return f"{cls.module}.{cls.name}"
+
+    def __call__(cls, *args: Any) -> Any:
+        """Return what the call would, as a stand-in."""
+        if (
+            str(cls) == "builtins.getattr"
+            and len(args) == 2
+            and isinstance(args[0], Named)
+            and isinstance(args[1], str)
+        ):
             # A class within a class; a value of an enum.
             return cls.names.find(args[0].module, f"{args[0].name}.{args[1]}")
         cls.names.called.add((cls.module, cls.name))
-        if cls.name == "_rebuild_from_type_v2" and args and isinstance(args[0], _Named):
+        if cls.name == "_rebuild_from_type_v2" and args and isinstance(args[0], Named):
             cls.names.called.add((args[0].module, args[0].name))
         made: Any = cls.__new__
         return made(cls, *args)
 
 
-class _Made(dict):  # type: ignore[type-arg]
+class Made:
     """Stands for an object that a class would make. It accepts changes in the order in which objects are pickled.
 
-    See ``next_stage``.
+    That is its items, then its keys, then its state. In another order the pickle could call what it gave the object: an
+    attribute in the place of its ``append``.
     """
 
+    __slots__ = ("stage",)
+    __getinitargs__ = ()  # so that INST and OBJ call the class without arguments, as they do with a function
     stage: int
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """Make it of these."""
         made = super().__new__(cls)
         given = [one for one in (*args, kwargs) if isinstance(one, dict)]
         made.stage = 3 if any(map(is_asked, given)) else 0
         return made
 
-    def __hash__(self) -> int:  # type: ignore[override]
-        return id(self)
+    def __call__(self, *_: object) -> Any:
+        """Refuse it.
 
-    def __call__(self, *_: object, **__: object) -> Any:
-        raise Odd(f"calls what it makes of {self._text}")
+        Raises:
+            Odd: always: a call may do anything.
+        """
+        raise Odd(f"calls what it makes of {type(self)}")
 
-    def append(self, *_: object) -> None:
-        """Nothing."""
-        self._go_on_to(0)
+    def append(self, _: Any, /) -> None:
+        """As a list's, and a set's."""
+        self.go_on_to(0)
 
     extend = add = append
 
-    def __setitem__(self, key: object, _: object) -> None:
-        self._go_on_to(1)
+    def __setitem__(self, key: object, value: object) -> None:
+        self.go_on_to(1)
         if is_asked([key]):
             self.stage = 3
 
-    def __setstate__(self, _: object) -> None:
-        self._go_on_to(2)
+    def __setstate__(self, state: object) -> None:
+        self.go_on_to(2)
         self.stage = 3
 
-    def _go_on_to(self, stage: int) -> None:
-        self.stage = next_stage(self.stage, stage, self._text)
+    def go_on_to(self, stage: int) -> None:
+        """Note how far it is with its changes.
 
-    @property
-    def _text(self) -> str:
-        kind: Any = type(self)
-        return f"{kind.module}.{kind.name}"
+        Raises:
+            Odd: it comes too late.
+        """
+        if self.stage > stage:
+            raise Odd(f"changes what it has made of {type(self)}")
+        self.stage = stage
 
 
 def _is_data(module: str, name: str, *, called: bool, anywhere: bool) -> bool:
