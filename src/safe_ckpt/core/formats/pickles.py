@@ -10,6 +10,8 @@ packages that it does not know count as the user's.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import importlib
 import pickle
 import re
@@ -74,13 +76,13 @@ _LOOKED_UP = {
 }
 """What a command imports of a package where a pickle names more of it than tensors and arrays take."""
 _OF_TENSORS = frozenset({"torch.Size", "torch.device", "torch.storage.TypedStorage", "torch.storage.UntypedStorage"})
-HOMES_OF_RECORDS = (
+_HOMES_OF_RECORDS = (
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.filesystem",
     "torch.distributed._shard.sharded_tensor.metadata",  # older releases had a part of the first one there
 )
 """Where DCP has what its ``.metadata`` is made of: dataclasses, and an enumeration."""
-OTHER_RECORDS = {
+_OTHER_RECORDS = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", *ITEM_BYTES},
     "collections": {"OrderedDict", "defaultdict"},
@@ -127,11 +129,11 @@ class Names:
         found = []
         for module, name in self._found:
             made = (module, name) in self.called and name != "_MEM_FORMAT_ENCODING"
-            in_place = name in OTHER_RECORDS.get("pathlib" if module == "pathlib._local" else module, ())
+            in_place = name in _OTHER_RECORDS.get("pathlib" if module == "pathlib._local" else module, ())
             # A type of a newer torch is not known here.
             in_place |= module == "torch" and not made and _DTYPE.fullmatch(name) is not None
-            if not in_place and (made or module not in HOMES_OF_RECORDS or "." in name):
-                found.append(f"names {module}.{name}, which has no place in a checkpoint's metadata"[:300])
+            if not in_place and (made or module not in _HOMES_OF_RECORDS or "." in name):
+                found.append(_no_record(module, name))
         return found
 
     def problems(self) -> list[str]:
@@ -243,6 +245,34 @@ class StandIns(pickle.Unpickler):  # unpickles: stand-ins alone
         if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module":
             return pid[1]
         return OrderedDict()
+
+
+class Records(pickle.Unpickler):  # unpickles: DCP's records alone
+    """Builds what DCP's ``.metadata`` is made of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class or constant that has a place in it.
+
+        Raises:
+            Odd: it has none.
+        """
+        import torch
+
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _OTHER_RECORDS.get(module, ()):
+            return super().find_class(module, name)
+        if module in _HOMES_OF_RECORDS:
+            found = super().find_class(module, name)
+            # To build a dataclass or an enumeration of that module runs nothing but the module's own code.
+            is_record = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+            if is_record and found.__module__ == module:
+                return found
+        raise Odd(_no_record(module, name))
+
+
+def _no_record(module: str, name: str) -> str:
+    return f"names {module}.{name}, which has no place in a checkpoint's metadata"[:300]
 
 
 class Named(type):

@@ -36,7 +36,7 @@ class Opaque(Made):
 
     def __new__(cls, *args: object, **kwargs: object) -> Any:
         """Make it, or in its place what can be understood: a shape, or a tensor."""
-        cls.names.spend(_WORK_OF_OBJECT + len(args))
+        cls.names.spend(_WORK_OF_OBJECT + max(0, len(args) - _FEW))
         made = made_of(str(cls), args)
         if made is None:
             made = super().__new__(cls, *args, **kwargs)
@@ -138,6 +138,7 @@ class Tensor:
 _MOST_ELEMENTS = 1 << 62
 _WORK_OF_OBJECT = 3  # of which each takes 10 times the memory of a number
 _WORK_OF_NAME = 100
+_FEW = 16  # arguments that are not counted: a tensor has less
 
 
 def key_of(key: object) -> Any:
