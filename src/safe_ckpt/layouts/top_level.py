@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from safe_ckpt.core.formats.pickles import Found, Made, StandIns
+from safe_ckpt.core.formats.pickles import Made, Names, StandIns
 from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.storage.presence import ends_as_archive
 from safe_ckpt.layouts.table import Layout, facts_file, lightning_layout_of
@@ -65,5 +65,5 @@ def top_level(path: Path) -> object:
 
 
 def _read(stream: IO[bytes]) -> object:
-    made = StandIns(stream, Found()).load()
+    made = StandIns(stream, Names()).load()
     return {} if isinstance(made, Made) else made

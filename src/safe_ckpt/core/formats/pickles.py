@@ -103,31 +103,46 @@ class Odd(Exception):
 
 
 class Names:
-    """The names in a pickle, and those of them that it would call.
+    """The names in a pickle, with a stand-in for each, and those of them that it would call.
 
     Args:
         anywhere: this process is not the one that will read it, such as a command's: what is of a package that is not
             imported here may be the user's.
 
     Attributes:
+        found: the names, in their order.
         called: of the names, those that it calls.
     """
 
     def __init__(self, *, anywhere: bool = False) -> None:
         self._anywhere = anywhere
-        self._found: dict[tuple[str, str], None] = {}
+        self.found: dict[tuple[str, str], None] = {}
         self.called: set[tuple[str, str]] = set()
+        self._stand_ins: dict[tuple[str, str], Any] = {}
 
-    def add(self, module: str, name: str) -> tuple[str, str]:
-        """Note that it names this. Returns it by its name of today: torch's pickles call Python's library as Python 2 did."""
+    def find(self, module: str, name: str) -> Any:
+        """Return the stand-in for a class or function, and note that it is named.
+
+        It has its name of today: torch's pickles call Python's library as Python 2 did.
+        """
         key = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-        self._found[key] = None
-        return key
+        self.found[key] = None
+        return self.stand_in(*key)
+
+    def stand_in(self, module: str, name: str) -> Any:
+        """Return the stand-in for a class or function."""
+        if (module, name) not in self._stand_ins:
+            self._stand_ins[module, name] = self.make({"__slots__": (), "names": self, "module": module, "name": name})
+        return self._stand_ins[module, name]
+
+    def make(self, facts: dict[str, Any]) -> Any:
+        """Make it, with these attributes."""
+        return OrderedDict if (facts["module"], facts["name"]) == _ORDERED else Named("Named", (Made,), facts)
 
     def other_than_records(self) -> list[str]:
         """Return the names that have no place in DCP's ``.metadata``. A resume also looks at what bears the name."""
         found = []
-        for module, name in self._found:
+        for module, name in self.found:
             made = (module, name) in self.called and name != "_MEM_FORMAT_ENCODING"
             in_place = name in _OTHER_RECORDS.get("pathlib" if module == "pathlib._local" else module, ())
             # A type of a newer torch is not known here.
@@ -139,7 +154,7 @@ class Names:
     def problems(self) -> list[str]:
         """Say what is wrong with the names, in words that follow "its pickle"."""
         own, found = _own_names(), []
-        for module, name in self._found:
+        for module, name in self.found:
             text, called = f"{module}.{name}", (module, name) in self.called
             if text not in own and not _is_data(module, name, called=called, anywhere=self._anywhere):
                 found.append(f"{'calls' if called else 'names'} {text[:200]}, which is no data")
@@ -162,66 +177,27 @@ def problems_in(streams: Iterable[IO[bytes]]) -> list[str]:
     Args:
         streams: with one pickle each; the same again for a stream with several. The first that has no end is the last.
     """
-    names = _Looked()
+    names, odd = Names(), []
     for stream in streams:
-        if not names.read(stream):
-            break
-    return names.problems()
-
-
-def is_asked(keys: Iterable[object]) -> bool:
-    """Whether one of the keys is a method that is asked of an object when it is unpickled."""
-    return any(isinstance(key, str) and key in _ASKED for key in keys)
-
-
-class Found(Names):
-    """Gives a stand-in for each class and function that a pickle names."""
-
-    def __init__(self, *, anywhere: bool = False) -> None:
-        super().__init__(anywhere=anywhere)
-        self._stand_ins: dict[tuple[str, str], Any] = {}
-
-    def find(self, module: str, name: str) -> Any:
-        """Return the stand-in for a class or function, and note that it is named."""
-        return self.stand_in(*self.add(module, name))
-
-    def stand_in(self, module: str, name: str) -> Any:
-        """Return the stand-in for a class or function."""
-        if (module, name) not in self._stand_ins:
-            self._stand_ins[module, name] = self.make({"__slots__": (), "names": self, "module": module, "name": name})
-        return self._stand_ins[module, name]
-
-    def make(self, facts: dict[str, Any]) -> Any:
-        """Make it, with these attributes."""
-        return OrderedDict if (facts["module"], facts["name"]) == _ORDERED else Named("Named", (Made,), facts)
-
-
-class _Looked(Found):
-    """Reads pickles with stand-ins: of any length, and as quickly as they are read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._odd: list[str] = []
-
-    def read(self, stream: IO[bytes]) -> bool:
-        """Look through one pickle. Whether there is an end of it, and so perhaps another one."""
         try:
-            StandIns(stream, self).load()
+            StandIns(stream, names).load()
         except Odd as error:
-            self._odd.append(str(error))
+            odd.append(str(error))
         except EOFError:
             pass  # whoever reads it meets the same end
         except Exception as error:
             # What is no pickle, or a damaged one: whoever reads it says so. But here it may end where it does not for others.
-            if self._stand_ins.keys() - {_ORDERED} and "truncated" not in str(error):
-                self._odd.append(f"cannot be looked through ({type(error).__name__}: {error})"[:300])
+            if names.found.keys() - {_ORDERED} and "truncated" not in str(error):
+                odd.append(f"cannot be looked through ({type(error).__name__}: {error})"[:300])
         else:
-            return True
-        return False
+            continue
+        break
+    return [*odd, *names.problems()]
 
-    def problems(self) -> list[str]:
-        """See ``Names``: before it what it does that no object asks for."""
-        return [*self._odd, *super().problems()]
+
+def _is_asked(keys: Iterable[object]) -> bool:
+    """Whether one of the keys is a method that is asked of an object when it is unpickled."""
+    return any(isinstance(key, str) and key in _ASKED for key in keys)
 
 
 class StandIns(pickle.Unpickler):  # unpickles: stand-ins alone
@@ -232,7 +208,7 @@ class StandIns(pickle.Unpickler):  # unpickles: stand-ins alone
         names: gives the stand-in for a class or function.
     """
 
-    def __init__(self, stream: IO[bytes], names: Found) -> None:
+    def __init__(self, stream: IO[bytes], names: Names) -> None:
         super().__init__(stream, encoding="latin-1")
         self._names = names
 
@@ -278,7 +254,7 @@ def _no_record(module: str, name: str) -> str:
 class Named(type):
     """Stands for a class or function that a pickle names. Calling it calls nothing, and is noted."""
 
-    names: Found
+    names: Names
     module: str
     name: str
 
@@ -322,7 +298,7 @@ class Made:
         """Make it of these."""
         made = super().__new__(cls)
         given = [one for one in (*args, kwargs) if isinstance(one, dict)]
-        made.stage = 3 if any(map(is_asked, given)) else 0
+        made.stage = 3 if any(map(_is_asked, given)) else 0
         return made
 
     def __call__(self, *_: object) -> Any:
@@ -341,7 +317,7 @@ class Made:
 
     def __setitem__(self, key: object, value: object) -> None:
         self.go_on_to(1)
-        if is_asked([key]):
+        if _is_asked([key]):
             self.stage = 3
 
     def __setstate__(self, state: object) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 from typing_extensions import Self
 
 from safe_ckpt.core.formats.dtypes import STORAGES
-from safe_ckpt.core.formats.pickles import Found, Made, Named
+from safe_ckpt.core.formats.pickles import Made, Named, Names
 
 
 class Global(Named):
@@ -86,7 +86,7 @@ class Ordered(dict[Any, Any]):
         self.state = state
 
 
-class Bounded(Found):
+class Bounded(Names):
     """Gives the stand-ins, and counts the work against its bound: a few bytes can demand much of it."""
 
     def __init__(self) -> None:

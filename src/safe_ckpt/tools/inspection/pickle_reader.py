@@ -1,8 +1,8 @@
 """The structure of a pickle, without running it: no class of it is imported, no function is called.
 
-A pickle is a program for a stack machine. Python's own, as Python has it in Python, runs it here, with stand-ins for what the
-pickle names, and what it does is counted: a hostile one may demand all memory, or work without end. What would run code
-``core.formats.pickles`` says.
+A pickle is a program for a stack machine. Here it runs on the one that Python has in Python, with stand-ins for what it names.
+Each step is counted, and those are replaced in which a few bytes demand much memory or time: C's machine, which a resume looks
+with, lets nobody do that. What would run code ``core.formats.pickles`` says.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Machine(pickle._Unpickler):  # unpickles: stand-ins alone
     def length(self) -> int:
         return int.from_bytes(self.read(8), "little")
 
-    def bytearray(self) -> None:
+    def byte_array(self) -> None:
         self.append(bytearray(self.read(self.length())))
 
     def put(self) -> None:
@@ -68,7 +68,7 @@ class _Machine(pickle._Unpickler):  # unpickles: stand-ins alone
         del self.stack[-count:]
         return items
 
-    def dict(self) -> None:
+    def make_dict(self) -> None:
         items = self.pop_mark()
         self.append({})
         self.set_items(items)
@@ -125,8 +125,8 @@ _STEPS: dict[int, Callable[[Any], Any]] = {
     **dict.fromkeys(_UNUSED, _Machine.refuse),
     pickle.FRAME[0]: _Machine.length,
     pickle.PUT[0]: _Machine.put,
-    pickle.BYTEARRAY8[0]: _Machine.bytearray,
-    pickle.DICT[0]: _Machine.dict,
+    pickle.BYTEARRAY8[0]: _Machine.byte_array,
+    pickle.DICT[0]: _Machine.make_dict,
     pickle.SETITEM[0]: lambda machine: machine.set_items(machine.pop(2)),
     pickle.SETITEMS[0]: lambda machine: machine.set_items(machine.pop_mark()),
     pickle.EMPTY_SET[0]: lambda machine: machine.append(machine.opaque("builtins", "set")),
