@@ -62,6 +62,8 @@ UNPICKLER = torch.serialization._weights_only_unpickler
 
 TORCH = [
     Part(NamedTuple("Pair", [("one", int)]), "_make", "core/sharding/gather.py", "a named tuple takes its fields one by one"),
+    Part(pickle, "_Unpickler", "tools/inspection/pickle_reader.py", "Python's machine for pickles whose steps can be replaced",
+         ("file",)),
     Part(pickle, "_compat_pickle", "core/formats/pickles.py", "the names of Python 2, as its reader replaces them"),
     Part(torch, "_C", "core/formats/torch_reading.py", "the module of PyTorchFileReader"),
     Part(torch._C, "PyTorchFileReader", "core/formats/torch_reading.py", "reads an archive from memory"),

@@ -58,6 +58,8 @@ DATA = {
 }
 CONTENT = {"state_dict": {"w": torch.ones(2)}, "global_step": 3, "epoch": 1, "loops": {}, "lr_schedulers": []}
 RAW = {
+    "makes an instance of a function": b"(itorch.cuda\nempty_cache\n.",
+    "makes an object of a function": b"(ctorch.cuda\nempty_cache\no.",
     "calls a partial": b"cfunctools\npartial\n(cos\nsystem\nVtrue\ntR)R.",
     "appends with what it was given": b"cargparse\nNamespace\n)\x81}Vappend\ncos\nlistdir\nsbV.\na.",
     "sets a state twice": b"cargparse\nNamespace\n)\x81}V__setstate__\ncos\nlistdir\nsbV.\nb.",

@@ -262,7 +262,7 @@ def main():
     import atheris
 
     corpus, found, *flags = sys.argv[1:]
-    with atheris.instrument_imports(include=["safe_ckpt", "pickletools"]):
+    with atheris.instrument_imports(include=["safe_ckpt", "pickle"]):
         part = Path(corpus, "part.distcp")
         load(part.read_bytes() if part.exists() else b"")
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))

@@ -243,9 +243,28 @@ _QUIET_PICKLES = {
     "subclass_of_subclass": _subclass_of_subclass(),
     "memo_index": b"\x80\x02Nr\xff\xff\xff\x7f.",
     "frame": b"\x80\x04\x95" + b"\xff" * 7 + b"\x7f" + b"N.",
-    "giant_tensor": b"\x80\x02ctorch._utils\n_rebuild_meta_tensor_no_storage\nctorch\nfloat32\n("
+    "giant_tensor": b"\x80\x02ctorch._utils\n_rebuild_meta_tensor_no_storage\n(ctorch\nfloat32\n("
     + b"".join(b"\x8a\x08" + (1 << 61).to_bytes(8, "little") for _ in range(20))
-    + b"tN\x89(tR.",
+    + b"tN\x89tR.",
+    "kept_at_colliding_numbers": b"\x80\x02N"
+    + b"".join(b"p%d\n" % (n * ((1 << 61) - 1)) for n in range(1, 20_000))
+    + b".",
+    "long_arguments": b"\x80\x02("
+    + b"K\x01" * 100_000
+    + b"t"
+    + _put(0)
+    + b"0ca\nb\n"
+    + _put(1)
+    + b"0]("
+    + (_get(1) + _get(0) + b"R") * 10_000
+    + b"e.",
+    "getattr_of_a_list": b"\x80\x02]"
+    + _put(0)
+    + b"".join(b"](" + _get(n) * 10 + b"e" + _put(n + 1) for n in range(30))
+    + b"c__builtin__\ngetattr\nca\nb\n"
+    + _get(30)
+    + b"\x86R.",
+    "bytes_that_are_not_there": b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b"N.",
 }
 
 

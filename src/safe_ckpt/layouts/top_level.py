@@ -7,15 +7,12 @@ a large replay buffer in it is one, too.
 from __future__ import annotations
 
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO
 
-from typing_extensions import Self
-
-from safe_ckpt.core.formats.pickles import StandIns
+from safe_ckpt.core.formats.pickles import Made, Names, StandIns
 from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.storage.presence import ends_as_archive
 from safe_ckpt.layouts.table import Layout, facts_file, lightning_layout_of
@@ -56,38 +53,17 @@ def top_level(path: Path) -> object:
             with zipfile.ZipFile(path) as archive:
                 name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
                 with archive.open(name) as stream:
-                    return StandIns(stream, _stand_in, _Anything).load()
+                    return _read(stream)
         with path.open("rb") as file:
             for _ in range(3):  # torch's format before 1.6: a magic number, a version, facts of the system, the object
-                StandIns(file, _stand_in, _Anything).load()
-            return StandIns(file, _stand_in, _Anything).load()
+                _read(file)
+            return _read(file)
     except OSError:
         raise
     except Exception:  # the bytes are no pickle: any error may come of them
         return None
 
 
-class _Anything(dict):  # type: ignore[type-arg]
-    """Stands in for an object of any class: accepts whatever a pickle does to it, and ignores it."""
-
-    def __new__(cls, *_: object, **__: object) -> Self:
-        return super().__new__(cls)
-
-    def __init__(self, *_: object, **__: object) -> None:
-        super().__init__()
-
-    def __call__(self, *_: object, **__: object) -> _Anything:
-        return self
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return id(self)
-
-    def _ignore(self, *_: object) -> None:
-        pass
-
-    __setstate__ = __setitem__ = append = extend = add = _ignore
-
-
-def _stand_in(module: str, name: str) -> type[Any]:
-    """Return the stand-in for a class or function: no class is imported and no function is called."""
-    return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Anything
+def _read(stream: IO[bytes]) -> object:
+    made = StandIns(stream, Names()).load()
+    return {} if isinstance(made, Made) else made

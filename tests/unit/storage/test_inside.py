@@ -12,6 +12,7 @@ import pytest
 import safe_ckpt
 from kit.manifests import checkpoint, rewrite
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
+from safe_ckpt.core.formats.pickles import Records
 from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.core.home.objects.head import Head
 from safe_ckpt.core.home.standing import Catalog
@@ -140,7 +141,7 @@ def test_a_path_in_the_metadata_is_read_whichever_python_wrote_it():
     """Python 3.13 gives the class of paths another name than those before and after it."""
     for module in ("pathlib", "pathlib._local"):
         data = f"c{module}\nPosixPath\n(Vruns/x\ntR.".encode()
-        assert dcp_read._Unpickler(io.BytesIO(data)).load() == Path("runs/x")
+        assert Records(io.BytesIO(data)).load() == Path("runs/x")
 
 
 def test_metadata_of_dcp_that_names_files_elsewhere_is_refused(tmp_path):

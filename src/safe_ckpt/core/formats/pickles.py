@@ -10,13 +10,15 @@ packages that it does not know count as the user's.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import importlib
 import pickle
 import re
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import IO, Any
 
 from typing_extensions import Self
@@ -72,21 +74,22 @@ _LOOKED_UP = {
     "torch": ("torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
     "numpy": ("numpy",),
 }
-"""What a command imports of a package where a pickle names more of it than tensors and arrays take."""
+"""The modules that a command imports of a package where a pickle names more of it than tensors and arrays take."""
 _OF_TENSORS = frozenset({"torch.Size", "torch.device", "torch.storage.TypedStorage", "torch.storage.UntypedStorage"})
-HOMES_OF_RECORDS = (
+_HOMES_OF_RECORDS = (
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.filesystem",
     "torch.distributed._shard.sharded_tensor.metadata",  # older releases had a part of the first one there
 )
 """Where DCP has what its ``.metadata`` is made of: dataclasses, and an enumeration."""
-OTHER_RECORDS = {
+_OTHER_RECORDS = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", *ITEM_BYTES},
     "collections": {"OrderedDict", "defaultdict"},
     "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
 }
-"""What else is in it."""
+"""Names of other modules that it has, too."""
+_ORDERED = ("collections", "OrderedDict")
 _DTYPE = re.compile(r"(b?complex|b?float|q?u?int|bits|bool)[0-9][0-9a-z_]*")
 
 
@@ -100,43 +103,58 @@ class Odd(Exception):
 
 
 class Names:
-    """The names in a pickle, and those of them that it would call.
+    """The names in a pickle, with a stand-in for each, and those of them that it would call.
 
     Args:
         anywhere: this process is not the one that will read it, such as a command's: what is of a package that is not
             imported here may be the user's.
 
     Attributes:
+        found: the names, in their order.
         called: of the names, those that it calls.
     """
 
     def __init__(self, *, anywhere: bool = False) -> None:
         self._anywhere = anywhere
-        self._found: dict[tuple[str, str], None] = {}
+        self.found: dict[tuple[str, str], None] = {}
         self.called: set[tuple[str, str]] = set()
+        self._stand_ins: dict[tuple[str, str], Any] = {}
 
-    def add(self, module: str, name: str) -> tuple[str, str]:
-        """Note that it names this. Returns it by its name of today: torch's pickles call Python's library as Python 2 did."""
+    def find(self, module: str, name: str) -> Any:
+        """Return the stand-in for a class or function, and note that it is named.
+
+        It has its name of today: torch's pickles call Python's library as Python 2 did.
+        """
         key = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-        self._found[key] = None
-        return key
+        self.found[key] = None
+        return self.stand_in(*key)
+
+    def stand_in(self, module: str, name: str) -> Any:
+        """Return the stand-in for a class or function."""
+        if (module, name) not in self._stand_ins:
+            self._stand_ins[module, name] = self.make({"__slots__": (), "names": self, "module": module, "name": name})
+        return self._stand_ins[module, name]
+
+    def make(self, facts: dict[str, Any]) -> Any:
+        """Make it, with these attributes."""
+        return OrderedDict if (facts["module"], facts["name"]) == _ORDERED else Named("Named", (Made,), facts)
 
     def other_than_records(self) -> list[str]:
         """Return the names that have no place in DCP's ``.metadata``. A resume also looks at what bears the name."""
         found = []
-        for module, name in self._found:
+        for module, name in self.found:
             made = (module, name) in self.called and name != "_MEM_FORMAT_ENCODING"
-            in_place = name in OTHER_RECORDS.get("pathlib" if module == "pathlib._local" else module, ())
+            in_place = name in _OTHER_RECORDS.get("pathlib" if module == "pathlib._local" else module, ())
             # A type of a newer torch is not known here.
             in_place |= module == "torch" and not made and _DTYPE.fullmatch(name) is not None
-            if not in_place and (made or module not in HOMES_OF_RECORDS or "." in name):
-                found.append(f"names {module}.{name}, which has no place in a checkpoint's metadata"[:300])
+            if not in_place and (made or module not in _HOMES_OF_RECORDS or "." in name):
+                found.append(_no_record(module, name))
         return found
 
     def problems(self) -> list[str]:
         """Say what is wrong with the names, in words that follow "its pickle"."""
         own, found = _own_names(), []
-        for module, name in self._found:
+        for module, name in self.found:
             text, called = f"{module}.{name}", (module, name) in self.called
             if text not in own and not _is_data(module, name, called=called, anywhere=self._anywhere):
                 found.append(f"{'calls' if called else 'names'} {text[:200]}, which is no data")
@@ -159,68 +177,27 @@ def problems_in(streams: Iterable[IO[bytes]]) -> list[str]:
     Args:
         streams: with one pickle each; the same again for a stream with several. The first that has no end is the last.
     """
-    names = _Looked()
+    names, odd = Names(), []
     for stream in streams:
-        if not names.read(stream):
-            break
-    return names.problems()
-
-
-def next_stage(stage: int, wanted: int, what: str) -> int:
-    """Refuse changes of an object in another order than that of pickling: its items, then its keys, then its state.
-
-    In another order the pickle could call what it gave the object: an attribute in the place of its ``append``.
-
-    Raises:
-        Odd: it comes too late.
-    """
-    if stage > wanted:
-        raise Odd(f"changes what it has made of {what}")
-    return wanted
-
-
-def is_asked(keys: Iterable[object]) -> bool:
-    """Whether one of the keys is a method that is asked of an object when it is unpickled."""
-    return any(isinstance(key, str) and key in _ASKED for key in keys)
-
-
-class _Looked(Names):
-    """Reads pickles with stand-ins: of any length, and as quickly as they are read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._stand_ins: dict[tuple[str, str], Any] = {}
-        self._odd: list[str] = []
-        self.find("collections", "OrderedDict")
-
-    def read(self, stream: IO[bytes]) -> bool:
-        """Look through one pickle. Whether there is an end of it, and so perhaps another one."""
         try:
-            StandIns(stream, self.find, self.find("collections", "OrderedDict")).load()
+            StandIns(stream, names).load()
         except Odd as error:
-            self._odd.append(str(error))
+            odd.append(str(error))
         except EOFError:
             pass  # whoever reads it meets the same end
         except Exception as error:
             # What is no pickle, or a damaged one: whoever reads it says so. But here it may end where it does not for others.
-            if len(self._stand_ins) > 1 and "truncated" not in str(error):
-                self._odd.append(f"cannot be looked through ({type(error).__name__}: {error})"[:300])
+            if names.found.keys() - {_ORDERED} and "truncated" not in str(error):
+                odd.append(f"cannot be looked through ({type(error).__name__}: {error})"[:300])
         else:
-            return True
-        return False
+            continue
+        break
+    return [*odd, *names.problems()]
 
-    def find(self, module: str, name: str) -> Any:
-        """Return the stand-in for a class or function."""
-        key = self.add(module, name)
-        if key not in self._stand_ins:
-            facts = {"names": self, "module": key[0], "name": key[1]}
-            own = key == ("collections", "OrderedDict")
-            self._stand_ins[key] = OrderedDict if own else _Named("Named", (_Made,), facts)
-        return self._stand_ins[key]
 
-    def problems(self) -> list[str]:
-        """See ``Names``: before it what it does that no object asks for."""
-        return [*self._odd, *super().problems()]
+def _is_asked(keys: Iterable[object]) -> bool:
+    """Whether one of the keys is a method that is asked of an object when it is unpickled."""
+    return any(isinstance(key, str) and key in _ASKED for key in keys)
 
 
 class StandIns(pickle.Unpickler):  # unpickles: stand-ins alone
@@ -228,92 +205,134 @@ class StandIns(pickle.Unpickler):  # unpickles: stand-ins alone
 
     Args:
         stream: with the pickle.
-        find: gives the stand-in for a class or function, by module and name.
-        storage: makes the stand-in for a storage.
+        names: gives the stand-in for a class or function.
     """
 
-    def __init__(self, stream: IO[bytes], find: Callable[[str, str], Any], storage: Callable[[], Any]) -> None:
+    def __init__(self, stream: IO[bytes], names: Names) -> None:
         super().__init__(stream, encoding="latin-1")
-        self._find = find
-        self._storage = storage
+        self._names = names
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for it."""
-        return self._find(module, name)
+        return self._names.find(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the stand-in for a storage; before torch 1.6 also for a class of a module, with its source."""
         if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module":
             return pid[1]
-        return self._storage()
+        return OrderedDict()
 
 
-class _Named(type):
+class Records(pickle.Unpickler):  # unpickles: DCP's records alone
+    """Builds what DCP's ``.metadata`` is made of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class or constant that has a place in it.
+
+        Raises:
+            Odd: it has none.
+        """
+        import torch
+
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _OTHER_RECORDS.get(module, ()):
+            return super().find_class(module, name)
+        if module in _HOMES_OF_RECORDS:
+            found = super().find_class(module, name)
+            # To build a dataclass or an enumeration of that module runs nothing but the module's own code.
+            is_record = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+            if is_record and found.__module__ == module:
+                return found
+        raise Odd(_no_record(module, name))
+
+
+def _no_record(module: str, name: str) -> str:
+    return f"names {module}.{name}, which has no place in a checkpoint's metadata"[:300]
+
+
+class Named(type):
     """Stands for a class or function that a pickle names. Calling it calls nothing, and is noted."""
 
-    names: _Looked
+    names: Names
     module: str
     name: str
 
     def _refuse(cls) -> Any:
-        raise Odd(f"changes {cls.module}.{cls.name}")
+        raise Odd(f"changes {cls}")
 
     __setstate__ = append = extend = add = property(_refuse)
 
-    def __call__(cls, *args: Any, **_: Any) -> Any:
-        text = f"{cls.module}.{cls.name}"
-        if text == "builtins.getattr" and len(args) == 2 and isinstance(args[0], _Named):
+    def __str__(cls) -> str:
+        return f"{cls.module}.{cls.name}"
+
+    def __call__(cls, *args: Any) -> Any:
+        """Return what the call would, as a stand-in."""
+        if (
+            str(cls) == "builtins.getattr"
+            and len(args) == 2
+            and isinstance(args[0], Named)
+            and isinstance(args[1], str)
+        ):
             # A class within a class; a value of an enum.
             return cls.names.find(args[0].module, f"{args[0].name}.{args[1]}")
         cls.names.called.add((cls.module, cls.name))
-        if cls.name == "_rebuild_from_type_v2" and args and isinstance(args[0], _Named):
+        if cls.name == "_rebuild_from_type_v2" and args and isinstance(args[0], Named):
             cls.names.called.add((args[0].module, args[0].name))
         made: Any = cls.__new__
         return made(cls, *args)
 
 
-class _Made(dict):  # type: ignore[type-arg]
+class Made:
     """Stands for an object that a class would make. It accepts changes in the order in which objects are pickled.
 
-    See ``next_stage``.
+    That is its items, then its keys, then its state. In another order the pickle could call what it gave the object: an
+    attribute in the place of its ``append``.
     """
 
+    __slots__ = ("stage",)
+    __getinitargs__ = ()  # so that INST and OBJ call the class without arguments, as they do with a function
     stage: int
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """Make it of these."""
         made = super().__new__(cls)
         given = [one for one in (*args, kwargs) if isinstance(one, dict)]
-        made.stage = 3 if any(map(is_asked, given)) else 0
+        made.stage = 3 if any(map(_is_asked, given)) else 0
         return made
 
-    def __hash__(self) -> int:  # type: ignore[override]
-        return id(self)
+    def __call__(self, *_: object) -> Any:
+        """Refuse it.
 
-    def __call__(self, *_: object, **__: object) -> Any:
-        raise Odd(f"calls what it makes of {self._text}")
+        Raises:
+            Odd: always: a call may do anything.
+        """
+        raise Odd(f"calls what it makes of {type(self)}")
 
-    def append(self, *_: object) -> None:
-        """Nothing."""
-        self._go_on_to(0)
+    def append(self, _: Any, /) -> None:
+        """As a list's, and a set's."""
+        self.go_on_to(0)
 
     extend = add = append
 
-    def __setitem__(self, key: object, _: object) -> None:
-        self._go_on_to(1)
-        if is_asked([key]):
+    def __setitem__(self, key: object, value: object) -> None:
+        self.go_on_to(1)
+        if _is_asked([key]):
             self.stage = 3
 
-    def __setstate__(self, _: object) -> None:
-        self._go_on_to(2)
+    def __setstate__(self, state: object) -> None:
+        self.go_on_to(2)
         self.stage = 3
 
-    def _go_on_to(self, stage: int) -> None:
-        self.stage = next_stage(self.stage, stage, self._text)
+    def go_on_to(self, stage: int) -> None:
+        """Note how far it is with its changes.
 
-    @property
-    def _text(self) -> str:
-        kind: Any = type(self)
-        return f"{kind.module}.{kind.name}"
+        Raises:
+            Odd: it comes too late.
+        """
+        if self.stage > stage:
+            raise Odd(f"changes what it has made of {type(self)}")
+        self.stage = stage
 
 
 def _is_data(module: str, name: str, *, called: bool, anywhere: bool) -> bool:

@@ -13,12 +13,10 @@ from __future__ import annotations
 import copy
 import ctypes
 import dataclasses
-import enum
 import hashlib
 import io
 import math
 import os
-import pickle
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -34,7 +32,7 @@ from safe_ckpt.core.formats import torch_reading
 from safe_ckpt.core.formats.file_plan import lies_as_written
 from safe_ckpt.core.formats.manifest import DCP_METADATA
 from safe_ckpt.core.formats.names import matched, plain_names
-from safe_ckpt.core.formats.pickles import HOMES_OF_RECORDS, OTHER_RECORDS
+from safe_ckpt.core.formats.pickles import Odd, Records
 from safe_ckpt.core.sharding import dcp_entries, dtensor
 from safe_ckpt.core.sharding.dcp_ranks import name_of_empty
 from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state
@@ -47,23 +45,6 @@ if TYPE_CHECKING:
 
 _NAMES = "names"
 """Where an optimizer's state says which parameters its groups had, beside the groups of rank 0."""
-
-
-class _Unpickler(pickle.Unpickler):  # unpickles: DCP's records alone
-    """Builds DCP's records and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in OTHER_RECORDS.get(module, ()):
-            return super().find_class(module, name)
-        if module in HOMES_OF_RECORDS:
-            found = super().find_class(module, name)
-            # To build a dataclass or an enumeration of that module runs nothing but the module's own code.
-            is_record = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
-            if is_record and found.__module__ == module:
-                return found
-        raise HostileCheckpointError(path="", message=f"{module}.{name} has no place in a checkpoint's metadata")
 
 
 class _Boxes:
@@ -121,11 +102,11 @@ def read_metadata(folder: Path) -> Metadata:
     """
     try:
         with (folder / DCP_METADATA).open("rb") as stream:
-            metadata = _Unpickler(stream).load()
+            metadata = Records(stream).load()
     except OSError:
         raise
-    except HostileCheckpointError as error:
-        raise HostileCheckpointError(path=str(folder), file=DCP_METADATA, message=error.message) from None
+    except Odd as error:
+        raise HostileCheckpointError(path=str(folder), file=DCP_METADATA, message=f"its pickle {error}") from None
     except Exception as error:  # whatever a pickle machine makes of bytes that are none
         raise CorruptCheckpointError(path=str(folder), file=DCP_METADATA, message=str(error)) from error
     if not isinstance(metadata, Metadata):

@@ -4,46 +4,115 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
+
+from typing_extensions import Self
 
 from safe_ckpt.core.formats.dtypes import STORAGES
+from safe_ckpt.core.formats.pickles import Made, Named, Names
 
 
-@dataclass(frozen=True, slots=True)
-class Global:
-    """A class or function that the pickle names."""
+class Global(Named):
+    """A class or function that the pickle names. Those of one name are equal."""
 
-    module: str
-    name: str
+    names: Bounded
 
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Global) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
+class Opaque(Made):
+    """The result of a class or function that was not called: its name, its arguments, and what was put into it later."""
+
+    __slots__ = ("args", "items", "state")
+    names: ClassVar[Bounded]
+    args: object
+    items: list[Any]
+    state: object
+
+    def __new__(cls, *args: object, **kwargs: object) -> Any:
+        """Make it, or in its place what can be understood: a shape, or a tensor."""
+        cls.names.spend(_WORK_OF_OBJECT + max(0, len(args) - _FEW))
+        made = object_made_by(str(cls), args)
+        if made is None:
+            made = super().__new__(cls, *args, **kwargs)
+            made.args, made.state, made.items = args, None, []
+        return made
 
     @property
-    def is_getattr(self) -> bool:
-        """Whether it is Python's own function of this name."""
-        return self.name == "getattr" and self.module in ("builtins", "__builtin__")
+    def made_by(self) -> Global:
+        """Its class, or what would return it."""
+        return cast("Global", type(self))
 
+    def append(self, item: Any, /) -> None:
+        """As a list's, and a set's."""
+        self.extend([item])
 
-@dataclass(eq=False, slots=True)
-class Opaque:
-    """The result of a class or function that was not called: its name, its arguments, and what was put into it later.
+    add = append
 
-    How far it is with that: ``core.formats.pickles.next_stage``.
-    """
+    def extend(self, items: Any, /) -> None:
+        """As a list's."""
+        self.go_on_to(0)
+        self.items.extend(items)
 
-    made_by: Global
-    args: object = ()
-    state: object = None
-    items: list[Any] = field(default_factory=list)
-    stage: int = 0
+    def __setitem__(self, key: object, value: object) -> None:
+        super().__setitem__(key, value)
+        self.items.append((key, value))
+
+    def __setstate__(self, state: object) -> None:
+        super().__setstate__(state)
+        self.state = state
 
 
 class Ordered(dict[Any, Any]):
     """A dict of a class of its own, with its attributes: a module's state dict has ``_metadata``."""
 
+    names: ClassVar[Bounded]
     state: object = None
+
+    def __new__(cls, *args: object, **_: object) -> Self:
+        """Make it of its pairs."""
+        made = super().__new__(cls)
+        pairs = args[0] if args and isinstance(args[0], list | tuple) else ()  # none, or one list of them
+        if pairs and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+            cls.names.spend(len(pairs))
+            made.update((key_of(key), value) for key, value in pairs)
+        return made
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+class Bounded(Names):
+    """Gives the stand-ins, and counts the work against its bound: a few bytes can demand much of it."""
+
+    def __init__(self) -> None:
+        super().__init__(anywhere=True)
+        self.left = 0
+
+    def make(self, facts: dict[str, Any]) -> Any:
+        """Make a stand-in."""
+        self.spend(_WORK_OF_NAME)
+        made = Global("Global", (Opaque,), facts)
+        return Global("Global", (Ordered,), facts) if str(made) in _DICTS else made
+
+    def spend(self, work: int) -> None:
+        """Count work.
+
+        Raises:
+            TooLong: it is too much.
+        """
+        self.left -= work
+        if self.left < 0:
+            raise TooLong
+
+
+class TooLong(Exception):
+    """A pickle takes more work than it may."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -68,6 +137,9 @@ class Tensor:
 
 
 _MOST_ELEMENTS = 1 << 62
+_WORK_OF_OBJECT = 3  # of which each takes 10 times the memory of a number
+_WORK_OF_NAME = 100
+_FEW = 16  # arguments that are not counted: a tensor has less
 
 
 def key_of(key: object) -> Any:
@@ -88,35 +160,21 @@ def _is_short(part: object) -> bool:
     return isinstance(part, float) or (isinstance(part, int) and part.bit_length() <= 256)
 
 
-def storage_of(key: object) -> object:
+def storage_of(key: object) -> Storage | None:
     """The storage that one of torch's persistent ids stands for."""
     if isinstance(key, tuple) and len(key) >= 5 and key[0] == "storage" and isinstance(key[1], Global):
         name, count = key[1].name, key[4]
         if isinstance(key[2], str) and isinstance(count, int) and count >= 0:
             return Storage(key[2], STORAGES.get(name, "uint8"), count)
-    return Opaque(Global("torch", "storage"), args=())
+    return None
 
 
-def object_made_by(made_by: object, args: object) -> object:
-    """The object that a call would return: a shape, a tensor, or an ``Opaque``."""
-    if not isinstance(made_by, Global):
-        return Opaque(Global("builtins", "object"), args=args)
-    name = str(made_by)
-    if name == "torch.Size" and isinstance(args, tuple) and len(args) == 1:
-        shape = counts_of(args[0])
-        return Opaque(made_by, args=args) if shape is None else shape
+def object_made_by(name: str, args: tuple[Any, ...]) -> Any:
+    """The object that a call would return, if that is a shape or a tensor; None for others."""
+    if name == "torch.Size" and len(args) == 1:
+        return counts_of(args[0])
     rebuild = _TENSORS.get(name)
-    if rebuild is not None and isinstance(args, tuple):
-        made = rebuild(args)
-        if made is not None:
-            return made
-    return Opaque(made_by, args=args)
-
-
-def pairs_of(args: object) -> list[Any] | tuple[Any, ...]:
-    """The pairs that an ordered or defaulting dict is made of: none, or one list of them."""
-    pairs = args[0] if isinstance(args, tuple) and args and isinstance(args[0], list | tuple) else []
-    return pairs if all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs) else []
+    return None if rebuild is None else rebuild(args)
 
 
 def counts_of(value: object) -> tuple[int, ...] | None:
@@ -167,7 +225,7 @@ def _subclass(args: tuple[Any, ...]) -> Tensor | None:
     return replace(inner, note=f"subclass {kind}".strip())
 
 
-DICTS = {"collections.OrderedDict", "collections.defaultdict", "builtins.dict"}
+_DICTS = {"collections.OrderedDict", "collections.defaultdict", "builtins.dict"}
 _TENSORS: dict[str, Callable[[tuple[Any, ...]], Tensor | None]] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor": _tensor,

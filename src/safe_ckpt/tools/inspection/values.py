@@ -134,12 +134,12 @@ def _below(one: Any, other: Any) -> Iterable[tuple[Any, Any]] | None:
     if isinstance(one, dict) and isinstance(other, dict):
         alike = list(map(_text, one)) == list(map(_text, other))
         return list(zip(one.values(), other.values(), strict=True)) if alike else None
+    if isinstance(one, Opaque) and isinstance(other, Opaque):
+        return _within(one, other)
     if type(one) is not type(other):
         return None
     if isinstance(one, list | tuple):
         return list(zip(one, other, strict=True)) if len(one) == len(other) else None
-    if isinstance(one, Opaque):
-        return _within(one, other)
     if isinstance(one, Tensor | Storage):
         return [] if _facts(one) == _facts(other) else None
     return [] if one == other or (one != one and other != other) else None  # noqa: PLR0124 - NaN
