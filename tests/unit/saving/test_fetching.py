@@ -232,3 +232,27 @@ def spoil(path, how):
 
 def quarantined(folder):
     return sorted(path.name for path in (folder / ".safe_ckpt/quarantine").glob("*"))
+
+
+@each_error
+@pytest.mark.parametrize("here", [nothing, all_damaged, older_damaged])
+@pytest.mark.parametrize("asked", ["what there is", "a manifest"])
+@pytest.mark.parametrize("step", [None, NEWEST])
+def test_a_store_that_is_away_makes_no_run_a_fresh_one(tmp_path, store, error, here, asked, step):
+    """Nothing here can be used, and what the store has is not known: that is an error, and nothing is restored or moved."""
+    here(tmp_path / "run", store)
+    before = steps(tmp_path / "run") if (tmp_path / "run").exists() else []
+
+    def fail(verb, key):
+        if verb.startswith("list") if asked == "what there is" else key.endswith("/manifest.json"):
+            raise error("the store failed")
+
+    target = state(0)
+    with Checkpointer(tmp_path / "run", mirrored(store)) as ckpt:
+        store.before = fail
+        with pytest.raises(OSError, match="store"):
+            ckpt.resume(target, step=step)
+        store.before = None
+        assert target["step"] == 0
+        assert steps(tmp_path / "run") == before
+        assert ckpt.resume(target, step=step).step == NEWEST

@@ -124,7 +124,9 @@ class MirrorUploads:
         mirror = self._config.mirror
         every = mirror.keep_every_steps
         kept = mirror.follow or (every is not None and one.info.step % every == 0)
-        return one.root == newer.root and (not kept or one.info.path == newer.info.path) and one.root.name != NAMED
+        if one.root != newer.root or one.root.name == NAMED or newer.info.sequence < one.info.sequence:
+            return False
+        return not kept or one.info.path == newer.info.path
 
     def holding(self, paths: Sequence[Place]) -> set[Place]:
         """The ``paths`` that must not be deleted now: one that is being uploaded, and what ``required`` protects."""

@@ -115,6 +115,34 @@ def test_verify_and_inspect_as_json(tmp_path):
     assert "w:t" not in run("inspect", tmp_path / "step-00000001", "--match", "x*").stdout
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (0.1 + 0.2, 0.3),
+        (1, 1.0),
+        (True, 1),
+        ("x" * 5000, "x" * 4999 + "y"),
+        (b"\0" * 5000, b"\0" * 4999 + b"\1"),
+        (list(range(5000)), [*range(4999), 0]),
+        ({"a": {"b": [1, {"c": 2}]}}, {"a": {"b": [1, {"c": 3}]}}),
+        ((1, 2), [1, 2]),
+        (10**30, 10**30 + 1),
+        ("a b", "a\nb"),
+        ("None", None),
+        (float("nan"), 0.0),
+        (torch.float32, torch.float16),
+    ],
+    ids=str,
+)
+def test_values_are_compared_and_not_what_is_shown_of_them(tmp_path, one, other):
+    """Values that differ where no line has room for it are a difference; a value equals itself, NaN too."""
+    torch.save({"value": one, "n": float("nan")}, tmp_path / "one.pt")
+    torch.save({"value": other, "n": float("nan")}, tmp_path / "other.pt")
+    assert run("inspect", tmp_path / "one.pt", tmp_path / "other.pt").exit_code == 1
+    for name in ("one.pt", "other.pt"):
+        assert run("inspect", tmp_path / name, tmp_path / name).exit_code == 0
+
+
 def test_json_is_json_whatever_the_values(tmp_path):
     """NaN, infinity and integers of thousands of digits are no JSON: their text is there, the value is null."""
     values = {
