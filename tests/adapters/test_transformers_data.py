@@ -452,11 +452,16 @@ SAYS = {
 )
 @pytest.mark.quick
 def test_what_a_resumed_trainer_goes_on_without_is_said_and_nothing_else(tmp_path, caplog, state, arguments, said):
-    """Saved in the last step of an epoch or of all, before what is done at its end; stopped by a callback; workers that stay."""
+    """Saved in the last step of an epoch or of all, before what is done at its end; stopped by a callback; workers."""
     stops = {"TrainerControl": {"args": {"should_training_stop": state.pop("stops", False)}}}
     whole = {"epoch": 2.0, "global_step": 6, "max_steps": 12, "log_history": [], "stateful_callbacks": stops, **state}
     (tmp_path / "trainer_state.json").write_text(json.dumps(whole))
-    usual = {"process_index": 0, "eval_strategy": "no", "logging_strategy": "no", "dataloader_persistent_workers": False}
+    usual = {
+        "process_index": 0,
+        "eval_strategy": "no",
+        "logging_strategy": "no",
+        "dataloader_persistent_workers": False,
+    }
     missing.warn(tmp_path, SimpleNamespace(**{**usual, **arguments}))
     assert len(caplog.messages) == len(said)
     assert all(SAYS[one] in caplog.text for one in said)

@@ -187,7 +187,7 @@ FOLLOWING = {
 
 @pytest.mark.parametrize("rules", FOLLOWING)
 def test_what_is_still_there_is_uploaded_after_an_outage(tmp_path, monkeypatch, rules):
-    """The store is away for five saves, of which the second is the best: with ``follow`` all that are here are there in the end."""
+    """Five saves without a store, the second is the best: with ``follow`` all that are here are there in the end."""
     upload_at_once(monkeypatch)
     store = MemoryStore(monkeypatch)
     mirror, retention, expected = FOLLOWING[rules]

@@ -64,7 +64,12 @@ def test_page_cache_in_use_does_not_count_as_taken(machine, names):
     folder, membership = {V1: ("memory/job", "4:memory:/job\n"), V2: ("job", "0::/job\n")}[names]
     limit(machine / "groups" / folder, names, 4 * GIB, 4 * GIB, GIB)
     above, other = ("total_", "") if names is V1 else ("", "total_")
-    rows = {f"{above}active_file": 2 * GIB, f"{above}inactive_file": GIB, f"{other}active_file": 5, f"{other}inactive_file": 6}
+    rows = {
+        f"{above}active_file": 2 * GIB,
+        f"{above}inactive_file": GIB,
+        f"{other}active_file": 5,
+        f"{other}inactive_file": 6,
+    }
     rows |= {"anon": 7, "shmem": 8, f"{above}shmem": 9, f"{above}unevictable": 10}
     text = "".join(f"{name} {size}\n" for name, size in rows.items())
     (machine / "groups" / folder / "memory.stat").write_text(text)

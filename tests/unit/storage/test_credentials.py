@@ -79,7 +79,7 @@ def expiring(monkeypatch):
 @pytest.mark.parametrize("which", ["itself", "within", "afresh"])
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_request_whose_credentials_expired_is_made_with_new_ones(expiring, name, which):
-    """Each kind of request, as often as they expire: also those of a bucket with another deadline, and over other connections."""
+    """Each kind of request, as often as they expire: also with another deadline, and over other connections."""
     one = Bucket("s3", "bucket", OPTIONS)
     bucket = {"itself": one, "within": one.within(3), "afresh": one.afresh()}[which]
     for expiry, answer in enumerate(ANSWERS, start=1):

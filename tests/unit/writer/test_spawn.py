@@ -15,8 +15,8 @@ import torch
 from kit.patience import scaled
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt import machine as processes
-from safe_ckpt.core.writer.sink import WriteJob
 from safe_ckpt.core.writer import supervisor as supervisors
+from safe_ckpt.core.writer.sink import WriteJob
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.core.writer.workers import WriterClient, WriterEnded
 from safe_ckpt.errors import WriterError
@@ -138,7 +138,7 @@ class Fails:
 @pytest.mark.parametrize("stalls", [False, True], ids=["dies", "stalls"])
 @pytest.mark.parametrize(("most", "times"), [(most, times) for most in (0, 1, 3) for times in range(most + 2)])
 def test_a_save_replaces_its_writer_process_as_often_as_is_set(tmp_path, monkeypatch, most, times, stalls):
-    """``max_respawns`` times: what the last of them still writes is saved. Behind it this process writes, or would stall too."""
+    """``max_respawns`` times: what the last of them writes is saved. Behind it this process writes, or would stall too."""
     clients, told = Fails(times, stalls=stalls), []
     monkeypatch.setattr(supervisors, "WriterClient", clients)
     settings = WriterConfig(inline_bytes=0, max_respawns=most)

@@ -72,7 +72,14 @@ def test_gc_keeps_what_any_rule_keeps_and_the_newest(folder, rules, left):
 def test_unhealthy_ones_take_no_place_of_a_healthy_one_and_stay(tmp_path, rules, left):
     """By any rule, although they are newer, or have the best metric; and they are not deleted either."""
     with inline_saves(), Checkpointer(tmp_path) as ckpt:
-        for step, loss, value in [(10, 5, 1), (20, 2, 1), (30, 1, math.nan), (40, 4, 1), (50, 3, math.nan), (60, 0, math.nan)]:
+        for step, loss, value in [
+            (10, 5, 1),
+            (20, 2, 1),
+            (30, 1, math.nan),
+            (40, 4, 1),
+            (50, 3, math.nan),
+            (60, 0, math.nan),
+        ]:
             saved = ckpt.save(step, {"w": {"t": torch.full((4,), value)}}, metrics={"loss": loss}).result()
             assert saved.marked is math.isnan(value)
     done = run(tmp_path, *rules, "--json")
