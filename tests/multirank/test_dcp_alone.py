@@ -30,9 +30,7 @@ def rules(**parts):
     ("rule", "left"),
     [
         ({"keep_last": 2}, ["best-1", "best-4", "last", "run-a-2", "run-b-3", "step-2", "step-3"]),
-        ({"keep_last": 1}, ["best-4", "last", "run-a-2", "run-b-3", "step-3"]),
         ({"keep_every_steps": 2}, ["best-0", "best-4", "last", "run-a-2", "run-b-3", "step-2", "step-3"]),
-        ({}, ["best-0", "best-1", "best-4", "last", "run-a-2", "run-b-3", "step-1", "step-2", "step-3"]),
     ],
 )
 def test_a_rule_counts_names_that_differ_in_their_number_alone(tmp_path, rule, left):

@@ -113,7 +113,7 @@ def test_a_place_that_is_opened_after_its_variables_changed_has_the_new_ones(exp
     before = None
     for value in ("http://one", "http://two", None):
         monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name)
-        now = open_place(f"{scheme}://bucket/run", OPTIONS).bucket
-        assert now is open_place(f"{scheme}://bucket/other", OPTIONS).bucket
+        now = open_place(f"{scheme}://credentials/run", OPTIONS).bucket
+        assert now is open_place(f"{scheme}://credentials/other", OPTIONS).bucket
         assert now is not before
         before = now

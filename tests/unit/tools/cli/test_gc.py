@@ -63,7 +63,6 @@ def test_gc_keeps_what_any_rule_keeps_and_the_newest(folder, rules, left):
     ("rules", "left"),
     [
         (["--keep-last", "2"], [20, 40]),
-        (["--keep-last", "3"], [10, 20, 40]),
         (["--keep-best", "1", "--metric", "loss"], [20, 40]),
         (["--keep-every-steps", "30"], [40]),
     ],
