@@ -121,12 +121,12 @@ def in_shards(folder, stem, suffix):
     return folder
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("stem", "suffix"), [("model", "safetensors"), ("pytorch_model", "bin")])
+@pytest.mark.parametrize(
+    ("stem", "suffix", "form"),
+    [*(("model", "safetensors", form) for form in FORMS), ("pytorch_model", "bin", "torch")],
+)
 def test_the_shards_of_a_directory_are_one_model(tmp_path, stem, suffix, form):
-    """All tensors of all shards arrive; the same files in two folders stay apart."""
-    if suffix == "bin" and form != "torch":
-        pytest.skip("the same reader")
+    """All tensors of all shards arrive, of safetensors and of torch.save; the index is none."""
     source = in_shards(tmp_path / "sharded", stem, suffix)
     done = convert(source, tmp_path / "out", "--to", form)
     assert done.exit_code == 0, done.output
