@@ -7,13 +7,16 @@ import signal
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from accelerate_runs import CONFIG, Training, checkpoints, forget, fresh, make, names, registered
-from safe_ckpt import CheckpointConfig, Retention, WriterConfig
+from kit.inside import upload_at_once
+from kit.memory_store import MemoryStore
+from safe_ckpt import CheckpointConfig, Mirror, Retention, StorageConfig, WriterConfig
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify_files
@@ -27,6 +30,7 @@ from safe_ckpt.errors import (
     NoValidCheckpointError,
     UnsupportedFormatError,
 )
+from safe_ckpt.testing import inline_saves
 from safe_ckpt.tools.cli.app import app
 from support import run_program, writers_of
 
@@ -376,6 +380,25 @@ def test_another_accelerator_for_one_project_takes_over(tmp_path, monkeypatch, s
     accelerator.load_state()
     handle.remove()
     assert checkpoints(tmp_path / "project") == ["checkpoint_0", "checkpoint_1"]
+
+
+@pytest.mark.quick
+def test_what_a_limit_deletes_goes_from_the_store_too(tmp_path, monkeypatch):
+    """Where ``project_dir`` is an address: the checkpoints there are those that are here, whatever the user's mirror says."""
+    upload_at_once(monkeypatch)
+    store = MemoryStore(monkeypatch)
+    for number in (0, 1):
+        address = store.url(f"run{number}")
+        mirror = Mirror(url=address, keep_every_steps=1) if number else Mirror()
+        config = replace(CONFIG, storage=StorageConfig(cache_dir=str(tmp_path)), mirror=mirror)
+        with inline_saves(), registered(address, config, limit=2) as (accelerator, _):
+            Training(accelerator)
+            for _ in range(4):
+                accelerator.save_state(async_save=False)
+            here = checkpoints(Path(accelerator.project_dir))
+        forget()
+        assert here == ["checkpoint_2", "checkpoint_3"]
+        assert sorted(one["name"] for one in store.manifests(f"run{number}").values()) == here
 
 
 @pytest.mark.quick

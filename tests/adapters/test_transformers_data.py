@@ -4,6 +4,7 @@ import contextlib
 import json
 import random
 import signal
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -13,6 +14,8 @@ from drawn_samples import Placing
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from transformers import TrainerCallback
 from transformers_runs import SafeTrainer, Stop, fingerprint, model, trainer
+
+from safe_ckpt.transformers import missing
 
 ROWS, LENGTHS = 26, (5, 8, 3, 7)
 
@@ -414,3 +417,68 @@ def test_a_row_of_the_log_without_a_gradient_is_said(tmp_path, caplog):
     after = run(tmp_path, "stream", resume=True, **more)
     bare = [row for row in after.state.log_history if "loss" in row and "grad_norm" not in row]
     assert len(bare) == caplog.text.count("no step was left of the pass over the stream") == 1
+
+
+EVALUATED, LOGGED = {"step": 6, "eval_loss": 1.0}, {"step": 6, "loss": 1.0, "grad_norm": 1.0}
+EARLIER = [{**EVALUATED, "step": 3}, {**LOGGED, "step": 3}]
+BOTH = {"eval_strategy": "epoch", "logging_strategy": "epoch"}
+SAYS = {
+    "evaluation and row": "the evaluation and the row of the log of that epoch",
+    "evaluation": "the evaluation of that epoch",
+    "row": "the row of the log of that epoch",
+    "stopped": "a callback stopped training",
+    "workers": "the workers of evaluations",
+}
+
+
+@pytest.mark.parametrize(
+    ("state", "arguments", "said"),
+    [
+        ({"log_history": EARLIER}, BOTH, ["evaluation and row"]),
+        ({"log_history": [*EARLIER, EVALUATED]}, BOTH, ["row"]),
+        ({"log_history": [*EARLIER, LOGGED]}, BOTH, ["evaluation"]),
+        ({"log_history": [*EARLIER, LOGGED, EVALUATED]}, BOTH, []),
+        ({"log_history": EARLIER}, {"eval_strategy": "steps", "logging_strategy": "steps"}, []),
+        ({"log_history": EARLIER}, {"eval_strategy": "epoch"}, ["evaluation"]),
+        ({"log_history": EARLIER, "epoch": 1.5}, BOTH, []),
+        ({"log_history": EARLIER, "epoch": 1.5, "max_steps": 6}, BOTH, ["evaluation and row"]),
+        ({"log_history": EARLIER}, {**BOTH, "process_index": 1}, []),
+        ({"stops": True}, {}, ["stopped"]),
+        ({"stops": True, "epoch": 1.5}, {}, ["stopped"]),
+        ({"stops": True, "max_steps": 6}, {}, []),
+        ({"log_history": EARLIER}, {"dataloader_persistent_workers": True}, ["workers"]),
+        ({"log_history": EARLIER[1:]}, {"dataloader_persistent_workers": True}, []),
+    ],
+)
+@pytest.mark.quick
+def test_what_a_resumed_trainer_goes_on_without_is_said_and_nothing_else(tmp_path, caplog, state, arguments, said):
+    """Saved in the last step of an epoch or of all, before what is done at its end; stopped by a callback; workers."""
+    stops = {"TrainerControl": {"args": {"should_training_stop": state.pop("stops", False)}}}
+    whole = {"epoch": 2.0, "global_step": 6, "max_steps": 12, "log_history": [], "stateful_callbacks": stops, **state}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(whole))
+    usual = {
+        "process_index": 0,
+        "eval_strategy": "no",
+        "logging_strategy": "no",
+        "dataloader_persistent_workers": False,
+    }
+    missing.warn(tmp_path, SimpleNamespace(**{**usual, **arguments}))
+    assert len(caplog.messages) == len(said)
+    assert all(SAYS[one] in caplog.text for one in said)
+
+
+@pytest.mark.parametrize(
+    ("logs", "arguments", "is_said"),
+    [
+        ({"loss": 1.0}, {}, True),
+        ({"loss": 1.0, "grad_norm": 1.0}, {}, False),
+        ({"eval_loss": 1.0}, {}, False),
+        ({"loss": 1.0}, {"max_grad_norm": 0}, False),
+        ({"loss": 1.0}, {"process_index": 1}, False),
+    ],
+)
+@pytest.mark.quick
+def test_only_a_row_that_lacks_a_gradient_is_said(caplog, logs, arguments, is_said):
+    """Not where no gradient is clipped, so that stock rows have none, either; on the first process alone."""
+    missing.warn_of_no_step(logs, SimpleNamespace(**{"process_index": 0, "max_grad_norm": 1.0, **arguments}))
+    assert ("has no grad_norm" in caplog.text) is is_said

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from kit.patience import wait_until
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.lease import Lease, own_lease
 from safe_ckpt.core.home.objects.head import Head
@@ -229,3 +230,21 @@ def test_a_record_that_was_given_back_is_no_takeover(storage, caplog):
         second.acquire()
         second.release()
     assert "taken over" not in caplog.text
+
+
+def test_a_holder_shows_one_sign_of_life_after_the_other(storage):
+    """Each changes the record: who looks twice within a lease, whenever that is, sees that it lives."""
+    lock, watcher = storage.lock(lease_s=0.6), storage.lock(lease_s=0.6)
+    lock.acquire()
+    try:
+        beats = []
+
+        def has_changed(times):
+            beat = watcher._look().lease.beat
+            beats.extend([beat] if beat not in beats else [])
+            return len(beats) > times
+
+        wait_until(lambda: has_changed(3), 20, "four different records")
+        assert beats == sorted(beats)
+    finally:
+        lock.release()

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kit.patience import wait_until
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.saving import one_save
+from safe_ckpt.core.saving.queue import SaveQueue
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import CommitOutcomeUnknown, SaveError
@@ -186,3 +188,35 @@ def test_a_save_for_which_a_signal_leaves_no_time_is_given_up_by_name(tmp_path):
             ckpt.save(1, {"w": torch.ones(1_000_000)}).result(timeout_s=20)
     assert (caught.value.phase, caught.value.rank) == ("shutdown", 0)
     assert steps(tmp_path) == []
+
+
+ENDS = {
+    "the block is left": (None, None),
+    "close() is called": ("close", None),
+    "an error ends the block": (KeyError("mine"), 7.0),
+    "it is interrupted": (KeyboardInterrupt(), 7.0),
+    "the program ends": (SystemExit(1), 7.0),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_only_an_end_by_an_error_has_a_limit(tmp_path, monkeypatch, how):
+    """Else what is in flight has as long as its bytes move; ``shutdown_s`` limits only what makes no progress."""
+    ending, expected = ENDS[how]
+    given, real = [], SaveQueue.close
+
+    def close(self, *, within_s=None):
+        given.append(within_s)
+        real(self, within_s=within_s)
+
+    monkeypatch.setattr(SaveQueue, "close", close)
+    settings = config()
+    settings = replace(settings, timeouts=replace(settings.timeouts, shutdown_s=7.0))
+    with contextlib.suppress(KeyError, KeyboardInterrupt, SystemExit), Checkpointer(tmp_path, settings) as ckpt:
+        ckpt.save(1, {"x": 1})
+        if ending == "close":
+            ckpt.close()
+        elif ending is not None:
+            raise ending
+    assert given == [expected]
+    assert steps(tmp_path) == ["step-00000001"]

@@ -232,3 +232,30 @@ def spoil(path, how):
 
 def quarantined(folder):
     return sorted(path.name for path in (folder / ".safe_ckpt/quarantine").glob("*"))
+
+
+AWAY = [*itertools.product([nothing, all_damaged, older_damaged], ["what there is", "a manifest"], [None, NEWEST])]
+
+
+@pytest.mark.parametrize(
+    ("error", "here", "asked", "step"), [(ERRORS[n % len(ERRORS)], *one) for n, one in enumerate(AWAY)]
+)
+def test_a_store_that_is_away_makes_no_run_a_fresh_one(tmp_path, store, error, here, asked, step):
+    """Nothing here can be used, and what the store has is not known: that is an error, and nothing is restored or moved."""
+    here(tmp_path / "run", store)
+    before = steps(tmp_path / "run") if (tmp_path / "run").exists() else []
+
+    def fail(verb, key):
+        if verb.startswith("list") if asked == "what there is" else key.endswith("/manifest.json"):
+            raise error("the store failed")
+
+    target = state(0)
+    with Checkpointer(tmp_path / "run", mirrored(store)) as ckpt:
+        store.before = fail
+        with pytest.raises(OSError, match=r"the store failed|no answer") as caught:
+            ckpt.resume(target, step=step)
+        assert not isinstance(caught.value, NoValidCheckpointError | CheckpointNotFoundError)
+        store.before = None
+        assert target["step"] == 0
+        assert steps(tmp_path / "run") == before
+        assert ckpt.resume(target, step=step).step == NEWEST

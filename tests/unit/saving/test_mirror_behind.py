@@ -8,6 +8,8 @@ import torch
 from small_runs import wait_for_mirror
 
 from kit.fault_proxy import FaultProxy
+from kit.inside import upload_at_once
+from kit.memory_store import MemoryStore, no_answer
 from kit.patience import scaled, wait_until
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention, StorageConfig, Timeouts, events
 from safe_ckpt.core.formats.manifest import read_manifest
@@ -19,6 +21,7 @@ from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.extensions.mirror.fetching import fetch_into
 from safe_ckpt.extensions.mirror.tier import Tier
+from safe_ckpt.testing import inline_saves
 
 TIMES = Timeouts(lengthy_s=120, barrier_s=60, shutdown_s=60)
 
@@ -171,3 +174,29 @@ def test_what_was_fetched_without_a_word_of_the_disk_replaces_nothing_for_good(t
     assert kept == [old.op_id]
     monkeypatch.undo()
     home.close()
+
+
+FOLLOWING = {
+    "plain": ({}, Retention(), [5]),
+    "follow": ({"follow": True}, Retention(), [1, 2, 3, 4, 5]),
+    "every second": ({"keep_every_steps": 2}, Retention(), [2, 4, 5]),
+    "the best": ({"follow": True}, Retention(keep_last=1, keep_best=1, metric="loss"), [2, 5]),
+    "required": ({"follow": True, "required": True}, Retention(keep_last=2), [4, 5]),
+}
+
+
+@pytest.mark.parametrize("rules", FOLLOWING)
+def test_what_is_still_there_is_uploaded_after_an_outage(tmp_path, monkeypatch, rules):
+    """Five saves without a store, the second is the best: with ``follow`` all that are here are there in the end."""
+    upload_at_once(monkeypatch)
+    store = MemoryStore(monkeypatch)
+    mirror, retention, expected = FOLLOWING[rules]
+    config = CheckpointConfig(timeouts=TIMES, mirror=Mirror(url=store.url(), **mirror), retention=retention)
+    with inline_saves(), Checkpointer(tmp_path, config) as ckpt:
+        store.before = no_answer
+        for step in range(1, 6):
+            ckpt.save(step, {"w": {"t": torch.full((4,), float(step))}}, metrics={"loss": abs(step - 2)}).result()
+        store.before = None
+    assert sorted(one["step"] for one in store.manifests().values()) == expected
+    here = sorted(int(path.name[-8:]) for path in tmp_path.glob("step-*"))
+    assert "follow" not in mirror or set(expected) <= set(here)

@@ -2,8 +2,10 @@
 
 import ctypes
 import json
+import math
 import mmap
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.visibility import Patience
 from safe_ckpt.core.resuming import candidate
+from safe_ckpt.core.resuming.items import warn_of_other_ranks
 from safe_ckpt.core.storage.reader import drop_cache
 from safe_ckpt.errors import (
     CheckpointNotFoundError,
@@ -29,6 +32,7 @@ from safe_ckpt.errors import (
     RestoreError,
     UnsupportedFormatError,
 )
+from safe_ckpt.testing import inline_saves
 from support import flip_bit, needs_root, run_program
 
 
@@ -299,3 +303,38 @@ def test_that_a_checkpoint_is_of_another_format_two_reads_must_say(tmp_path, mon
     else:
         assert candidate._read(path, next_bytes, Patience(QUICK)).step == 1
     assert len(read) == 3
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        (2, 2, ""),
+        (2, 4, "ranks 2 to 3 start anew from rank 0's"),
+        (1, 2, "ranks 1 to 1 start anew from rank 0's"),
+        (4, 2, "what ranks 2 to 3 saved is not restored"),
+        (4, 1, "what ranks 1 to 3 saved is not restored"),
+    ],
+)
+def test_what_becomes_of_each_ranks_own_with_other_ranks_is_said(caplog, then, now, said):
+    """More ranks or fewer: which ranks, and of which items; nothing where all items are of all ranks together."""
+    warn_of_other_ranks({"model": 1, "step": 2}, then, now)
+    assert caplog.messages == []
+    warn_of_other_ranks({"model": 1, "rng": PerRank(2), "data": PerRank(3)}, then, now)
+    assert [one.partition(": ")[0] for one in caplog.messages] == (["rng, data"] if said else [])
+    assert said in caplog.text
+
+
+def test_a_step_is_resumed_by_the_name_of_its_checkpoint(tmp_path):
+    """Beside it lie others of that number: an unhealthy save of the same step, and what another program has put there."""
+    with inline_saves(), Checkpointer(tmp_path, config()) as ckpt:
+        for step, value in [(2, 2.0), (3, 3.0), (4, 4.0), (3, math.nan), (5, math.nan)]:
+            ckpt.save(step, {"w": {"t": torch.full((4,), value)}}).result()
+        shutil.copytree(tmp_path / "step-00000004", tmp_path / "mine")
+        from kit.manifests import rewrite
+
+        rewrite(tmp_path / "mine", lambda data: data.update(name="mine", step=2, sequence=99))
+        for step in (2, 3, 4):
+            state = {"w": {"t": torch.zeros(4)}}
+            info = ckpt.resume(state, step=step)
+            assert (info.path.name, info.step) == (f"step-{step:08}", step)
+            assert state["w"]["t"].tolist() == [step] * 4

@@ -15,9 +15,11 @@ import torch
 from kit.patience import scaled
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, WriterConfig
 from safe_ckpt import machine as processes
+from safe_ckpt.core.writer import supervisor as supervisors
 from safe_ckpt.core.writer.sink import WriteJob
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
-from safe_ckpt.core.writer.workers import WriterClient
+from safe_ckpt.core.writer.workers import WriterClient, WriterEnded
+from safe_ckpt.errors import WriterError
 from support import program_path
 
 
@@ -104,3 +106,52 @@ def test_a_process_that_cannot_be_looked_at_is_not_dead(monkeypatch, number):
 
     monkeypatch.setattr(processes.Path, "read_text", read)
     assert processes.process_state(os.getpid()) == "?"
+
+
+class Fails:
+    """A writer process that dies at its work, or stalls: so many of them."""
+
+    def __init__(self, times, *, stalls):
+        self.left, self.stalls, self.made, self.killed = times, stalls, 0, 0
+
+    def __call__(self, *_):
+        self.made += 1
+        return self
+
+    @property
+    def pid(self):
+        return self.made
+
+    def beats(self):
+        return 0
+
+    def run(self, *_):
+        self.left -= 1
+        if self.left >= 0:
+            raise WriterEnded("ended", self.pid, stalled=self.stalls)
+        return ["written by a process"]
+
+    def kill(self):
+        self.killed += 1
+
+
+@pytest.mark.parametrize("stalls", [False, True], ids=["dies", "stalls"])
+@pytest.mark.parametrize(("most", "times"), [(most, times) for most in (0, 1, 3) for times in range(most + 2)])
+def test_a_save_replaces_its_writer_process_as_often_as_is_set(tmp_path, monkeypatch, most, times, stalls):
+    """``max_respawns`` times: what the last of them writes is saved. Behind it this process writes, or would stall too."""
+    clients, told = Fails(times, stalls=stalls), []
+    monkeypatch.setattr(supervisors, "WriterClient", clients)
+    settings = WriterConfig(inline_bytes=0, max_respawns=most)
+    writer = WriterSupervisor(settings, Timeouts(), lambda pid, _: told.append(pid))
+    monkeypatch.setattr(writer, "_is_small", lambda _: False)
+    job = WriteJob(name="n", rank=0, folder=str(tmp_path))
+    if times > most and stalls:
+        with pytest.raises(WriterError):
+            writer.write(job, lambda: None)
+        assert told == list(range(1, most + 1))
+    else:
+        assert writer.write(job, lambda: None) == ([] if times > most else ["written by a process"])
+        assert told == list(range(1, times + 1))
+    assert clients.made == min(times, most) + 1
+    assert clients.killed == times
+    writer.close()

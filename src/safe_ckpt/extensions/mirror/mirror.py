@@ -121,10 +121,10 @@ class MirrorUploads:
             logger.warning("%s is not mirrored: %s", info.path, error)
 
     def _gives_way(self, one: Waiting, newer: Waiting) -> bool:
-        mirror = self._config.mirror
-        every = mirror.keep_every_steps
-        kept = mirror.follow or (every is not None and one.info.step % every == 0)
-        return one.root == newer.root and (not kept or one.info.path == newer.info.path) and one.root.name != NAMED
+        follow, every = self._config.mirror.follow, self._config.mirror.keep_every_steps
+        kept = follow or (every is not None and one.info.step % every == 0)
+        may = one.root == newer.root and one.root.name != NAMED and one.info.sequence <= newer.info.sequence
+        return may and (not kept or one.info.path == newer.info.path)
 
     def holding(self, paths: Sequence[Place]) -> set[Place]:
         """The ``paths`` that must not be deleted now: one that is being uploaded, and what ``required`` protects."""

@@ -118,6 +118,21 @@ def test_where_a_wrong_batch_comes_from_is_told():
     assert means("b99")[0] == "the order of the data was not restored, or the seeds of its workers"
 
 
+def test_of_several_steps_that_had_a_batch_the_nearest_is_told():
+    """Each epoch has the same batches: what came twice, or was left out, is that of this epoch."""
+    whole = [line(step, batch=[f"b{step % 5}"]) for step in range(1, 21)]
+
+    def told_of(batch):
+        resumed = [line(13, batch=[batch], gradients__w="other"), *whole[13:]]
+        (found,) = told(resumed, whole).findings
+        return found.means, found.detail.partition(" of the run")[0]
+
+    assert told_of("b2") == ("batches are trained twice", "the batch of step 13 is that of step 12")
+    assert told_of("b1") == ("batches are trained twice", "the batch of step 13 is that of step 11")
+    assert told_of("b4") == ("batches are left out", "the batch of step 13 is that of step 14")
+    assert told_of("b0") == ("batches are left out", "the batch of step 13 is that of step 15")
+
+
 def test_the_samples_of_a_wrong_batch_are_told_where_they_are_known():
     """Some of them, and how many more; those of a loader without batches, too."""
 

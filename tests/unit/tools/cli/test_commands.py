@@ -115,6 +115,34 @@ def test_verify_and_inspect_as_json(tmp_path):
     assert "w:t" not in run("inspect", tmp_path / "step-00000001", "--match", "x*").stdout
 
 
+DIFFERENT = {
+    "rounded": (0.1 + 0.2, 0.3),
+    "int and float": (1, 1.0),
+    "bool and int": (True, 1),
+    "a long text": ("x" * 5000, "x" * 4999 + "y"),
+    "bytes": (b"\0" * 5000, b"\0" * 4999 + b"\1"),
+    "a long list": (list(range(5000)), [*range(4999), 0]),
+    "nested": ({"a": {"b": [1, {"c": 2}]}}, {"a": {"b": [1, {"c": 3}]}}),
+    "tuple and list": ((1, 2), [1, 2]),
+    "large": (10**30, 10**30 + 1),
+    "the end of a line": ("a b", "a\nb"),
+    "a word": ("None", None),
+    "NaN": (float("nan"), 0.0),
+    "dtype": (torch.float32, torch.float16),
+}
+
+
+def test_values_are_compared_and_not_what_is_shown_of_them(tmp_path):
+    """Values that differ where no line has room for it are a difference; a value equals itself, NaN too."""
+    for number, name in enumerate(("one.pt", "other.pt")):
+        torch.save({key: pair[number] for key, pair in DIFFERENT.items()} | {"n": float("nan")}, tmp_path / name)
+    done = run("inspect", tmp_path / "one.pt", tmp_path / "other.pt", "--json")
+    assert done.exit_code == 1
+    assert {row["name"].partition(".")[0] for row in json.loads(done.stdout)["differences"]} == DIFFERENT.keys()
+    for name in ("one.pt", "other.pt"):
+        assert run("inspect", tmp_path / name, tmp_path / name).exit_code == 0
+
+
 def test_json_is_json_whatever_the_values(tmp_path):
     """NaN, infinity and integers of thousands of digits are no JSON: their text is there, the value is null."""
     values = {

@@ -1,6 +1,7 @@
 """``safe-ckpt gc``: what is deleted, and above all what is not."""
 
 import json
+import math
 import os
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from kit.manifests import checkpoint
 from safe_ckpt import Checkpointer
+from safe_ckpt.testing import inline_saves
 from safe_ckpt.tools.cli.app import app
 from support import flip_bit, run_program
 
@@ -55,6 +57,33 @@ def test_gc_keeps_what_any_rule_keeps_and_the_newest(folder, rules, left):
     assert done.exit_code == 0
     assert all(row["deleted"] for row in json.loads(done.stdout)["checkpoints"])
     assert steps(folder) == left
+
+
+@pytest.mark.parametrize(
+    ("rules", "left"),
+    [
+        (["--keep-last", "2"], [20, 40]),
+        (["--keep-best", "1", "--metric", "loss"], [20, 40]),
+        (["--keep-every-steps", "30"], [40]),
+    ],
+    ids=str,
+)
+def test_unhealthy_ones_take_no_place_of_a_healthy_one_and_stay(tmp_path, rules, left):
+    """By any rule, although they are newer, or have the best metric; and they are not deleted either."""
+    with inline_saves(), Checkpointer(tmp_path) as ckpt:
+        for step, loss, value in [
+            (10, 5, 1),
+            (20, 2, 1),
+            (30, 1, math.nan),
+            (40, 4, 1),
+            (50, 3, math.nan),
+            (60, 0, math.nan),
+        ]:
+            saved = ckpt.save(step, {"w": {"t": torch.full((4,), value)}}, metrics={"loss": loss}).result()
+            assert saved.marked is math.isnan(value)
+    done = run(tmp_path, *rules, "--json")
+    assert done.exit_code == 0
+    assert steps(tmp_path) == sorted([*left, 30, 50, 60])
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"], ["--json", "--keep-last", "1", "--no-verify"]], ids=str)

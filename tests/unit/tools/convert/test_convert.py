@@ -108,6 +108,41 @@ def test_weights_of_every_source_come_back_from_every_target(tmp_path, sources, 
     assert RUNNER.invoke(app, ["verify", str(target)]).exit_code == 0
 
 
+def in_shards(folder, stem, suffix):
+    """The weights as a directory of Hugging Face has them: in three files, with an index that is not one of them."""
+    weights = list(trained()[0].state_dict().items())
+    folder.mkdir()
+    names = [f"{stem}-{n + 1:05}-of-00003.{suffix}" for n in range(3)]
+    for n, name in enumerate(names):
+        part = dict(weights[n::3])
+        save_file(part, folder / name) if suffix == "safetensors" else torch.save(part, folder / name)
+    places = {key: names[n % 3] for n, (key, _) in enumerate(weights)}
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("stem", "suffix", "form"),
+    [*(("model", "safetensors", form) for form in FORMS), ("pytorch_model", "bin", "torch")],
+)
+def test_the_shards_of_a_directory_are_one_model(tmp_path, stem, suffix, form):
+    """All tensors of all shards arrive, of safetensors and of torch.save; the index is none."""
+    source = in_shards(tmp_path / "sharded", stem, suffix)
+    done = convert(source, tmp_path / "out", "--to", form)
+    assert done.exit_code == 0, done.output
+    expected = trained()[0].state_dict()
+    if form == "safetensors":
+        found = load_file(tmp_path / "out/model.safetensors")
+    elif form == "torch":
+        found = torch.load(tmp_path / "out", weights_only=True)[stem]
+    else:
+        whole = {stem: {name: torch.empty_like(tensor) for name, tensor in expected.items()}}
+        with pytest.warns(UserWarning, match="single process"):
+            dcp.load(whole, checkpoint_id=tmp_path / "out", no_dist=True)
+        found = whole[stem]
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {n: t.tolist() for n, t in expected.items()}
+
+
 def test_a_conversion_to_torch_keeps_optimizer_and_versions(tmp_path, sources):
     """To torch: optimizer, numbers and the versions of modules; a job goes on from it."""
     assert convert(sources["stock"], tmp_path / "all.pt").exit_code == 0

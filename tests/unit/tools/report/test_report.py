@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention
-from safe_ckpt.text import age, bytes_text, clean, counted, duration, percent, rate
+from safe_ckpt.text import age, bytes_from, bytes_text, clean, counted, duration, percent, rate
 from safe_ckpt.tools.cli.app import app
 from safe_ckpt.tools.inspection.listing import list_existing
 from safe_ckpt.tools.report import event_log, history, page, summary
@@ -475,6 +475,14 @@ def test_every_axis_begins_at_zero_and_has_room(values, quantity):
         (rate(1.234), "1.23 GB/s"),
         (rate(0.0456), "45.6 MB/s"),
         (bytes_text(1536), "1.5 KiB"),
+        (bytes_from("1.5 KiB"), 1536),
+        (bytes_from("5GB"), 5 * 10**9),
+        (bytes_from("2gib"), 2 << 30),
+        (bytes_from("3 M"), 3 * 10**6),
+        (bytes_from("7"), 7),
+        (bytes_from("7B"), 7),
+        (bytes_from("1TiB"), 1 << 40),
+        (bytes_from("five"), 0),
         (counted(20000, "save"), "20\xa0000 saves"),
         (clean("a\nb\x1b[2J"), "a b�[2J"),
         (clean("x" * 5, most=3), "xxx…"),
