@@ -45,7 +45,8 @@ class ResumeRequest:
         accepts: which candidates of the mirror are fetched; None for all of which one can resume. Called on rank 0.
         named: the name that the caller asked for; "" for the newest, where marked ones are passed over.
         by_name: how a user names the one to resume from, for errors that end this.
-        others: on rank 0, where there are no candidates, says what is there that this cannot resume from: no fresh start.
+        others: checkpoints of frameworks, which this cannot load; called on rank 0 where there are no candidates. If there
+            are any, the resume fails rather than start afresh.
     """
 
     home: Home
@@ -103,9 +104,8 @@ def choose(engine: Engine, request: ResumeRequest) -> Chosen | None:
 
         def found() -> Iterator[CheckpointInfo]:
             for name, facts in offered.after(seen["infos"]):
-                rejected.kinds.pop(
-                    name, None
-                )  # a damaged one of the name of one that was fetched is in quarantine already
+                # If this one was fetched, ``fetch`` has already moved a damaged one of the same name into quarantine.
+                rejected.kinds.pop(name, None)
                 yield CheckpointInfo.from_json(facts, beside=home.path)
 
         info = first_usable(found(), read, rejected, lambda info: home.name_of(info.path))
@@ -133,13 +133,13 @@ def _look(engine: Engine, request: ResumeRequest, known: dict[str, Candidate]) -
         candidates = list_patiently(request.list_candidates, engine.config.timeouts)
         standing = standing_of(candidates, named=bool(request.named))
         known.update({home.name_of(c.path): c for c in standing.order})
-        by_name = {home.name_of(c.path): why for c in candidates if (why := standing.by_name_only.get(c.path))}
+        only_named = {home.name_of(c.path): why for c in candidates if (why := standing.by_name_only.get(c.path))}
         aside = [path.name for path in home.quarantined()]
         return {
             "others": list(request.others()) if not candidates else [],
-            "passed": list(by_name),
+            "passed": list(only_named),
             "infos": {name: c.summary.to_json() for name, c in known.items()},
-            "rejected": {home.name_of(c.path): c.problem for c in standing.unusable} | by_name,
+            "rejected": {home.name_of(c.path): c.problem for c in standing.unusable} | only_named,
             "damaged": [home.name_of(c.path) for c in candidates if c.damaged],
             "missing": [home.name_of(c.path) for c in candidates if c.missing and not c.foreign],
             "quarantined": [name for name in aside if not request.named or name.partition(".")[0] == request.named],
@@ -226,7 +226,7 @@ def check(engine: Engine, path: Path, load: Callable[[Path], Any]) -> None:
 
 @contextlib.contextmanager
 def naming_older(path: Place, by_name: str = BY_NAME) -> Iterator[None]:
-    """Have errors that end the resume from ``path``, if that is there, say how to name an older one. Nothing is remembered."""
+    """Add to an error that ends the resume from ``path`` how to name an older one; not where ``path`` is missing."""
     try:
         yield
     except Exception as error:

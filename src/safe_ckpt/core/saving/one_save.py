@@ -12,12 +12,12 @@ publishes the verdict. The others write, report and wait for the verdict.
     write       writing ranks, background  rank 0: "prepared", the folder  the same
     report      writing ranks, background  nobody                          the same
     commit      rank 0, background         all reports                     before the rename the same, then the checkpoint
-    verdict     every rank, background     rank 0                          the checkpoint; the others cannot know that
+    verdict     every rank, background     rank 0                          the checkpoint, and the outcome unknown to the others
     ended       every rank, background     nobody                          the checkpoint
     rules       rank 0, background         nobody                          the checkpoint; the next commit deletes the old ones
 
-A save is committed when its folder gets its name, in ``Publication.commit``: the verdict only tells of it. It has
-``lengthy_s`` from the moment at which its turn in the background comes.
+A save is committed when its folder gets its name, in ``Publication.commit``: the verdict only tells of it. The save has
+``lengthy_s``, counted from the moment at which its turn in the background comes.
 """
 
 from __future__ import annotations
@@ -189,13 +189,14 @@ def _job_of(pipeline: Pipeline, request: SaveRequest, decision: Mapping[str, Any
         agreed_s=time.monotonic() - started,
         call=pipeline.coordinator.call,
     )
-    # Until the stager has laid out the copy: the background must not take a save for planned that was interrupted before.
+    # A placeholder that ``Stager.lay_out`` clears. If the caller is interrupted before that, the background finds this error,
+    # and not a save that looks planned.
     job.error = SaveError(name=job.name, cause="interrupted", rank=pipeline.rank, phase="snapshot")
     return job
 
 
 def _put(pipeline: Pipeline, job: SaveJob) -> None:
-    """Plan the copy and put the save into the queue: from here on its outcome is certain."""
+    """Plan the copy and put the save into the queue: from here on its handle is sure to get an outcome."""
     raised_here = False
     try:
         # With several saves in flight only some ranks may know of a failure. It is reported at the next agreement.
@@ -359,7 +360,7 @@ def _merge_items(reports: Mapping[int, Any]) -> dict[str, Any]:
 
 def _follow(turn: Turn) -> CheckpointInfo:
     """Every other rank."""
-    job, rank, is_reported, is_told_of_error = turn.job, turn.pipeline.rank, False, False
+    job, rank, may_be_reported, rank_0_has_error = turn.job, turn.pipeline.rank, False, False
     if rank in job.writers:
         try:
             if job.error is not None:
@@ -368,18 +369,18 @@ def _follow(turn: Turn) -> CheckpointInfo:
             if turn.round.failed_elsewhere() is None:
                 job.publication.await_folder(rank, turn.left_s)
                 report = write(turn)
-                is_reported = True
+                may_be_reported = True
                 turn.round.report(report)
         except PeerLostError as error:
             turn.round.leave()
-            if not is_reported:
+            if not may_be_reported:
                 raise
             # Rank 0 may have received it all the same, and committed.
             raise CommitOutcomeUnknown(name=job.name, cause=str(error), phase="commit") from error
         except Exception as error:
             _report_failure(turn, turn.explained(error, "write"))
-            is_told_of_error = True
-    return _read_verdict(turn, is_told_of_error=is_told_of_error)
+            rank_0_has_error = True
+    return _read_verdict(turn, rank_0_has_error=rank_0_has_error)
 
 
 def _report_failure(turn: Turn, error: SafeCheckpointError) -> None:
@@ -390,7 +391,7 @@ def _report_failure(turn: Turn, error: SafeCheckpointError) -> None:
         raise error from None
 
 
-def _read_verdict(turn: Turn, *, is_told_of_error: bool) -> CheckpointInfo:
+def _read_verdict(turn: Turn, *, rank_0_has_error: bool) -> CheckpointInfo:
     try:
         # Rank 0 has the same deadline and publishes a verdict then. Waiting a little longer avoids an unknown outcome.
         verdict = turn.round.verdict(turn.left_s() + turn.pipeline.config.timeouts.peer_stall_s)
@@ -398,7 +399,7 @@ def _read_verdict(turn: Turn, *, is_told_of_error: bool) -> CheckpointInfo:
         cause = str(error) if isinstance(error, PeerLostError) else "rank 0 gave no verdict in time"
         raise CommitOutcomeUnknown(name=turn.job.name, cause=cause, phase="commit") from error
     except SaveError as error:  # this rank gives up; rank 0 may commit, unless it was told of an error
-        if is_told_of_error:
+        if rank_0_has_error:
             raise
         verdict = _last_word(turn, error)
     if "error" in verdict:
@@ -460,7 +461,7 @@ def _observed(turn: Turn) -> list[WriteTask]:
 
 
 def _adopt(turn: Turn, files: Iterable[Existing]) -> list[WrittenFile]:
-    """Give files of a checkpoint before a further name; copy them where there are no such names."""
+    """Give files of an earlier checkpoint one more name, in this one; copy them where a file cannot have two."""
     places = [(one, f"{turn.job.folder}/{one.path}") for one in files]
     for one, path in places:
         one.how = one.link(path)
