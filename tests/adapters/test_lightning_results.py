@@ -1,12 +1,13 @@
 """What was logged in an epoch goes on when that epoch is resumed, and so does what follows it: schedulers, scores, stopping."""
 
+import contextlib
 import logging
 import re
 import warnings
 
 import pytest
 import torch
-from lightning_runs import PACKAGES, QUICK, fingerprint, package, trainer
+from lightning_runs import PACKAGES, QUICK, Stop, fingerprint, package, trainer
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanAbsoluteError, MeanMetric, MeanSquaredError, MetricCollection, SumMetric
 
@@ -246,6 +247,42 @@ def test_an_epoch_that_was_broken_off_goes_on_with_what_it_had_logged(tmp_path):
     module, _, _ = run(tmp_path / "on", PACKAGES[0], path=tmp_path / "last.ckpt")
     assert module.seen == straight.seen[BATCHES + 2 :]
     assert module.ends == straight.ends[1:]
+
+
+RAISES = ("training_step", "on_before_optimizer_step", "on_train_batch_end")
+
+
+@pytest.mark.parametrize("hook", RAISES)
+@pytest.mark.quick
+def test_what_a_batch_logged_that_an_exception_interrupted_counts_once(tmp_path, hook):
+    """Wherever in its batch the exception comes: means, sums and the states of torchmetrics, logged or not, are those of a run
+    without it. Before the step of the optimizer the batch is trained again, behind it not.
+    """
+    pl, settings = package(PACKAGES[0]), {"max_epochs": 2}
+
+    def raising(at=None):
+        pl.seed_everything(1, verbose=False)
+        module = module_of(pl)
+        made = getattr(module, hook)
+
+        def raise_behind(*args):
+            found = made(*args)
+            if len(module.seen) == at:
+                raise Stop
+            return found
+
+        setattr(module, hook, raise_behind)
+        return module
+
+    straight, whole, _ = run(tmp_path / "whole", PACKAGES[0], seed=1, settings=settings, module=raising())
+    stopped = raising(BATCHES + 2)
+    with contextlib.suppress(Stop):
+        run(tmp_path, PACKAGES[0], seed=1, settings=settings, module=stopped, save_on_exception=True, filename="stopped")
+    module, made, _ = run(tmp_path / "on", PACKAGES[0], path=tmp_path / "stopped.ckpt", settings=settings)
+    again = hook != "on_train_batch_end"
+    assert module.seen == straight.seen[len(stopped.seen) - again :]
+    assert module.ends == straight.ends[1:]
+    assert shown(made) == shown(whole)
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
