@@ -174,6 +174,7 @@ def test_loaders_prepared_after_the_load_go_to_their_own_places(tmp_path, early)
     assert found == [[first + 2 * count, first + 2 * count + 1] for first, count in places.items()]
 
 
+@pytest.mark.quick
 def test_a_loop_that_begins_with_the_next_epoch_says_so(tmp_path, caplog):
     """With set_epoch it trains that epoch. Without, the loop is the rest of the epoch that was saved, and a warning says so."""
     seen, _ = run(tmp_path / "whole", "nothing drawn")
@@ -202,7 +203,7 @@ def test_scripts_that_skip_batches_stay_as_they_are(tmp_path, place, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("skip", [0, 2, 4])
+@pytest.mark.parametrize("skip", [0, pytest.param(2, marks=pytest.mark.quick), 4])
 def test_a_script_that_skips_another_number_gets_what_it_asks_for(tmp_path, caplog, skip):
     """Its number counts, as with a stock loader: that many batches are left out, and a warning says so."""
     seen, _ = run(tmp_path / "whole", "nothing drawn")
@@ -213,6 +214,7 @@ def test_a_script_that_skips_another_number_gets_what_it_asks_for(tmp_path, capl
     assert [f"skip_first_batches({skip})" in record.getMessage() for record in caplog.records] == [True]
 
 
+@pytest.mark.quick
 def test_a_loader_that_does_not_know_its_place_is_named(tmp_path, caplog):
     """At the first save within an epoch, once, with the remedy; never between epochs."""
     with registered(tmp_path) as (accelerator, _):
@@ -295,6 +297,7 @@ def accumulating(folder, saved_at, stop_at=None):
     return found
 
 
+@pytest.mark.quick
 def test_a_save_within_an_accumulation_window_is_warned_of_once(tmp_path, caplog):
     """It lacks gradients, as with stock Accelerate, and the resume differs. One at a step of the optimizer is exact."""
     whole = accumulating(tmp_path / "whole", ())

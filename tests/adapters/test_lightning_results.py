@@ -285,7 +285,7 @@ def test_what_a_batch_logged_that_an_exception_interrupted_counts_once(tmp_path,
     assert shown(made) == shown(whole)
 
 
-@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("interval", [pytest.param("step", marks=pytest.mark.quick), "epoch"])
 def test_a_checkpoint_without_them_is_resumed_with_a_warning(tmp_path, caplog, interval):
     """Stock Lightning's, after the last batch: what asks for the metric passes over it, until the next epoch begins."""
     pl = package(PACKAGES[0])

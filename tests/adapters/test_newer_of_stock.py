@@ -37,6 +37,7 @@ def warning(newer, taken, how):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* not empty.*")
+@pytest.mark.quick
 def test_lightning_names_a_newer_file_of_the_stock_callback(tmp_path, caplog):
     """ModelCheckpoint saved the same step again, and a later one: the later one is named, until ours are as far."""
     fit(tmp_path, resume="auto", settings={"max_epochs": 1})
