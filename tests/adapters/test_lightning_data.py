@@ -328,7 +328,9 @@ def test_a_loader_that_does_not_know_its_place_is_named_before_training(tmp_path
 @pytest.mark.quick
 def test_a_resume_within_an_epoch_names_a_loader_that_does_not_know_its_place(tmp_path, caplog):
     """Also where this run saves at the ends of epochs alone; a resume between two epochs has nothing to say."""
-    named_before_training(tmp_path, caplog, filename="{step}", save_top_k=-1, every_n_train_steps=1, settings={"max_steps": 7})
+    named_before_training(
+        tmp_path, caplog, filename="{step}", save_top_k=-1, every_n_train_steps=1, settings={"max_steps": 7}
+    )
     for step, expected in ((4, [True]), (7, [])):
         more = {"path": tmp_path / f"step={step}.ckpt", "settings": {"max_steps": 8}}
         assert named_before_training(tmp_path, caplog, **more) == expected

@@ -277,7 +277,9 @@ def test_what_a_batch_logged_that_an_exception_interrupted_counts_once(tmp_path,
     straight, whole, _ = run(tmp_path / "whole", PACKAGES[0], seed=1, settings=settings, module=raising())
     stopped = raising(BATCHES + 2)
     with contextlib.suppress(Stop):
-        run(tmp_path, PACKAGES[0], seed=1, settings=settings, module=stopped, save_on_exception=True, filename="stopped")
+        run(
+            tmp_path, PACKAGES[0], seed=1, settings=settings, module=stopped, save_on_exception=True, filename="stopped"
+        )
     module, made, _ = run(tmp_path / "on", PACKAGES[0], path=tmp_path / "stopped.ckpt", settings=settings)
     again = hook != "on_train_batch_end"
     assert module.seen == straight.seen[len(stopped.seen) - again :]
