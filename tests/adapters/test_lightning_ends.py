@@ -1,4 +1,4 @@
-"""What ``fit`` leaves behind, by what ended it: its last files, ``stopped.ckpt``, exported weights, and what a kill left undone."""
+"""What ``fit`` leaves behind, by what ended it: files, exported weights, and what a kill left undone."""
 
 import contextlib
 import os
