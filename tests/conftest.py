@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import os
 import signal
 import zlib
@@ -66,6 +67,12 @@ def pytest_collection_modifyitems(config, items):
     if thorough.THOROUGH:
         return
     _leave_out(config, items, [item for item in items if item.get_closest_marker("thorough")])
+
+
+def pytest_collection_finish():
+    # What the imports have made stays: each full collection would look at all of it, and a Trainer makes one as it begins.
+    gc.collect()
+    gc.freeze()
 
 
 def _leave_out(config, items, left_out):
