@@ -87,6 +87,20 @@ def test_what_is_written_at_the_end_follows_from_what_ended_fit(tmp_path, end):
         assert all(found[name].equal(expected[name]) for name in expected)
 
 
+@pytest.mark.quick
+def test_the_run_that_ends_exports_its_weights_and_not_the_one_that_was_stopped_before(tmp_path):
+    """Stopped by a signal and resumed: the exported weights are those of the end, and ``stopped.ckpt`` stays."""
+    folder, weights = tmp_path / "run", tmp_path / "weights"
+    asked = {"resume": "auto", "export_to": weights, "config": STOPS, "settings": {"limit_val_batches": 0}}
+    fit(folder, module=module_class(pl)(loader=resumable), callbacks=[At(4, sigterm)], **asked)
+    assert not weights.exists()
+    _, _, module = fit(folder, module=module_class(pl)(loader=resumable), **asked)
+    assert len(module.seen) == 5
+    found = load_file(weights / "model.safetensors")
+    assert all(found[name].equal(one) for name, one in module.state_dict().items())
+    assert names(folder) == ["epoch=2-step=9.ckpt", "stopped.ckpt"]
+
+
 LEFT = {
     "last.ckpt is the older file": True,
     "last.ckpt is a link to the older file": "link",
