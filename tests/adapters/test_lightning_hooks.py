@@ -103,7 +103,7 @@ def test_what_the_start_of_an_epoch_has_set_goes_on_in_a_resumed_one(tmp_path, c
         assert (again, found) == (seen[already:], ends), path
 
 
-@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("validates", [pytest.param(False, marks=pytest.mark.quick), True])
 def test_a_step_of_averaging_whose_gradients_no_checkpoint_has_is_named(tmp_path, caplog, validates):
     """Where a resume comes behind the step that made them, and no validation clears them; from before it all is equal."""
     pl = package(PACKAGES[0])

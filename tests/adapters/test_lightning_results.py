@@ -329,6 +329,7 @@ def test_a_metric_that_is_logged_otherwise_after_the_resume_is_no_error(tmp_path
     assert module.ends[0]["mean"] == module.ends[0]["score"]  # of the one batch that was left
 
 
+@pytest.mark.quick
 def test_what_is_too_large_to_go_with_every_save_is_left_out_with_a_warning(tmp_path, caplog):
     """Metrics that collect what they get: no save fails for them, and the resume names those that were too large together."""
     pl = package(PACKAGES[0])

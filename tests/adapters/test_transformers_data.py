@@ -201,6 +201,7 @@ def test_a_place_in_other_data_is_said_and_left_to_the_trainer(tmp_path, caplog)
     assert "The Trainer leaves out as many batches" in caplog.text
 
 
+@pytest.mark.quick
 def test_a_place_that_no_loader_takes_is_said(tmp_path, caplog):
     """A loader of a class of its own cannot be counted: it goes on as the stock Trainer's, and the log says so."""
     run(tmp_path, "shuffle", stop=4)
@@ -407,6 +408,7 @@ def test_a_row_of_the_log_that_is_missing_is_said(tmp_path, caplog, case):
     assert "the row of the log of that epoch is missing" in caplog.text
 
 
+@pytest.mark.quick
 def test_a_row_of_the_log_without_a_gradient_is_said(tmp_path, caplog):
     """No step is left of the pass after the resume: its row has no ``grad_norm``, and a warning says so."""
     more = {"logging_strategy": "epoch", "save_steps": 3, "max_steps": 5, "gradient_accumulation_steps": 2}
