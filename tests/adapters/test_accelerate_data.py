@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from accelerate_launch import run as run_ranks
 from drawn_samples import SIZE, Drawing, Placed, Stream
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from accelerate_runs import Counter, Training, forget, fresh, registered
+from accelerate_runs import Counter, Training, forget, fresh, make, registered
 from safe_ckpt.data import resumable
 from safe_ckpt.errors import NoValidCheckpointError, RestoreError
 
@@ -309,3 +310,22 @@ def test_a_save_within_an_accumulation_window_is_warned_of_once(tmp_path, caplog
     assert warning.levelno == logging.WARNING
     assert "checkpoint_0 lacks the gradients" in warning.getMessage()
     assert accumulating(tmp_path / "within", ()) != whole
+
+
+@pytest.mark.quick
+def test_a_checkpoint_without_the_generators_of_a_rank_says_so(tmp_path, caplog):
+    """As one of fewer ranks, or a stock one: what is there is loaded, and this rank does not continue exactly."""
+    stock = Training(make(tmp_path))
+    saved = Path(stock.accelerator.save_state())
+    expected = [one.clone() for one in stock.net.state_dict().values()]
+    forget()
+    with registered(tmp_path) as (accelerator, _), caplog.at_level(logging.WARNING, "safe_ckpt"):
+        training = Training(accelerator, number=5)
+        for lost in (False, True):
+            if lost:
+                (saved / "random_states_0.pkl").unlink()
+            training.scramble()
+            caplog.clear()
+            accelerator.load_state(saved)
+            assert all(map(torch.equal, training.net.state_dict().values(), expected))
+            assert caplog.text.count("holds no random state of rank 0: it does not continue exactly there") == lost

@@ -356,8 +356,8 @@ SPELLINGS = {"link": "link", "relative": "project", "link above": "above/project
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.quick
-def test_another_accelerator_for_one_project_takes_over(tmp_path, monkeypatch, spelling, again):
-    """As when a cell of a notebook is run again, however the project is spelt; the earlier one is closed."""
+def test_another_accelerator_for_one_project_takes_over(tmp_path, monkeypatch, caplog, spelling, again):
+    """As when a cell of a notebook is run again, however the project is spelt; the earlier one is closed, and that is said."""
     (tmp_path / "project").mkdir()
     (tmp_path / "link").symlink_to("project")
     (tmp_path / "above").symlink_to(".")
@@ -371,6 +371,7 @@ def test_another_accelerator_for_one_project_takes_over(tmp_path, monkeypatch, s
         if not number:
             first, before = accelerator, handle
     assert before.closed
+    assert caplog.text.count("ends: this one takes its place") == 1
     with pytest.raises(ClosedError):
         first.save_state()
     accelerator.load_state()

@@ -306,6 +306,24 @@ def test_a_checkpoint_without_them_is_resumed_with_a_warning(tmp_path, caplog, i
     assert all(config.strict for config in made.lr_scheduler_configs)
 
 
+@pytest.mark.parametrize(("place", "within"), [(BATCHES + 2, 1), (BATCHES, 0)])
+@pytest.mark.quick
+def test_a_resume_by_another_number_of_ranks_says_what_differs(tmp_path, caplog, place, within):
+    """The order of the data and the random numbers, once; within an epoch also that its means are those of the rest of it."""
+    pl = package(PACKAGES[0])
+    when = {"every_n_train_steps": place} if within else {"save_on_train_epoch_end": True}
+    run(tmp_path, PACKAGES[0], seed=1, save_top_k=-1, filename="{step}", settings={"max_steps": place}, **when)
+    saved = torch.load(tmp_path / f"step={place}.ckpt", weights_only=True)
+    saved["safe_ckpt"]["ranks"] *= 2
+    torch.save(saved, tmp_path / "of two.ckpt")
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "safe_ckpt"):
+        more = {"path": tmp_path / "of two.ckpt", "module": module_of(pl), "settings": {"max_steps": place + 1}}
+        run(tmp_path / "on", PACKAGES[0], **more)
+    assert caplog.text.count("was saved by 2 ranks and is resumed by 1: the order of the data and the random") == 1
+    assert caplog.text.count("another number of ranks saved it. The means of this epoch") == within
+
+
 def test_a_metric_that_is_logged_otherwise_after_the_resume_is_no_error(tmp_path):
     """Another reduction, a torchmetrics object or another bar in the code that resumes: nothing is mixed, nothing raises."""
     pl = package(PACKAGES[0])
