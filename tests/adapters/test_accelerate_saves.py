@@ -165,15 +165,16 @@ def test_a_fresh_run_has_nothing_to_load(tmp_path):
             accelerator.save_state()
 
 
+@pytest.mark.parametrize(("mode", "best"), [("min", 1), ("max", 2)])
 @pytest.mark.quick
-def test_total_limit_holds_after_each_commit_and_keeps_the_best(tmp_path):
+def test_total_limit_holds_after_each_commit_and_keeps_the_best(tmp_path, mode, best):
     """The limit holds after each commit and never before; keep_best keeps one more."""
-    config = CheckpointConfig(timeouts=CONFIG.timeouts, retention=Retention(keep_best=1, metric="loss"))
+    config = CheckpointConfig(timeouts=CONFIG.timeouts, retention=Retention(keep_best=1, metric="loss", mode=mode))
     with registered(tmp_path, config, limit=2) as (accelerator, handle):
         Training(accelerator)
         for loss in (3, 1, 5, 4, 2):
             accelerator.save_state(metrics={"loss": loss}, async_save=False)
-        assert checkpoints(tmp_path) == ["checkpoint_1", "checkpoint_3", "checkpoint_4"]
+        assert checkpoints(tmp_path) == [f"checkpoint_{best}", "checkpoint_3", "checkpoint_4"]
         with pytest.raises(StateError, match="loss"):
             accelerator.save_state(metrics={"loss": "low"})
         assert accelerator.save_iteration == 5
