@@ -26,6 +26,8 @@ if os.environ.get("RANKS_OPTIMIZED"):
 # A shell's background jobs, and what they start, ignore Ctrl-C: here programs are sent it, and must hear it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_LAST_FILE = pytest.StashKey()
+
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also the tests marked thorough, and of the others all rounds")
@@ -69,10 +71,14 @@ def pytest_collection_modifyitems(config, items):
     _leave_out(config, items, [item for item in items if item.get_closest_marker("thorough")])
 
 
-def pytest_collection_finish():
-    # What the imports have made stays: each full collection would look at all of it, and a Trainer makes one as it begins.
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Each full collection would look at all that the imports have made, and a Trainer makes one as it begins."""
+    before = item.config.stash.get(_LAST_FILE, None)
+    item.config.stash[_LAST_FILE] = item.path
+    if before != item.path and not gc.get_freeze_count():  # some tests thaw it
+        gc.collect()
+        gc.freeze()
 
 
 def _leave_out(config, items, left_out):
