@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import os
 import signal
 import zlib
@@ -24,6 +25,8 @@ if os.environ.get("RANKS_OPTIMIZED"):
     os.environ["PYTHONOPTIMIZE"] = "1"
 # A shell's background jobs, and what they start, ignore Ctrl-C: here programs are sent it, and must hear it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_LAST_FILE = pytest.StashKey()
 
 
 def pytest_addoption(parser):
@@ -66,6 +69,16 @@ def pytest_collection_modifyitems(config, items):
     if thorough.THOROUGH:
         return
     _leave_out(config, items, [item for item in items if item.get_closest_marker("thorough")])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Each full collection would look at all that the imports have made, and a Trainer makes one as it begins."""
+    before = item.config.stash.get(_LAST_FILE, None)
+    item.config.stash[_LAST_FILE] = item.path
+    if before != item.path and not gc.get_freeze_count():  # some tests thaw it
+        gc.collect()
+        gc.freeze()
 
 
 def _leave_out(config, items, left_out):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from accelerate_launch import run as run_ranks
 from drawn_samples import SIZE, Drawing, Placed, Stream
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from accelerate_runs import Counter, Training, forget, fresh, registered
+from accelerate_runs import Counter, Training, forget, fresh, make, registered
 from safe_ckpt.data import resumable
 from safe_ckpt.errors import NoValidCheckpointError, RestoreError
 
@@ -174,6 +175,7 @@ def test_loaders_prepared_after_the_load_go_to_their_own_places(tmp_path, early)
     assert found == [[first + 2 * count, first + 2 * count + 1] for first, count in places.items()]
 
 
+@pytest.mark.quick
 def test_a_loop_that_begins_with_the_next_epoch_says_so(tmp_path, caplog):
     """With set_epoch it trains that epoch. Without, the loop is the rest of the epoch that was saved, and a warning says so."""
     seen, _ = run(tmp_path / "whole", "nothing drawn")
@@ -202,7 +204,7 @@ def test_scripts_that_skip_batches_stay_as_they_are(tmp_path, place, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("skip", [0, 2, 4])
+@pytest.mark.parametrize("skip", [0, pytest.param(2, marks=pytest.mark.quick), 4])
 def test_a_script_that_skips_another_number_gets_what_it_asks_for(tmp_path, caplog, skip):
     """Its number counts, as with a stock loader: that many batches are left out, and a warning says so."""
     seen, _ = run(tmp_path / "whole", "nothing drawn")
@@ -213,6 +215,7 @@ def test_a_script_that_skips_another_number_gets_what_it_asks_for(tmp_path, capl
     assert [f"skip_first_batches({skip})" in record.getMessage() for record in caplog.records] == [True]
 
 
+@pytest.mark.quick
 def test_a_loader_that_does_not_know_its_place_is_named(tmp_path, caplog):
     """At the first save within an epoch, once, with the remedy; never between epochs."""
     with registered(tmp_path) as (accelerator, _):
@@ -295,6 +298,7 @@ def accumulating(folder, saved_at, stop_at=None):
     return found
 
 
+@pytest.mark.quick
 def test_a_save_within_an_accumulation_window_is_warned_of_once(tmp_path, caplog):
     """It lacks gradients, as with stock Accelerate, and the resume differs. One at a step of the optimizer is exact."""
     whole = accumulating(tmp_path / "whole", ())
@@ -306,3 +310,22 @@ def test_a_save_within_an_accumulation_window_is_warned_of_once(tmp_path, caplog
     assert warning.levelno == logging.WARNING
     assert "checkpoint_0 lacks the gradients" in warning.getMessage()
     assert accumulating(tmp_path / "within", ()) != whole
+
+
+@pytest.mark.quick
+def test_a_checkpoint_without_the_generators_of_a_rank_says_so(tmp_path, caplog):
+    """As one of fewer ranks, or a stock one: what is there is loaded, and this rank does not continue exactly."""
+    stock = Training(make(tmp_path))
+    saved = Path(stock.accelerator.save_state())
+    expected = [one.clone() for one in stock.net.state_dict().values()]
+    forget()
+    with registered(tmp_path) as (accelerator, _), caplog.at_level(logging.WARNING, "safe_ckpt"):
+        training = Training(accelerator, number=5)
+        for lost in (False, True):
+            if lost:
+                (saved / "random_states_0.pkl").unlink()
+            training.scramble()
+            caplog.clear()
+            accelerator.load_state(saved)
+            assert all(map(torch.equal, training.net.state_dict().values(), expected))
+            assert caplog.text.count("holds no random state of rank 0: it does not continue exactly there") == lost

@@ -360,8 +360,8 @@ SPELLINGS = {"link": "link", "relative": "project", "link above": "above/project
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.quick
-def test_another_accelerator_for_one_project_takes_over(tmp_path, monkeypatch, spelling, again):
-    """As when a cell of a notebook is run again, however the project is spelt; the earlier one is closed."""
+def test_another_accelerator_for_one_project_takes_over(tmp_path, monkeypatch, caplog, spelling, again):
+    """As when a cell of a notebook is run again, however the project is spelt; the earlier one is closed, and that is said."""
     (tmp_path / "project").mkdir()
     (tmp_path / "link").symlink_to("project")
     (tmp_path / "above").symlink_to(".")
@@ -375,6 +375,7 @@ def test_another_accelerator_for_one_project_takes_over(tmp_path, monkeypatch, s
         if not number:
             first, before = accelerator, handle
     assert before.closed
+    assert caplog.text.count("ends: this one takes its place") == 1
     with pytest.raises(ClosedError):
         first.save_state()
     accelerator.load_state()
@@ -415,3 +416,33 @@ def test_a_limit_counts_only_what_is_named_automatically(tmp_path):
         forget()
         assert set(own) <= set(names(tmp_path))
     assert len(checkpoints(tmp_path)) == 1
+
+
+# The tool that saved before, with which ``iteration`` the new process begins, and whether a number below is free again.
+BEFORE = [("ours", 0, False), ("ours", 1, True), ("ours", 7, False), ("stock", 0, False), ("stock", 2, True)]
+
+
+@pytest.mark.parametrize(("tool", "iteration", "gap"), BEFORE)
+@pytest.mark.quick
+def test_a_process_that_has_loaded_nothing_replaces_no_checkpoint_of_the_run_before(tmp_path, tool, iteration, gap):
+    """Its saves get the numbers behind the highest that is in use, or those of ``iteration`` if that is higher."""
+
+    def start(count, *, ours, **more):
+        accelerator = make(tmp_path, **more)
+        handle = register(accelerator, CONFIG) if ours else None
+        accelerator.prepare(torch.nn.Linear(2, 2))
+        for _ in range(count):
+            accelerator.save_state()
+        if handle is not None:
+            handle.remove()
+        forget()
+
+    start(3, ours=tool == "ours")
+    if gap:
+        shutil.rmtree(tmp_path / "checkpoints/checkpoint_0")
+    folders = checkpoints(tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}
+    start(2, ours=True, iteration=iteration)
+    assert {path: path.read_bytes() for path in before} == before
+    first = max(3, iteration)
+    assert checkpoints(tmp_path) == sorted([*folders, f"checkpoint_{first}", f"checkpoint_{first + 1}"])

@@ -225,6 +225,7 @@ def test_the_place_that_was_loaded_last_counts(tmp_path, kind, number):
     assert run(tmp_path, kind, chosen)[0] == whole[first : first + 4]
 
 
+@pytest.mark.quick
 def test_the_warning_within_an_epoch_names_its_loader(tmp_path, caplog):
     """By its number among those that were prepared. It does not come behind the last batch of an epoch."""
     with (

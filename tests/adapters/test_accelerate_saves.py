@@ -96,6 +96,7 @@ def test_a_fresh_accelerator_loads_every_bit_and_counts_on(tmp_path, safe):
         assert accelerator.save_state().name == "checkpoint_2"
 
 
+@pytest.mark.quick
 def test_stock_checkpoints_are_loaded_with_a_warning(tmp_path, caplog):
     """What Accelerate itself wrote is taken when there is nothing of ours, unverified; ours come first, whatever the number."""
     training = Training(make(tmp_path, iteration=7))
@@ -164,15 +165,16 @@ def test_a_fresh_run_has_nothing_to_load(tmp_path):
             accelerator.save_state()
 
 
+@pytest.mark.parametrize(("mode", "best"), [("min", 1), ("max", 2)])
 @pytest.mark.quick
-def test_total_limit_holds_after_each_commit_and_keeps_the_best(tmp_path):
+def test_total_limit_holds_after_each_commit_and_keeps_the_best(tmp_path, mode, best):
     """The limit holds after each commit and never before; keep_best keeps one more."""
-    config = CheckpointConfig(timeouts=CONFIG.timeouts, retention=Retention(keep_best=1, metric="loss"))
+    config = CheckpointConfig(timeouts=CONFIG.timeouts, retention=Retention(keep_best=1, metric="loss", mode=mode))
     with registered(tmp_path, config, limit=2) as (accelerator, handle):
         Training(accelerator)
         for loss in (3, 1, 5, 4, 2):
             accelerator.save_state(metrics={"loss": loss}, async_save=False)
-        assert checkpoints(tmp_path) == ["checkpoint_1", "checkpoint_3", "checkpoint_4"]
+        assert checkpoints(tmp_path) == [f"checkpoint_{best}", "checkpoint_3", "checkpoint_4"]
         with pytest.raises(StateError, match="loss"):
             accelerator.save_state(metrics={"loss": "low"})
         assert accelerator.save_iteration == 5
@@ -448,6 +450,7 @@ def test_settings_are_checked_at_registration(tmp_path, monkeypatch):
         register(accelerator)
 
 
+@pytest.mark.quick
 def test_arguments_for_deepspeed_are_named_and_ignored(tmp_path, caplog):
     """As Accelerate ignores them without DeepSpeed; a misspelt one does not go unseen."""
     with registered(tmp_path) as (accelerator, _):

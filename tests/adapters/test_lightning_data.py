@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import random
+from datetime import timedelta
 
 import numpy
 import pytest
@@ -291,27 +292,51 @@ def test_lightnings_own_checkpoints_hold_the_place_too(tmp_path, case, name):
 
 WITHIN = {
     "steps": ({"every_n_train_steps": 2}, {}, True),
+    "time": ({"train_time_interval": timedelta(hours=1)}, {}, True),
+    "time, without validation": ({"train_time_interval": timedelta(hours=1)}, {"limit_val_batches": 0}, True),
     "validation within": ({}, {"val_check_interval": 2}, True),
+    "validation by time": ({}, {"val_check_interval": timedelta(hours=1)}, True),
     "exceptions": ({"save_on_exception": True}, {}, True),
     "ends of epochs": ({}, {}, False),
     "ends of epochs, validation within": ({"save_on_train_epoch_end": True}, {"val_check_interval": 2}, False),
 }
 
 
+def named_before_training(folder, caplog, *, path=None, settings=None, **saving):
+    """Whether the warning named a loader that does not know its place, once for each time that it came."""
+    pl, callback = package(PACKAGES[0]), SafeCheckpointCallback(dirpath=folder, **saving)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "safe_ckpt"):
+        made = trainer(pl, [callback], folder, **{"limit_val_batches": 1, "max_steps": 1, **(settings or {})})
+        made.fit(module_of(pl, lambda _: DataLoader(Noisy(), batch_size=2)), ckpt_path=path)
+    said = [record.getMessage() for record in caplog.records if "cannot tell where it was" in record.getMessage()]
+    return ["Noisy" in words for words in said]
+
+
 @pytest.mark.parametrize("case", WITHIN)
+@pytest.mark.quick
 def test_a_loader_that_does_not_know_its_place_is_named_before_training(tmp_path, caplog, case):
     """Once, if any checkpoint is to be saved within an epoch; not where all are saved between epochs."""
     saving, settings, expected = WITHIN[case]
-    pl = package(PACKAGES[0])
-    callback = SafeCheckpointCallback(dirpath=tmp_path, **saving)
-    with caplog.at_level(logging.WARNING, "safe_ckpt"):
-        trainer(pl, [callback], tmp_path, **{"limit_val_batches": 1, "max_epochs": 1, **settings}).fit(
-            module_of(pl, lambda _: DataLoader(Noisy(), batch_size=2))
-        )
-    said = [record.getMessage() for record in caplog.records if "cannot tell where it was" in record.getMessage()]
-    assert ["Noisy" in words for words in said] == ([True] if expected else [])
+    if case == "validation by time" and not hasattr(package(PACKAGES[0]).trainer.setup, "_parse_time_interval_seconds"):
+        pytest.skip("this release validates by batches alone")
+    assert named_before_training(tmp_path, caplog, settings=settings, **saving) == ([True] if expected else [])
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* not empty.*")
+@pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable.*")
+@pytest.mark.quick
+def test_a_resume_within_an_epoch_names_a_loader_that_does_not_know_its_place(tmp_path, caplog):
+    """Also where this run saves at the ends of epochs alone; a resume between two epochs has nothing to say."""
+    named_before_training(
+        tmp_path, caplog, filename="{step}", save_top_k=-1, every_n_train_steps=1, settings={"max_steps": 7}
+    )
+    for step, expected in ((4, [True]), (7, [])):
+        more = {"path": tmp_path / f"step={step}.ckpt", "settings": {"max_steps": 8}}
+        assert named_before_training(tmp_path, caplog, **more) == expected
+
+
+@pytest.mark.quick
 def test_max_size_cycle_with_a_loader_of_no_length_is_named(tmp_path, caplog):
     """``max_size_cycle`` over several loaders of which one has no length."""
     pl = package(PACKAGES[0])

@@ -144,6 +144,7 @@ class Boom(pl.Callback):
         raise ValueError("boom")
 
 
+@pytest.mark.quick
 def test_an_exception_at_the_end_of_fit_is_saved_or_named(tmp_path, caplog):
     """Raised when all is given back already, it is saved at all the same; if that fails the log names the exception."""
     arguments = {"filename": "{step}", "save_on_exception": True, "every_n_train_steps": 4}

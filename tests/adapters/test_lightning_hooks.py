@@ -103,7 +103,7 @@ def test_what_the_start_of_an_epoch_has_set_goes_on_in_a_resumed_one(tmp_path, c
         assert (again, found) == (seen[already:], ends), path
 
 
-@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("validates", [pytest.param(False, marks=pytest.mark.quick), True])
 def test_a_step_of_averaging_whose_gradients_no_checkpoint_has_is_named(tmp_path, caplog, validates):
     """Where a resume comes behind the step that made them, and no validation clears them; from before it all is equal."""
     pl = package(PACKAGES[0])
@@ -287,6 +287,7 @@ def test_a_callback_that_looks_at_a_batch_takes_no_place(tmp_path, hook, workers
         assert (again, found) == (seen[already:], ends), path
 
 
+@pytest.mark.quick
 def test_a_look_at_a_stream_that_is_read_in_this_process_is_warned_of(tmp_path, caplog):
     """It takes samples away from training, resumed or not, with torch's loader, too: a warning names the loader."""
     pl = package(PACKAGES[0])
@@ -297,6 +298,7 @@ def test_a_look_at_a_stream_that_is_read_in_this_process_is_warned_of(tmp_path, 
     assert "is missing in training" in caplog.text
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("own", [True, False])
 def test_a_save_before_the_modules_own_hook_is_warned_of_once(tmp_path, caplog, own):
     """Lightning calls a callback's ``on_train_batch_end`` first: what the module does there is not in what was saved there."""

@@ -125,6 +125,7 @@ def test_a_batch_that_an_exception_interrupted_is_trained_again_with_the_same_ra
 
 
 @pytest.mark.parametrize("behind", ["the forward pass", "the batch"])
+@pytest.mark.quick
 def test_a_save_at_an_exception_says_that_buffers_will_be_changed_twice(tmp_path, caplog, behind):
     """The batch is trained again, and its forward pass has changed them: only where it has, and is done again."""
     pl = package("lightning.pytorch")

@@ -88,6 +88,7 @@ def test_a_save_that_waits_for_a_validation_is_made_after_a_resume(tmp_path):
 
 
 @pytest.mark.parametrize("patience", [1, 50])
+@pytest.mark.quick
 def test_a_run_that_early_stopping_ended_says_that_it_goes_on(tmp_path, caplog, patience):
     """Started again it trains until EarlyStopping looks once more; one that was stopped otherwise has nothing to say."""
     pl = package(PACKAGES[0])

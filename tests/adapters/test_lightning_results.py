@@ -1,12 +1,13 @@
 """What was logged in an epoch goes on when that epoch is resumed, and so does what follows it: schedulers, scores, stopping."""
 
+import contextlib
 import logging
 import re
 import warnings
 
 import pytest
 import torch
-from lightning_runs import PACKAGES, QUICK, fingerprint, package, trainer
+from lightning_runs import PACKAGES, QUICK, Stop, fingerprint, package, trainer
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanAbsoluteError, MeanMetric, MeanSquaredError, MetricCollection, SumMetric
 
@@ -248,7 +249,45 @@ def test_an_epoch_that_was_broken_off_goes_on_with_what_it_had_logged(tmp_path):
     assert module.ends == straight.ends[1:]
 
 
-@pytest.mark.parametrize("interval", ["step", "epoch"])
+RAISES = ("training_step", "on_before_optimizer_step", "on_train_batch_end")
+
+
+@pytest.mark.parametrize("hook", RAISES)
+@pytest.mark.quick
+def test_what_a_batch_logged_that_an_exception_interrupted_counts_once(tmp_path, hook):
+    """Wherever in its batch the exception comes: means, sums and the states of torchmetrics, logged or not, are those of a run
+    without it. Before the step of the optimizer the batch is trained again, behind it not.
+    """
+    pl, settings = package(PACKAGES[0]), {"max_epochs": 2}
+
+    def raising(at=None):
+        pl.seed_everything(1, verbose=False)
+        module = module_of(pl)
+        made = getattr(module, hook)
+
+        def raise_behind(*args):
+            found = made(*args)
+            if len(module.seen) == at:
+                raise Stop
+            return found
+
+        setattr(module, hook, raise_behind)
+        return module
+
+    straight, whole, _ = run(tmp_path / "whole", PACKAGES[0], seed=1, settings=settings, module=raising())
+    stopped = raising(BATCHES + 2)
+    with contextlib.suppress(Stop):
+        run(
+            tmp_path, PACKAGES[0], seed=1, settings=settings, module=stopped, save_on_exception=True, filename="stopped"
+        )
+    module, made, _ = run(tmp_path / "on", PACKAGES[0], path=tmp_path / "stopped.ckpt", settings=settings)
+    again = hook != "on_train_batch_end"
+    assert module.seen == straight.seen[len(stopped.seen) - again :]
+    assert module.ends == straight.ends[1:]
+    assert shown(made) == shown(whole)
+
+
+@pytest.mark.parametrize("interval", [pytest.param("step", marks=pytest.mark.quick), "epoch"])
 def test_a_checkpoint_without_them_is_resumed_with_a_warning(tmp_path, caplog, interval):
     """Stock Lightning's, after the last batch: what asks for the metric passes over it, until the next epoch begins."""
     pl = package(PACKAGES[0])
@@ -265,6 +304,24 @@ def test_a_checkpoint_without_them_is_resumed_with_a_warning(tmp_path, caplog, i
     assert best.best_model_path
     assert stopping.strict
     assert all(config.strict for config in made.lr_scheduler_configs)
+
+
+@pytest.mark.parametrize(("place", "within"), [(BATCHES + 2, 1), (BATCHES, 0)])
+@pytest.mark.quick
+def test_a_resume_by_another_number_of_ranks_says_what_differs(tmp_path, caplog, place, within):
+    """The order of the data and the random numbers, once; within an epoch also that its means are those of the rest of it."""
+    pl = package(PACKAGES[0])
+    when = {"every_n_train_steps": place} if within else {"save_on_train_epoch_end": True}
+    run(tmp_path, PACKAGES[0], seed=1, save_top_k=-1, filename="{step}", settings={"max_steps": place}, **when)
+    saved = torch.load(tmp_path / f"step={place}.ckpt", weights_only=True)
+    saved["safe_ckpt"]["ranks"] *= 2
+    torch.save(saved, tmp_path / "of two.ckpt")
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "safe_ckpt"):
+        more = {"path": tmp_path / "of two.ckpt", "module": module_of(pl), "settings": {"max_steps": place + 1}}
+        run(tmp_path / "on", PACKAGES[0], **more)
+    assert caplog.text.count("was saved by 2 ranks and is resumed by 1: the order of the data and the random") == 1
+    assert caplog.text.count("another number of ranks saved it. The means of this epoch") == within
 
 
 def test_a_metric_that_is_logged_otherwise_after_the_resume_is_no_error(tmp_path):
@@ -290,6 +347,7 @@ def test_a_metric_that_is_logged_otherwise_after_the_resume_is_no_error(tmp_path
     assert module.ends[0]["mean"] == module.ends[0]["score"]  # of the one batch that was left
 
 
+@pytest.mark.quick
 def test_what_is_too_large_to_go_with_every_save_is_left_out_with_a_warning(tmp_path, caplog):
     """Metrics that collect what they get: no save fails for them, and the resume names those that were too large together."""
     pl = package(PACKAGES[0])

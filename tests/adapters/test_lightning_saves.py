@@ -523,6 +523,7 @@ def test_a_live_callback_and_loader_can_be_pickled(tmp_path):
         resumable([1, 2])
 
 
+@pytest.mark.quick
 def test_a_fit_that_ends_without_one_save_says_so(tmp_path, caplog):
     """Manual optimization past Lightning's counters, an interval that never came: one warning. Saves switched off: none."""
     pl = package("lightning.pytorch")

@@ -15,11 +15,12 @@ from safe_ckpt.adapters import Planned, Saver, torch_file
 from safe_ckpt.adapters.saver import candidates_in
 from safe_ckpt.layouts.table import TRAINER_STATE, TRANSFORMERS
 
-HASTY = CheckpointConfig(timeouts=Timeouts(barrier_s=2))  # half of it is waited for a manifest that is missing
+# Half of it is waited for a manifest that is missing.
+HASTY, ALONE = (CheckpointConfig(timeouts=Timeouts(barrier_s=seconds)) for seconds in (2, 0.4))
 
 
 class HastyTrainer(SafeTrainer):
-    checkpoint_config = HASTY
+    checkpoint_config = ALONE
 
 
 def said(caplog):
@@ -37,6 +38,7 @@ def warning(newer, taken, how):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* not empty.*")
+@pytest.mark.quick
 def test_lightning_names_a_newer_file_of_the_stock_callback(tmp_path, caplog):
     """ModelCheckpoint saved the same step again, and a later one: the later one is named, until ours are as far."""
     fit(tmp_path, resume="auto", settings={"max_epochs": 1})
@@ -55,6 +57,7 @@ def test_lightning_names_a_newer_file_of_the_stock_callback(tmp_path, caplog):
     assert said(caplog) == []
 
 
+@pytest.mark.quick
 def test_a_trainer_names_a_newer_checkpoint_of_the_stock_one(tmp_path, caplog):
     """Of the warnings of a resume one speaks of it. Named, it is gone on from, and then ours is the newest."""
     trainer(tmp_path, HastyTrainer, max_steps=4).train()
@@ -69,16 +72,17 @@ def test_a_trainer_names_a_newer_checkpoint_of_the_stock_one(tmp_path, caplog):
     assert said(caplog) == []
 
 
+@pytest.mark.quick
 def test_accelerate_names_a_newer_checkpoint_of_the_stock_one(tmp_path, caplog):
     """With automatic naming, by the numbers of the names."""
     with fresh():
         accelerator = make(tmp_path)
         Training(accelerator)
-        with register(accelerator, HASTY):
+        with register(accelerator, ALONE):
             ours = accelerator.save_state(async_save=False)
         accelerator.save_state()
         stock = accelerator.save_state()
-        with register(accelerator, HASTY):
+        with register(accelerator, ALONE):
             accelerator.load_state()
     assert said(caplog) == [warning(stock, ours, "load_state(path)")]
 

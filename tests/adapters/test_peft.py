@@ -202,6 +202,7 @@ def test_other_kinds_of_adapters_know_their_base_too(tmp_path, kind):
         load_adapter(base(seed=1), tmp_path / "adapter")
 
 
+@pytest.mark.quick
 def test_a_base_that_peft_changes_is_not_recorded(tmp_path, caplog):
     """PiSSA takes a part of the base away: the hash of the rest would refuse the base itself."""
     model = get_peft_model(base(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa"))

@@ -28,6 +28,7 @@ class Unfreeze(TrainerCallback):
             model.get_input_embeddings().requires_grad_(True)
 
 
+@pytest.mark.quick
 def test_a_trainer_names_parameters_frozen_again_by_a_resume(tmp_path, caplog):
     """``resume_from_checkpoint`` as True and as a path; a Trainer without the schedule is not warned of."""
     trainer(tmp_path, max_steps=4, callbacks=[Unfreeze()]).train()
@@ -60,7 +61,7 @@ def finetuned(pl):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize("name", [pytest.param(PACKAGES[0], marks=pytest.mark.quick), PACKAGES[1]])
 def test_lightning_names_parameters_frozen_again_by_a_resume(tmp_path, caplog, name):
     """Its own BackboneFinetuning, found by ``resume="auto"`` and by ``ckpt_path``; before the unfreezing nothing is said."""
     pl = package(name)
@@ -84,6 +85,7 @@ def test_lightning_names_parameters_frozen_again_by_a_resume(tmp_path, caplog, n
     assert run(3, path=str(tmp_path / "epoch=0.ckpt")) == []
 
 
+@pytest.mark.quick
 def test_accelerate_names_parameters_frozen_again_by_a_load(tmp_path, caplog):
     """``load_state`` of the newest and of a path, with two models: a number tells which."""
 

@@ -116,6 +116,44 @@ def test_rotation_keeps_the_best_and_the_newest(tmp_path):
     assert all(a.equal(b) for a, b in zip(best.values(), made.model.state_dict().values(), strict=True))
 
 
+LOSSES = {2: 1.0, 4: 5.0, 6: 2.0}
+
+
+@pytest.mark.parametrize(("limit", "greater", "kept"), [(1, False, {2, 6}), (2, True, {4, 6})])
+@pytest.mark.quick
+def test_a_limit_keeps_the_best_that_is_not_loaded_at_the_end(tmp_path, limit, greater, kept):
+    """With a ``metric_for_best_model``, at every moment, as with a plain Trainer. The metrics of a save are those of an
+    evaluation at its step: a save without one has none.
+    """
+    told, there = {}, []
+
+    def look(event):
+        if isinstance(event, events.Committed):
+            told[event.step] = read_manifest(Path(event.path)).metrics.get("eval_loss")
+
+    class Scored(SafeTrainer):
+        checkpoint_hooks = (look,)
+
+        def evaluate(self, *args, **kwargs):
+            metrics = {"eval_loss": LOSSES[self.state.global_step]}
+            self.log(metrics)
+            return metrics
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            made._safe_saver.wait()
+            there.append(state.best_global_step is None or f"checkpoint-{state.best_global_step}" in names(tmp_path))
+
+    made = trainer(
+        tmp_path, Scored, save_steps=1, save_total_limit=limit, eval_strategy="steps", eval_steps=2,
+        metric_for_best_model="eval_loss", greater_is_better=greater, callbacks=[Look()],
+    )  # fmt: skip
+    made.train()
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in sorted(kept)]
+    assert there == [True] * 6
+    assert told == {step: LOSSES.get(step) for step in range(1, 7)}
+
+
 @pytest.mark.quick
 def test_the_best_of_a_trainer_that_saves_only_the_best_is_known(tmp_path):
     """With ``save_strategy="best"`` as with a plain Trainer: what is saved, which one is the best, and that one is loaded."""

@@ -13,7 +13,7 @@ import transformers
 from drawn_samples import Placing
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from transformers import TrainerCallback
-from transformers_runs import SafeTrainer, Stop, fingerprint, model, trainer
+from transformers_runs import Leave, SafeTrainer, Stop, fingerprint, model, trainer
 
 from safe_ckpt.transformers import missing
 
@@ -204,6 +204,7 @@ def test_a_place_in_other_data_is_said_and_left_to_the_trainer(tmp_path, caplog)
     assert "The Trainer leaves out as many batches" in caplog.text
 
 
+@pytest.mark.quick
 def test_a_place_that_no_loader_takes_is_said(tmp_path, caplog):
     """A loader of a class of its own cannot be counted: it goes on as the stock Trainer's, and the log says so."""
     run(tmp_path, "shuffle", stop=4)
@@ -314,7 +315,7 @@ class Counting(torch.nn.Module):
         return self.inner(input_ids=input_ids, labels=labels)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", [MOMENTS[0], pytest.param(MOMENTS[1], marks=pytest.mark.quick)])
 def test_a_save_within_a_step_says_that_buffers_will_be_changed_twice(tmp_path, moment, caplog):
     """What the forward pass of the step has changed is saved; a save before it has nothing to say."""
     preempted(tmp_path, "stream", moment, 2, save_steps=100, of=Counting())
@@ -410,6 +411,7 @@ def test_a_row_of_the_log_that_is_missing_is_said(tmp_path, caplog, case):
     assert "the row of the log of that epoch is missing" in caplog.text
 
 
+@pytest.mark.quick
 def test_a_row_of_the_log_without_a_gradient_is_said(tmp_path, caplog):
     """No step is left of the pass after the resume: its row has no ``grad_norm``, and a warning says so."""
     more = {"logging_strategy": "epoch", "save_steps": 3, "max_steps": 5, "gradient_accumulation_steps": 2}
@@ -482,3 +484,45 @@ def test_only_a_row_that_lacks_a_gradient_is_said(caplog, logs, arguments, is_sa
     """Not where no gradient is clipped, so that stock rows have none, either; on the first process alone."""
     missing.warn_of_no_step(logs, SimpleNamespace(**{"process_index": 0, "max_grad_norm": 1.0, **arguments}))
     assert ("has no grad_norm" in caplog.text) is is_said
+
+
+WARNINGS = {
+    "evaluation": "the evaluation and the row of the log of that epoch is missing",
+    "callback": "a callback stopped training at the step of",
+    "workers": "the workers of evaluations, which stay (dataloader_persistent_workers), begin anew",
+}
+
+
+@pytest.mark.quick
+def test_a_resume_names_all_that_differs_from_a_run_without_a_stop(tmp_path, caplog):
+    """Once each: what was due at the end of the epoch of the save, a callback that stopped, workers of evaluations that stay.
+
+    A resume from within the first epoch has nothing to say.
+    """
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = state.global_step == 6
+
+    more = {
+        "per_device_train_batch_size": 8, "eval_strategy": "epoch", "logging_strategy": "epoch", "save_steps": 2,
+        "dataloader_num_workers": 1, "dataloader_persistent_workers": True, "max_steps": 8,
+    }  # fmt: skip
+    trainer(tmp_path, callbacks=[Stops()], **more).train()
+    for path, expected in ((str(tmp_path / "checkpoint-2"), 0), (True, 1)):
+        caplog.clear()
+        with pytest.raises(KeyboardInterrupt):
+            trainer(tmp_path, callbacks=[Leave()], **more).train(resume_from_checkpoint=path)
+        assert {name: caplog.text.count(text) for name, text in WARNINGS.items()} == dict.fromkeys(WARNINGS, expected)
+
+
+@pytest.mark.quick
+def test_a_resume_in_a_later_pass_over_a_stream_says_that_epochs_count_from_0(tmp_path, caplog):
+    """Once; in the first pass there is nothing to say."""
+    more = {"per_device_train_batch_size": 13}  # a pass has two batches
+    run(tmp_path, "stream", stop=4, **more)
+    for step, expected in ((1, 0), (3, 1)):
+        caplog.clear()
+        path = str(tmp_path / f"checkpoint-{step}")
+        run(tmp_path, "stream", resume=path, save_strategy="no", **more, max_steps=step + 1)
+        assert caplog.text.count("epochs are logged as of 0") == expected

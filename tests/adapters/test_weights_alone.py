@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning_runs import fit
 from transformers import Trainer
-from transformers_runs import SafeTrainer, trainer
+from transformers_runs import Leave, SafeTrainer, trainer
 
 from safe_ckpt import Checkpointer
 from safe_ckpt.errors import NoValidCheckpointError, RestoreError
@@ -16,16 +16,23 @@ def told(caplog):
     return [text for text in caplog.messages if "save_only_model" in text]
 
 
-@pytest.mark.parametrize("kind", [SafeTrainer, Trainer], ids=["ours", "stock"])
+STOCK = pytest.param(Trainer, id="stock", marks=pytest.mark.quick)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(SafeTrainer, id="ours"), STOCK])
 def test_a_trainer_warns_once_of_a_resume_from_weights_alone(tmp_path, caplog, kind):
-    """``save_only_model=True``, saved by ours or by a stock Trainer, resumed as True or by its path."""
+    """``save_only_model=True``, saved by ours or by a stock Trainer, resumed as True or by its path.
+
+    Of a stock Trainer's a second warning says, once too, that it is not verified.
+    """
     trainer(tmp_path, kind, max_steps=2, save_only_model=True).train()
     for path in (True, str(tmp_path / "checkpoint-2")):
         caplog.clear()
-        with caplog.at_level(logging.WARNING, "safe_ckpt"):
-            trainer(tmp_path, max_steps=3, save_strategy="no").train(resume_from_checkpoint=path)
+        with caplog.at_level(logging.WARNING, "safe_ckpt"), pytest.raises(KeyboardInterrupt):
+            trainer(tmp_path, max_steps=3, save_strategy="no", callbacks=[Leave()]).train(resume_from_checkpoint=path)
         (said,) = told(caplog)
         assert "checkpoint-2 has the weights of the model alone" in said
+        assert caplog.text.count("it is loaded without verification") == (kind is Trainer)
 
 
 def test_a_trainer_does_not_warn_of_a_resume_from_a_whole_checkpoint(tmp_path, caplog):

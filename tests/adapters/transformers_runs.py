@@ -75,3 +75,10 @@ class Stop(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         if state.global_step == self.at:
             raise KeyboardInterrupt
+
+
+class Leave(TrainerCallback):
+    """Ends a run that is resumed before its first step."""
+
+    def on_train_begin(self, *_, **__):
+        raise KeyboardInterrupt

@@ -1,5 +1,6 @@
 """What a listing has and tells, and which checkpoint of another tool is newer than the one of ours that a resume takes."""
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -84,3 +85,30 @@ def test_checkpoints_with_an_ending_are_files_and_directories_and_nothing_else(t
     (tmp_path / "link.ckpt").symlink_to("file.ckpt")
     found = list_files(tmp_path, ".ckpt")
     assert sorted((one.path.name, one.foreign) for one in found) == [("directory.ckpt", False), ("file.ckpt", False)]
+
+
+@pytest.mark.parametrize("where", ["below", "top"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.ENOENT, errno.EIO, errno.ESTALE])
+def test_a_folder_that_may_not_be_listed_is_skipped_with_a_warning(tmp_path, monkeypatch, caplog, where, number):
+    """Below the directory, where it denies it; one that has gone without a word. An error of the disk is raised, and so is
+    each one of the directory itself: what is seen must not be taken for all.
+    """
+    run = tmp_path / "run"
+    for folder in (run, run / "other", run / "third"):
+        folder.mkdir()
+        save_archive({"x": 1}, folder / "file.ckpt", sequence=1)
+    scandir, broken = os.scandir, os.fspath(run if where == "top" else run / "other")
+
+    def deny(folder):
+        if os.fspath(folder) == broken:
+            raise OSError(number, os.strerror(number), broken)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", deny)
+    denied, gone = number in (errno.EACCES, errno.EPERM), number == errno.ENOENT
+    if where == "top" or not (denied or gone):
+        with pytest.raises(OSError, match=os.strerror(number)):
+            list_files(run, ".ckpt")
+        return
+    assert [one.path for one in list_files(run, ".ckpt")] == [run / "file.ckpt", run / "third/file.ckpt"]
+    assert caplog.text.count(f"{broken} is passed over, with all that may be in it") == denied

@@ -446,6 +446,19 @@ def test_many_saves_share_bars_that_show_the_worst():
     assert len(rendered(events)) < 400_000
 
 
+@pytest.mark.parametrize("count", [90, 91, 250])
+def test_many_saves_share_bars_that_tell_every_failure(count):
+    """However many saves share a bar: each chart tells of as many failures as there were, and where a run began."""
+    saved = [a_save(step, 10 * step, error="OSError: full" if step % 3 else None) for step in range(count)]
+    saved.insert(count // 2, [line("resumed", 10 * (count // 2) - 1, name="step-1", step=1)])
+    figures = re.findall("<figure>.*?</figure>", rendered([event for events in saved for event in events]), re.DOTALL)
+    assert len(figures) > 3
+    for text in figures:
+        many = re.findall(r"<title>around step \d+: (\d+) failed</title>", text)
+        assert sum(map(int, many)) + text.count(": failed</title>") == sum(step % 3 > 0 for step in range(count))
+        assert text.count('class="resumed"') == 1
+
+
 @given(st.lists(st.floats(0, 1e12), min_size=1, max_size=200), st.sampled_from(sorted(page.UNITS)))
 def test_every_axis_begins_at_zero_and_has_room(values, quantity):
     """Three ticks in even steps from zero; no value goes beyond the top but those that are far above the others."""
