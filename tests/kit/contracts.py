@@ -1,4 +1,7 @@
-"""The contracts of ``Home``, with its ``Sink``, and of ``Extension``: an implementation derives a class and runs all of it."""
+"""The contracts of a ``Home`` with its ``Sink``, of the places that are read from, and of an ``Extension``.
+
+An implementation derives a class and runs all of it.
+"""
 
 import contextlib
 import json
@@ -7,16 +10,19 @@ import pytest
 import torch
 import xxhash
 
-from safe_ckpt import CheckpointConfig, Checkpointer, checkpointer
+from safe_ckpt import CheckpointConfig, Checkpointer, PerRank, checkpointer
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.formats.file_plan import WriteTask
-from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
+from safe_ckpt.core.formats.verify import verify_entry
 from safe_ckpt.core.home.home import NewCheckpoint
 from safe_ckpt.core.staging.progress import write_mark
 from safe_ckpt.core.storage.direct_io import PAGE, Unwatched, WriteOptions
 from safe_ckpt.core.storage.objects.options import StorageOptions
+from safe_ckpt.core.storage.reader import digest_of, read_whole
+from safe_ckpt.core.storage.source import file_in, size_of, sizes_in
 from safe_ckpt.core.writer.sink import WriteJob, write_job
-from safe_ckpt.errors import DirectoryInUseError, SafeCheckpointError
+from safe_ckpt.errors import CorruptCheckpointError, DirectoryInUseError, IncompleteCheckpointError, SafeCheckpointError
 
 TIMEOUTS = Timeouts(barrier_s=1.0)  # that is how long a file is awaited that another rank reports
 DATA = bytes(range(256)) * 5000
@@ -193,6 +199,83 @@ class HomeContract:
         raise NotImplementedError
 
 
+class SourceContract:
+    """What reading promises of the files of a checkpoint, whatever storage they lie in.
+
+    A subclass has the fixture ``run``: where a ``Checkpointer`` saves; and ``put``, which changes a file behind our back.
+    """
+
+    def put(self, place, data):
+        """Write a file there, or with None delete it."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def folder(self, run):
+        """The place of a checkpoint, with a file in a folder of its own."""
+        with Checkpointer(run, CheckpointConfig(record_events=False)) as ckpt:
+            state = {"w": torch.arange(30_000.0), "own": PerRank({"n": 1})}
+            return ckpt.save(1, state).result(timeout_s=60).path
+
+    def entries(self, folder):
+        return {entry.path: entry for entry in read_manifest(folder).files}
+
+    def test_each_file_has_the_size_and_the_bytes_that_the_manifest_says(self, folder):
+        """Whole, hashed on the way, and file by file."""
+        entries = self.entries(folder)
+        assert len(entries) == 2
+        assert sizes_in(folder, entries) == {path: entry.size_bytes for path, entry in entries.items()}
+        for path, entry in entries.items():
+            file = file_in(folder, path)
+            assert size_of(file) == entry.size_bytes
+            memory, digest = read_whole(file, entry.size_bytes)
+            assert digest == digest_of(file, entry.size_bytes) == entry.xxh3_128
+            assert xxhash.xxh3_128_hexdigest(memory[: entry.size_bytes]) == digest
+            verify_entry(folder, entry)
+
+    def test_other_bytes_of_the_same_length_are_damage(self, folder):
+        """It names the file, and the other one is in order."""
+        one, other = self.entries(folder).values()
+        memory, _ = read_whole(file_in(folder, one.path), one.size_bytes)
+        self.put(folder / one.path, bytes([memory[0] ^ 1]) + bytes(memory[1 : one.size_bytes]))
+        with pytest.raises(CorruptCheckpointError) as caught:
+            verify_entry(folder, one)
+        assert caught.value.file == one.path
+        assert not isinstance(caught.value, IncompleteCheckpointError)
+        verify_entry(folder, other)
+
+    def test_a_file_that_is_shorter_is_damage(self, folder):
+        """Whoever reads the length that it should have gets no bytes of another file behind it."""
+        entry = next(iter(self.entries(folder).values()))
+        memory, _ = read_whole(file_in(folder, entry.path), entry.size_bytes)
+        self.put(folder / entry.path, bytes(memory[: entry.size_bytes - 1]))
+        assert sizes_in(folder, [entry.path]) == {entry.path: entry.size_bytes - 1}
+        with pytest.raises(CorruptCheckpointError):
+            verify_entry(folder, entry)
+
+    def test_a_file_that_is_not_there_is_missing_and_not_damaged(self, folder):
+        """It has no size; to read it says which one it is."""
+        entry = next(iter(self.entries(folder).values()))
+        self.put(folder / entry.path, None)
+        assert sizes_in(folder, [entry.path]) == {}
+        with pytest.raises(FileNotFoundError):
+            size_of(folder / entry.path)
+        with pytest.raises(IncompleteCheckpointError) as caught:
+            verify_entry(folder, entry)
+        assert caught.value.file == entry.path
+
+    def test_a_manifest_that_is_no_manifest_is_damage(self, folder):
+        """Of the length that it had."""
+        self.put(folder / MANIFEST_NAME, b"{" * 300)
+        with pytest.raises(CorruptCheckpointError):
+            read_manifest(folder)
+
+    def test_a_checkpoint_whose_manifest_is_gone_is_incomplete(self, folder):
+        """That is no damage either."""
+        self.put(folder / MANIFEST_NAME, None)
+        with pytest.raises(IncompleteCheckpointError):
+            read_manifest(folder)
+
+
 class ExtensionContract:
     """What every extension promises to the saves that it stands beside.
 
@@ -234,4 +317,4 @@ class ExtensionContract:
             json.dumps({"fields": dict(one.fields), "summary": one.summary})
 
 
-__all__ = ["DATA", "ExtensionContract", "HomeContract", "written"]
+__all__ = ["DATA", "ExtensionContract", "HomeContract", "SourceContract", "written"]
