@@ -28,7 +28,7 @@ from safe_ckpt.core.resuming.named import not_found, of_frameworks
 from safe_ckpt.core.resuming.one_resume import Chosen
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.handle import SaveHandle
-from safe_ckpt.core.saving.names import NamedHomes
+from safe_ckpt.core.saving.names import NamedHomes, refuse_other_doors
 from safe_ckpt.core.saving.request import (
     Destination,
     Facts,
@@ -164,6 +164,7 @@ class Checkpointer:
             SaveError: an earlier save failed, and nobody was told yet; so for ``WriterError``, ``NotEnoughSpaceError``,
                 ``CommitOutcomeUnknown``, ``UnhealthyStateError`` and all that ``SaveHandle.result`` raises. On every rank;
                 this save was not started.
+            DirectoryError: another door, such as ``publishing``, has saved a checkpoint under this name. On every rank.
             DesyncError: the ranks called different things, or differ in step, directory, names or whole items. On every rank
                 that came.
             RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
@@ -192,6 +193,7 @@ class Checkpointer:
 
     def _save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> SaveHandle:
         number = step if isinstance(step, int) else -1
+        path = self.directory / step_name(number)
         error: Exception | None = None
         planned = Plan()
         shards: list[FilePlan] = []
@@ -199,10 +201,11 @@ class Checkpointer:
         try:
             check_step(step)
             numbers = checked_metrics(metrics)
+            if self._engine.rank == 0:
+                refuse_other_doors(self._home, path)
             planned = self._planner.plan(items_of(state))
         except Exception as problem:  # such as from a state_dict(): the other ranks must learn of it
             error = problem
-        path = self.directory / step_name(number)
         must_match = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
         if error is None:
             self._engine.note_models(planned.models)

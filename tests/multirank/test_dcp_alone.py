@@ -8,6 +8,7 @@ import torch
 from kit import limits
 from kit.patience import scaled
 from safe_ckpt import CheckpointConfig, Retention, dcp
+from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.storage import durable
 from safe_ckpt.dcp import loading
@@ -76,3 +77,31 @@ def test_a_load_waits_for_what_is_being_saved(tmp_path, monkeypatch, by):
         loads.set()
         saving.result(30)
     assert (state["n"], state["t"].tolist()) == (2, [2.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step-100", 100),
+        ("llama-3-step-100", 100),
+        ("7", 7),
+        ("v2.step_30.pt", 30),
+        ("epoch=3-step=120", 120),
+        ("x", 0),
+    ],
+)
+def test_the_step_of_a_checkpoint_is_the_last_number_of_its_name(tmp_path, name, step):
+    """It goes into the manifest, and counts for a rule of steps."""
+    with inline_saves():
+        dcp.save({"t": torch.ones(2)}, checkpoint_id=tmp_path / name, no_dist=True)
+    assert read_manifest(tmp_path / name).step == step
+
+
+def test_settings_that_are_given_one_after_the_other_add_up():
+    """A second call of ``configure`` changes what it names, and leaves the rest; a whole configuration takes its place."""
+    rules(keep_last=2)
+    both = dcp.configure(on_failure="warn")
+    assert (both.retention, both.on_failure) == (Retention(keep_last=2), "warn")
+    third = dcp.configure(retention=Retention(keep_last=3))
+    assert (third.retention.keep_last, third.on_failure) == (3, "warn")
+    assert dcp.configure(CheckpointConfig()) == CheckpointConfig()

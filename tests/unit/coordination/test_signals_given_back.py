@@ -23,3 +23,17 @@ def test_after_the_end_a_signal_goes_where_it_went_before(tmp_path, before):
     finally:
         for number, handler in outer.items():
             signal.signal(number, handler)
+
+
+def test_each_signal_goes_to_the_handler_of_the_script_as_well(tmp_path):
+    """Also the first one: what the script does at a signal, it does beside a job that saves at it."""
+    heard = []
+    outer = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        with Checkpointer(tmp_path, CheckpointConfig(save_on_signals=("SIGUSR1",))) as ckpt:
+            for count in (1, 2):
+                signal.raise_signal(signal.SIGUSR1)
+                assert heard == [signal.SIGUSR1] * count
+            assert ckpt.stop_requested
+    finally:
+        signal.signal(signal.SIGUSR1, outer)
