@@ -212,9 +212,14 @@ def test_a_run_goes_on_as_if_it_had_not_ended(tmp_path, straight_folder, cause, 
     assert fingerprint(module) == weights
 
 
-@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("every", [2, 3, pytest.param("validation", marks=pytest.mark.quick)])
 def test_reduce_lr_on_plateau_steps_at_the_end_of_a_resumed_epoch(tmp_path, every):
-    """ReduceLROnPlateau steps at the end of an epoch that was resumed in its middle, or after its last batch, as ever."""
+    """ReduceLROnPlateau steps once in an epoch that was resumed in its middle, after its last batch, or at its validation."""
+    when = (
+        {"every_n_epochs": 1, "save_on_train_epoch_end": False}
+        if every == "validation"
+        else {"every_n_train_steps": every}
+    )
     pl = package(NAME)
 
     class Module(module_class(pl)):
@@ -226,7 +231,7 @@ def test_reduce_lr_on_plateau_steps_at_the_end_of_a_resumed_epoch(tmp_path, ever
     def go(folder, *callbacks):
         pl.seed_everything(1, verbose=False)
         module = Module(loader=resumable)
-        saving = SafeCheckpointCallback(dirpath=folder, every_n_train_steps=every, save_top_k=-1, resume="auto")
+        saving = SafeCheckpointCallback(dirpath=folder, save_top_k=-1, resume="auto", **when)
         made = trainer(pl, [saving, *callbacks], folder)
         with contextlib.suppress(Stop):
             made.fit(module)

@@ -364,6 +364,7 @@ def test_a_step_that_is_done_again_counts_once(tmp_path, case, moment):
     assert after.state.total_flos == whole.state.total_flos > 0
 
 
+@pytest.mark.quick
 def test_a_training_that_is_over_does_not_go_on(tmp_path):
     """Started again, as a job that was killed behind its last save: no step more, also in the middle of an epoch."""
     more = {"max_steps": 7, "save_steps": 7, "lr_scheduler_type": "constant"}

@@ -115,6 +115,24 @@ def test_verify_and_inspect_as_json(tmp_path):
     assert "w:t" not in run("inspect", tmp_path / "step-00000001", "--match", "x*").stdout
 
 
+def test_two_checkpoints_are_compared_in_what_matches_alone(tmp_path):
+    """``--match`` holds for both: what differs elsewhere, or is in one alone, is not looked at."""
+    ones = {"a.w": torch.ones(2), "a.b": torch.ones(2), "b.w": torch.ones(2)}
+    save_file(ones, tmp_path / "one.safetensors")
+    save_file({**ones, "b.w": torch.zeros(2), "c.w": torch.ones(1)}, tmp_path / "two.safetensors")
+    pair = ("inspect", tmp_path / "one.safetensors", tmp_path / "two.safetensors")
+
+    def compared(pattern):
+        done = run(*pair, "--match", pattern, "--json")
+        shown = json.loads(done.stdout)
+        assert done.exit_code == (0 if shown["equal"] else 1)
+        return shown["tensors_compared"], [row["name"] for row in shown["differences"]]
+
+    assert compared("a.*") == (2, [])
+    assert compared("b.*") == (1, ["b.w"])
+    assert compared("*.w") == (2, ["b.w", "c.w"])
+
+
 DIFFERENT = {
     "rounded": (0.1 + 0.2, 0.3),
     "int and float": (1, 1.0),
