@@ -34,12 +34,13 @@ class Route:
 
     Attributes:
         files: file -> number of calls.
-        changes: how often a thread called from one room (a folder) into another.
+        changes: the calls from one room (a folder) into another, each once: the waiting for a writer asks the same again and
+            again, and how often that is depends on the machine.
     """
 
     def __init__(self) -> None:
         self.files: dict[str, int] = {}
-        self.changes = 0
+        self.changes: set[tuple[str, str, str]] = set()
         self._rooms: dict[int, str] = {}
         self._on = False
 
@@ -51,7 +52,7 @@ class Route:
     @contextmanager
     def recorded(self) -> Iterator[dict[str, int]]:
         """Record what is entered within: file -> number of calls."""
-        self.files, self.changes, self._rooms, self._on = {}, 0, {}, True
+        self.files, self.changes, self._rooms, self._on = {}, set(), {}, True
         try:
             yield self.files
         finally:
@@ -65,7 +66,9 @@ class Route:
             return
         self.files[name] = self.files.get(name, 0) + 1
         thread, room = threading.get_ident(), os.path.dirname(name)
-        self.changes += self._rooms.get(thread, room) != room
+        before = self._rooms.get(thread, room)
+        if before != room:
+            self.changes.add((before, room, f"{name}:{frame.f_code.co_firstlineno}"))
         self._rooms[thread] = room
 
 
@@ -93,7 +96,7 @@ def watch_writer(target: str) -> None:
 
 
 def traced(folder: Path, mebibytes: int) -> tuple[dict[str, dict[str, int]], int]:
-    """What one save and one resume enter, and how often a save changes the room, the median of ``RUNS``.
+    """What one save and one resume enter, and how often a save changes the room, each call once, the median of ``RUNS``.
 
     Returns:
         "save", "writer" and "resume" -> file -> number of calls; and the changes.
@@ -117,7 +120,7 @@ def traced(folder: Path, mebibytes: int) -> tuple[dict[str, dict[str, int]], int
     for number in range(RUNS):
         with Checkpointer(folder / f"run{number}", CheckpointConfig()) as ckpt, route.recorded() as entered:
             ckpt.save(1, state).result()
-        changes.append(route.changes)
+        changes.append(len(route.changes))
         saved = saved or entered
     with Checkpointer(folder / "run0", CheckpointConfig()) as ckpt, route.recorded() as resumed:
         ckpt.resume(state)

@@ -28,7 +28,7 @@ from safe_ckpt.core.resuming.named import not_found, of_frameworks
 from safe_ckpt.core.resuming.one_resume import Chosen
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.handle import SaveHandle
-from safe_ckpt.core.saving.names import NamedHomes, refuse_other_doors
+from safe_ckpt.core.saving.names import NamedHomes
 from safe_ckpt.core.saving.request import (
     Destination,
     Facts,
@@ -40,6 +40,7 @@ from safe_ckpt.core.saving.request import (
     check_step,
     checked_metrics,
 )
+from safe_ckpt.core.saving.save import refuse_other_doors
 from safe_ckpt.core.state.items import Restoring, expected_bytes, items_of, modules_of
 from safe_ckpt.core.state.planner import Plan, Planner
 from safe_ckpt.core.storage.objects.options import is_url

@@ -16,11 +16,9 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.home.candidates import list_directories, newest_sequence
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.file_lock import read_lock
-from safe_ckpt.core.home.home import HIDDEN, NAMES, Home, is_anything_at
-from safe_ckpt.core.home.places import candidate_at
+from safe_ckpt.core.home.home import HIDDEN, NAMES
 from safe_ckpt.core.saving import set_up as shared
 from safe_ckpt.core.saving.recent import Recent
-from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.presence import is_mounted
 from safe_ckpt.errors import DirectoryError, DirectoryInUseError, SafeCheckpointError, naming
 
@@ -201,22 +199,6 @@ def refuse(
     if what:
         message = f"{what}, so it is not replaced: give another name, or move it away"
         raise DirectoryError(path=str(path), message=message, rank=0)
-
-
-def refuse_other_doors(home: Home, place: Place) -> None:
-    """Refuse to replace a checkpoint that another door than ``Checkpointer`` has saved in its directory. On rank 0.
-
-    One of its own that is damaged, or whose manifest is gone, is replaced: training goes on behind it. In an object store each
-    save has a folder of its own.
-
-    Raises:
-        DirectoryError: it is there.
-    """
-    found = candidate_at(place) if home.is_mounted and is_anything_at(place) else None
-    door = found.manifest.notes.get("adapter") if found is not None and found.manifest is not None else None
-    if door:
-        message = f"another door of safe_ckpt ({door}) saved it, so it is not replaced: move it away"
-        raise DirectoryError(path=str(place), message=message, rank=0)
 
 
 def _sequence_of(path: Path) -> int:
