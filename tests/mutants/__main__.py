@@ -72,6 +72,9 @@ ROOMS = {
     ],
     "core/formats": [
         "tests/unit/formats",
+        "tests/unit/adapters/test_pickles.py",
+        "tests/unit/state/test_planner.py",
+        "tests/unit/saving/test_unchanged.py",
         "tests/unit/tools/inspection",
         "tests/unit/saving/test_as_it_was.py",
         *_SAVING,
