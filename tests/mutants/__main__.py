@@ -73,6 +73,7 @@ ROOMS = {
     "core/formats": [
         "tests/unit/formats",
         "tests/unit/adapters/test_pickles.py",
+        "tests/unit/state/test_changing.py",
         "tests/unit/state/test_planner.py",
         "tests/unit/saving/test_unchanged.py",
         "tests/unit/tools/inspection",

@@ -133,7 +133,7 @@ def test_health_knows_a_tensor_by_its_plain_name(tmp_path, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_saved_state_has_the_names_of_the_module_that_takes_it(way):
-    """From each way that it was saved, with the values of the same tensors and the versions of its modules; one that has them stays as it is."""
+    """From each way that it was saved, with its values and the versions of its modules; one that has them stays as it is."""
     model = made(way, 1)
     own = model.state_dict()
     assert as_named(model, own) is own

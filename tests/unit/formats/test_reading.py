@@ -129,7 +129,9 @@ def test_sparse_tensors_are_read_without_a_warning_and_never_lead_outside(in_pla
                 torch_reading.parse_archive(memory, len(buffer.getvalue()))
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), OSError()])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), OSError()]
+)
 def test_a_machine_without_memory_says_nothing_of_a_file(tmp_path, error):
     """Its error is raised as it is: the checkpoint is not passed over."""
     with pytest.raises(type(error)) as caught, torch_reading.refusing(tmp_path, "a.pt"):
