@@ -213,7 +213,7 @@ def test_quantized_and_nested_tensors_are_not_refused():
 
 @pytest.mark.parametrize("final", [torch.float16, torch.float32])
 def test_a_type_that_no_export_has_is_refused_at_the_call(tmp_path, final):
-    """Two numbers in one byte have no conversion, and sparse ones no place: the error names the tensor, and nothing is begun."""
+    """Two numbers in one byte have no conversion, and sparse ones no place: the error names it, and nothing is begun."""
     packed = torch.ones(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     with Checkpointer(tmp_path / "d") as ckpt:
         with pytest.raises(StateError, match=r"packed.*cannot convert"):
