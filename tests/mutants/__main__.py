@@ -41,6 +41,7 @@ ROOMS = {
     "core/home": [
         "tests/unit/home",
         "tests/unit/saving/test_commit_order.py",
+        "tests/unit/saving/test_failing_saves.py",
         "tests/unit/saving/test_mirror.py",
         "tests/unit/saving/test_mirror_behind.py",
         "tests/unit/saving/test_objects_in_memory.py",

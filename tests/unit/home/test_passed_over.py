@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from kit.limits import QUICK
 from safe_ckpt import Checkpointer
 from safe_ckpt.adapters.one_shot import save_archive
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest
-from safe_ckpt.core.home.candidates import list_files, stamp_of
+from safe_ckpt.core.home.candidates import list_directories, list_files, stamp_of
 from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.home.standing import passed_over, standing_of
+from safe_ckpt.core.home.visibility import listed
 
 
 def ours(path, step, sequence=1):
@@ -71,6 +73,24 @@ def test_what_was_deleted_since_it_was_listed_can_be_told_of(tmp_path):
     )
     one = replace(one, manifest=replace(one.manifest, files=files))
     assert (one.summary.name, one.summary.size_bytes) == ("step-1", 7)
+
+
+def test_a_step_whose_manifest_is_not_seen_yet_is_listed_again(tmp_path):
+    """The cache of a network file system shows a folder before what is in it: what another host has committed counts."""
+    with Checkpointer(tmp_path) as ckpt:
+        manifest = ckpt.save(1, {"x": 1}).result(timeout_s=30).path / "manifest.json"
+    data, found = manifest.read_bytes(), []
+    manifest.unlink()
+
+    def look():
+        found.append(list_directories(tmp_path))
+        manifest.write_bytes(data)
+        return found[-1]
+
+    (whole,) = listed(look, QUICK)
+    ((lacking,), _) = found
+    assert (lacking.missing, lacking.problem) == (manifest, "manifest.json is missing")
+    assert (whole.missing, whole.problem, whole.manifest.step) == (None, "", 1)
 
 
 def test_checkpoints_with_an_ending_are_files_and_directories_and_nothing_else(tmp_path):
