@@ -5,6 +5,7 @@ import json
 import mmap
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from safe_ckpt.errors import (
     RestoreError,
     UnsupportedFormatError,
 )
+from safe_ckpt.events import Resumed
 from support import flip_bit, needs_root, run_program
 
 
@@ -120,16 +122,22 @@ def can_be_dropped(folder):
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_kept_for_people(tmp_path):
-    """One flipped bit in the newest: the older one is restored, the damaged one lies in quarantine with a reason."""
+    """One flipped bit in the newest: the older one is restored, and the damaged one is in quarantine with a reason."""
     with Checkpointer(tmp_path, config()) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, {"w": {"t": torch.full((1000,), float(step))}, "n": step}).result(timeout_s=20)
     flip_bit(tmp_path / "step-00000003" / "w.safetensors", 5000)
     flip_bit(tmp_path / "step-00000002" / "manifest.json", 100)
     target = {"w": {"t": torch.zeros(1000)}}
-    with Checkpointer(tmp_path, config()) as ckpt:
+    seen = []
+    begun = time.monotonic()
+    with Checkpointer(tmp_path, config(), hooks=[seen.append]) as ckpt:
         assert ckpt.resume(target).step == 1
+        took_s = time.monotonic() - begun
         assert ckpt.save(4, {"n": 4}).result(timeout_s=20).sequence > 1
+    (told,) = [event for event in seen if isinstance(event, Resumed)]
+    assert (told.step, told.rejected) == (1, 2)
+    assert 0 < told.seconds <= took_s
     assert (target["w"]["t"] == 1).all()
     assert steps(tmp_path) == ["step-00000001", "step-00000004"]
     assert steps(tmp_path / ".safe_ckpt/quarantine") == ["step-00000002", "step-00000003"]

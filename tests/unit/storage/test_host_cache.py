@@ -40,6 +40,12 @@ def test_two_kernels_are_two_hosts_whatever_numbers_their_folders_have(tmp_path,
     assert on("one", tmp_path / "other") != one
 
 
+def test_the_directory_that_a_setting_names_is_made_with_those_above_it(tmp_path):
+    """A host's own disk is empty when a job comes to it."""
+    host_cache.HostCache(str(tmp_path / "not/there/yet"), part_bytes=1 << 20, at_a_time=1).host_id(10)
+    assert (tmp_path / "not/there/yet").is_dir()
+
+
 def test_a_folder_that_somebody_has_removed_is_no_error(tmp_path):
     """What was fetched is deleted at the end, if it is still there: a system that cleans up may have come first."""
     for removed in (False, True):
