@@ -17,6 +17,7 @@ from kit.limits import QUICK
 from safe_ckpt import (
     Checkpointer,
     PerRank,
+    load,
 )
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.home import candidates as catalog
@@ -144,6 +145,17 @@ def test_a_damaged_checkpoint_is_passed_over_and_kept_for_people(tmp_path):
     events = [json.loads(line) for line in (tmp_path / ".safe_ckpt/events.jsonl").read_text().splitlines()]
     reasons = [event["reason"] for event in events if event["event"] == "quarantined"]
     assert any("w.safetensors" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_load_compares_what_nobody_reads_where_that_is_asked_for(tmp_path, verify):
+    """A checkpoint is good as a whole or not at all; a load that wants a part of it quickly may say so."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"w": {"t": torch.full((1000,), float(step))}, "n": step}).result(timeout_s=20)
+    flip_bit(tmp_path / "step-00000002" / "w.safetensors", 3000)
+    state = {"n": 0}
+    assert load(tmp_path, state, verify=verify).step == state["n"] == (1 if verify else 2)
 
 
 def test_damage_in_what_is_not_restored_counts_too(tmp_path):
