@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 
 from kit.patience import wait_until
+from safe_ckpt.core.coordination import coordinator as coordinators
 from safe_ckpt.core.coordination.coordinator import Coordinator
 from safe_ckpt.core.home import lease
 from safe_ckpt.core.home.file_lock import JobLock
@@ -54,6 +55,11 @@ def upload_at_once(patch):
             self._work(item)
 
     patch.setattr(mirror, "Background", AtOnce)
+
+
+def sessions():
+    """How many sessions of ranks this process has open, those of a single one included."""
+    return len(coordinators._open)
 
 
 def store_keys(job):

@@ -6,6 +6,7 @@ import subprocess
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from kit.ranks import spawn_ranks, values
@@ -128,8 +129,6 @@ def test_fresh_resume_and_overwrite_do_as_they_say(tmp_path):
 
 
 def _life(rank, path):
-    import torch
-
     assert set_up_directory(path, mode="fresh", timeout_s=30) == path
     assert os.listdir(path) == []
     dist.barrier()
@@ -199,16 +198,26 @@ def _on_own_disk(rank, path):
         return error
 
 
+@pytest.mark.quick
 def test_set_up_directory_works_in_one_process_without_a_group(tmp_path):
-    """The same function serves a program with a single process."""
-    assert set_up_directory(tmp_path / "x", mode="fresh") == tmp_path / "x"
-    (tmp_path / "x" / "f").write_text("x")
-    set_up_directory(tmp_path / "x", mode="overwrite")
-    assert os.listdir(tmp_path / "x") == []
+    """The same function serves a program with a single process. It takes away what an overwriting that was killed left."""
+    path = tmp_path / "x"
+    assert set_up_directory(path, mode="fresh") == path
+    with pytest.raises(NoValidCheckpointError, match="it holds no complete checkpoint"):
+        set_up_directory(path, mode="resume")
+    torch.save({"a": 1}, path / "step1.pt")
+    assert set_up_directory(path, mode="resume") == path
+    with pytest.raises(DirectoryError, match='is not empty: use mode="resume"'):
+        set_up_directory(path, mode="fresh")
+    (tmp_path / ".x.safe_ckpt-trash-1/old").mkdir(parents=True)
+    set_up_directory(path, mode="overwrite")
+    assert os.listdir(path) == []
+    assert os.listdir(tmp_path) == ["x"]
     with pytest.raises(ConfigError, match="mode"):
-        set_up_directory(tmp_path / "x", mode="replace")
+        set_up_directory(path, mode="replace")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("path", ["/", os.path.expanduser("~"), "."])
 def test_dangerous_paths_are_not_emptied(path):
     """overwrite never deletes the root, the home or the working directory."""
@@ -216,6 +225,7 @@ def test_dangerous_paths_are_not_emptied(path):
         set_up_directory(path, mode="overwrite")
 
 
+@pytest.mark.quick
 def test_a_running_job_is_not_overwritten(tmp_path):
     """overwrite refuses a directory that a live job holds."""
     from safe_ckpt import Checkpointer

@@ -3,9 +3,9 @@
     python -m mutants ROOM [--seed 1] [--count 50] [--only NUMBER ...]
 
 Each runs in a fork and a copy of the tree, against the tests that enter its line: a run without a mutant records them. What
-only a process that a test started enters is not recorded: a few tests that start a writer, or enter most of the module, are
-run then. It prints a line for each mutant, and the difference of each that survived: read these. Some change nothing that
-anybody sees; of the others each is a test that is missing. Exit status: 1 if one survived.
+only a process that a test started enters is not recorded: where few enter it, a few tests that start a writer, or enter most of
+the module, are run, too. It prints a line for each mutant, and the difference of each that survived: read these. Some change
+nothing that anybody sees; of the others each is a test that is missing. Exit status: 1 if one survived.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ ROOMS = {
     "core/home": [
         "tests/unit/home",
         "tests/unit/saving/test_commit_order.py",
+        "tests/unit/saving/test_failing_saves.py",
         "tests/unit/saving/test_mirror.py",
         "tests/unit/saving/test_mirror_behind.py",
         "tests/unit/saving/test_objects_in_memory.py",
@@ -52,9 +53,11 @@ ROOMS = {
     ],
     "core/saving": [
         "tests/unit/saving",
+        "tests/multirank/test_set_up_directory.py",
         "tests/unit/staging/test_host_budget.py",
         "tests/unit/state/test_overlap.py",
         "tests/unit/test_cuda.py",
+        "tests/unit/writer/test_closing.py",
     ],
     "core/resuming": [
         "tests/unit/saving",
@@ -72,6 +75,10 @@ ROOMS = {
     ],
     "core/formats": [
         "tests/unit/formats",
+        "tests/unit/adapters/test_pickles.py",
+        "tests/unit/state/test_changing.py",
+        "tests/unit/state/test_planner.py",
+        "tests/unit/saving/test_unchanged.py",
         "tests/unit/tools/inspection",
         "tests/unit/saving/test_as_it_was.py",
         *_SAVING,
@@ -128,16 +135,16 @@ def measure_patience() -> None:
 def noticing(record: Record, mutant: Mutant) -> list[str]:
     """The tests that enter the statement, the quickest first: all, where the import of the module runs it.
 
-    Where none does in its own process, a few that start a writer, in whose process it may be run, and those that enter most
+    Where few do in their own process, a few that start a writer, in whose process it may be run, and those that enter most
     of its module, as a process that they fork, such as a loader's worker, may run it.
     """
-    if found := _entering(record, mutant):
+    if len(found := _entering(record, mutant)) >= _NEAR_TESTS:
         return found
     module = str(mutant.name.relative_to(SRC))
     near = [test for test, ran in record.items() if module in ran.lines]
     near.sort(key=lambda test: -len(record[test].lines[module]))
     starting = [test for test, ran in record.items() if _STARTS_A_WRITER in ran.lines][:_SAVING_TESTS]
-    return list(dict.fromkeys([*starting, *near[:_NEAR_TESTS]]))
+    return list(dict.fromkeys([*found, *starting, *near[:_NEAR_TESTS]]))
 
 
 def _entering(record: Record, mutant: Mutant) -> list[str]:

@@ -260,7 +260,7 @@ def is_still_meant(loader: Any, pending: Position) -> bool:
 
 def facts_of(loader: Any) -> dict[str, Any]:
     """The facts on which the order depends. If one of them has changed, the place means nothing."""
-    sampler, given = sampler_of(loader), order_of(loader)
+    sampler = sampler_of(loader)
     facts: dict[str, Any] = {"sampler": type(sampler).__name__}
     if not is_map(loader):
         whose = {"rank": world_rank()} if is_placed(loader) else {}
@@ -271,8 +271,6 @@ def facts_of(loader: Any) -> dict[str, Any]:
         facts["generators"] = own
     if is_spread(sampler):
         return {**facts, "seed": sampler.seed, "shuffle": sampler.shuffle}
-    if given is not sampler and type(given) is not BatchSampler:
-        facts["batch_sampler"] = type(given).__name__
     if draws_seed(sampler) or draws_itself(sampler):
         facts["rank"] = world_rank()  # each rank has an order of its own
     return facts

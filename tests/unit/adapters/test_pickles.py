@@ -108,6 +108,8 @@ RAW = {
         b"cbuiltins\ngetattr\n(cargparse\nNamespace\n)\x81V__class__\ntR)\x810cos\nsystem\n(Vtrue\ntR."
     ),
     "arguments that are no tuple here": b"cos\nsystem\ncbuiltins\ntuple\n((lVtrue\natRR.",
+    "another file, by a short name": b"ctorch\nload\n(Vx\ntR.",
+    "code of a hub, by a path from above": b"\x80\x04ctorch\nhub.load\n(Va/b\nVc\ntR.",
     "a key that is asked for as a method": (
         b"clightning.fabric.utilities.data\nAttributeDict\n)\x81V__setstate__\n" + COMMAND + b"sVtrue\nb."
     ),

@@ -20,7 +20,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from safe_ckpt.data import resumable
+from safe_ckpt.data import order, resumable
 from safe_ckpt.errors import RestoreError
 
 SIZE = 53
@@ -88,6 +88,13 @@ class OwnBatches(BatchSampler):
     """What it does is not known from its type."""
 
 
+class Endless(IterableDataset):
+    """Does not know its place."""
+
+    def __iter__(self):
+        return iter(range(10))
+
+
 class Counting(Sampler):
     """Counts its epochs itself."""
 
@@ -123,7 +130,7 @@ SAMPLERS = {
     "weighted": lambda: {"sampler": WeightedRandomSampler([1.0 + i % 3 for i in range(SIZE)], 60)},
     "subset": lambda: {"sampler": SubsetRandomSampler(range(5, 40))},
     "subset, generator": lambda: {"sampler": SubsetRandomSampler(range(5, 40), generator=generator())},
-    "distributed": lambda: {"sampler": DistributedSampler(range(SIZE), num_replicas=3, rank=1, seed=4)},
+    "distributed": lambda: {"sampler": DistributedSampler(range(SIZE), num_replicas=3, rank=2, seed=4)},
     "subclass of random": lambda: {"sampler": Shuffled(range(SIZE))},
     "subclass of subset": lambda: {"sampler": Permuted(range(5, 40))},
     "custom": lambda: {"sampler": Custom()},
@@ -377,10 +384,6 @@ def test_loaders_whose_place_cannot_be_told_are_refused_by_name():
         def state_dict(self):
             return {}
 
-    class Endless(IterableDataset):
-        def __iter__(self):
-            return iter(range(10))
-
     with pytest.raises(TypeError, match="takes a DataLoader, got list"):
         resumable([1, 2])
     with pytest.raises(TypeError, match="in_order"):
@@ -399,6 +402,30 @@ def test_loaders_whose_place_cannot_be_told_are_refused_by_name():
     again = resumable(DataLoader(Endless(), batch_size=2), skip="read")
     again.load_state_dict(reading.state_dict())
     assert [batch.tolist() for batch in again] == [[2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_what_is_resumable_already_is_left_as_it_is():
+    """A second call gives the loader itself, and its place with it. One that asks for another way to resume is heeded."""
+    loader = resumable(DataLoader(Ids(), batch_size=4))
+    assert resumable(loader) is loader
+    reading = resumable(loader, skip="read")
+    assert reading.skip == "read"
+    assert resumable(reading, skip="read") is reading
+
+
+def test_a_stream_that_is_read_again_goes_on_with_more_ranks(monkeypatch):
+    """A rank that has saved no place reads up to that of rank 0."""
+
+    def made():
+        return resumable(DataLoader(Endless(), batch_size=2, collate_fn=list), skip="read")
+
+    loader = made()
+    next(iter(loader))
+    state = loader.state_dict()
+    monkeypatch.setattr(order, "world_rank", lambda: 1)
+    again = made()
+    again.start_anew(state, 1)
+    assert list(again) == [[2, 3], [4, 5], [6, 7], [8, 9]]
 
 
 def test_a_loader_that_iterates_in_its_own_way_fails_the_resume_by_name():
@@ -432,18 +459,21 @@ def consumed(sizes, ranks_at, seed, drop_last=False):
     """Ids that all ranks see in one epoch, with another number of ranks after each place."""
     seen, state = [], None
     for (ranks, batches), size in zip(ranks_at, sizes, strict=True):
-        states = []
+        states, given = [], []
         for rank in range(ranks):
             sampler = DistributedSampler(range(SIZE), num_replicas=ranks, rank=rank, seed=seed, drop_last=drop_last)
             sampler.set_epoch(2)
             loader = resumable(DataLoader(Ids(), batch_size=size, sampler=sampler, collate_fn=list))
             if state is not None:
                 loader.load_state_dict(state)
-            for number, batch in enumerate(loader):
+            number = 0
+            for number, batch in enumerate(loader, 1):
                 seen += batch
-                if number + 1 == batches:
+                if number == batches:
                     states.append(loader.state_dict())
                     break
+            given.append(number)
+        assert len(set(given)) == 1  # or some ranks wait for the others for ever
         if batches is not None:
             assert states == [states[0]] * ranks
             state = states[0]
@@ -475,6 +505,11 @@ def test_a_place_in_another_order_of_the_data_is_refused():
             resumable(other).load_state_dict(state)
     with pytest.raises(RestoreError, match="it cannot be found again"):
         resumable(made("shuffle, generator")).load_state_dict(state)
+    batches = resumable(made("subclass of batches"))
+    next(iter(batches))
+    without = DataLoader(Ids(), batch_sampler=OwnBatches(RandomSampler(range(SIZE)), 5, False))
+    with pytest.raises(RestoreError, match="saved with generators"):
+        resumable(without).load_state_dict(batches.state_dict())
     with pytest.raises(RestoreError, match="PerRank"):
         resumable(made("shuffle")).load_state_dict({**state, "facts": {**state["facts"], "rank": 1}})
     with pytest.raises(RestoreError, match="version 9"):

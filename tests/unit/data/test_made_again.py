@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from safe_ckpt.data.loader import Resumable, made_of, resumable
 
@@ -89,6 +89,29 @@ def test_what_looks_at_a_batch_while_another_iteration_trains_has_no_part_in_the
     assert next(iter(loader)) == [0, 1]
     assert loader.state_dict() == place
     assert next(trains) == [2, 3]
+
+
+def test_a_look_that_takes_from_a_stream_is_warned_of_once(caplog):
+    """A stream read in this process has one place for all who read it: what a look takes, training is not given."""
+
+    class Lines(IterableDataset):
+        def __iter__(self):
+            return iter(range(12))
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            raise AssertionError(state)
+
+    loader = resumable(DataLoader(Lines(), batch_size=2))
+    trains = iter(loader)
+    loader.reading = lambda: (trains,)
+    next(trains)
+    for _ in range(2):
+        next(iter(loader))
+    (record,) = caplog.records
+    assert "DataLoader over Lines: what is read of its stream beside training is missing" in record.getMessage()
 
 
 class Training:

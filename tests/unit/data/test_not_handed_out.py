@@ -145,6 +145,33 @@ def test_batches_in_flight_when_a_sampler_raises_come_after_a_resume(tmp_path, w
     assert [index for batch in [*seen, *fresh] for index in batch] == list(range(SIZE))
 
 
+@pytest.mark.parametrize("how", ["as it is", "as another", "from it", "from none"])
+def test_a_batch_is_not_left_out_while_its_error_is_on_its_way_up(tmp_path, how):
+    """A loop may raise an error of its own instead: a save on the way out is one before that batch."""
+    data = Failing(tmp_path, "bad")
+
+    def make():
+        return resumable(DataLoader(data, batch_size=4, collate_fn=list))
+
+    def train(loader, seen):
+        try:
+            seen.extend(loader)
+        except OSError as error:
+            if how == "as it is":
+                raise
+            if how == "as another":
+                raise RuntimeError("stopped")  # noqa: B904 - what a loop may do
+            raise RuntimeError("stopped") from (error if how == "from it" else None)
+
+    loader, seen = make(), []
+    try:
+        train(loader, seen)
+    except (OSError, RuntimeError):
+        state = loader.state_dict()
+    (tmp_path / "fails").unlink()
+    assert [index for batch in [*seen, *resumed(make, state)] for index, _ in batch] == list(range(SIZE))
+
+
 class Batched(BatchSampler):
     """Not known by its type."""
 

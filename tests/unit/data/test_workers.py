@@ -205,6 +205,34 @@ def collected(samples):
     return samples
 
 
+def test_a_worker_that_has_read_all_of_its_stream_stays_so():
+    """A resume at places where one worker is at its end and another one is not: it begins no second time."""
+
+    def make():
+        return resumable(DataLoader(Lines((3, 8)), batch_size=2, num_workers=2, collate_fn=collected))
+
+    is_exact(make, (3,), epochs=1)
+
+
+def test_an_epoch_that_is_begun_anew_with_new_workers_has_a_place_of_its_own():
+    """A place was loaded, and not used: its workers' numbers are none of the new ones', which a later resume goes on with."""
+
+    def make():
+        more = {"num_workers": 2, "persistent_workers": True, "collate_fn": list}
+        return resumable(DataLoader(Draws(), batch_size=9, **more))
+
+    loader = make()
+    list(zip(range(3), loader, strict=False))
+    anew = make()
+    anew.load_state_dict(loader.state_dict())
+    anew.begin_anew()
+    given = iter(anew)
+    next(given)
+    again = make()
+    again.load_state_dict(anew.state_dict())
+    assert list(again) == list(given)
+
+
 def test_an_iterables_place_of_another_rank_is_refused(monkeypatch):
     """Another rank, another number of workers, or data without a place: an error that says what to do."""
     monkeypatch.setenv("RANK", "0")

@@ -133,7 +133,7 @@ def test_health_knows_a_tensor_by_its_plain_name(tmp_path, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_saved_state_has_the_names_of_the_module_that_takes_it(way):
-    """From each way that it was saved, with the values of the same tensors; one that has them stays as it is."""
+    """From each way that it was saved, with its values and the versions of its modules; one that has them stays as it is."""
     model = made(way, 1)
     own = model.state_dict()
     assert as_named(model, own) is own
@@ -141,6 +141,8 @@ def test_a_saved_state_has_the_names_of_the_module_that_takes_it(way):
         renamed = as_named(model, made(other, 2).state_dict())
         assert list(renamed) == list(own), (way, other)
         assert all(map(torch.equal, renamed.values(), made(way, 2).state_dict().values())), (way, other)
+        (norm,) = (name.rpartition(".")[0] for name in own if name.endswith("running_mean"))
+        assert renamed._metadata[norm] == {"version": torch.nn.BatchNorm1d._version}, (way, other)
 
 
 def test_a_plain_module_with_the_names_that_were_saved_is_not_asked_for_its_state():

@@ -15,6 +15,7 @@ from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
 from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.core.storage.reader import read_whole
+from safe_ckpt.errors import HostileCheckpointError
 from support import Quiet
 
 
@@ -106,7 +107,7 @@ def test_an_archive_is_read_whatever_a_release_made_of_its_own_loader(archive, m
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("in_place", [True, False])
-def test_sparse_tensors_are_read_without_a_warning_and_never_lead_outside(in_place, monkeypatch):
+def test_sparse_tensors_are_read_without_a_warning_and_never_lead_outside(in_place, monkeypatch, tmp_path):
     """A newer torch warns that it checks their indices: we do not. In every release wrong indices are refused."""
     if not in_place:
         monkeypatch.setattr(torch_reading, "_View", None)
@@ -121,8 +122,21 @@ def test_sparse_tensors_are_read_without_a_warning_and_never_lead_outside(in_pla
             loaded = torch_reading.parse_archive(memory, len(buffer.getvalue()))
             assert all(loaded[name].to_dense().equal(torch.eye(3)) for name in state)
         else:
-            with pytest.raises(RuntimeError, match=r"size is inconsistent|found index"):
+            with (
+                pytest.raises(HostileCheckpointError, match=r"no such file.*(size is inconsistent|found index)"),
+                torch_reading.refusing(tmp_path, "a.pt"),
+            ):
                 torch_reading.parse_archive(memory, len(buffer.getvalue()))
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), OSError()]
+)
+def test_a_machine_without_memory_says_nothing_of_a_file(tmp_path, error):
+    """Its error is raised as it is: the checkpoint is not passed over."""
+    with pytest.raises(type(error)) as caught, torch_reading.refusing(tmp_path, "a.pt"):
+        raise error
+    assert caught.value is error
 
 
 def test_an_archive_with_code_in_it_is_refused(archive):

@@ -212,12 +212,14 @@ def test_quantized_and_nested_tensors_are_not_refused():
 
 
 @pytest.mark.parametrize("final", [torch.float16, torch.float32])
-def test_a_type_that_torch_cannot_convert_is_refused_at_the_call(tmp_path, final):
-    """Two numbers in one byte have no conversion: the error names the tensor, and nothing is begun."""
+def test_a_type_that_no_export_has_is_refused_at_the_call(tmp_path, final):
+    """Two numbers in one byte have no conversion, and sparse ones no place: the error names it, and nothing is begun."""
     packed = torch.ones(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     with Checkpointer(tmp_path / "d") as ckpt:
         with pytest.raises(StateError, match=r"packed.*cannot convert"):
             ckpt.export({"packed": packed}, tmp_path / "e", dtype=final)
         with pytest.raises(StateError, match=r"plain.*float4"):
             ckpt.export({"plain": torch.ones(2)}, tmp_path / "e", dtype=torch.float4_e2m1fn_x2)
+        with pytest.raises(StateError, match=r"rows.*sparse_coo tensor does not fit safetensors"):
+            ckpt.export({"rows": torch.eye(2).to_sparse()}, tmp_path / "e", dtype=final)
     assert not (tmp_path / "e").exists()

@@ -14,7 +14,7 @@ import pytest
 from kit.inside import exchange_no_names
 from kit.limits import QUICK
 from kit.manifests import checkpoint
-from safe_ckpt.core.formats.manifest import Manifest
+from safe_ckpt.core.formats.manifest import Manifest, read_manifest
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.home import NewCheckpoint, Pointer
@@ -91,6 +91,32 @@ def test_an_interrupted_replacement_is_finished_or_undone(home, complete, pendin
     again.close()
 
 
+@pytest.mark.parametrize("lost", ["step-1", "last"])
+def test_of_two_names_that_a_save_replaced_the_one_that_was_not_given_again_comes_back(home, lost):
+    """Killed between the two: what has its name keeps the new one."""
+    home.make_pending("op")
+    for name in ("step-1", "last"):
+        place = home.path / name
+        place.mkdir()
+        checkpoint(place, {"f": b"old"})
+        place.rename(home.aside("op", place))
+        if name != lost:
+            place.write_text("new")
+    home.close()
+    again = FileHome(home.path, lease_s=6)
+    again.open()
+    assert (again.path / lost / "f").read_bytes() == b"old"
+    assert [one.read_text() for one in again.path.iterdir() if one.is_file()] == ["new"]
+    again.close()
+
+
+def test_a_checkpoint_may_lie_in_a_folder_below(home):
+    """One that is not there yet is made with it."""
+    place = home.path / "below/deeper/step-1"
+    _publication(home, "below/deeper/step-1").commit((), {}, lambda: None)
+    assert read_manifest(place).step == 2
+
+
 def test_an_unfinished_save_is_never_rolled_forward(home):
     """A complete but uncommitted save of a new name is not a checkpoint."""
     staged = home.make_pending("op") / "step-1"
@@ -122,11 +148,16 @@ def test_a_live_job_keeps_others_out(tmp_path):
     second.close()
 
 
-def _publish(home, **what):
-    manifest = Manifest(name="step-2", sequence=1, step=2, world_size=1, files=())
-    new = NewCheckpoint(path=home.path / "step-2", manifest=manifest, op_id="op", **what)
+def _publication(home, name="step-2", **what):
+    manifest = Manifest(name=Path(name).name, sequence=1, step=2, world_size=1, files=())
+    new = NewCheckpoint(path=home.path / name, manifest=manifest, op_id="op", **what)
     publication = home.begin(new, QUICK)
     publication.prepare()
+    return publication
+
+
+def _publish(home, **what):
+    publication = _publication(home, **what)
     return lambda: publication.commit((), {}, lambda: None)
 
 
@@ -233,6 +264,17 @@ def test_a_lost_lease_is_noticed_before_a_commit(home):
     (home.hidden / "lock").unlink()
     with pytest.raises(DirectoryInUseError, match="its lock is gone"):
         home.confirm()
+
+
+def test_what_fails_since_another_job_has_the_directory_is_told_by_the_name_of_that_job(home):
+    """It has swept the files away: that the disk has not found them is not what the user has to know."""
+    publication = _publication(home)
+    missing = FileNotFoundError(errno.ENOENT, "No such file or directory", str(home.pending / "op/step-2/f"))
+    assert isinstance(publication.explain(missing, rank=0, phase="write"), DirectoryError)
+    (home.hidden / "lock").write_bytes(of_elsewhere(pid=77))
+    told = publication.explain(missing, rank=0, phase="write")
+    assert isinstance(told, DirectoryInUseError)
+    assert (told.host, told.pid) == ("elsewhere", 77)
 
 
 @pytest.mark.parametrize("make", [lambda p: p.write_text("x"), lambda p: p.symlink_to("/dev/null")])

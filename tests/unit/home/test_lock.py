@@ -1,5 +1,6 @@
 """Who may have a directory: taken over from the dead at once or when their lease is over, never from the living."""
 
+import errno
 import itertools
 import json
 import os
@@ -233,6 +234,26 @@ def test_overwriting_waits_for_the_lease_of_a_dead_job(tmp_path):
     (tmp_path / "exp/old").touch()
     set_up_directory(tmp_path / "exp", mode="overwrite", timeout_s=30)
     assert not (tmp_path / "exp/old").exists()
+
+
+def test_a_directory_that_could_not_be_overwritten_is_given_back(tmp_path, monkeypatch):
+    """The disk fails: what is in it stays, and a job of the same process may take it."""
+    (tmp_path / "exp/.safe_ckpt").mkdir(parents=True)
+    gone = replace(leases.own_lease(token="ab", started_at="", lease_s=60.0), process_start=1)
+    (tmp_path / "exp/.safe_ckpt/lock").write_bytes(gone.to_bytes())
+    (tmp_path / "exp/old").touch()
+
+    def fails(path, target):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    with monkeypatch.context() as away:
+        away.setattr(Path, "rename", fails)
+        with pytest.raises(DirectoryError, match="Input/output error"):
+            set_up_directory(tmp_path / "exp", mode="overwrite", timeout_s=30)
+    home = FileHome(tmp_path / "exp", lease_s=6)
+    home.open()
+    home.close()
+    assert (tmp_path / "exp/old").exists()
 
 
 def test_a_stopped_process_of_this_machine_is_named(tmp_path):

@@ -14,6 +14,7 @@ from kit.fault_proxy import FaultProxy
 from kit.inside import fall_silent, judge_owners, ownership, put_owners_elsewhere
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.home.lease import own_lease
+from safe_ckpt.core.home.objects import head as object_head
 from safe_ckpt.core.home.objects import lock as object_lock
 from safe_ckpt.core.home.objects.head import Head, folders_of, list_objects, missing_condition
 from safe_ckpt.core.home.objects.home import ObjectHome, UndecidedError
@@ -246,6 +247,19 @@ def test_a_delayed_request_brings_nothing_back(place, monkeypatch):
     assert place.bucket.entries(old.key) == []
 
 
+def test_a_list_without_what_the_head_names_is_an_old_one_also_after_a_deletion(place, monkeypatch):
+    """Never an older step, or none: an error names what it lacks, and nothing of what was deleted or is damaged."""
+    monkeypatch.setattr(object_head, "_PAUSES_S", (0.01, None))
+    root = opened(place)
+    folders = [save(root, step)[0] for step in (1, 2, 3, 4)]
+    root.discard(folders[:1])
+    root.quarantine(folders[2])
+    monkeypatch.setattr(Bucket, "list_folders", lambda *_: [])
+    with pytest.raises(DirectoryError, match=r"its head names step-2\.\w+, step-4\.\w+, and no list"):
+        list_objects(place)
+    root.close()
+
+
 def test_a_damaged_checkpoint_in_a_store_is_kept_in_quarantine(place):
     """In quarantine it is no candidate, and stays; a manifest that was altered is reported, not believed."""
     root = opened(place)
@@ -450,6 +464,13 @@ def test_a_store_without_conditions_is_refused(place, monkeypatch, condition, wi
     with pytest.raises(DirectoryError, match=rf"{condition}\b.*storage\.unfenced"):
         ObjectHome(place, lease_s=60).open()
     assert folders_of(place) == []
+
+
+def test_a_store_is_tried_once(place, monkeypatch):
+    """Not by each job: the head says that its conditions were kept."""
+    opened(place).close()
+    monkeypatch.setattr(Bucket, "replace", lambda bucket, key, data, _: bucket.overwrite(key, data))
+    opened(place).close()
 
 
 def test_what_the_trial_of_a_store_could_not_delete_goes_at_the_next_start(place, monkeypatch):

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from kit.limits import QUICK
+from kit.patience import scaled
 from safe_ckpt import Checkpointer
 from safe_ckpt.adapters.one_shot import save_archive
 from safe_ckpt.core.formats.manifest import FileEntry, Manifest
-from safe_ckpt.core.home.candidates import list_files, stamp_of
+from safe_ckpt.core.home.candidates import list_directories, list_files, stamp_of
 from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.home.standing import passed_over, standing_of
+from safe_ckpt.core.home.visibility import await_visible, listed
 
 
 def ours(path, step, sequence=1):
@@ -72,6 +75,39 @@ def test_what_was_deleted_since_it_was_listed_can_be_told_of(tmp_path):
     )
     one = replace(one, manifest=replace(one.manifest, files=files))
     assert (one.summary.name, one.summary.size_bytes) == ("step-1", 7)
+
+
+def test_a_step_whose_manifest_is_not_seen_yet_is_listed_again(tmp_path):
+    """The cache of a network file system shows a folder before what is in it: what another host has committed counts."""
+    with Checkpointer(tmp_path) as ckpt:
+        manifest = ckpt.save(1, {"x": 1}).result(timeout_s=30).path / "manifest.json"
+    data, found = manifest.read_bytes(), []
+    manifest.unlink()
+
+    def look():
+        found.append(list_directories(tmp_path))
+        manifest.write_bytes(data)
+        return found[-1]
+
+    (whole,) = listed(look, QUICK)
+    ((lacking,), _) = found
+    assert (lacking.missing, lacking.problem) == (manifest, "manifest.json is missing")
+    assert (whole.missing, whole.problem, whole.manifest.step) == (None, "", 1)
+
+
+def test_a_wait_for_a_file_has_a_network_file_system_look_again(tmp_path, monkeypatch):
+    """Its cache is as old as the last listing: the folder is listed, and the one that the folder lies in."""
+    file, real, asked = tmp_path / "folder/file", os.listdir, set()
+
+    def listing(folder):
+        asked.add(Path(folder))
+        if asked >= {file.parent, tmp_path} and not file.exists():
+            file.parent.mkdir()
+            file.touch()
+        return real(folder)
+
+    monkeypatch.setattr(os, "listdir", listing)
+    assert await_visible(file, scaled(10))
 
 
 def test_checkpoints_with_an_ending_are_files_and_directories_and_nothing_else(tmp_path):

@@ -8,11 +8,13 @@ import pytest
 import torch
 from small_runs import config
 
-from safe_ckpt import Checkpointer
+from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.lease import own_lease
+from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.storage import durable
 from safe_ckpt.errors import DirectoryError
+from safe_ckpt.events import Removed
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,24 @@ def unfinished(folder):
     """A save to a name that is not over."""
     (folder / "pending/x").mkdir(parents=True)
     (folder / "pending/x/w.safetensors").write_bytes(b"half")
+
+
+def test_what_happens_after_a_directory_was_given_back_is_not_recorded_there(tmp_path):
+    """It is another job's by then. The next directory has it."""
+    engine, told = Engine(CheckpointConfig()), [f"told {number}" for number in range(3)]
+    one, other = engine.hold(tmp_path / "one"), engine.hold(tmp_path / "other")
+    engine.tell(Removed(rank=0, path=told[0]))
+    engine.release(one)
+    engine.tell(Removed(rank=0, path=told[1]))
+    engine.release(other)
+    engine.hold(tmp_path / "third")
+    engine.tell(Removed(rank=0, path=told[2]))
+    engine.close()
+    found = []
+    for name in ("one", "other", "third"):
+        recorded = (tmp_path / name / ".safe_ckpt/events.jsonl").read_text()
+        found.append([text for text in told if text in recorded])
+    assert found == [told[:1], told[:2], told[2:]]
 
 
 def test_what_killed_jobs_left_under_other_names_is_swept_and_a_live_ones_is_not(tmp_path):

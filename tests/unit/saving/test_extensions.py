@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from kit.inside import home_of
+from kit.inside import home_of, sessions
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, checkpointer
 from safe_ckpt.core.saving.extension import Extension
 from safe_ckpt.errors import ConfigError
@@ -72,7 +72,7 @@ def test_an_extension_that_raises_at_every_moment_costs_no_save(tmp_path, monkey
 
 
 def test_settings_that_an_extension_refuses_are_raised_at_the_opening(tmp_path, monkeypatch):
-    """Settings that it cannot work with end the opening, and the directory is free again."""
+    """Settings that it cannot work with end the opening; the directory is free again, and the session is over."""
 
     class Refusing(Extension):
         name = "refusing"
@@ -81,8 +81,10 @@ def test_settings_that_an_extension_refuses_are_raised_at_the_opening(tmp_path, 
             raise ConfigError(key="refusing", message=f"not on rank {run.rank}")
 
     monkeypatch.setattr(checkpointer, "assemble", lambda _: [Refusing()])
+    before = sessions()
     with pytest.raises(ConfigError, match="not on rank 0"):
         Checkpointer(tmp_path)
+    assert sessions() == before
     monkeypatch.undo()
     Checkpointer(tmp_path).close()
 

@@ -1,6 +1,7 @@
 """What a save that fails leaves for those after it: on the disk, in memory, and in the count of failures."""
 
 import contextlib
+import errno
 import os
 import signal
 import threading
@@ -51,8 +52,9 @@ def test_what_was_replaced_outlives_an_unknown_outcome(tmp_path, monkeypatch, ca
         monkeypatch.setattr(durable, "exchange", once if can_exchange else exchange)
         monkeypatch.setattr(os, "rename", no_way_back)
         monkeypatch.setattr(durable, "sync_directory", unconfirmed)
-        with pytest.raises(CommitOutcomeUnknown, match="did not confirm"):
+        with pytest.raises(CommitOutcomeUnknown, match="did not confirm") as caught:
             ckpt.save(1, {"x": 2}).result(timeout_s=20)
+        assert caught.value.code == errno.EIO
         (kept,) = [
             path.parent for path in hidden.rglob("manifest.json") if read_manifest(path.parent).op_id == old.op_id
         ]

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from kit.inside import engine_of
 from safe_ckpt import Checkpointer
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import ForkedError
@@ -47,8 +48,15 @@ def test_a_forked_child_is_refused_at_once(tmp_path, call, monkeypatch):
 
         monkeypatch.setattr(WriterSupervisor, "write", write_later)
         handle = ckpt.save(2, state)
+
+        def save():
+            try:
+                ckpt.save(3, state)
+            finally:
+                engine_of(ckpt).emit.close()  # until hooks have all that there is
+
         calls = {
-            "save": lambda: ckpt.save(3, state),
+            "save": save,
             "resume": lambda: ckpt.resume(state),
             "close": ckpt.close,
             "wait": ckpt.wait,
@@ -62,6 +70,7 @@ def test_a_forked_child_is_refused_at_once(tmp_path, call, monkeypatch):
         assert f"process {os.getpid()}" in said
         assert seconds < 10
         assert handle.result(timeout_s=60).step == 2
+    assert '"failed"' not in (tmp_path / ".safe_ckpt/events.jsonl").read_text()  # it is no save of the parent's
     assert sorted(name for name in os.listdir(tmp_path) if name.startswith("step")) == [
         "step-00000001",
         "step-00000002",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 
 import pytest
 import torch
@@ -21,13 +22,40 @@ from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.home.candidates import WEIGHTS
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.objects.head import list_objects
+from safe_ckpt.core.storage.objects import bucket as buckets
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
+from safe_ckpt.core.writer.inline import inline
 from safe_ckpt.errors import CheckpointNotFoundError, DirectoryError
 from safe_ckpt.extensions.mirror.mirror import MirrorUploads as Uploads
 from support import flip_bit, program_path
 
 TIMES = Timeouts(lengthy_s=60, barrier_s=6, shutdown_s=10, peer_stall_s=5)
+
+
+class InMemory:
+    """A bucket in this process, as far as tests ask for more than its address."""
+
+    def __init__(self):
+        self._url = f"s3://{uuid.uuid4().hex}"
+
+    def url(self):
+        return self._url
+
+    def read(self, key):
+        return open_place(self._url, StorageOptions()).bucket.read(key)[0]
+
+
+@pytest.fixture(params=["memory", pytest.param("server", marks=pytest.mark.server)])
+def store(request, monkeypatch):
+    """In this process, which writes there without a writer, and in one that a server has."""
+    if request.param == "server":
+        yield request.getfixturevalue("bucket")
+        return
+    memory = pytest.importorskip("obstore.store").MemoryStore()
+    monkeypatch.setattr(buckets, "connect", lambda *_: memory)
+    with inline():
+        yield InMemory()
 
 
 def config(bucket, keep_last=None, **mirror):
@@ -67,32 +95,32 @@ def resumed(folder, settings, **more):
     return target["step"]
 
 
-def test_each_tier_has_its_own_retention(tmp_path, bucket):
+def test_each_tier_has_its_own_retention(tmp_path, store):
     """The newest, and every tenth step, stay in the mirror; the directory keeps what it is told."""
-    run(tmp_path, config(bucket, keep_last=1, keep_every_steps=10), [9, 10, 11, 12])
-    assert (there(bucket), steps(tmp_path)) == ([10, 12], [12])
+    run(tmp_path, config(store, keep_last=1, keep_every_steps=10), [9, 10, 11, 12])
+    assert (there(store), steps(tmp_path)) == ([10, 12], [12])
 
 
-def test_a_metric_that_none_has_keeps_all_in_both_places(tmp_path, bucket):
+def test_a_metric_that_none_has_keeps_all_in_both_places(tmp_path, store):
     """Also where the mirror has rules of its own: it chooses the best by the same metric."""
     rules = Retention(keep_last=1, keep_best=1, metric="los")
-    run(tmp_path, dataclasses.replace(config(bucket, keep_last=1), retention=rules), [1, 2, 3])
-    assert (there(bucket), steps(tmp_path)) == ([1, 2, 3], [1, 2, 3])
+    run(tmp_path, dataclasses.replace(config(store, keep_last=1), retention=rules), [1, 2, 3])
+    assert (there(store), steps(tmp_path)) == ([1, 2, 3], [1, 2, 3])
 
 
 def steps(folder):
     return sorted(int(path.name[5:]) for path in folder.glob("step-*"))
 
 
-def test_follow_deletes_in_both_places(tmp_path, bucket):
+def test_follow_deletes_in_both_places(tmp_path, store):
     """What retention deletes in the directory goes in the mirror, also what waited for its upload."""
-    run(tmp_path, config(bucket, keep_last=2, follow=True, required=True), [1, 2, 3, 4])
-    assert (there(bucket), steps(tmp_path)) == ([3, 4], [3, 4])
+    run(tmp_path, config(store, keep_last=2, follow=True, required=True), [1, 2, 3, 4])
+    assert (there(store), steps(tmp_path)) == ([3, 4], [3, 4])
 
 
-def test_a_lost_disk_is_made_up_for(tmp_path, bucket):
+def test_a_lost_disk_is_made_up_for(tmp_path, store):
     """An empty directory, a damaged newest, and a step that is asked for: each comes from the mirror."""
-    settings = config(bucket)
+    settings = config(store)
     run(tmp_path / "a", settings, [1, 2, 3])
     shutil.rmtree(tmp_path / "a")
     assert resumed(tmp_path / "a", settings) == 3
@@ -105,33 +133,33 @@ def test_a_lost_disk_is_made_up_for(tmp_path, bucket):
         resumed(tmp_path / "a", settings, step=7)
 
 
-def test_a_damaged_copy_is_passed_over(tmp_path, bucket):
+def test_a_damaged_copy_is_passed_over(tmp_path, store):
     """Bytes that differ in the mirror are found while they are fetched; the one before it is taken."""
-    settings = config(bucket)
+    settings = config(store)
     run(tmp_path / "a", settings, [1, 2])
-    (newest,) = [one.path for one in list_objects(place(bucket)) if one.manifest.step == 2]
+    (newest,) = [one.path for one in list_objects(place(store)) if one.manifest.step == 2]
     key = (newest / "model.safetensors").key
-    data = bytearray(bucket.read(key))
+    data = bytearray(store.read(key))
     data[-5] ^= 1
     newest.bucket.overwrite(key, bytes(data))
     shutil.rmtree(tmp_path / "a")
     assert resumed(tmp_path / "a", settings) == 1
 
 
-def test_a_checkpoint_damaged_on_the_disk_is_not_mirrored(tmp_path, bucket):
+def test_a_checkpoint_damaged_on_the_disk_is_not_mirrored(tmp_path, store):
     """The bytes are compared on the way, and the event has the reason."""
     seen = []
     with Checkpointer(tmp_path, CheckpointConfig(timeouts=TIMES)) as ckpt:
         ckpt.save(1, state(1)).result()
     flip_bit(tmp_path / "step-00000001/model.safetensors", 5000)
-    with Checkpointer(tmp_path, config(bucket), hooks=[seen.append]) as ckpt:
+    with Checkpointer(tmp_path, config(store), hooks=[seen.append]) as ckpt:
         mirror = uploads_of(ckpt)
         (one,) = [c.info for c in home_of(ckpt).look()]
         mirror.put(one, home_of(ckpt))
         wait_for_mirror(ckpt)
     (event,) = [event for event in seen if isinstance(event, events.Mirrored)]
     assert "its bytes are not those" in event.error
-    assert there(bucket) == []
+    assert there(store) == []
 
 
 def test_a_mirror_that_does_not_answer_fails_no_save(tmp_path, object_server, bucket, monkeypatch):
@@ -176,9 +204,9 @@ def keeping_one(bucket):
     return dataclasses.replace(config(bucket), mirror=Mirror(url=bucket.url(), keep_last=1))
 
 
-def test_directories_do_not_mix(tmp_path, bucket):
+def test_directories_do_not_mix(tmp_path, store):
     """Two directories with one last name: each has its own retention, and a resume of one never gets the other's."""
-    settings = keeping_one(bucket)
+    settings = keeping_one(store)
     workspaces, seen = {}, []
     for folder in ("a", "b/ckpt", "c/ckpt"):
         workspaces[folder] = FileHome(tmp_path / folder, lease_s=60)
@@ -248,9 +276,9 @@ def threads_of_ours():
     return {one for one in threading.enumerate() if one.name in ("safe_ckpt-mirror", "safe_ckpt-lease")}
 
 
-def test_weights_saved_alone_do_not_count_for_the_mirrors_retention(tmp_path, bucket):
+def test_weights_saved_alone_do_not_count_for_the_mirrors_retention(tmp_path, store):
     """With ``keep_last=1`` the last checkpoint to resume from stays beside weights that were saved after it."""
-    settings = keeping_one(bucket)
+    settings = keeping_one(store)
     with Checkpointer(tmp_path / "run", settings) as ckpt:
         ckpt.save(1, state(1)).result()
         wait_for_mirror(ckpt)
@@ -265,7 +293,7 @@ def test_weights_saved_alone_do_not_count_for_the_mirrors_retention(tmp_path, bu
         (folder / "manifest.json").write_bytes(manifest.to_bytes())
         mirror.put(CheckpointInfo.of(manifest, folder, 1), home)
         wait_for_mirror(ckpt)
-    assert sorted(one.manifest.name for one in list_objects(place(bucket))) == ["final", "step-00000001"]
+    assert sorted(one.manifest.name for one in list_objects(place(store))) == ["final", "step-00000001"]
 
 
 def test_with_follow_every_kept_checkpoint_is_in_the_mirror_at_the_end(tmp_path, bucket, monkeypatch):

@@ -53,6 +53,15 @@ def test_a_state_comes_back_from_a_store(url, read):
     assert restored(url, read) == (2, 2)
 
 
+def test_a_checkpoint_of_which_an_object_is_gone_that_nobody_reads_is_passed_over(url, caplog):
+    """It is good as a whole or not at all: rank 0 looks whether all is there."""
+    gone = save(url, 1, 2)[1].path / "w.safetensors"
+    gone.bucket.delete([gone.key])
+    state = {"n": -1}
+    assert load(url, state).step == state["n"] == 1
+    assert "w.safetensors): is missing" in caplog.text
+
+
 @pytest.mark.parametrize("read", [resumed, load])
 @pytest.mark.parametrize("harm", ["damaged", "missing"])
 def test_what_is_damaged_in_a_store_is_passed_over(url, read, harm, caplog):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import safe_ckpt
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, dcp, publishing
@@ -54,6 +55,49 @@ def test_a_run_may_lie_below_weights(tmp_path):
         assert ckpt.save(1, state()).result().step == 1
     with Checkpointer(tmp_path / "out") as ckpt:
         assert ckpt.save(1, state()).result().step == 1
+
+
+def _file(place):
+    place.write_bytes(b"theirs")
+
+
+def _link(place):
+    (place.parent / "theirs").mkdir()
+    place.symlink_to("theirs")
+
+
+def _below(place):
+    with Checkpointer(place / "deeper/run") as ckpt:
+        ckpt.save(1, state()).result()
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (_file, "it is not a directory"),
+        (_link, "it is not a directory"),
+        (_below, "checkpoints are kept in it"),
+        (lambda place: place.mkdir(), ""),
+        (lambda place: None, ""),
+    ],
+    ids=["a file", "a link", "a run", "an empty folder", "nothing"],
+)
+def test_an_export_replaces_an_export_and_nothing_that_somebody_keeps(tmp_path, make, why):
+    """The error says what is there, and that is left alone. An export that is exported again has the new weights."""
+    place = tmp_path / "out"
+    make(place)
+    before = sorted(tmp_path.rglob("*"))
+    with Checkpointer(tmp_path / "job") as ckpt:
+        if why:
+            with pytest.raises(DirectoryError, match=f"{why}, so it is not replaced"):
+                ckpt.export(state(1.0), place)
+        else:
+            for value in (1.0, 2.0):
+                ckpt.export(state(value), place).result()
+    if why:
+        assert [path for path in sorted(tmp_path.rglob("*")) if "job" not in path.parts] == before
+    else:
+        assert load_file(place / "model.safetensors")["t"].tolist() == [2.0] * 3
 
 
 def test_retention_leaves_a_checkpoint_in_which_a_job_saves(tmp_path, caplog):

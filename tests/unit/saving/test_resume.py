@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from kit.limits import QUICK
 from safe_ckpt import (
     Checkpointer,
     PerRank,
+    load,
 )
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.home import candidates as catalog
@@ -32,6 +34,7 @@ from safe_ckpt.errors import (
     RestoreError,
     UnsupportedFormatError,
 )
+from safe_ckpt.events import Resumed
 from safe_ckpt.testing import inline_saves
 from support import flip_bit, needs_root, run_program
 
@@ -124,22 +127,39 @@ def can_be_dropped(folder):
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_kept_for_people(tmp_path):
-    """One flipped bit in the newest: the older one is restored, the damaged one lies in quarantine with a reason."""
+    """One flipped bit in the newest: the older one is restored, and the damaged one is in quarantine with a reason."""
     with Checkpointer(tmp_path, config()) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, {"w": {"t": torch.full((1000,), float(step))}, "n": step}).result(timeout_s=20)
     flip_bit(tmp_path / "step-00000003" / "w.safetensors", 5000)
     flip_bit(tmp_path / "step-00000002" / "manifest.json", 100)
     target = {"w": {"t": torch.zeros(1000)}}
-    with Checkpointer(tmp_path, config()) as ckpt:
+    seen = []
+    begun = time.monotonic()
+    with Checkpointer(tmp_path, config(), hooks=[seen.append]) as ckpt:
         assert ckpt.resume(target).step == 1
+        took_s = time.monotonic() - begun
         assert ckpt.save(4, {"n": 4}).result(timeout_s=20).sequence > 1
+    (told,) = [event for event in seen if isinstance(event, Resumed)]
+    assert (told.step, told.rejected) == (1, 2)
+    assert 0 < told.seconds <= took_s
     assert (target["w"]["t"] == 1).all()
     assert steps(tmp_path) == ["step-00000001", "step-00000004"]
     assert steps(tmp_path / ".safe_ckpt/quarantine") == ["step-00000002", "step-00000003"]
     events = [json.loads(line) for line in (tmp_path / ".safe_ckpt/events.jsonl").read_text().splitlines()]
     reasons = [event["reason"] for event in events if event["event"] == "quarantined"]
     assert any("w.safetensors" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_load_compares_what_nobody_reads_where_that_is_asked_for(tmp_path, verify):
+    """A checkpoint is good as a whole or not at all; a load that wants a part of it quickly may say so."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"w": {"t": torch.full((1000,), float(step))}, "n": step}).result(timeout_s=20)
+    flip_bit(tmp_path / "step-00000002" / "w.safetensors", 3000)
+    state = {"n": 0}
+    assert load(tmp_path, state, verify=verify).step == state["n"] == (1 if verify else 2)
 
 
 def test_damage_in_what_is_not_restored_counts_too(tmp_path):

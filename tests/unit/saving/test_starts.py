@@ -3,6 +3,7 @@
 import os
 import stat
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -46,6 +47,19 @@ def test_what_ends_a_resume_says_how_an_older_one_is_named(tmp_path):
                 assert "name it: resume(state, step=...)" in said
                 assert "\n" not in said
             assert ckpt.resume(state, step=1).step == 1
+
+
+def test_a_job_that_watches_no_signals_runs_on_any_thread(tmp_path):
+    """Only ``save_on_signals`` needs the main thread."""
+
+    def run():
+        with Checkpointer(tmp_path) as ckpt:
+            ckpt.save(1, {"x": 1}).result(timeout_s=30)
+            return ckpt.stop_requested
+
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(run).result(60)
+    assert (tmp_path / "step-00000001").is_dir()
 
 
 @pytest.mark.parametrize("mode", [0o2775, 0o1777, 0o750], ids=["setgid", "sticky", "closed to others"])

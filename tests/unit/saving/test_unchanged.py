@@ -296,6 +296,9 @@ def test_a_damaged_shared_file_damages_all_checkpoints_that_share_it(tmp_path):
     with Checkpointer(tmp_path, config()) as ckpt:
         assert ckpt.resume(Job().state).step == 4
     assert list(inodes(tmp_path)) == [f"step-{number:08d}" for number in (1, 2, 3, 4)]
+    events = map(json.loads, (tmp_path / ".safe_ckpt/events.jsonl").read_text().splitlines())
+    reasons = [event["reason"] for event in events if event["event"] == "quarantined"]
+    assert ["is the damaged" in reason for reason in reasons] == [False, True, True]
     _flip(tmp_path / "step-00000004" / FROZEN)
     with Checkpointer(tmp_path, config()) as ckpt, pytest.raises(NoValidCheckpointError):
         ckpt.resume(Job().state)

@@ -102,10 +102,14 @@ class Raising:
         raise self.error
 
 
+class Stopped(RuntimeError):
+    """An error of the user's that sounds like Python's."""
+
+
 def test_errors_of_the_users_code_stay_what_they_are(tmp_path):
     """A ``state_dict()`` that raises a KeyError or RuntimeError of its own has not been changed by a thread."""
     with Checkpointer(tmp_path) as ckpt:
-        for error in (KeyError("mine"), IndexError("mine"), RuntimeError("mine")):
+        for error in (KeyError("mine"), IndexError("mine"), RuntimeError("mine"), Stopped("mine, during iteration 3")):
             with pytest.raises(type(error), match="mine"):
                 ckpt.save(1, {"a": Raising(error)})
 

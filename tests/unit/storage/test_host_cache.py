@@ -4,9 +4,17 @@ import os
 import subprocess
 import sys
 
+import pytest
+import torch
+
+from safe_ckpt import Checkpointer, PerRank
+from safe_ckpt.core.formats.manifest import FileEntry, read_manifest
 from safe_ckpt.core.resuming import host_cache
+from safe_ckpt.core.resuming.items import StoredItems
+from safe_ckpt.core.storage.objects import bucket as buckets
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
+from safe_ckpt.errors import IncompleteCheckpointError
 
 _SWEEP = (
     "import sys, pathlib; from safe_ckpt.core.resuming import host_cache; host_cache._sweep(pathlib.Path(sys.argv[1]))"
@@ -38,6 +46,37 @@ def test_two_kernels_are_two_hosts_whatever_numbers_their_folders_have(tmp_path,
     assert on("one", tmp_path) == one
     assert on("two", tmp_path) != one
     assert on("one", tmp_path / "other") != one
+
+
+def test_the_directory_that_a_setting_names_is_made_with_those_above_it(tmp_path):
+    """A host's own disk is empty when a job comes to it."""
+    host_cache.HostCache(str(tmp_path / "not/there/yet"), part_bytes=1 << 20, at_a_time=1).host_id(10)
+    assert (tmp_path / "not/there/yet").is_dir()
+
+
+def test_a_host_fetches_what_several_of_its_ranks_read_and_no_more(tmp_path):
+    """What one rank needs alone goes straight into its memory."""
+    state = {"w": {"t": torch.ones(3)}, "own": PerRank({"t": torch.ones(3)}), "other": {"t": torch.ones(3)}}
+    with Checkpointer(tmp_path) as ckpt:
+        manifest = read_manifest(ckpt.save(1, state).result(timeout_s=30).path)
+    items = StoredItems({name: state[name] for name in ("w", "own")}, 0, 2)
+    for ranks, files in (((0,), []), ((0, 1), ["w.safetensors"])):
+        assert [one.path for one in items.wanted(manifest, host_cache.Host(ranks=ranks, place=0))] == files
+
+
+def test_a_file_that_is_gone_from_the_store_is_named(tmp_path, monkeypatch):
+    """The checkpoint is passed over for it, and people look for it."""
+    store = pytest.importorskip("obstore.store").MemoryStore()
+    monkeypatch.setattr(buckets, "connect", lambda *_: store)
+    cache = host_cache.HostCache(str(tmp_path), part_bytes=1 << 20, at_a_time=1)
+    cache.host_id(0)
+    entry = FileEntry(path="w.safetensors", size_bytes=3, xxh3_128="0" * 32, rank=0)
+    with pytest.raises(IncompleteCheckpointError, match="missing") as caught:
+        cache.fetch(
+            open_place("s3://bucket/run", StorageOptions()), [entry], "token", host_cache.Host(ranks=(0,), place=0)
+        )
+    assert caught.value.file == "w.safetensors"
+    cache.clear()
 
 
 def test_a_folder_that_somebody_has_removed_is_no_error(tmp_path):

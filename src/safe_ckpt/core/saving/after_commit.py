@@ -114,7 +114,7 @@ class AfterCommit:
 
     def _discard(self, root: Home, paths: Sequence[Place]) -> Sequence[Place]:
         gone = root.discard(paths)
-        self._deferred = [one for one in self._deferred if one[0] is not root or one[1] not in gone]
+        self._deferred = [one for one in self._deferred if one[1] not in gone]
         if gone:
             self._extensions.ask("a deletion", lambda one: one.deleted(root, gone))
         return gone

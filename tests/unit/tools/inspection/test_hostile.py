@@ -13,7 +13,7 @@ from fuzz import hostile
 from kit.thorough import THOROUGH
 from safe_ckpt import Checkpointer
 from safe_ckpt.core.sharding.dcp_read import read_metadata
-from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError, RestoreError
+from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, NoValidCheckpointError, RestoreError
 from safe_ckpt.tools.cli.app import app
 
 MOST_CPU_S = 10
@@ -129,3 +129,14 @@ def test_the_metadata_of_a_sharded_item_runs_nothing(tmp_path):
         (tmp_path / ".metadata").write_bytes(data)
         with pytest.raises(CorruptCheckpointError):
             read_metadata(tmp_path)
+
+
+def test_metadata_that_calls_a_function_of_dcp_is_refused_by_a_resume_and_a_command(tmp_path):
+    """A record is made and filled; nothing beside DCP's records is called to make it."""
+    calls = b"\x80\x02ctorch.distributed.checkpoint.filesystem\n_item_size\n)R."
+    place = hostile.directory_in(tmp_path, {".metadata": calls, "__0_0.distcp": b""})
+    with pytest.raises(HostileCheckpointError, match="_item_size"):
+        read_metadata(place)
+    done = CliRunner().invoke(app, ["verify", str(place)])
+    assert done.exit_code == 1
+    assert "_item_size, which has no place in a checkpoint's metadata" in " ".join(done.output.split())
