@@ -15,7 +15,7 @@ from safe_ckpt.core.formats.manifest import FileEntry, Manifest
 from safe_ckpt.core.home.candidates import list_directories, list_files, stamp_of
 from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.home.standing import passed_over, standing_of
-from safe_ckpt.core.home.visibility import await_visible, listed
+from safe_ckpt.core.home.visibility import await_visible, list_patiently
 
 
 def ours(path, step, sequence=1):
@@ -89,7 +89,7 @@ def test_a_step_whose_manifest_is_not_seen_yet_is_listed_again(tmp_path):
         manifest.write_bytes(data)
         return found[-1]
 
-    (whole,) = listed(look, QUICK)
+    (whole,) = list_patiently(look, QUICK)
     ((lacking,), _) = found
     assert (lacking.missing, lacking.problem) == (manifest, "manifest.json is missing")
     assert (whole.missing, whole.problem, whole.manifest.step) == (None, "", 1)
