@@ -40,7 +40,6 @@ from safe_ckpt.core.saving.request import (
     check_step,
     checked_metrics,
 )
-from safe_ckpt.core.saving.save import refuse_other_doors
 from safe_ckpt.core.state.items import Restoring, expected_bytes, items_of, modules_of
 from safe_ckpt.core.state.planner import Plan, Planner
 from safe_ckpt.core.storage.objects.options import is_url
@@ -165,7 +164,6 @@ class Checkpointer:
             SaveError: an earlier save failed, and nobody was told yet; so for ``WriterError``, ``NotEnoughSpaceError``,
                 ``CommitOutcomeUnknown``, ``UnhealthyStateError`` and all that ``SaveHandle.result`` raises. On every rank;
                 this save was not started.
-            DirectoryError: another door, such as ``publishing``, has saved a checkpoint under this name. On every rank.
             DesyncError: the ranks called different things, or differ in step, directory, names or whole items. On every rank
                 that came.
             RendezvousTimeout: some ranks did not come within ``barrier_s``; names them. On every rank that came.
@@ -194,7 +192,6 @@ class Checkpointer:
 
     def _save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> SaveHandle:
         number = step if isinstance(step, int) else -1
-        path = self.directory / step_name(number)
         error: Exception | None = None
         planned = Plan()
         shards: list[FilePlan] = []
@@ -202,11 +199,10 @@ class Checkpointer:
         try:
             check_step(step)
             numbers = checked_metrics(metrics)
-            if self._engine.rank == 0:
-                refuse_other_doors(self._home, path)
             planned = self._planner.plan(items_of(state))
         except Exception as problem:  # such as from a state_dict(): the other ranks must learn of it
             error = problem
+        path = self.directory / step_name(number)
         must_match = {"names": ", ".join(map(str, state)) if isinstance(state, Mapping) else "?"}
         if error is None:
             self._engine.note_models(planned.models)

@@ -22,7 +22,7 @@ _SAFETENSORS, _ARCHIVE = "core/formats/safetensors.py", "core/formats/torch_arch
 STATES = {
     "the order of a mapping of tensors is that of the file": (
         _SAFETENSORS,
-        "ORDER_KEY: order_of([*kept, *aliases], tensors),",
+        "ORDER_KEY: places_of([*kept, *aliases], tensors),",
         "ORDER_KEY: [],",
     ),
     "parameters come back as plain tensors": (

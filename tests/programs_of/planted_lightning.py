@@ -30,7 +30,7 @@ PLANTED = {
     ),
     "an epoch that a hook has ended counts a batch too many": (
         "lightning/loop_state.py",
-        '    _count_as_in_epoch(batch["total"], batch["current"])\n',
+        '    total.update({name: total["ready"] - current["ready"] + current[name] for name in _STEPS_OF_A_BATCH})\n',
         "",
     ),
     "a save that waits for a validation is forgotten": (

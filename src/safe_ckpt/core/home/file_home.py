@@ -374,6 +374,8 @@ class FilePublication:
         new = self._new
         why = "Earlier checkpoints are deleted only after the new one is committed, so both must fit."
         durable.require_space(self._home.path, new.needed_bytes, why)
+        if new.kind == "directory":
+            self._refuse_another_door()
         self._home.make_pending(self._op_id)
         if new.kind == "directory":
             if new.prefilled is not None:
@@ -451,6 +453,19 @@ class FilePublication:
             except OSError as found:  # one that cannot be looked at says nothing
                 return found if isinstance(found, DirectoryInUseError) else None
         return None
+
+    def _refuse_another_door(self) -> None:
+        """What another door, such as ``publishing``, has saved under this name is not replaced by a training checkpoint."""
+        try:
+            there = read_manifest(self._final) if os.path.lexists(self._final) else self._new.manifest
+        except (OSError, SafeCheckpointError):  # damaged, or without a manifest: training has come here again
+            return
+        door = there.notes.get("adapter")
+        if door != self._new.manifest.notes.get("adapter"):
+            message = (
+                f"{door or 'Checkpointer'} saved it, another door of safe_ckpt, so it is not replaced: move it away"
+            )
+            raise DirectoryError(path=str(self._final), message=message, rank=0)
 
     def _publish(self) -> None:
         """Give it its name, if the directory is still this job's."""

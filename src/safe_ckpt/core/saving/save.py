@@ -12,8 +12,7 @@ from safe_ckpt import events
 from safe_ckpt.core.coordination.rounds import to_wire
 from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
 from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.home.home import Home, Publication, is_anything_at
-from safe_ckpt.core.home.places import candidate_at
+from safe_ckpt.core.home.home import Home, Publication
 from safe_ckpt.core.saving.handle import OpenSave
 from safe_ckpt.core.saving.request import SaveRequest, Snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer
@@ -24,7 +23,6 @@ from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.writer.existing import Existing
 from safe_ckpt.errors import (
     CommitOutcomeUnknown,
-    DirectoryError,
     PeerLostError,
     RendezvousTimeout,
     SafeCheckpointError,
@@ -98,22 +96,6 @@ def decide(
         "writers": [rank for rank in ranks if answers[rank]["writes"]],
         "needed_bytes": sum(answers[rank]["bytes"] for rank in ranks),
     }
-
-
-def refuse_other_doors(home: Home, place: Place) -> None:
-    """Refuse to replace a checkpoint that another door than ``Checkpointer`` has saved in its directory. On rank 0.
-
-    One of its own that is damaged, or whose manifest is gone, is replaced: training goes on behind it. In an object store each
-    save has a folder of its own.
-
-    Raises:
-        DirectoryError: it is there.
-    """
-    found = candidate_at(place) if home.is_mounted and is_anything_at(place) else None
-    door = found.manifest.notes.get("adapter") if found is not None and found.manifest is not None else None
-    if door:
-        message = f"another door of safe_ckpt ({door}) saved it, so it is not replaced: move it away"
-        raise DirectoryError(path=str(place), message=message, rank=0)
 
 
 @dataclass(kw_only=True)
