@@ -455,7 +455,7 @@ class FilePublication:
         return None
 
     def _refuse_another_door(self) -> None:
-        """What another door, such as ``publishing``, has saved under this name is not replaced by a training checkpoint."""
+        """Refuse to replace what another door, such as ``publishing``, has saved under this name."""
         try:
             there = read_manifest(self._final) if os.path.lexists(self._final) else self._new.manifest
         except (OSError, SafeCheckpointError):  # damaged, or without a manifest: training has come here again
