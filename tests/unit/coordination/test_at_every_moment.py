@@ -1,6 +1,9 @@
 """What another rank sees at every moment of an exchange, and which ranks count as lost: without processes, in one thread."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -99,6 +102,24 @@ def test_who_works_or_waits_for_a_disk_on_this_machine_is_not_lost(monkeypatch, 
         beats.check([] if state == "T" else [1])
     finally:
         beats.close()
+
+
+@pytest.mark.parametrize("waited_for", [False, True], ids=["a zombie", "gone"])
+def test_a_process_of_this_machine_that_has_ended_is_lost_at_once(waited_for):
+    """Also while its parent, such as torchrun, has not asked how it ended: nobody waits until its signs of life are missed."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is kept
+    if waited_for:
+        process.wait()
+    store = Values()
+    store.kept["beat/1"] = json.dumps([1, 0, 0, []]).encode()
+    peers = {1: Peer(pid=process.pid, host=machine_id())}
+    beats = Heartbeat(store, rank=0, peers=peers, stall_s=3600, interval_s=0.01, progress=lambda: 0)
+    try:
+        wait_until(lambda: beats.lost() == 1, 10, "the process to be lost")
+    finally:
+        beats.close()
+        process.wait()
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 63, 64, 65, 150])
