@@ -54,8 +54,9 @@ ROOMS = {
     "core/saving": [
         "tests/unit/saving",
         "tests/multirank/test_set_up_directory.py",
-        "tests/unit/staging/test_host_budget.py",
+        "tests/unit/staging",
         "tests/unit/state/test_overlap.py",
+        "tests/unit/state/test_overlap_detector.py",
         "tests/unit/test_cuda.py",
         "tests/unit/writer/test_closing.py",
     ],

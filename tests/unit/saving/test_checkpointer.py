@@ -286,7 +286,8 @@ def test_the_error_of_a_save_is_told_once(tmp_path):
         ckpt.save(0, {"a": 0}).result(timeout_s=20)
         (tmp_path / ".safe_ckpt/pending").rmdir()
         (tmp_path / ".safe_ckpt/pending").write_text("in the way")
-        ckpt.save(1, {"a": 1})
+        failed = ckpt.save(1, {"a": 1})
+        wait_until(failed.done, 20, "the save that fails")
         with pytest.raises(DirectoryError):
             ckpt.save(2, {"a": 2})
         (tmp_path / ".safe_ckpt/pending").unlink()

@@ -12,11 +12,11 @@ import torch
 from frozen_jobs import FROZEN, Job
 from small_runs import config, steps
 
-from kit.inside import exchange_no_names, once_written
+from kit.inside import engine_of, exchange_no_names, once_written
 from kit.patience import wait_until
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.core.saving import one_save
+from safe_ckpt.core.saving import one_save, queue
 from safe_ckpt.core.saving.queue import SaveQueue
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.storage import durable
@@ -179,6 +179,19 @@ def test_a_save_leaves_nothing_on_the_disk_when_it_fails_right_before_its_commit
         assert not [*(tmp_path / ".safe_ckpt").rglob("w.safetensors")]
         ckpt.save(2, {"w": torch.ones(1000)}).result(timeout_s=20)
     assert steps(tmp_path) == ["step-00000002"]
+
+
+def test_an_end_in_a_hurry_waits_as_long_as_it_is_told(tmp_path, monkeypatch, caplog):
+    """Not for what ends a job otherwise: a scheduler gives less time than ``shutdown_s`` has."""
+    monkeypatch.setattr(queue, "_LAST_WORDS_S", 0.1)
+    over = threading.Event()
+    once_written(lambda _: over.wait(60) and None)
+    ckpt = Checkpointer(tmp_path, config())
+    ckpt.save(1, {"x": 1})
+    engine_of(ckpt).close(quiet=True, within_s=1)
+    over.set()
+    assert "a save was not done within 1 s at shutdown and is given up" in caplog.text
+    ckpt.close()
 
 
 def test_a_save_for_which_a_signal_leaves_no_time_is_given_up_by_name(tmp_path):

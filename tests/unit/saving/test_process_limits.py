@@ -8,6 +8,9 @@ from small_runs import config
 
 from safe_ckpt import Checkpointer, WriterConfig
 from safe_ckpt import machine as host_memory
+from safe_ckpt.core.formats.file_plan import bytes_plan
+from safe_ckpt.core.saving.request import Payload
+from safe_ckpt.core.storage.copier import FileCopy, Stamp
 from safe_ckpt.errors import NotEnoughSpaceError
 from support import run_program
 
@@ -29,6 +32,13 @@ def test_a_limit_of_the_process_is_named(tmp_path):
         assert words.partition(": ")[0].endswith("step-00000003/w.safetensors")
         assert "EFBIG" in words
     assert found["small files"] == found["small files from the start"] == 4
+
+
+def test_the_space_that_a_save_asks_for_has_that_of_the_files_that_it_copies(tmp_path):
+    """Those of an offloaded optimizer are the largest of all."""
+    (tmp_path / "part").write_bytes(bytes(1000))
+    copy = FileCopy(source=str(tmp_path / "part"), path="part", stamp=Stamp.of((tmp_path / "part").stat()))
+    assert Payload(files=[bytes_plan("a", bytes(10))], copies=[copy]).new_bytes == 1010
 
 
 @pytest.mark.parametrize(("left", "fits"), [(20 << 20, False), (64 << 20, True)])

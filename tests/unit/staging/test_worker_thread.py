@@ -3,6 +3,9 @@ import weakref
 
 import pytest
 
+from kit.inside import engine_of
+from kit.patience import scaled
+from safe_ckpt import Checkpointer
 from safe_ckpt.core.staging.worker_thread import Background
 from support import run_program
 
@@ -189,3 +192,17 @@ def test_a_forked_process_leaves_its_parents_writer_alone():
     """What a data loader's worker tidies away at its end is a copy: the writer process is still there."""
     done = run_program("forked_beside_a_writer", flags=("-W", "ignore::DeprecationWarning"), finalize=True)
     assert done.stdout.split() == ["None", "-9"], done.stderr
+
+
+def test_the_thread_that_copies_waits_for_no_lock_of_the_one_that_helps(tmp_path):
+    """Whoever holds that lock may have been interrupted by a signal's handler that waits for the copy."""
+    with Checkpointer(tmp_path) as ckpt:
+        stager, asked = engine_of(ckpt)._stager, threading.Event()
+
+        def ask():
+            stager._ask_for_help(lambda: None)
+            asked.set()
+
+        with stager._helper._changing:
+            stager._copy_thread.put(ask)
+            assert asked.wait(scaled(20))

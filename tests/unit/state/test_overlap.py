@@ -129,7 +129,10 @@ def test_forward_and_backward_do_not_wait(tmp_path, late):
     assert saved(tmp_path, {"model": net, "optimizer": optimizer}, go_on)
 
 
-def test_a_closure_is_evaluated_before_the_wait(tmp_path, late):
+@pytest.mark.parametrize(
+    "step", [lambda one, closure: one.step(closure), lambda one, closure: one.step(closure=closure)]
+)
+def test_a_closure_is_evaluated_before_the_wait(tmp_path, late, step):
     """Optimizers that are given forward and backward as a closure, as Lightning does, wait behind it and not before."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -143,7 +146,7 @@ def test_a_closure_is_evaluated_before_the_wait(tmp_path, late):
         loss.backward()
         return loss
 
-    assert saved(tmp_path, {"model": net, "optimizer": optimizer}, lambda: optimizer.step(closure))
+    assert saved(tmp_path, {"model": net, "optimizer": optimizer}, lambda: step(optimizer, closure))
     assert seen == [False]
 
 

@@ -1,4 +1,6 @@
-"""An edit while an overlapped copy is taken, which no version of torch counts, is seen and named."""
+"""What changes a tensor while it is copied later, past the gate, is seen and named."""
+
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -24,12 +26,11 @@ def test_an_edit_of_the_first_the_middle_or_the_last_byte_is_seen(count):
 def test_a_tensor_that_got_other_memory_while_it_was_copied_is_named(monkeypatch):
     """What was resized is named, of several the first, whatever lies in the memory that it had. Nothing changed: nothing is."""
     monkeypatch.setattr(overlap._Samples, "changed", lambda *_: None)
-    net = nn.ModuleDict({"embedding": nn.Embedding(8, 16), "first": nn.Linear(16, 32)})
-    optimizer = torch.optim.AdamW(net.parameters())
-    changed = OverlapPlan([net], [optimizer]).detector()
+    net = nn.Sequential(OrderedDict(embedding=nn.Embedding(8, 16), first=nn.Linear(16, 32)))
+    changed = OverlapPlan([net], [torch.optim.AdamW(net.parameters())]).detector()
     assert changed() == ""
-    before = net["first"].bias.untyped_storage().nbytes()
-    net["first"].bias.untyped_storage().resize_(before + (1 << 20))
+    before = net.first.bias.untyped_storage().nbytes()
+    net.first.bias.untyped_storage().resize_(before + (1 << 20))
     assert changed() == "parameter first.bias"
-    net["embedding"].weight.untyped_storage().resize_(1 << 22)
+    net.embedding.weight.untyped_storage().resize_(1 << 22)
     assert changed() == "parameter embedding.weight"
