@@ -20,4 +20,4 @@ _other = importlib.machinery.PathFinder.find_spec("sitecustomize", [one for one 
 if _other is not None and _other.origin:  # what the machine has under this name
     _run("sitecustomize", _other.origin)
 if os.environ.get("SAFE_CKPT_AUDIT"):
-    _run("safe_ckpt_audit_recorder", os.path.join(os.path.dirname(_here), "recorder.py")).watch()  # type: ignore[attr-defined]
+    _run("safe_ckpt_audit_recorder", os.path.join(os.path.dirname(_here), "recorder.py")).register_hooks()  # type: ignore[attr-defined]
