@@ -196,7 +196,7 @@ def test_a_directory_that_could_not_be_looked_at_is_not_held(tmp_path, monkeypat
     with register(accelerator, CONFIG) as handle:
         accelerator.project_configuration.automatic_checkpoint_naming = automatic  # as a script may do later
         with monkeypatch.context() as patch:
-            patch.setattr("safe_ckpt.adapters.saver.listed", broken)
+            patch.setattr("safe_ckpt.adapters.saver.list_patiently", broken)
             patch.setattr("safe_ckpt.core.saving.names._sequence_of", broken)
             with pytest.raises(DirectoryError, match="cannot be read"):
                 accelerator.save_state(target)

@@ -422,8 +422,8 @@ def test_a_row_of_the_log_without_a_gradient_is_said(tmp_path, caplog):
     assert len(bare) == caplog.text.count("no step was left of the pass over the stream") == 1
 
 
-EVALUATED, LOGGED = {"step": 6, "eval_loss": 1.0}, {"step": 6, "loss": 1.0, "grad_norm": 1.0}
-EARLIER = [{**EVALUATED, "step": 3}, {**LOGGED, "step": 3}]
+EVALUATED, ROW = {"step": 6, "eval_loss": 1.0}, {"step": 6, "loss": 1.0, "grad_norm": 1.0}
+EARLIER = [{**EVALUATED, "step": 3}, {**ROW, "step": 3}]
 BOTH = {"eval_strategy": "epoch", "logging_strategy": "epoch"}
 SAYS = {
     "evaluation and row": "the evaluation and the row of the log of that epoch",
@@ -439,8 +439,8 @@ SAYS = {
     [
         ({"log_history": EARLIER}, BOTH, ["evaluation and row"]),
         ({"log_history": [*EARLIER, EVALUATED]}, BOTH, ["row"]),
-        ({"log_history": [*EARLIER, LOGGED]}, BOTH, ["evaluation"]),
-        ({"log_history": [*EARLIER, LOGGED, EVALUATED]}, BOTH, []),
+        ({"log_history": [*EARLIER, ROW]}, BOTH, ["evaluation"]),
+        ({"log_history": [*EARLIER, ROW, EVALUATED]}, BOTH, []),
         ({"log_history": EARLIER}, {"eval_strategy": "steps", "logging_strategy": "steps"}, []),
         ({"log_history": EARLIER}, {"eval_strategy": "epoch"}, ["evaluation"]),
         ({"log_history": EARLIER, "epoch": 1.5}, BOTH, []),
