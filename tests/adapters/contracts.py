@@ -17,6 +17,10 @@ OURS = {
     **dict.fromkeys(["_safe_ckpt", "_data_place"], "ours, on a framework's objects"),
     **dict.fromkeys(["_getframe", "_exit", "_codecs", "_abc_impl", "_popen"], "CPython's"),
     **dict.fromkeys(
+        ["_attach", "_call", "_leave", "_refuse_ended", "_undo", "_whole_or_nothing"],
+        "ours, of ``AttachedHandle``, for the handles that are made of it",
+    ),
+    **dict.fromkeys(
         [
             "_begin",
             "_end",

@@ -312,8 +312,6 @@ ELSEWHERE = {
     ),
     "_LoggerConnector": "test_audit.py",
     "_loader": "tests/unit/tools/audit/test_recorder.py",  # ours, of ``safe_ckpt.data``
-    # Ours, of ``AttachedHandle``, for the handles that are made of it.
-    **dict.fromkeys(["_attach", "_call", "_leave", "_refuse_ended", "_undo", "_whole_or_nothing"], "test_handle.py"),
     **dict.fromkeys(["_tr_loss", "_globalstep_last_logged"], "test_transformers_data.py"),
     **dict.fromkeys(["_current_fx_name"], "test_lightning_hooks.py"),
     **dict.fromkeys(["_log_artifacts", "_log_checkpoints", "_log_model"], "test_transformers_callbacks.py"),
