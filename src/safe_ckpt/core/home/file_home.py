@@ -456,8 +456,10 @@ class FilePublication:
 
     def _refuse_another_door(self) -> None:
         """Refuse to replace what another door, such as ``publishing``, has saved under this name."""
+        if not os.path.lexists(self._final):
+            return
         try:
-            there = read_manifest(self._final) if os.path.lexists(self._final) else self._new.manifest
+            there = read_manifest(self._final)
         except (OSError, SafeCheckpointError):  # damaged, or without a manifest: training has come here again
             return
         door = there.notes.get("adapter")

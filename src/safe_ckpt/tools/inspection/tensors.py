@@ -137,15 +137,7 @@ def _work(value: object) -> int:
 def _parts(value: object) -> Iterator[tuple[str, object]] | None:
     """The parts of a value; None for a leaf."""
     if isinstance(value, dict) and value:
-        return (
-            (
-                str(key[:400] if isinstance(key, str | bytes) else "<object>" if isinstance(key, Opaque) else key)[
-                    :400
-                ],
-                part,
-            )
-            for key, part in value.items()
-        )
+        return zip(map(_text, value), value.values(), strict=True)
     if isinstance(value, list | tuple) and not all(isinstance(part, bool | int | float | str) for part in value):
         return ((str(index), part) for index, part in enumerate(value))  # a row of plain values counts as one value
     if isinstance(value, Opaque):
@@ -165,6 +157,12 @@ def _holds_tensors(value: object) -> bool:
     elif isinstance(value, list | tuple):
         inner = value
     return any(isinstance(part, Tensor | Opaque | dict) for part in inner)
+
+
+def _text(key: object) -> str:
+    if isinstance(key, str | bytes):
+        return str(key[:400])
+    return "<object>" if isinstance(key, Opaque) else str(key)[:400]
 
 
 def describe(value: object) -> str:
