@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.tracking import GeneralTracker
 
 from accelerate_runs import (
     CONFIG,
+    Tracker,
     Training,
     checkpoints,
     forget,
@@ -294,27 +294,13 @@ def test_hooks_are_called_as_accelerate_calls_them(tmp_path):
 def test_trackers_hear_of_a_save_after_its_commit(tmp_path):
     """With the step that the caller gave; a tracker that fails harms nothing."""
 
-    class Tracker(GeneralTracker):
-        name = "ours"
-        requires_logging_directory = False
-
-        def __init__(self):
-            super().__init__()
-            self.heard = []
-
-        @property
-        def tracker(self):
-            return self.heard
-
-        def store_init_configuration(self, values):
-            pass
-
+    class Breaking(Tracker):
         def log(self, values, step=None, **_):
             self.heard.append((values, step, sorted(checkpoints(tmp_path))))
             if len(self.heard) == 2:
                 raise RuntimeError("the tracker broke")
 
-    tracker = Tracker()
+    tracker = Breaking()
     with registered(tmp_path, log_with=tracker) as (accelerator, handle):
         accelerator.init_trackers("project")
         Training(accelerator)

@@ -6,36 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from accelerate.tracking import GeneralTracker
 
-from accelerate_runs import CONFIG, Training, fresh, make
+from accelerate_runs import CONFIG, Tracker, Training, fresh, make
 from safe_ckpt import SafeCheckpointError, Telemetry
 from safe_ckpt.accelerate import SafeCheckpointPlugin, register
 
 COMMITTED = {"ckpt/stall_s", "ckpt/write_gbps", "ckpt/seconds", "ckpt/bytes", "ckpt/failures", "ckpt/respawns"}
 SILENT = replace(CONFIG, telemetry=Telemetry(logger_scalars=False))
-
-
-class Tracker(GeneralTracker):
-    """Keeps what is said, and on which thread."""
-
-    name = "ours"
-    requires_logging_directory = False
-
-    def __init__(self, name="ours"):
-        super().__init__()
-        self.name = name
-        self.heard = []
-
-    @property
-    def tracker(self):
-        return self.heard
-
-    def store_init_configuration(self, values):
-        pass
-
-    def log(self, values, step=None, **_):
-        self.heard.append((step, values, threading.current_thread()))
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "ours"])

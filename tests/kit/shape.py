@@ -66,14 +66,15 @@ def jumps(trees):
     Not those that are passed on by name, or that a framework or a subclass elsewhere calls, nor a generator, nor what has a
     decorator.
     """
-    used_anywhere = sum(map(_uses, trees.values()), Counter())
+    used = {module: _uses(tree) for module, tree in trees.items()}
+    used_anywhere = sum(used.values(), Counter())
     return [
         f"{module}.{node.name}"
         for module, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, _FUNCTION) and re.match("_[^_]", node.name) and not node.decorator_list
         if 0 < _lines(node) <= _SMALL and not any(isinstance(one, ast.Yield | ast.YieldFrom) for one in ast.walk(node))
-        if (used_anywhere if _is_method(tree, node) else _uses(tree))[node.name] == 1 and _is_called(tree, node)
+        if (used_anywhere if _is_method(tree, node) else used[module])[node.name] == 1 and _is_called(tree, node)
     ]
 
 

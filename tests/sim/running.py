@@ -1,6 +1,7 @@
 """Starts histories in processes of their own, as the tests need them."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,13 @@ TESTS = Path(__file__).parents[1]
 def sim(*arguments):
     """Run ``python -m sim`` with these."""
     return _run("-m", "sim", *map(str, arguments))
+
+
+def share_of_saves_that_succeed(ended):
+    """How many of the saves of the histories that a ``sim`` was asked for end "ok", as a part of all."""
+    (told,) = re.findall(r"^outcomes: (.*)$", ended.stdout, re.MULTILINE)
+    outcomes = {kind: int(count) for kind, count in re.findall(r"(\w+) (\d+)", told)}
+    return outcomes["ok"] / sum(outcomes.values())
 
 
 def violations_of(name, seed):
