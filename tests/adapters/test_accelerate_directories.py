@@ -145,6 +145,22 @@ def test_jobs_may_keep_their_checkpoints_side_by_side(tmp_path):
         handle.save_model(accelerator._models[0], tmp_path / "step_3")
 
 
+@pytest.mark.parametrize("first", ["link", "real"])
+def test_a_directory_that_is_named_through_a_link_is_the_same_one(tmp_path, first):
+    """Saved to, loaded from and saved to again by another spelling: this process's own lock is no other job's."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    second = {"link": "real", "real": "link"}[first]
+    with registered(None) as (accelerator, handle):
+        Training(accelerator)
+        accelerator.save_state(tmp_path / first / "ck")
+        accelerator.load_state(tmp_path / second / "ck")
+        accelerator.save_state(tmp_path / second / "ck")
+        accelerator.save_state(tmp_path / first / "ck")
+        handle.wait()
+    assert verify_files(tmp_path / "real/ck", read_manifest(tmp_path / "real/ck"))
+
+
 def test_a_checkpoint_saved_after_weights_in_one_folder_is_the_newest(tmp_path, monkeypatch):
     """Weights that were saved first in a folder do not hide the checkpoints of earlier jobs there."""
     monkeypatch.setattr(

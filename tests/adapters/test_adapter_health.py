@@ -13,6 +13,7 @@ from transformers_runs import names as trainer_names
 from transformers_runs import trainer as trainer_of
 
 from accelerate_runs import CONFIG, Training, fresh, make
+from programs_of.here import full_disk
 from safe_ckpt import Health
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.formats.manifest import read_manifest
@@ -157,14 +158,14 @@ def test_accelerate_keeps_a_healthy_checkpoint_where_a_bad_one_has_its_name(tmp_
 class Score(TrainerCallback):
     """Scores of the evaluations, one after the other; behind the second one the optimizer's state goes bad."""
 
-    def __init__(self, scores):
-        self.scores = list(scores)
+    def __init__(self, scores, bad_step=2):
+        self.scores, self.bad_step = list(scores), bad_step
 
     def on_evaluate(self, args, state, control, metrics=None, **_):
         metrics["eval_score"] = self.scores.pop(0)
 
     def on_step_end(self, args, state, control, optimizer=None, **_):
-        if state.global_step == 2:
+        if state.global_step == self.bad_step:
             inner = getattr(optimizer, "optimizer", optimizer)
             next(iter(inner.state.values()))["exp_avg_sq"].view(-1)[0] = math.inf
 
@@ -186,6 +187,31 @@ def test_the_best_of_a_trainer_is_a_healthy_one(tmp_path):
     assert not read_manifest(Path(made.state.best_model_checkpoint)).health["marked"]
     assert made.state.best_metric != 0.9
     assert is_healthy(made.model)
+
+
+@pytest.mark.parametrize("failing", [{2}, {1, 2}, {2, 3}, {1}])
+def test_the_best_of_a_trainer_is_one_that_was_saved(tmp_path, failing):
+    """The save of the best score fails, and training goes on: the best of those that are there is named, kept and loaded."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_score", "greater_is_better": True}
+    made = trainer_of(
+        tmp_path,
+        save_steps=1,
+        eval_steps=1,
+        eval_strategy="steps",
+        save_total_limit=2,
+        max_steps=4,
+        **best,
+    )
+    made.checkpoint_config = dataclasses.replace(QUICK, on_failure="warn", max_consecutive_failures=100)
+    scores = dict(zip(range(1, 5), (0.5, 0.9, 0.7, 0.2), strict=True))
+    made.add_callback(Score(scores.values(), bad_step=None))
+    with full_disk(lambda: made.state.global_step in failing):
+        made.train()
+    saved = {step: score for step, score in scores.items() if step not in failing}
+    best_step = max(saved, key=saved.get)
+    assert made.state.best_metric == saved[best_step]
+    assert Path(made.state.best_model_checkpoint).name == f"checkpoint-{best_step}"
+    assert trainer_names(tmp_path) == sorted({f"checkpoint-{best_step}", "checkpoint-4"})
 
 
 class Poison(TrainerCallback):

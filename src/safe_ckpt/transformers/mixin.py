@@ -234,14 +234,14 @@ class SafeCheckpointMixin(_Base):
             self._push_from_checkpoint(str(path))
 
     def _determine_best_metric(self, *args: Any, **kwargs: Any) -> Any:
-        if self._safe_saver is not None:  # what is best so far must not be a checkpoint that nobody should load
-            self._safe_saver.spare_marked(self.state)
+        if self._safe_saver is not None:  # what is best so far must be a checkpoint that can be loaded
+            self._safe_saver.spare_spoilt(self.state)
         return super()._determine_best_metric(*args, **kwargs)
 
     def _load_best_model(self) -> None:
         if self._safe_saver is not None and self.state.best_model_checkpoint is not None:
             self._safe_saver.wait()
-            self._safe_saver.spare_marked(self.state)
+            self._safe_saver.spare_spoilt(self.state)
         if self._safe_saver is not None and self.state.best_model_checkpoint is not None:
             path = Path(self.state.best_model_checkpoint)
             self._safe_saver.verify_if_there(path)

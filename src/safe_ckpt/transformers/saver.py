@@ -108,21 +108,30 @@ class TransformersSaver(Saver):
             self.wait()
         return path
 
-    def spare_marked(self, state: Any) -> None:
-        """If the Trainer's best checkpoint turned out to have bad numbers, make the best one before it the best again.
+    def spare_spoilt(self, state: Any) -> None:
+        """If the Trainer's best checkpoint has bad numbers or was not saved, make the best one before it the best again.
 
-        Waits for the save of the best one, if that is still in flight.
+        Waits for the save of the best one, if that is still in flight. Every rank calls this.
         """
         if not state.best_global_step:
             return
         handle = self._handles.get(state.best_global_step)
-        if handle is not None:
-            handle.wait_until_over()
-        if handle is not None and not handle.failed and handle.done() and handle.result().marked:
+        if handle is not None and self._is_spoilt(handle):
             state.best_metric, state.best_global_step, state.best_model_checkpoint = self._best
         else:
             self._best = state.best_metric, state.best_global_step, state.best_model_checkpoint
         self._keep_best(state)
+
+    def _is_spoilt(self, handle: OpenSave) -> bool:
+        handle.wait_until_over()
+        # Agreed: where a commit's outcome is not known, one rank may hold for failed what another one knows to be there.
+        return bool(
+            self.engine.agree(
+                "the best checkpoint",
+                local=lambda: handle.outcome is None or handle.outcome.marked,
+                decide=lambda answers: any(answers.values()),
+            )
+        )
 
     def _keep_best(self, state: Any) -> None:
         self._handles = {step: one for step, one in self._handles.items() if step == state.best_global_step}

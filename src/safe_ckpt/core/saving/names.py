@@ -60,6 +60,8 @@ class NamedHomes:
         if path in self._held:
             self._held[path] = self._held.pop(path)  # the one used last is the last one
         else:
+            for other in [held for held in self._held if _place(held) == _place(path)]:
+                self.release(other)  # the same place, through a link: its lock is this process's own
             while len(self._held) > max(1, self._engine.config.max_in_flight):
                 self.release(next(iter(self._held)))  # what is in flight goes to those used last
             hidden = path.parent / HIDDEN / NAMES / path.name
@@ -128,6 +130,11 @@ def open_folder(coordinator: Coordinator, home: FileHome, key: str, timeout_s: f
     token = coordinator.agree("folder for hooks", must_match={"key": key}, timeout_s=timeout_s, decide=make)
     shared.await_shared(coordinator, folder, token, timeout_s)
     return folder
+
+
+def _place(path: Path) -> Path:
+    """Where the name ``path`` lies, through whichever links it is given; what it names may be a link itself."""
+    return Path(os.path.realpath(path.parent)) / path.name
 
 
 def _sweep(own: FileHome, lease_s: float) -> None:
