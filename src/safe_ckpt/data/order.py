@@ -267,6 +267,8 @@ def facts_of(loader: Any) -> dict[str, Any]:
         return {**facts, "num_workers": loader.num_workers, "batch_size": loader.batch_size, **whose}
     if (most := most_of(loader)) is not None:
         facts["indices"] = most
+    if type(sampler) is RandomSampler and len(sampler.data_source) != most:
+        facts["samples"] = len(sampler.data_source)  # its length is the number that was asked for
     if own := sorted(own_generators(loader)):
         facts["generators"] = own
     if is_spread(sampler):

@@ -162,7 +162,7 @@ class Position:
             return  # it is at the beginning of an order, whatever that is
         for name in (*self.facts, *facts):
             then, now = self.facts.get(name), facts.get(name)
-            if now == then:
+            if now == then or (name == "samples" and name not in self.facts):  # earlier versions did not note it
                 continue
             message = f"its place was saved with {name} {then!r}, and now it is {now!r}: it cannot be found again"
             if name == "rank" and then is not None and now is not None:

@@ -516,6 +516,21 @@ def test_a_place_in_another_order_of_the_data_is_refused():
         resumable(made("shuffle")).load_state_dict({"version": 9})
 
 
+@pytest.mark.parametrize("name", ["replacement", "replacement, generator"])
+def test_a_number_of_samples_that_was_asked_for_does_not_hide_another_length(name):
+    """``num_samples`` is as it was, and the data have another length: refused. Earlier versions noted no length: taken."""
+    loader = resumable(made(name))
+    next(iter(loader))
+    state = loader.state_dict()
+    asked = len(loader.sampler)
+    given = {"generator": generator()} if "generator" in name else {}
+    grown = RandomSampler(range(SIZE + 9), replacement=True, num_samples=asked, **given)
+    with pytest.raises(RestoreError, match=f"saved with samples {SIZE}, and now it is {SIZE + 9}"):
+        resumable(DataLoader(Ids(size=SIZE + 9), batch_size=4, sampler=grown)).load_state_dict(state)
+    facts = {key: value for key, value in state["facts"].items() if key != "samples"}
+    resumable(made(name)).load_state_dict({**state, "facts": facts})
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_resume_behind_every_batch_gives_the_same_batches(name):
     """A resume of a resume of a resume, within one epoch and on into the next: nothing comes twice or is left out."""
