@@ -218,11 +218,14 @@ def test_set_up_directory_works_in_one_process_without_a_group(tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("path", ["/", os.path.expanduser("~"), "."])
-def test_dangerous_paths_are_not_emptied(path):
-    """overwrite never deletes the root, the home or the working directory."""
+@pytest.mark.parametrize("path", ["/", os.path.expanduser("~"), ".", "..", "../.."])
+def test_dangerous_paths_are_not_emptied(tmp_path, monkeypatch, path):
+    """overwrite never deletes the root, the home or the working directory, nor one above it."""
+    (tmp_path / "a/b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a/b")
     with pytest.raises(DirectoryError, match="refusing"):
         set_up_directory(path, mode="overwrite")
+    assert (tmp_path / "a/b").is_dir()
 
 
 @pytest.mark.quick

@@ -156,6 +156,20 @@ def _publication(home, name="step-2", **what):
     return publication
 
 
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_a_further_name_stays_with_a_healthy_one(home, kind, marked):
+    """A name such as ``last``, and a pointer that a resume follows, go to the new one only where its numbers are healthy."""
+    (home.path / "step-1").write_text("old")
+    (home.path / "last").symlink_to("step-1")
+    (home.path / "latest").write_text("step-1")
+    links = [Link(path=home.path / "last", target="step-2")]
+    pointers = [Pointer(path=home.path / "latest", data=b"step-2", is_for_resume=True)]
+    new = _publication(home, kind=kind, links=links, pointers=pointers)
+    new.commit((), {"health": {"healthy": False, "marked": True, "files": {}}} if marked else {}, lambda: None)
+    assert os.readlink(home.path / "last") == (home.path / "latest").read_text() == ("step-1" if marked else "step-2")
+
+
 def _publish(home, **what):
     publication = _publication(home, **what)
     return lambda: publication.commit((), {}, lambda: None)

@@ -19,6 +19,7 @@ from safe_ckpt.core.home.objects.home import ObjectHome
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
+from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.extensions.mirror.fetching import fetch_into
 from safe_ckpt.extensions.mirror.tier import Tier
 from safe_ckpt.testing import inline_saves
@@ -200,3 +201,26 @@ def test_what_is_still_there_is_uploaded_after_an_outage(tmp_path, monkeypatch, 
     assert sorted(one["step"] for one in store.manifests().values()) == expected
     here = sorted(int(path.name[-8:]) for path in tmp_path.glob("step-*"))
     assert "follow" not in mirror or set(expected) <= set(here)
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_mirror_without_an_answer_is_no_fresh_start(tmp_path, monkeypatch, here):
+    """Where nothing is here, whether the run is new is not known: an error. What is here is taken, whatever the mirror has."""
+    upload_at_once(monkeypatch)
+    store = MemoryStore(monkeypatch)
+    config = CheckpointConfig(timeouts=TIMES, mirror=Mirror(url=store.url()))
+    with inline_saves():
+        with Checkpointer(tmp_path, config) as ckpt:
+            ckpt.save(1, {"n": 1})
+        if not here:
+            shutil.rmtree(tmp_path)
+        state = {"n": 0}
+        with Checkpointer(tmp_path, config) as ckpt:
+            store.before = no_answer
+            if here:
+                assert ckpt.resume(state).step == state["n"] == 1
+            else:
+                with pytest.raises(SafeCheckpointError):
+                    ckpt.resume(state)
+            store.before = None
+            assert ckpt.resume(state).step == state["n"] == 1

@@ -14,7 +14,7 @@ from safe_ckpt.adapters.export import request_of
 from safe_ckpt.core.saving.names import NamedHomes
 from safe_ckpt.core.saving.request import Snapshot
 from safe_ckpt.core.state.items import items_of
-from safe_ckpt.errors import SaveSkippedError
+from safe_ckpt.errors import RendezvousTimeout, SaveSkippedError
 
 WEIGHTS = {"w": torch.arange(6.0)}
 
@@ -49,6 +49,18 @@ def export_of_a_module(ckpt, folder):
 
 SAVES = [save, save_the_same_step]
 EXPORTS = [export, export_beside, export_of_a_module]
+
+
+@pytest.mark.parametrize("wait", ["result", "wait_until_over"])
+def test_a_handle_that_is_asked_with_no_time_answers_at_once(tmp_path, in_flight, wait):
+    """``timeout_s=0`` asks and does not wait: an error while it is not over, which leaves the save as it is."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        handle = ckpt.save(1, {"w": WEIGHTS})
+        with pytest.raises(RendezvousTimeout, match="step-00000001"):
+            getattr(handle, wait)(timeout_s=0)
+        in_flight.set()
+        assert handle.result().step == 1
+        getattr(handle, wait)(timeout_s=0)
 
 
 @pytest.mark.parametrize("on_busy", ["wait", "skip"])

@@ -1,6 +1,8 @@
 """What a resume gives back, what it passes over, and what it refuses."""
 
+import contextlib
 import ctypes
+import dataclasses
 import json
 import math
 import mmap
@@ -25,7 +27,7 @@ from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.visibility import Patience
 from safe_ckpt.core.resuming import candidate
-from safe_ckpt.core.resuming.items import warn_of_other_ranks
+from safe_ckpt.core.resuming.items import StoredItems, warn_of_other_ranks
 from safe_ckpt.core.storage.reader import drop_cache
 from safe_ckpt.errors import (
     CheckpointNotFoundError,
@@ -171,6 +173,20 @@ def test_damage_in_what_is_not_restored_counts_too(tmp_path):
     target = {"a": 0}
     with Checkpointer(tmp_path, config()) as ckpt:
         assert ckpt.resume(target).step == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_another_rank_wrote_and_nobody_reads_is_compared_by_rank_0(tmp_path, rank):
+    """Two ranks resume a part: a flip in the other part, which rank 1 wrote, is found once, by rank 0."""
+    with Checkpointer(tmp_path, config()) as ckpt:
+        path = ckpt.save(1, {"a": 1, "b": {"t": torch.ones(10)}}).result(timeout_s=20).path
+    manifest = read_manifest(path)
+    files = tuple(dataclasses.replace(one, rank=int(one.path.startswith("b"))) for one in manifest.files)
+    (path / "manifest.json").write_bytes(dataclasses.replace(manifest, files=files, world_size=2).to_bytes())
+    flip_bit(path / "b.safetensors", 4100)
+    items = StoredItems({"a": 0}, rank, 2)
+    with pytest.raises(CorruptCheckpointError, match=r"b\.safetensors") if rank == 0 else contextlib.nullcontext():
+        assert items.load(path) == {"a": 1}
 
 
 def test_no_usable_checkpoint_is_an_error(tmp_path):
