@@ -23,11 +23,11 @@ from safe_ckpt import (
     PerRank,
     load,
 )
-from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.home import candidates as catalog
 from safe_ckpt.core.home.visibility import Patience
 from safe_ckpt.core.resuming import candidate
-from safe_ckpt.core.resuming.items import StoredItems, warn_of_other_ranks
+from safe_ckpt.core.resuming.items import StoredItems, files_for, warn_of_other_ranks
 from safe_ckpt.core.storage.reader import drop_cache
 from safe_ckpt.errors import (
     CheckpointNotFoundError,
@@ -187,6 +187,32 @@ def test_what_another_rank_wrote_and_nobody_reads_is_compared_by_rank_0(tmp_path
     items = StoredItems({"a": 0}, rank, 2)
     with pytest.raises(CorruptCheckpointError, match=r"b\.safetensors") if rank == 0 else contextlib.nullcontext():
         assert items.load(path) == {"a": 1}
+
+
+class Anew:
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+    def start_anew(self, state, rank):
+        pass
+
+
+def test_each_rank_reads_the_file_that_it_has_saved():
+    """Of what each rank saved its own: that file; for one that was not there rank 0's if it may begin anew, else an error."""
+    own = {"form": "torch", "per_rank": True, "files": {"0": "own.rank0.pt", "1": "own.rank1.pt"}}
+    files = tuple(
+        FileEntry(path=file, size_bytes=1, xxh3_128="0" * 32, rank=int(rank)) for rank, file in own["files"].items()
+    )
+    manifest = Manifest(name="step-1", sequence=1, step=1, world_size=2, files=files, items={"own": own})
+    for rank in (0, 1):
+        assert files_for(manifest, {"own": PerRank({})}, rank=rank, path="x") == {"own": f"own.rank{rank}.pt"}
+    with pytest.raises(RestoreError, match=r"saved by 2 ranks, each its own, and this is rank 2") as caught:
+        files_for(manifest, {"own": PerRank({})}, rank=2, path="x")
+    assert caught.value.key == "state['own']"
+    assert files_for(manifest, {"own": PerRank(Anew())}, rank=2, path="x") == {"own": "own.rank0.pt"}
 
 
 def test_no_usable_checkpoint_is_an_error(tmp_path):

@@ -266,7 +266,7 @@ def load_item(
     return whole
 
 
-def load_file(folder: Place, entry: FileEntry, item: Mapping[str, Any], name: str, *, shared: bool = False) -> Any:
+def load_file(folder: Place, entry: FileEntry, item: Mapping[str, Any], name: str, *, shared: bool) -> Any:
     """Read one file, check it against the manifest while it is in memory, and return what it holds.
 
     Args:
