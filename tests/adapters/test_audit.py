@@ -51,13 +51,9 @@ LOOPS = {
     "transformers": (["with_transformers"], OF_TRAINER),
 }
 SOME = [
-    *(
-        ("plain", name)
-        for name in ("optimizer", "scheduler", "average", "torch", "twice", "accumulation", "scaler", "best")
-    ),
+    *(("plain", name) for name in ("optimizer", "average", "twice", "best")),
     ("ddp", "torch of rank 1"),
     ("lightning", "scheduler"),
-    ("transformers", "position"),
 ]
 ALL = [(loop, name) for loop, (_, names) in LOOPS.items() for name in names]
 

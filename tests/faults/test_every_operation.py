@@ -67,8 +67,8 @@ def test_a_failing_disk_is_a_named_error_and_no_loss(tmp_path, matrix, name, fau
     """An operation fails, once or from there on: the save commits all the same, or raises a named error and leaves the old one;
     once the disk is well the next save works, in the same process.
     """
-    (_, *trials), said = sweep(tmp_path, name, fault, first=1, step=1 if THOROUGH else 9)
-    assert len(trials) >= 6
+    (_, *trials), said = sweep(tmp_path, name, fault, first=1, step=1 if THOROUGH else 13)
+    assert len(trials) >= 4
     outcomes = Counter()
     for trial in trials:
         where = f"{trial}\n{said[-3000:]}"

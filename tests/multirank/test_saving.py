@@ -379,7 +379,7 @@ def _close_at_once(rank, path):
     config = CheckpointConfig(timeouts=replace(QUICK, shutdown_s=2.5), writer=slow)
     ckpt = Checkpointer(path, config)
     handle = ckpt.save(
-        1, {"m": {"w": torch.zeros(8_000_000)}, "own": PerRank({"t": torch.zeros(16_000_000 * rank + 1)})}
+        1, {"m": {"w": torch.zeros(4_000_000)}, "own": PerRank({"t": torch.zeros(8_000_000 * rank + 1)})}
     )
     begun = time.monotonic()
     ckpt.close()

@@ -46,7 +46,7 @@ SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or nu
 @pytest.mark.timeout(900)
 def test_simulated_histories_violate_no_rule():
     """Nothing durable is lost or torn, no two owners commit, ranks agree, every wait ends; saves succeed, but for faults."""
-    count, processes = (20_000, os.cpu_count() or 1) if THOROUGH else (800, 2)
+    count, processes = (20_000, os.cpu_count() or 1) if THOROUGH else (500, 2)
     ended = sim("--count", count, "--processes", processes)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
     print(ended.stdout[-1500:])
