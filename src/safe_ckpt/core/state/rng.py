@@ -112,7 +112,7 @@ def _host_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put the generators of this process into the state that ``get_rng_state`` returned; not those of devices that are not here."""
+    """Put the generators of this process into the state that ``get_rng_state`` returned, but for devices that are not here."""
     python, saved = state["python"], state.get("numpy")
     taken = {
         PYTHON: (python["version"], tuple(python["words"].tolist()), python["gauss"]),
