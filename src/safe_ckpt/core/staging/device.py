@@ -171,7 +171,7 @@ class DeviceCopies:
         chosen = [move for move in moves if self._devices.has(move.tensor)]
         for device in {move.tensor.device for move in chosen}:
             # Another thread's stream knows nothing of the trainer's, which may not be the device's default one.
-            self._begun[device] = self._devices.mark(self._devices.current_device(device))
+            self._begun[device] = self._devices.mark(self._devices.current(device))
         pinned = {device for device in self._begun if self._buffer.pin(device, self._devices)}
         for move in chosen:
             device = move.tensor.device
@@ -218,7 +218,7 @@ class DeviceCopies:
         if not moves or any(move not in self._done for move in moves):
             return False
         for device, side in list(self._streams.items()):
-            self._devices.current_device(device).wait_stream(side)
+            self._devices.current(device).wait_stream(side)
         return True
 
     def _side_of(self, device: torch.device) -> Any:
@@ -230,7 +230,7 @@ class DeviceCopies:
     def _copy_now(self, move: TensorCopy) -> None:
         device = move.tensor.device
         with self._devices.at(device):
-            stream = self._devices.current_device(device)
+            stream = self._devices.current(device)
             if device in self._begun:
                 stream.wait_event(self._begun[device])
             pinned = self._buffer.pin(device, self._devices)

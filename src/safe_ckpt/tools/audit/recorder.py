@@ -328,7 +328,7 @@ def _generators() -> Iterator[tuple[str, str]]:
     if "numpy" in sys.modules:
         found["numpy"] = pickle.dumps(sys.modules["numpy"].random.get_state(legacy=False))
     kind = str(torch.accelerator.current_accelerator() or "cuda")  # neither this nor the next line asks a driver
-    if (device := getattr(torch, kind)).is_initialized():
+    if getattr(device := getattr(torch, kind), "is_initialized", bool)():
         found |= {f"{kind}:{n}": device.get_rng_state(n).numpy() for n in range(device.device_count())}
     return ((name, _hash(one).hexdigest()[:12]) for name, one in found.items())
 
