@@ -244,7 +244,7 @@ def test_memory_is_pinned_once_and_ahead(buffer):
 
 
 def test_memory_is_pinned_for_each_type_of_device_by_itself(buffer):
-    """Where one type refuses, the copies of another are started all the same. What has grown is pinned anew; a refusal stays."""
+    """Where one type refuses, copies of another are started all the same. What has grown is pinned anew; a refusal stays."""
 
     class OneTypePins(Remembering):
         def register(self, address, size, device):
