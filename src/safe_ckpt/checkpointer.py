@@ -17,6 +17,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.agreed_config import agree_on_settings
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.core.formats.torch_reading import outside_inference_mode
 from safe_ckpt.core.home import retention
 from safe_ckpt.core.home.candidates import is_of_step, newest_first, newest_sequence, step_name
 from safe_ckpt.core.home.home import Candidate, Home
@@ -190,6 +191,7 @@ class Checkpointer:
         with self._engine.together("save"):
             return self._save(step, state, metrics or {})
 
+    @outside_inference_mode()
     def _save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> SaveHandle:
         number = step if isinstance(step, int) else -1
         error: Exception | None = None

@@ -297,6 +297,9 @@ def load_file(folder: Place, entry: FileEntry, item: Mapping[str, Any], name: st
         parse: Callable[[mmap.mmap, int], Any] = file_plan.parse_json
     else:
         parse = safetensors.parse_safetensors if file.suffix == ".safetensors" else torch_reading.parse_archive
-    with torch_reading.refusing(folder, entry.path):
+    with (
+        torch_reading.refusing(folder, entry.path),
+        torch_reading.outside_inference_mode(),
+    ):  # it may become the program's own
         loaded = parse(memory, entry.size_bytes)
         return loaded[name] if item["form"] == "tensor" else loaded

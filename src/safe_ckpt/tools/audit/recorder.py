@@ -327,8 +327,9 @@ def _generators() -> Iterator[tuple[str, str]]:
     found: dict[str, Any] = {"python": pickle.dumps(random.getstate()), "torch": torch.get_rng_state().numpy()}
     if "numpy" in sys.modules:
         found["numpy"] = pickle.dumps(sys.modules["numpy"].random.get_state(legacy=False))
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found |= {f"cuda:{n}": one.numpy() for n, one in enumerate(torch.cuda.get_rng_state_all())}
+    kind = str(torch.accelerator.current_accelerator() or "cuda")  # neither this nor the next line asks a driver
+    if getattr(device := getattr(torch, kind), "is_initialized", bool)():
+        found |= {f"{kind}:{n}": device.get_rng_state(n).numpy() for n in range(device.device_count())}
     return ((name, _hash(one).hexdigest()[:12]) for name, one in found.items())
 
 
