@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, Manifest
 from safe_ckpt.core.storage import presence
-from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.presence import Stamp
 from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.errors import SafeCheckpointError
 

@@ -14,9 +14,10 @@ from safe_ckpt.core.home.retention import RetentionPolicy
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.saving.handle import OpenSave
 from safe_ckpt.core.state.overlap import OverlapPlan
-from safe_ckpt.core.storage.copier import FileCopy, Stamp
+from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.presence import Stamp
 from safe_ckpt.errors import (
     StateError,
 )

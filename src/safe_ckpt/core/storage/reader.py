@@ -17,7 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from safe_ckpt.core.storage.direct_io import PAGE, read_all
+from safe_ckpt.core.storage.direct_io import PAGE
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.presence import ShortReadError, opened
 from safe_ckpt.errors import CorruptCheckpointError
@@ -163,6 +163,18 @@ def read_ahead(file: Place, length: int, memory: memoryview, *, cached: bool = F
                 ask(pool)
     finally:
         source.close()
+
+
+def read_all(fd: int, room: memoryview, at: int) -> int:
+    """Fill ``room`` from there on, however many calls that takes. Returns how many bytes there were before the file ended."""
+    done = 0
+    while done < len(room):
+        with room[done:] as rest:
+            count = os.preadv(fd, [rest], at + done)
+        if not count:
+            break
+        done += count
+    return done
 
 
 def _pace(file: Place) -> tuple[int, int]:

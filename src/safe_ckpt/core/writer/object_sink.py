@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 import xxhash
 
 from safe_ckpt.core.formats.file_plan import WriteTask
-from safe_ckpt.core.storage.copier import FileCopy, Stamp
+from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.direct_io import PAGE, ProgressReporter
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import ObjectPath, open_place
 from safe_ckpt.core.storage.objects.second_look import is_object_there
-from safe_ckpt.core.storage.presence import opened
+from safe_ckpt.core.storage.presence import Stamp, opened
 from safe_ckpt.core.writer.content import Content
 from safe_ckpt.core.writer.existing import Adoption
 
