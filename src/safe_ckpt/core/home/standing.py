@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Literal
 
-from safe_ckpt.core.formats.health_section import describe_unhealthy
-from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
+from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, describe_unhealthy, read_manifest
 from safe_ckpt.core.home.candidates import newest_first, stamp_of
 from safe_ckpt.core.home.home import HIDDEN, Candidate
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
