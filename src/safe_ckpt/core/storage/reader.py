@@ -181,7 +181,7 @@ def _pace(file: Place) -> tuple[int, int]:
     """The size of one read, and how many are under way at a time."""
     if not isinstance(file, ObjectPath):
         return _CHUNK, _AHEAD
-    options = file.bucket.options
+    options = file.options
     return -(-options.part_bytes // PAGE) * PAGE, options.parts_in_flight
 
 
@@ -200,7 +200,7 @@ class _ObjectSource:
 
     def read(self, memory: memoryview, place: int, at: int, size: int) -> int:
         """Bytes ``at`` to ``at + size`` to ``place`` in memory. Returns how many there were."""
-        data = self._place.bucket.read_range(self._place.key, at, size)
+        data = self._place.read_range(at, size)
         memory[place : place + len(data)] = data
         return len(data)
 
