@@ -27,8 +27,9 @@ from disk import evict, sync_tree
 from safe_ckpt import WriterConfig, consolidate_offloaded
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify_files
-from safe_ckpt.core.storage.copier import FileCopy, Stamp, copy_files
+from safe_ckpt.core.storage.copier import FileCopy, copy_files
 from safe_ckpt.core.storage.direct_io import WriteOptions
+from safe_ckpt.core.storage.presence import Stamp
 
 MIB = 1 << 20
 SHAPES = {"8 x 128 MiB": (8, 128 * MIB), "1 x 1 GiB": (1, 1024 * MIB), "256 x 2 MiB": (256, 2 * MIB)}

@@ -33,10 +33,10 @@ from safe_ckpt.core.saving.request import (
     check_step,
     checked_metrics,
 )
-from safe_ckpt.core.storage.copier import FileCopy, Stamp
+from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.objects.options import refuse_url
 from safe_ckpt.core.storage.objects.place import absolute
-from safe_ckpt.core.storage.presence import checked_name
+from safe_ckpt.core.storage.presence import Stamp, checked_name
 from safe_ckpt.errors import ClosedError, SafeCheckpointError, SaveError, StateError
 from safe_ckpt.extensions.assemble import assemble
 

@@ -17,8 +17,9 @@ from kit.ranks import spawn_ranks, values
 from safe_ckpt import consolidate_offloaded, restore_offloaded
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify_files
-from safe_ckpt.core.storage.copier import FileCopy, Stamp, copy_files
+from safe_ckpt.core.storage.copier import FileCopy, copy_files
 from safe_ckpt.core.storage.direct_io import WriteOptions
+from safe_ckpt.core.storage.presence import Stamp
 from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.errors import (
     ConfigError,

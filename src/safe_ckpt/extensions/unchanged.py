@@ -29,8 +29,8 @@ from safe_ckpt.core.saving.recent import Recent
 from safe_ckpt.core.saving.request import SaveRequest
 from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.core.storage.held import can_be_held, hold, stamp_at
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.presence import can_be_held, hold, stamp_at
 from safe_ckpt.core.storage.source import has_folder
 from safe_ckpt.core.writer.existing import MOST_BYTES, UNCHANGED, Before, Existing
 from safe_ckpt.errors import CommitOutcomeUnknown, SafeCheckpointError

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from safe_ckpt.adapters import CheckpointInfo, Patch
 from safe_ckpt.adapters.extras import (
     HIDDEN,
+    Additions,
     Candidate,
     FileHome,
     Link,
@@ -263,7 +264,7 @@ def _link_again(home: FileHome, info: CheckpointInfo, path: Path, target: str | 
         manifest=read_manifest(info.path),
         op_id=f"link-{uuid.uuid4().hex}",
         kind="file",
-        links=[Link(path=path, target=target)],
+        additions=Additions(links=[Link(path=path, target=target)]),
     )
     publication = home.begin(new, timeouts)
     publication.prepare()

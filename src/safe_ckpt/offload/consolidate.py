@@ -25,9 +25,10 @@ from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.names import NamedHomes, refuse
 from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, SaveRequest, Snapshot
-from safe_ckpt.core.storage.copier import FileCopy, Stamp
+from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.objects.options import refuse_url
 from safe_ckpt.core.storage.objects.place import absolute
+from safe_ckpt.core.storage.presence import Stamp
 from safe_ckpt.errors import ConfigError, SourceChangedError, StateError, naming
 from safe_ckpt.extensions.assemble import assemble
 from safe_ckpt.machine import machine_id

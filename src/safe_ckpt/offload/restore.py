@@ -21,12 +21,12 @@ from safe_ckpt.core.formats.manifest import FileEntry, Manifest, read_manifest
 from safe_ckpt.core.home.file_lock import JobLock, read_lock
 from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.core.storage import durable
-from safe_ckpt.core.storage.copier import FileCopy, Stamp, copy_files
+from safe_ckpt.core.storage.copier import FileCopy, copy_files
 from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.storage.durable import sync_directory
 from safe_ckpt.core.storage.objects.options import refuse_url
 from safe_ckpt.core.storage.objects.place import absolute
-from safe_ckpt.core.storage.presence import inside
+from safe_ckpt.core.storage.presence import Stamp, inside
 from safe_ckpt.errors import (
     CorruptCheckpointError,
     DirectoryError,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from safe_ckpt.core.formats.health_section import describe_unhealthy
+from safe_ckpt.core.formats.manifest import describe_unhealthy
 from safe_ckpt.extensions.health.extension import Known
 from safe_ckpt.extensions.health.regions import Region
 from safe_ckpt.extensions.health.verdict import Expectation, is_sick, of_checkpoint

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from safe_ckpt.core.formats.health_section import checked_health
+from safe_ckpt.core.formats.manifest import checked_health
 
 FACTS = {
     "norm": 1.5,

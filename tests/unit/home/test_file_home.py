@@ -17,7 +17,7 @@ from kit.manifests import checkpoint
 from safe_ckpt.core.formats.manifest import Manifest, read_manifest
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.file_lock import JobLock
-from safe_ckpt.core.home.home import NewCheckpoint, Pointer
+from safe_ckpt.core.home.home import Additions, NewCheckpoint, Pointer
 from safe_ckpt.core.home.lease import Lease
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.durable import Link
@@ -148,9 +148,11 @@ def test_a_live_job_keeps_others_out(tmp_path):
     second.close()
 
 
-def _publication(home, name="step-2", **what):
+def _publication(home, name="step-2", kind="directory", **additions):
     manifest = Manifest(name=Path(name).name, sequence=1, step=2, world_size=1, files=())
-    new = NewCheckpoint(path=home.path / name, manifest=manifest, op_id="op", **what)
+    new = NewCheckpoint(
+        path=home.path / name, manifest=manifest, op_id="op", kind=kind, additions=Additions(**additions)
+    )
     publication = home.begin(new, QUICK)
     publication.prepare()
     return publication

@@ -20,7 +20,7 @@ from kit.manifests import checkpoint
 from safe_ckpt.core.formats.manifest import Manifest
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.file_lock import JobLock
-from safe_ckpt.core.home.home import HIDDEN, NewCheckpoint, Pointer
+from safe_ckpt.core.home.home import HIDDEN, Additions, NewCheckpoint, Pointer
 from safe_ckpt.core.home.lease import own_lease
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.errors import SafeCheckpointError
@@ -54,7 +54,7 @@ def published(path, *, kind="directory", taken=False, **what):
         manifest=Manifest(name=name, sequence=9, step=2, world_size=1, files=()),
         op_id="op",
         kind=kind,
-        **what,
+        additions=Additions(**what),
     )
     publication = home.begin(new, QUICK)
     publication.prepare()

@@ -7,7 +7,8 @@ from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.saving import one_save
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.request import Destination, Facts, SaveRequest, Snapshot
-from safe_ckpt.core.storage.copier import FileCopy, Stamp
+from safe_ckpt.core.storage.copier import FileCopy
+from safe_ckpt.core.storage.presence import Stamp
 
 
 def test_files_that_are_written_again_right_after_a_save_returns_are_saved_as_they_were(tmp_path, monkeypatch):

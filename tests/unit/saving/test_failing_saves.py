@@ -235,3 +235,21 @@ def test_only_an_end_by_an_error_has_a_limit(tmp_path, monkeypatch, how):
             raise ending
     assert given == [expected]
     assert steps(tmp_path) == ["step-00000001"]
+
+
+def test_a_save_that_is_interrupted_before_its_tensors_are_streamed_is_not_committed(tmp_path, monkeypatch):
+    """The caller goes on and changes them: nothing of them is written."""
+    state = {"w": {"t": torch.ones(1 << 20)}}
+    with Checkpointer(tmp_path, CheckpointConfig(max_host_bytes=1 << 20)) as ckpt:
+
+        def interrupted(tensors):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_of(ckpt)._stager._devices, "synchronize", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.save(1, state)
+        with pytest.raises(SaveError, match="interrupted"):
+            ckpt.save(2, state)
+        assert ckpt.save(3, state).result(timeout_s=60).step == 3
+    assert not (tmp_path / "step-00000001").exists()

@@ -10,7 +10,8 @@ from safe_ckpt import Checkpointer, WriterConfig
 from safe_ckpt import machine as host_memory
 from safe_ckpt.core.formats.file_plan import bytes_plan
 from safe_ckpt.core.saving.request import Payload
-from safe_ckpt.core.storage.copier import FileCopy, Stamp
+from safe_ckpt.core.storage.copier import FileCopy
+from safe_ckpt.core.storage.presence import Stamp
 from safe_ckpt.errors import NotEnoughSpaceError
 from support import run_program
 

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from safe_ckpt.core.formats.health_section import checked_health
+from safe_ckpt.core.formats.file_plan import ITSELF
 from safe_ckpt.core.formats.zip_archive import COMMENT_BYTES, COMMENT_PREFIX
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.objects.place import Place
@@ -55,6 +55,11 @@ _NOT_OURS = "was not written by safe_ckpt"
 _MOST_FILES = 200_000
 _MOST_DIRECTORY_BYTES = 16 << 20
 _DIGEST = re.compile(r"^[0-9a-f]{32}\Z")
+_HEALTH_ROWS: Mapping[str, Mapping[str, type]] = {
+    "sick": {"name": str, "numbers": int, "nan": int, "inf": int},
+    "changed": {"name": str, "where": str},
+}
+_HEALTH_TEXTS = ("layout", "ignored", "largest")
 
 
 @functools.cache
@@ -402,7 +407,7 @@ def _check_item(item: Any) -> None:
 
 def _typed(value: Any, kind: type) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f"expected {kind.__name__}, got {value!r}")
+        raise TypeError(f"expected {kind.__name__}, got {value!r:.80}")
     return value
 
 
@@ -446,3 +451,57 @@ def _exactly(digits: str) -> float:
     if repr(number) != digits:
         raise ValueError(f"{digits:.40} is not how a number is written")
     return number
+
+
+def checked_health(data: Any) -> dict[str, Any]:
+    """The section as the extension makes it; empty where nothing was looked at.
+
+    Raises:
+        TypeError, ValueError, KeyError: it is not that.
+    """
+    section: dict[str, Any] = _typed(data, dict)
+    if not section:
+        return {}
+    for key in ("healthy", "marked"):
+        if type(section[key]) is not bool:
+            raise TypeError(f"health: {key} is {section[key]!r:.80}")
+    for facts in _typed(section["files"], dict).values():
+        for key, value in _typed(facts, dict).items():
+            _check_health_fact(key, value)
+    return section
+
+
+def describe_unhealthy(health: Mapping[str, Any]) -> str:
+    """Say what is wrong: the worst tensors by name. Empty where nothing is."""
+    words = []
+    for path, facts in sorted(health.get("files", {}).items()):
+        where = f"{path}: " if path != ITSELF else ""
+        for row in facts.get("sick", ()):
+            counts = ", ".join(f"{row[key]} {word}" for key, word in (("nan", "NaN"), ("inf", "Inf")) if row[key])
+            words.append(f"{where}{row['name']} has {counts} among {row['numbers']} numbers")
+        words += [
+            f"{where}{row['name']} changed and nothing had written to it: the memory of {row['where']} is at fault"
+            for row in facts.get("changed", ())
+        ]
+        if facts.get("jump"):
+            words.append(f"{where}the norm is {facts['jump']:.3g} times that of the last healthy checkpoint")
+    more = sum(facts.get("sick_tensors", 0) for facts in health.get("files", {}).values()) - 3
+    return "; ".join(words[:3]) + (f"; and {more} tensors more" if more > 0 else "")
+
+
+def _check_health_fact(key: str, value: Any) -> None:
+    if key in _HEALTH_ROWS:
+        for row in _typed(value, list):
+            for name, kind in _HEALTH_ROWS[key].items():
+                _typed(row[name], kind)
+    elif key == "learnt":
+        for pattern, count in _typed(value, dict).values():
+            _typed(pattern, str)
+            _typed(count, int)
+    elif key == "hashes":
+        for digest in _typed(value, dict).values():
+            _typed(digest, str)
+    elif key in _HEALTH_TEXTS:
+        _typed(value, str)
+    elif type(value) not in (int, float):
+        raise TypeError(f"health: expected a number, got {value!r:.80}")

@@ -14,8 +14,8 @@ from typing import Any
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
 from safe_ckpt.core.home.home import HIDDEN, Candidate, OnError
 from safe_ckpt.core.storage import presence
-from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.presence import Stamp
 from safe_ckpt.core.storage.reader import drop_cache
 from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 

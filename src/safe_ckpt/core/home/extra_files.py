@@ -16,8 +16,8 @@ from pathlib import Path
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, FileEntry, read_manifest
 from safe_ckpt.core.home.home import HIDDEN
-from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.durable import refuse_special, sync_directory, sync_file
+from safe_ckpt.core.storage.presence import Stamp
 from safe_ckpt.core.storage.reader import digest_of
 from safe_ckpt.errors import SafeCheckpointError, SourceChangedError
 from safe_ckpt.text import listed

@@ -378,9 +378,9 @@ class FilePublication:
             self._refuse_another_door()
         self._home.make_pending(self._op_id)
         if new.kind == "directory":
-            if new.prefilled is not None:
-                os.rename(new.prefilled, self._pending)
-                new.prefilled.parent.rmdir()
+            if new.additions.prefilled is not None:
+                os.rename(new.additions.prefilled, self._pending)
+                new.additions.prefilled.parent.rmdir()
             else:
                 self._pending.mkdir()
             for name in new.folders:
@@ -403,12 +403,12 @@ class FilePublication:
             self._final = self._final.with_name(f"{_UNHEALTHY}{self._final.name}")
             manifest = dataclasses.replace(manifest, name=self._final.name)
         if new.kind == "directory":
-            if new.stamps is not None:
-                extra_files.refuse_changed(self._pending, new.stamps, name=self._final.name)
-            elif new.prefilled is not None:
+            if new.additions.stamps is not None:
+                extra_files.refuse_changed(self._pending, new.additions.stamps, name=self._final.name)
+            elif new.additions.prefilled is not None:
                 entries = (*entries, *extra_files.adopt(self._pending, {entry.path for entry in entries}))
-            if new.keep_foreign is not None:
-                extra_files.keep_foreign(self._final, self._pending, new.keep_foreign)
+            if new.additions.keep_foreign is not None:
+                extra_files.keep_foreign(self._final, self._pending, new.additions.keep_foreign)
             manifest = dataclasses.replace(manifest, files=tuple(entries))
             durable.write_durably(self._pending / MANIFEST_NAME, manifest.to_bytes())
             self._publish()
@@ -422,7 +422,7 @@ class FilePublication:
     def abort(self) -> None:
         """See ``Publication``."""
         self._home.drop_pending(self._op_id)
-        self._home.abandon(self._new.prefilled)
+        self._home.abandon(self._new.additions.prefilled)
 
     def clean_up(self) -> None:
         """See ``Publication``."""
@@ -479,14 +479,14 @@ class FilePublication:
 
     def _link(self, *, marked: bool) -> None:
         """A name such as ``last`` stays with what it names, rather than to go to a marked checkpoint."""
-        for number, link in enumerate(() if marked else self._new.links):
+        for number, link in enumerate(() if marked else self._new.additions.links):
             staged = self._pending.parent / f"link{number}-{link.path.name}"
             aside = self._aside(link.path)
             self._home.confirm()
             durable.publish_link(self._final, staged, link, aside)
 
     def _point(self, *, marked: bool) -> None:
-        for pointer in self._new.pointers:
+        for pointer in self._new.additions.pointers:
             if marked and pointer.is_for_resume:
                 continue
             staged = self._pending.parent / f"pointer-{pointer.path.name}"

@@ -8,16 +8,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, Manifest
 from safe_ckpt.core.storage import presence
-from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.durable import Link
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.presence import Stamp
 from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.errors import SafeCheckpointError
 
@@ -111,6 +111,27 @@ class Pointer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Additions:
+    """All that a checkpoint gets at its commit besides the files that the ranks write for it.
+
+    Attributes:
+        prefilled: a folder from ``homes.open_folder`` that already holds files of the checkpoint; None for none.
+        stamps: of the files in ``prefilled``, by path: it holds these and no others, and none changes before the commit; None
+            where the ranks report none of them, and rank 0 hashes what it finds there.
+        keep_foreign: predicate: files in the directory that is replaced, of those that no save of ours wrote, for which it is
+            true are kept in the new one; None for none.
+        links: further names of a single file.
+        pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order.
+    """
+
+    prefilled: Path | None = None
+    stamps: Mapping[str, Stamp] | None = None
+    keep_foreign: Callable[[str], bool] | None = None
+    links: Sequence[Link] = ()
+    pointers: Sequence[Pointer] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class NewCheckpoint:
     """All that a publication knows of what is to become a checkpoint.
 
@@ -121,13 +142,7 @@ class NewCheckpoint:
         kind: whether ``path`` becomes a directory with a manifest in it or a single file.
         needed_bytes: what all ranks together will write; 0 where that is not known.
         folders: below the checkpoint's directory, for files that go into one.
-        prefilled: a folder from ``open_folder`` that already holds files of the checkpoint; None for none.
-        stamps: of the files in ``prefilled``, by path: it holds these and no others, and none changes before the commit; None
-            where nobody reports them: they are hashed at the commit.
-        keep_foreign: predicate: files in the directory that is replaced, of those that no save of ours wrote, for which it is
-            true are kept in the new one; None for none.
-        links: further names of a single file.
-        pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order.
+        additions: what it gets besides.
     """
 
     path: Place
@@ -136,11 +151,7 @@ class NewCheckpoint:
     kind: Literal["directory", "file"] = "directory"
     needed_bytes: int = 0
     folders: Sequence[str] = ()
-    prefilled: Path | None = None
-    stamps: Mapping[str, Stamp] | None = None
-    keep_foreign: Callable[[str], bool] | None = None
-    links: Sequence[Link] = ()
-    pointers: Sequence[Pointer] = ()
+    additions: Additions = field(default_factory=Additions)
 
     @property
     def attempt(self) -> str:
@@ -215,7 +226,7 @@ class Home(Protocol):
         path: where it is.
         last_sequence: the last place in the order of commits that was given out.
         is_mounted: ranks read its files where they lie; from another one a host fetches them.
-        unsupported: what a checkpoint cannot have here, by the names of the fields of ``NewCheckpoint``; ``"file"`` is the
+        unsupported: what a checkpoint cannot have here, by the names of the fields of ``Additions``; ``"file"`` is the
             kind.
     """
 

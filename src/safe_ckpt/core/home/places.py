@@ -8,7 +8,7 @@ from pathlib import Path
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
 from safe_ckpt.core.home.home import Candidate, Home
 from safe_ckpt.core.storage import presence
-from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.objects.place import Place
 
 
 def home_at(
@@ -36,7 +36,7 @@ def home_at(
     if isinstance(place, Path):
         return FileHome(place, lease_s=lease_s, hidden=hidden, owner=owner)
     if answer_s is not None:
-        place = ObjectPath(place.bucket.within(answer_s), place.key)
+        place = place.within(answer_s)
     return ObjectHome(place, lease_s=lease_s, owner=owner, unfenced=unfenced)
 
 

@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Literal
 
-from safe_ckpt.core.formats.health_section import describe_unhealthy
-from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
+from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, describe_unhealthy, read_manifest
 from safe_ckpt.core.home.candidates import newest_first, stamp_of
 from safe_ckpt.core.home.home import HIDDEN, Candidate
-from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
-from safe_ckpt.core.storage.presence import inside, opened
+from safe_ckpt.core.storage.presence import Stamp, inside, opened
 from safe_ckpt.errors import HostileCheckpointError, SafeCheckpointError
 
 logger = logging.getLogger(__name__)

@@ -162,13 +162,13 @@ def fetch_ranges(
         IncompleteCheckpointError: a file is not there.
         OSError: the store gave no answer, or the disk refuses.
     """
-    options, stop = source.bucket.options, threading.Event()
+    stop = threading.Event()
 
     def go_on() -> None:
         if stop.is_set():
             raise InterruptedError(errno.EINTR, "interrupted")
 
-    near = ObjectPath(source.bucket.within(options.give_up_after_s, go_on), source.key)
+    near = source.within(source.options.give_up_after_s, go_on)
 
     def one(work: tuple[FileEntry, int]) -> None:
         go_on()
@@ -187,7 +187,7 @@ def fetch_ranges(
 def _fetch_range(source: ObjectPath, folder: Path, entry: FileEntry, start: int, length: int) -> None:
     file, place = folder / entry.path, source / entry.path
     try:
-        data = place.bucket.read_range(place.key, start, length)
+        data = place.read_range(start, length)
     except FileNotFoundError:
         raise IncompleteCheckpointError(path=str(source), file=entry.path, message="is missing") from None
     file.parent.mkdir(parents=True, exist_ok=True)

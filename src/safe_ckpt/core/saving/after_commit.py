@@ -15,8 +15,8 @@ from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.home.retention import Decision, Unjudged
 from safe_ckpt.core.saving.extension import Extensions
 from safe_ckpt.core.saving.save import SaveJob
-from safe_ckpt.core.storage.copier import Stamp
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.presence import Stamp
 from safe_ckpt.core.storage.source import frees_bytes
 from safe_ckpt.errors import SafeCheckpointError
 from safe_ckpt.hooks.emitter import Emitter

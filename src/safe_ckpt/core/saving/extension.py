@@ -108,12 +108,10 @@ class Extension:
 
     def deciding(self, request: SaveRequest) -> Mapping[str, Any]:
         """On rank 0, on the caller's thread: returns fields of the manifest that are known before the copy."""
-        del request
         return {}
 
     def planning(self, request: SaveRequest) -> int:
         """On every rank, on the caller's thread: returns how many bytes will probably not be written."""
-        del request
         return 0
 
     def laying_out(self, job: SaveJob) -> Mapping[str, Existing]:
@@ -121,7 +119,6 @@ class Extension:
 
         By their paths. They are not copied.
         """
-        del job
         return {}
 
     def started(self, job: SaveJob) -> None:
@@ -135,28 +132,23 @@ class Extension:
             path: of the file, in the checkpoint.
             plan: its content.
         """
-        del job, path, plan
 
     def recognised(self, job: SaveJob, results: Mapping[str, WrittenFile]) -> Mapping[str, Existing]:
         """On writing ranks, in the background, after the writing: returns files that the writer has found to be there already.
 
         By their paths. They are still to be given their names.
         """
-        del job, results
         return {}
 
     def written(self, job: SaveJob, results: Mapping[str, WrittenFile]) -> Any:
         """On writing ranks, in the background: returns this rank's report, JSON-able. All of its files are there."""
-        del job, results
 
     def entry(self, result: WrittenFile) -> Mapping[str, Any]:
         """On writing ranks, in the background: returns further fields of one file for the manifest."""
-        del result
         return {}
 
     def concluding(self, job: SaveJob, reports: Mapping[int, Any]) -> Conclusion:
         """On rank 0, in the background, right before the commit: concludes from the reports of this name, by rank."""
-        del job, reports
         return Conclusion()
 
     def ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
@@ -164,12 +156,10 @@ class Extension:
 
         What it returns becomes the error of the save, which stays committed. It must be the like on all ranks.
         """
-        del job, outcome
         return None
 
     def keeps(self, home: Home, places: Sequence[Place]) -> Collection[Place]:
         """On rank 0, in the background, after the commit: returns those of ``places`` that must not be deleted now."""
-        del home, places
         return ()
 
     def deleted(self, home: Home, places: Sequence[Place]) -> None:
@@ -181,7 +171,6 @@ class Extension:
         Raises:
             OSError: whether there are any is not known.
         """
-        del home
         return []
 
     def fetch(self, candidate: Candidate, home: Home) -> CheckpointInfo:
@@ -198,7 +187,6 @@ class Extension:
         Args:
             manifest: its manifest; None where that is not known.
         """
-        del manifest
 
     def resumed(self, home: Home, info: CheckpointInfo, remembered: Any, verified: Manifest | None) -> None:
         """On every rank, at a resume: all go on from this.
@@ -260,12 +248,11 @@ class Extensions:
 
     def decided(self, request: SaveRequest) -> dict[str, Any]:
         """Fields of the manifest that are known before the copy."""
-        told = self.ask("before a save", lambda one: one.deciding(request))
-        return {key: value for fields in told.values() for key, value in fields.items()}
+        return self.merged("before a save", lambda one: one.deciding(request))
 
-    def existing(self, moment: str, question: Callable[[Extension], Mapping[str, Existing]]) -> dict[str, Existing]:
-        """Files that are there already, by path."""
-        return {path: file for files in self.ask(moment, question).values() for path, file in files.items()}
+    def merged(self, moment: str, question: Callable[[Extension], Mapping[str, _T]]) -> dict[str, _T]:
+        """Return the answers of all extensions, as one table."""
+        return {key: value for answer in self.ask(moment, question).values() for key, value in answer.items()}
 
     def observed(self, job: SaveJob, path: str, plan: FilePlan) -> dict[str, Any]:
         """Return what the writer's observers are told of one file, by name."""

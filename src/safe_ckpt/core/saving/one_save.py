@@ -122,40 +122,40 @@ def finish(pipeline: Pipeline, job: SaveJob) -> None:
     """The background's half, on every rank, one save after the other: no collectives. The handle gets the outcome."""
     turn = Turn(pipeline, job)
     pipeline.extensions.ask("the turn of a save", lambda one: one.started(job))
-    info, failure = None, None
     try:
-        info = _lead(turn) if pipeline.rank == 0 else _follow(turn)
+        turn.learn(info=_lead(turn) if pipeline.rank == 0 else _follow(turn))
     except SafeCheckpointError as error:
-        failure = error
+        turn.learn(error=error)
     except BaseException as error:
         pipeline.extensions.ended(job, Outcome(error=pipeline.queue.unexpected(job, error)))
         raise
     finally:
         pipeline.stager.give_back(job)
+    info = turn.outcome.info
     if info is not None:
         pipeline.queue.last_save_s = time.monotonic() - job.started
     # Here and not on the caller's thread: hooks write to files.
-    raised = pipeline.extensions.ended(job, turn.outcome(info, failure))
+    raised = pipeline.extensions.ended(job, turn.outcome)
     if info is not None and pipeline.rank == 0:
         pipeline.after_commit.apply_rules(job, info)
-    pipeline.queue.conclude(job, info, failure or raised)
+    pipeline.queue.conclude(job, info, turn.outcome.error or raised)
 
 
 def _agree(pipeline: Pipeline, request: SaveRequest) -> dict[str, Any]:
     """Returns what ``decide`` returned, but for an earlier failure: that is raised."""
     if isinstance(request.error, StateError):
         request.error.rank = pipeline.rank
-    config, handles, begun = pipeline.config, pipeline.handles, time.monotonic()
+    config, handles, extensions, begun = pipeline.config, pipeline.handles, pipeline.extensions, time.monotonic()
     handles.forget_reported()
-    earlier, spared = handles.unreported(), pipeline.extensions.spared_bytes
+    earlier = handles.unreported()
     busy = config.on_busy == "skip" and not request.patient and handles.in_flight >= config.max_in_flight
     try:
         decision: dict[str, Any] = pipeline.coordinator.agree(
             "save",
             timeout_s=config.timeouts.barrier_s,
             must_match={"step": request.facts.step, "path": request.destination.path, **request.must_match},
-            local=lambda: answer(request, earlier, pipeline.rank, spared(request)),
-            decide=lambda answers: decide(request, answers, busy=busy, fields=pipeline.extensions.decided(request)),
+            local=lambda: answer(request, earlier, pipeline.rank, extensions.spared_bytes(request)),
+            decide=lambda answers: decide(request, answers, busy=busy, fields=extensions.decided(request)),
             phase="planning the save",
         )
     except Exception as problem:
@@ -216,21 +216,6 @@ def _put(pipeline: Pipeline, job: SaveJob) -> None:
             pipeline.queue.put(job)
 
 
-@dataclass(kw_only=True)
-class Writing:
-    """The writing of one rank in one save.
-
-    Attributes:
-        write_s: how long it took; 0 while it has not come to its end.
-        written_at: when that was, on the monotonic clock.
-        written_bytes: how much it was.
-    """
-
-    write_s: float = 0.0
-    written_at: float = 0.0
-    written_bytes: int = 0
-
-
 @dataclass
 class Turn:
     """The turn of one save in the background of one rank.
@@ -239,14 +224,12 @@ class Turn:
         pipeline: the parts that it goes through.
         job: the save.
         round: where the ranks report how it goes.
-        written: how its writing went.
-        summary: what rank 0 concluded for all ranks, by extension.
+        outcome: what is known by now of how it ends.
     """
 
     pipeline: Pipeline
     job: SaveJob
-    written: Writing = field(default_factory=Writing)
-    summary: Mapping[str, Any] = field(default_factory=dict)
+    outcome: Outcome = field(default_factory=Outcome)
 
     def __post_init__(self) -> None:
         pipeline, job = self.pipeline, self.job
@@ -292,9 +275,9 @@ class Turn:
         """Make the error of this save, on this rank."""
         return SaveError(name=self.job.name, cause=cause, rank=self.pipeline.rank, phase=phase)
 
-    def outcome(self, info: CheckpointInfo | None, failure: SafeCheckpointError | None) -> Outcome:
-        """Return how it ended."""
-        return Outcome(info=info, error=failure, summary=self.summary, **dataclasses.asdict(self.written))
+    def learn(self, **facts: Any) -> None:
+        """These are fields of its outcome."""
+        self.outcome = dataclasses.replace(self.outcome, **facts)
 
     def _check_giving_up(self) -> None:
         self.pipeline.queue.check_giving_up(self.job.name)
@@ -321,7 +304,7 @@ def _lead(turn: Turn) -> CheckpointInfo:
         if not isinstance(ours, CommitOutcomeUnknown):
             publication.abort()
         raise ours from error
-    turn.round.conclude({"ok": info.to_json(), "summary": dict(turn.summary)})
+    turn.round.conclude({"ok": info.to_json(), "summary": dict(turn.outcome.summary)})
     return info
 
 
@@ -329,7 +312,8 @@ def _commit(turn: Turn, reports: Mapping[int, Any]) -> CheckpointInfo:
     turn.round.refuse_if_a_rank_left()
     entries = _entries(turn, reports)
     said = {rank: reports[rank]["extensions"] for rank in sorted(reports)}
-    fields, turn.summary = turn.pipeline.extensions.concluding(turn.job, said)
+    fields, summary = turn.pipeline.extensions.concluding(turn.job, said)
+    turn.learn(summary=summary)
     sections = {"items": _merge_items(reports), **fields}
     return turn.job.publication.commit(entries, sections, turn.check_still_wanted)
 
@@ -404,7 +388,7 @@ def _read_verdict(turn: Turn, *, rank_0_has_error: bool) -> CheckpointInfo:
         verdict = _last_word(turn, error)
     if "error" in verdict:
         raise from_wire(verdict["error"])
-    turn.summary = verdict["summary"]
+    turn.learn(summary=verdict["summary"])
     return CheckpointInfo.from_json(verdict["ok"], beside=turn.job.path)
 
 
@@ -437,15 +421,15 @@ def write(turn: Turn) -> dict[str, Any]:
     else:
         raise turn.error("there is no snapshot", "write")
     ended = time.monotonic()
-    turn.written.written_at, turn.written.write_s = ended, ended - begun
+    turn.learn(written_at=ended, write_s=ended - begun)
     files = {_place(job, one.path): one for one in results}
-    found = pipeline.extensions.existing("what was written", lambda one: one.recognised(job, files))
+    found = pipeline.extensions.merged("what was written", lambda one: one.recognised(job, files))
     if found:
         for one in _adopt(turn, found.values()):
             place = _place(job, one.path)
             files[place] = dataclasses.replace(one, observed={**files[place].observed, **one.observed})
         _run_writer(turn, directories=directories)
-    turn.written.written_bytes = sum(file.size_bytes - file.shared_bytes for file in files.values())
+    turn.learn(written_bytes=sum(file.size_bytes - file.shared_bytes for file in files.values()))
     reports = pipeline.extensions.ask("what was written", lambda one: one.written(job, files))
     entries = [_entry(turn, file) for file in files.values()]
     return {"files": entries, "items": dict(job.request.facts.items), "extensions": reports}
@@ -530,7 +514,11 @@ def _await_copy(turn: Turn) -> None:
 
 
 def _entry(turn: Turn, result: WrittenFile) -> dict[str, Any]:
-    facts = {"size_bytes": result.size_bytes, "xxh3_128": result.xxh3_128}
-    for besides in turn.pipeline.extensions.ask("an entry of the manifest", lambda one: one.entry(result)).values():
-        facts |= besides
-    return {"path": result.path.removeprefix(f"{turn.job.folder}/"), "rank": turn.pipeline.rank, **facts}
+    besides = turn.pipeline.extensions.merged("an entry of the manifest", lambda one: one.entry(result))
+    return {
+        "path": result.path.removeprefix(f"{turn.job.folder}/"),
+        "rank": turn.pipeline.rank,
+        "size_bytes": result.size_bytes,
+        "xxh3_128": result.xxh3_128,
+        **besides,
+    }

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import Manifest
-from safe_ckpt.core.home.home import Home, NewCheckpoint, Pointer
+from safe_ckpt.core.home.home import Additions, Home, NewCheckpoint
 from safe_ckpt.core.home.retention import RetentionPolicy
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.saving.handle import OpenSave
 from safe_ckpt.core.state.overlap import OverlapPlan
-from safe_ckpt.core.storage.copier import FileCopy, Stamp
-from safe_ckpt.core.storage.durable import Link
+from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import (
     StateError,
@@ -130,17 +128,10 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnCommit:
-    """Further work of rank 0 at the commit.
+class OnCommit(Additions):
+    """Further work of rank 0 at the commit: what the checkpoint gets, and what is deleted for it.
 
     Attributes:
-        prefilled: a folder from ``homes.open_folder`` that already holds files of the checkpoint; None for none.
-        stamps: of the files in ``prefilled``, by path: it holds these and no others, and none changes before the commit; None
-            where the ranks report none of them, and rank 0 hashes what it finds there.
-        keep_foreign: predicate: files in the directory that is replaced, of those that no save of ours wrote, for which it is
-            true are kept in the new one; None for none.
-        links: further names of a single file.
-        pointers: small files elsewhere that are replaced once the checkpoint has its name, in this order.
         catalog: gets the commit; None for no catalog.
         retention: decides what is deleted then; None deletes nothing.
 
@@ -152,11 +143,6 @@ class OnCommit:
         ```
     """
 
-    prefilled: Path | None = None
-    stamps: Mapping[str, Stamp] | None = None
-    keep_foreign: Callable[[str], bool] | None = None
-    links: Sequence[Link] = ()
-    pointers: Sequence[Pointer] = ()
     catalog: Catalog | None = None
     retention: RetentionPolicy | None = None
 
@@ -218,11 +204,7 @@ class SaveRequest:
             kind=self.destination.kind,
             needed_bytes=needed_bytes,
             folders=self.payload.folders,
-            prefilled=self.on_commit.prefilled,
-            stamps=self.on_commit.stamps,
-            keep_foreign=self.on_commit.keep_foreign,
-            links=self.on_commit.links,
-            pointers=self.on_commit.pointers,
+            additions=self.on_commit,
         )
 
 

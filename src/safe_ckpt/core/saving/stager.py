@@ -90,24 +90,21 @@ class Stager:
         """Plan the copy of ``job``. An error goes into ``job.error``; every rank gets it through the save's verdict."""
         payload = job.request.payload
         place = str(job.folder), job.manifest.to_json()
-        job.existing = self._extensions.existing("before the copy", lambda one: one.laying_out(job))
+        job.existing = self._extensions.merged("before the copy", lambda one: one.laying_out(job))
         job.files = [plan for plan in payload.files if plan.path not in job.existing]
         size = snapshot.buffer_bytes(job.files)
-        if isinstance(payload, Streamed) or self._is_too_large(size):
-            job.tasks = snapshot.list_tasks(job.files, *place)
-            job.streamed, job.error = True, None
-            try:
+        job.streamed = isinstance(payload, Streamed) or self._is_too_large(size)
+        try:
+            if job.streamed:
+                job.tasks = snapshot.list_tasks(job.files, *place)
                 # Another thread reads the tensors, and its streams do not wait for those of this thread.
                 self._devices.synchronize(tensor for plan in job.files for _, tensor in plan.tensors)
-            except Exception as error:  # as the docstring says
-                job.error = error
-            return
-        job.buffer = self._take_buffer()
-        job.buffer.beside_bytes = self._writing_bytes(size)
-        try:
-            job.tasks, job.copy = snapshot.lay_out(
-                job.files, job.buffer, *place, name=job.name, overlap_plan=job.overlap, known=self._known
-            )
+            else:
+                job.buffer = self._take_buffer()
+                job.buffer.beside_bytes = self._writing_bytes(size)
+                job.tasks, job.copy = snapshot.lay_out(
+                    job.files, job.buffer, *place, name=job.name, overlap_plan=job.overlap, known=self._known
+                )
             job.error = None
         except Exception as error:  # as the docstring says
             job.error = error

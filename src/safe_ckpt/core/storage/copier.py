@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import xxhash
@@ -26,47 +26,16 @@ from safe_ckpt.core.storage.direct_io import (
     WriteOptions,
     create_file,
     once_more_after_eio,
-    read_all,
     write_all,
     write_rest,
 )
 from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.core.storage.presence import opened
+from safe_ckpt.core.storage.presence import Stamp, opened
+from safe_ckpt.core.storage.reader import read_all
 
 _AT_A_TIME = 4
 _CHUNK = 4 << 20
 _OPEN = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stamp:
-    """Facts of a file that change when it does. ``of`` reads them; two that are equal stand for the same bytes.
-
-    A file's times are those of the kernel's last tick: a file that changed within ``racy_ns`` of being looked at may change
-    once more without showing it.
-    """
-
-    size_bytes: int
-    device: int
-    inode: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Stamp:
-        """From what ``os.stat`` returned."""
-        return cls(
-            size_bytes=status.st_size,
-            device=status.st_dev,
-            inode=status.st_ino,
-            mtime_ns=status.st_mtime_ns,
-            ctime_ns=status.st_ctime_ns,
-        )
-
-    @property
-    def everywhere(self) -> Stamp:
-        """The part that all hosts see alike of a file that they share: its size and when it was written."""
-        return replace(self, device=0, inode=0, ctime_ns=0)
 
 
 @dataclass(frozen=True, kw_only=True)

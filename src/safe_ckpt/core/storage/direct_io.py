@@ -228,18 +228,6 @@ def write_all(fd: int, data: memoryview, offset: int, progress: ProgressReporter
     return direct
 
 
-def read_all(fd: int, room: memoryview, at: int) -> int:
-    """Fill ``room`` from there on, however many calls that takes. Returns how many bytes there were before the file ended."""
-    done = 0
-    while done < len(room):
-        with room[done:] as rest:
-            count = os.preadv(fd, [rest], at + done)
-        if not count:
-            break
-        done += count
-    return done
-
-
 def _stop_direct(fd: int) -> None:
     """Go on through the page cache: this file system took O_DIRECT when the file was opened and does not write so."""
     _take_flag(fd)

@@ -1,4 +1,4 @@
-"""Looking at files: is something there? Only "there is no such entry" means that it is not; every other error is raised.
+"""Looking at files: is something there, and still the same? Only "there is no such entry" means no; other errors are raised.
 
 ``pathlib`` treats some errors as "not there", and since Python 3.14 all of them. So a disk that fails for a moment would make a
 good checkpoint vanish.
@@ -14,7 +14,8 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -140,6 +141,79 @@ def _mode(path: Path) -> int | None:
         if error.errno == errno.ELOOP:  # a link in a circle leads nowhere
             return None
         raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stamp:
+    """Facts of a file that change when it does. ``of`` reads them; two that are equal stand for the same bytes.
+
+    A file's times are those of the kernel's last tick: a file that changed within ``racy_ns`` of being looked at may change
+    once more without showing it.
+    """
+
+    size_bytes: int
+    device: int
+    inode: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Stamp:
+        """From what ``os.stat`` returned."""
+        return cls(
+            size_bytes=status.st_size,
+            device=status.st_dev,
+            inode=status.st_ino,
+            mtime_ns=status.st_mtime_ns,
+            ctime_ns=status.st_ctime_ns,
+        )
+
+    @property
+    def everywhere(self) -> Stamp:
+        """The part that all hosts see alike of a file that they share: its size and when it was written."""
+        return replace(self, device=0, inode=0, ctime_ns=0)
+
+
+def can_be_held(place: Place) -> bool:
+    """Whether the bytes of what lies there stay as long as it is open, whoever deletes its name. Not those of an object."""
+    return isinstance(place, Path)
+
+
+def stamp_at(place: Place) -> Stamp | None:
+    """Return the stamp of a file; None where there is none: it is gone, or is an object."""
+    try:
+        return Stamp.of(os.stat(place)) if isinstance(place, Path) else None
+    except OSError:
+        return None
+
+
+def hold(places: Iterable[Place], known: Stamp | None, size_bytes: int) -> int | None:
+    """Open the first of these that was not touched since: as long as it is open its bytes cannot vanish.
+
+    The ctime tells nothing: a further name changes that.
+
+    Args:
+        places: names of the file; some may be gone, or another file's by now.
+        known: its stamp then; None where that is not known.
+        size_bytes: how long it was when it was written.
+
+    Returns:
+        The descriptor; None if there is none.
+    """
+    if known is None or known.size_bytes != size_bytes:
+        return None
+    for place in places:
+        try:
+            with opened(str(place), os.O_RDONLY | os.O_NOFOLLOW) as fd:
+                if _facts(Stamp.of(os.fstat(fd))) == _facts(known):
+                    return os.dup(fd)
+        except OSError:
+            continue
+    return None
+
+
+def _facts(stamp: Stamp) -> tuple[int, ...]:
+    return stamp.size_bytes, stamp.device, stamp.inode, stamp.mtime_ns
 
 
 def checked_name(name: object, of: Place | str = "", file: str = "") -> str:

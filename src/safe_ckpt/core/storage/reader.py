@@ -17,7 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from safe_ckpt.core.storage.direct_io import PAGE, read_all
+from safe_ckpt.core.storage.direct_io import PAGE
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.presence import ShortReadError, opened
 from safe_ckpt.errors import CorruptCheckpointError
@@ -165,11 +165,23 @@ def read_ahead(file: Place, length: int, memory: memoryview, *, cached: bool = F
         source.close()
 
 
+def read_all(fd: int, room: memoryview, at: int) -> int:
+    """Fill ``room`` from there on, however many calls that takes. Returns how many bytes there were before the file ended."""
+    done = 0
+    while done < len(room):
+        with room[done:] as rest:
+            count = os.preadv(fd, [rest], at + done)
+        if not count:
+            break
+        done += count
+    return done
+
+
 def _pace(file: Place) -> tuple[int, int]:
     """The size of one read, and how many are under way at a time."""
     if not isinstance(file, ObjectPath):
         return _CHUNK, _AHEAD
-    options = file.bucket.options
+    options = file.options
     return -(-options.part_bytes // PAGE) * PAGE, options.parts_in_flight
 
 
@@ -188,7 +200,7 @@ class _ObjectSource:
 
     def read(self, memory: memoryview, place: int, at: int, size: int) -> int:
         """Bytes ``at`` to ``at + size`` to ``place`` in memory. Returns how many there were."""
-        data = self._place.bucket.read_range(self._place.key, at, size)
+        data = self._place.read_range(at, size)
         memory[place : place + len(data)] = data
         return len(data)
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from safe_ckpt.core.storage.copier import FileCopy, Stamp
+from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.durable import WrittenFile, link_open_file
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.presence import Stamp
 
 UNCHANGED = "unchanged"
 """The name of the extension that knows of such files.

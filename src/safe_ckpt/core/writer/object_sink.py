@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 import xxhash
 
 from safe_ckpt.core.formats.file_plan import WriteTask
-from safe_ckpt.core.storage.copier import FileCopy, Stamp
+from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.direct_io import PAGE, ProgressReporter
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import ObjectPath, open_place
 from safe_ckpt.core.storage.objects.second_look import is_object_there
-from safe_ckpt.core.storage.presence import opened
+from safe_ckpt.core.storage.presence import Stamp, opened
 from safe_ckpt.core.writer.content import Content
 from safe_ckpt.core.writer.existing import Adoption
 
@@ -54,7 +54,7 @@ class ObjectSink:
             if tail:
                 yield tail
 
-        place.bucket.upload(place.key, content.length, pieces)
+        place.upload(content.length, pieces)
         return content.closing().written(task.path)
 
     def copy(self, copies: Sequence[FileCopy], progress: ProgressReporter) -> list[WrittenFile]:
@@ -152,7 +152,7 @@ class ObjectSink:
                 yield piece
             digests.append(digest.hexdigest())
 
-        place.bucket.upload(place.key, size_bytes, pieces)
+        place.upload(size_bytes, pieces)
         if not digests:  # a pass that did not come to its end has none
             raise OSError(None, "the upload ended before all bytes were sent", path)
         return WrittenFile(path=path, size_bytes=size_bytes, xxh3_128=digests[-1])
@@ -162,7 +162,7 @@ class ObjectSink:
         place = open_place(path, self._storage)
         progress.entered("upload")
         tried = functools.partial(progress.moved, 0)
-        return ObjectPath(place.bucket.within(self._storage.give_up_after_s, tried), place.key)
+        return place.within(self._storage.give_up_after_s, tried)
 
 
 def _at_once(calls: Sequence[Callable[[], WrittenFile]]) -> list[WrittenFile]:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from safe_ckpt import events
 from safe_ckpt.core.formats.file_plan import FilePlan
-from safe_ckpt.core.formats.health_section import describe_unhealthy
-from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
+from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, describe_unhealthy
 from safe_ckpt.core.formats.names import plain_name, plain_names
 from safe_ckpt.core.home.home import Home
 from safe_ckpt.core.saving.extension import Conclusion, Extension, Outcome, Run

@@ -149,7 +149,7 @@ def fetch_verified(source: ObjectPath, entries: Sequence[FileEntry], into: Path)
         IncompleteCheckpointError: an object is not there.
         OSError: the store gave no answer, or the disk refuses.
     """
-    options = source.bucket.options
+    options = source.options
 
     def read(place: ObjectPath, some: Sequence[FileEntry]) -> None:
         ranges = ranges_of(some, options.part_bytes)

@@ -61,7 +61,7 @@ class MirrorUploads:
         self._owner = owner
         options = StorageOptions.of(config.storage, config.timeouts.lengthy_s)
         top = open_place(config.mirror.url or "", options, key="mirror.url")
-        self._top = ObjectPath(top.bucket.within(options.give_up_after_s, self._check), top.key)
+        self._top = top.within(options.give_up_after_s, self._check)
         writer = dataclasses.replace(config.writer, niceness=_NICENESS, inline_bytes=0)
         self._writer = WriterSupervisor(writer, config.timeouts, self._respawned, options)
         self._background = Background("safe_ckpt-mirror", self._work)
@@ -152,9 +152,7 @@ class MirrorUploads:
         Raises:
             OSError: the store gives no answer.
         """
-        patient = self.root_of(home)
-        near = ObjectPath(patient.bucket.within(self._config.timeouts.barrier_s / 2), patient.key)
-        found = list_objects(near)
+        found = list_objects(self.root_of(home).within(self._config.timeouts.barrier_s / 2))
         self._there |= {one.manifest.op_id for one in found if one.manifest is not None}
         return newest_first(found)
 
@@ -172,8 +170,7 @@ class MirrorUploads:
             message = "%s was mirrored from a directory %r: this run, in %s, continues that one. Was that meant?"
             logger.warning(message, candidate.path, earlier, home.path)
         there, timeouts, begun = in_store(candidate.path), self._config.timeouts, time.monotonic()
-        near = ObjectPath(there.bucket.within(timeouts.lengthy_s), there.key)
-        info = fetch_into(home, near, candidate.manifest, timeouts=timeouts)
+        info = fetch_into(home, there.within(timeouts.lengthy_s), candidate.manifest, timeouts=timeouts)
         seconds, size = time.monotonic() - begun, info.size_bytes
         self._emit(
             events.Fetched(rank=0, path=str(info.path), url=str(candidate.path), size_bytes=size, seconds=seconds)

@@ -21,9 +21,10 @@ from safe_ckpt.core.home.home import Home, NewCheckpoint
 from safe_ckpt.core.home.objects.head import list_objects
 from safe_ckpt.core.home.objects.home import ObjectHome
 from safe_ckpt.core.home.standing import Catalog
-from safe_ckpt.core.storage.copier import FileCopy, Stamp
+from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.durable import WrittenFile
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.presence import Stamp
 from safe_ckpt.core.writer.existing import MOST_BYTES, Adoption
 from safe_ckpt.core.writer.sink import WriteJob
 from safe_ckpt.errors import CorruptCheckpointError, DirectoryInUseError, SafeCheckpointError

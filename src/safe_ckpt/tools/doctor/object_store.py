@@ -209,7 +209,7 @@ def store_speed(probe: Probe) -> list[CheckResult]:
         return [not_made("speed", "not measured: --mebibytes 0")]
     place, load = probe.scratch / "parts", _Load(probe.probe_bytes)
     since = time.monotonic()
-    place.bucket.upload(place.key, probe.probe_bytes, load.pieces)
+    place.upload(probe.probe_bytes, load.pieces)
     put_s = time.monotonic() - since
     size = load.moved
     since = time.monotonic()
@@ -225,7 +225,7 @@ def store_speed(probe: Probe) -> list[CheckResult]:
     get_s = spent[0]
     put, get = size / max(put_s, 1e-9), size / max(get_s, 1e-9)
     text = f"put {rate(put / 1e9)}, get {rate(get / 1e9)} ({bytes_text(size)} in parts of "
-    text += f"{bytes_text(place.bucket.options.part_bytes)})"
+    text += f"{bytes_text(place.options.part_bytes)})"
     advice = "save less often, or use a store, or a region, that is nearer: training continues meanwhile"
     figures = {"put_bytes_per_s": round(put), "get_bytes_per_s": round(get)}
     return [warn_if(min(put, get) < _SLOW_BYTES_PER_S, "speed", text, advice, **figures)]

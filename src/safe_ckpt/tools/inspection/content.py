@@ -254,7 +254,7 @@ def _content_of_object(folder: ObjectPath, entry: FileEntry) -> TensorTable | No
 
 
 def _read(place: ObjectPath, at: int, size: int) -> bytes:
-    data = bytes(place.bucket.read_range(place.key, at, size))
+    data = bytes(place.read_range(at, size))
     if len(data) < size:
         raise CorruptCheckpointError(path=str(place), message="is cut off")
     return data

@@ -215,7 +215,7 @@ def place_given(path: str) -> Place:
 
 
 def _await_answer(place: ObjectPath) -> None:
-    first_s = min(_FIRST_ANSWER_S, place.bucket.options.give_up_after_s)
+    first_s = min(_FIRST_ANSWER_S, place.options.give_up_after_s)
     try:
         place.bucket.hurried(first_s).within(first_s).size_of((place / MANIFEST_NAME).key)
     except (FileNotFoundError, PermissionError):

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safe_ckpt.core.formats.health_section import describe_unhealthy
-from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, read_manifest
+from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, describe_unhealthy, read_manifest
 from safe_ckpt.core.home.candidates import guarded, list_directories, list_files, looks_like_checkpoint
 from safe_ckpt.core.home.holders import Held, hidden_folders, holders
 from safe_ckpt.core.home.home import HIDDEN, NAMES, Candidate, OnError, name_below

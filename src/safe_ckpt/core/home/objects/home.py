@@ -133,7 +133,7 @@ class ObjectHome(HeldHome[ObjectPath]):
 
     def persist(self, seconds: float) -> None:
         """After ``open``: from now on try a request again for so long, but not after ``close``."""
-        self.path = ObjectPath(self.path.bucket.within(seconds, self._refuse_closed), self.path.key)
+        self.path = self.path.within(seconds, self._refuse_closed)
         self._owner.go_on_with(self.path)
 
     def close(self) -> None:

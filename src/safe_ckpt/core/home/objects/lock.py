@@ -50,7 +50,7 @@ class ObjectOwner(LeaseLock):
         self.found: Found = "none"
         # One request that hangs must not cost the directory: there is time for others before the lease is over.
         self._quick = path.bucket.hurried(max(self._period_s, _SHORTEST_S))
-        self._outage_s = path.bucket.options.give_up_after_s
+        self._outage_s = path.options.give_up_after_s
         self._path = path
         self._place = path / HIDDEN / HEAD
         self._unfenced = unfenced
@@ -126,7 +126,7 @@ class ObjectOwner(LeaseLock):
         self._path = path
 
     def _bucket(self) -> Bucket:
-        return self._quick.within(self._path.bucket.options.give_up_after_s, self._path.bucket.stop)
+        return self._quick.within(self._path.options.give_up_after_s, self._path.bucket.stop)
 
     def _look(self, *, again: bool = False) -> Seen | None:
         if self._path.bucket.stop is not None:

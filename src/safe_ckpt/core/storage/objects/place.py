@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,23 @@ class ObjectPath:
         if not address.startswith(start):
             raise ValueError(f"{address} does not lie in {self.bucket.url}")
         return ObjectPath(self.bucket, address[len(start) :])
+
+    @property
+    def options(self) -> StorageOptions:
+        """How its store is reached."""
+        return self.bucket.options
+
+    def within(self, seconds: float, stop: Callable[[], None] | None = None) -> ObjectPath:
+        """The same place, with another deadline for each request, and another ``Bucket.stop``."""
+        return ObjectPath(self.bucket.within(seconds, stop), self.key)
+
+    def read_range(self, start: int, length: int) -> memoryview:
+        """Read a part of the object: see ``Bucket.read_range``."""
+        return self.bucket.read_range(self.key, start, length)
+
+    def upload(self, size_bytes: int, pieces: Callable[[], Iterator[Any]]) -> None:
+        """Write the object: see ``Bucket.upload``."""
+        self.bucket.upload(self.key, size_bytes, pieces)
 
     def afresh(self) -> ObjectPath:
         """The same place, over other connections."""
