@@ -232,7 +232,7 @@ IN_STORES: dict[str, dict[str, Patch]] = {
         )
     },
     "a rank that gives up says that nothing is saved": {
-        _COMMIT: _swap("        if refused:\n            raise\n", "        raise\n")
+        _COMMIT: _swap("        if rank_0_has_error:\n            raise\n", "        raise\n")
     },
 }
 """Those of object stores: histories with a directory on a disk do not meet them."""
