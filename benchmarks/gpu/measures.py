@@ -28,14 +28,14 @@ from cuda_copies import GIB, Transformer, ceiling_gb_s, clocked, measure
 from safetensors.torch import load_file
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Unchanged
-from safe_ckpt.core.staging import cuda
+from safe_ckpt.core.staging import device
 
 SAVES, GATED_MEBIBYTES = 4, 256
 
 
 def never_pinned() -> None:
     """As where CUDA refuses to pin host memory."""
-    cuda.Cuda.register = lambda *_: None  # type: ignore[method-assign]
+    device.Devices.register = lambda *_: None  # type: ignore[method-assign]
 
 
 def copies(options: argparse.Namespace, how: str) -> str:

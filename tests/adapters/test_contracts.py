@@ -403,7 +403,7 @@ def test_the_timeouts_of_a_process_group_can_be_read_and_set():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         world = dist.group.WORLD
-        assert "cpu" in {str(kind) for kind in world._device_types}, "core/sharding/gather_transport.py: wire_device"
+        assert "cpu" in {str(kind) for kind in world._device_types}, "core/coordination/process_groups.py: device_types"
         backend = world._get_backend(torch.device("cpu"))
         before = backend.options._timeout
         backend._set_default_timeout(before * 2)

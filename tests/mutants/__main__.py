@@ -57,7 +57,6 @@ ROOMS = {
         "tests/unit/staging",
         "tests/unit/state/test_overlap.py",
         "tests/unit/state/test_overlap_detector.py",
-        "tests/unit/test_cuda.py",
         "tests/unit/writer/test_closing.py",
     ],
     "core/resuming": [
@@ -84,7 +83,7 @@ ROOMS = {
         "tests/unit/saving/test_as_it_was.py",
         *_SAVING,
     ],
-    "core/staging": ["tests/unit/staging", "tests/unit/test_cuda.py", *_SAVING],
+    "core/staging": ["tests/unit/staging", *_SAVING],
     "core/storage": ["tests/unit/storage", "tests/unit/home/test_file_home.py"],
     "core/writer": ["tests/unit/writer", *_SAVING],
     "core/sharding": ["tests/unit/sharding", "tests/multirank/test_sharded.py"],

@@ -1,15 +1,19 @@
-"""The collectives of a gather that are awaited while the caller looks around."""
+"""The collectives of a gather that are awaited while the caller looks around, and over which device they go."""
 
 import contextlib
 import threading
+from types import SimpleNamespace
 
+import pytest
 import torch
 
+from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.sharding import gather_transport
 
 
-def test_a_collective_on_a_thread_of_its_own_works_where_the_caller_does(monkeypatch):
-    """With CUDA a new thread stands on device 0 and its default stream: it would not wait for what the trainer has queued."""
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_a_collective_on_a_thread_of_its_own_works_where_the_caller_does(monkeypatch, kind):
+    """A new thread stands on device 0 and its default stream: it would not wait for what the trainer has queued."""
     entered = []
 
     @contextlib.contextmanager
@@ -17,10 +21,34 @@ def test_a_collective_on_a_thread_of_its_own_works_where_the_caller_does(monkeyp
         entered.append((threading.current_thread().name, of))
         yield
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: f"of {threading.current_thread().name}")
-    monkeypatch.setattr(torch.cuda, "stream", stream)
+    module = getattr(torch, kind)
+    monkeypatch.setattr(module, "is_initialized", lambda: True)
+    monkeypatch.setattr(module, "current_stream", lambda: f"of {threading.current_thread().name}")
+    monkeypatch.setattr(module, "stream", stream)
     found = gather_transport.watched(lambda: torch.ones(1), [], look=lambda: None, timeout_s=5)
     assert found.tolist() == [1]
     assert entered == [("safe_ckpt-collective", "of MainThread")]
+
+
+@pytest.mark.parametrize(
+    ("offered", "of_tensors", "expected"),
+    [
+        (["cpu"], ["cpu"], "cpu"),
+        (["cpu"], ["xpu"], "cpu"),
+        (["cuda", "cpu"], ["cpu", "cuda"], "cuda:3"),
+        (["cuda", "cpu"], ["cpu"], "cpu"),
+        (["xpu", "cpu"], ["cuda"], "cpu"),
+        (["xpu", "cpu", "cuda"], ["cpu", "xpu"], "xpu:3"),
+        (["xpu"], [], "xpu:3"),
+        (["cuda"], ["cpu"], "cuda:3"),
+    ],
+)
+def test_parts_travel_on_the_tensors_device_where_the_group_can(monkeypatch, offered, of_tensors, expected):
+    """Whatever the type of the device; over the host where the group has no backend for it, and it alone may not."""
+    group = SimpleNamespace(_device_types=[torch.device(name) for name in offered])
+    monkeypatch.setattr(process_groups, "itself", lambda asked: asked)
+    for kind in ("cuda", "xpu"):
+        monkeypatch.setattr(getattr(torch, kind), "current_device", lambda: 3)
+    tensors = [SimpleNamespace(device=torch.device(name), is_cpu=name == "cpu") for name in of_tensors]
+    assert gather_transport.wire_device(tensors, group) == torch.device(expected)
+    assert gather_transport.wire_device(tensors, None) == torch.device("cpu")

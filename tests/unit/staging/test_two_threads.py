@@ -13,7 +13,7 @@ import torch
 from kit.inside import before_pieces, copy_after
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.staging.cuda import TensorCopy
+from safe_ckpt.core.staging.device import TensorCopy
 from safe_ckpt.core.staging.progress import FIRST_BYTE, read_mark
 from safe_ckpt.core.staging.snapshot import CopyPlan, StagingCopy
 from safe_ckpt.core.staging.worker_thread import Background

@@ -71,6 +71,13 @@ def group_of(group: ProcessGroup | None) -> Group:
     return Group(rank=dist.get_rank(pg), size=dist.get_world_size(pg), meeting_store=store, name=name)
 
 
+def device_types(group: ProcessGroup | None) -> list[str]:
+    """The device types of the tensors that a group takes, the host's first; the host's alone without a process group."""
+    pg = itself(group)
+    named = {device.type for device in getattr(pg, "_device_types", ())} or {"cpu"}
+    return sorted(named, key=lambda name: (name != "cpu", name))
+
+
 Backend = Any
 """One backend of a process group, such as ProcessGroupGloo; torch exports no type for it."""
 
@@ -79,7 +86,7 @@ def backend_timeouts(group: ProcessGroup | None) -> list[tuple[Backend, float]]:
     """The backends of a group, each once, with the timeout of their collectives in seconds; none without a process group."""
     pg = itself(group)
     backends: list[tuple[Backend, float]] = []
-    for device in ("cpu", "cuda") if pg is not None else ():
+    for device in device_types(group) if pg is not None else ():
         # torch has no public getter; tests/multirank/test_lengthy.py pins this one.
         with contextlib.suppress(AttributeError, RuntimeError):
             backend = pg._get_backend(torch.device(device))

@@ -36,6 +36,7 @@ _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _FACTS = {torch.Size, torch.dtype, torch.device, torch.layout, torch.qscheme}
 _ALLOWED = {*_FACTS, OrderedDict, Counter, complex, bytearray, set}
 _CLASSES = {*_ALLOWED, *_TENSOR_TYPES, *torch._storage_classes}
+_WITHOUT_STORAGE = ("meta", "xla", "maia", "mtia", "lazy")  # torch has another form for their tensors
 _SHARE_BYTES = (torch.quint4x2, torch.quint2x4)
 _unpickler: Any = torch.serialization._weights_only_unpickler  # type: ignore[attr-defined]
 _FUNCTION_HOMES = ("torch._utils", "torch._tensor", "torch.serialization", "_codecs")
@@ -202,7 +203,7 @@ class _Pickler(pickle.Pickler):
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     odd = tensor.is_quantized or tensor.is_nested or tensor._backward_hooks
-    if odd or tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
+    if odd or tensor.layout is not torch.strided or (not tensor.is_cpu and tensor.device.type in _WITHOUT_STORAGE):
         return False
     return not getattr(tensor, "__dict__", None)
 

@@ -17,7 +17,7 @@ from safe_ckpt.core.saving.request import Streamed
 from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import SharedBuffer, rounded
-from safe_ckpt.core.staging.cuda import Cuda
+from safe_ckpt.core.staging.device import Devices
 from safe_ckpt.core.staging.snapshot import KnownCopies, StagingCopy
 from safe_ckpt.core.staging.worker_thread import Background, Refused
 from safe_ckpt.core.state import overlap
@@ -37,14 +37,14 @@ class Stager:
         config: settings.
         rank: this rank, for messages.
         extensions: tell which files need not be copied.
-        cuda: the devices; None for those of this machine.
+        devices: None for those of this process.
     """
 
     def __init__(
-        self, config: CheckpointConfig, rank: int, extensions: Extensions | None = None, cuda: Cuda | None = None
+        self, config: CheckpointConfig, rank: int, extensions: Extensions | None = None, devices: Devices | None = None
     ) -> None:
         self._config = config
-        self._cuda = cuda or Cuda()
+        self._devices = devices or Devices()
         self._rank = rank
         self._extensions = extensions or Extensions()
         self._free = [SharedBuffer() for _ in range(config.max_in_flight)]
@@ -68,7 +68,7 @@ class Stager:
         if self._preparing is not None and self._preparing.is_alive():
             return
         buffers = list(self._free)
-        device = self._cuda.device()  # a new thread stands on device 0, which may be another rank's
+        devices = self._devices.here()  # a new thread stands on device 0, which may be another rank's
 
         def work() -> None:
             try:
@@ -78,8 +78,8 @@ class Stager:
                 for buffer in buffers:
                     buffer.beside_bytes = self._writing_bytes(size_bytes)
                     buffer.reserve(size_bytes)
-                    if device is not None:
-                        buffer.pin(device, self._cuda)
+                    for device in devices:
+                        buffer.pin(device, self._devices)
             except (NotEnoughSpaceError, OSError, ValueError, RuntimeError) as error:
                 logger.info("the first save could not be made ready for: %s", error)
 
@@ -98,7 +98,7 @@ class Stager:
             job.streamed, job.error = True, None
             try:
                 # Another thread reads the tensors, and its streams do not wait for those of this thread.
-                self._cuda.synchronize(tensor for plan in job.files for _, tensor in plan.tensors)
+                self._devices.synchronize(tensor for plan in job.files for _, tensor in plan.tensors)
             except Exception as error:  # as the docstring says
                 job.error = error
             return

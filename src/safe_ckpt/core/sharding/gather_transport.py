@@ -9,12 +9,12 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from safe_ckpt import devices
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.errors import PeerLostError, RendezvousTimeout
@@ -68,15 +68,13 @@ def watched(
         RendezvousTimeout: it took longer.
     """
     result: Future[torch.Tensor] = Future()
-    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    # The thread is to work where the caller does, behind what it has queued; it would stand on device 0 else.
-    here: AbstractContextManager[Any] = (
-        torch.cuda.stream(torch.cuda.current_stream()) if in_use else contextlib.nullcontext()
-    )
+    here = devices.where_the_caller_works()
 
     def run() -> None:
         try:
-            with here:
+            with contextlib.ExitStack() as standing:
+                for place in here:
+                    standing.enter_context(place)
                 result.set_result(action())
         except BaseException as error:  # it belongs to the caller that waits
             result.set_exception(error)
@@ -132,10 +130,7 @@ def _abort(group: ProcessGroup | None) -> None:
 
 def wire_device(tensors: Sequence[torch.Tensor], group: ProcessGroup | None) -> torch.device:
     """The device over which parts travel: that of the tensors where the group has a backend for it."""
-    pg = process_groups.itself(group)
-    if pg is None:
-        return torch.device("cpu")
-    types = {str(kind) for kind in getattr(pg, "_device_types", [torch.device("cpu")])}
-    if "cuda" in types and ("cpu" not in types or any(tensor.device.type == "cuda" for tensor in tensors)):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    offered = process_groups.device_types(group)
+    theirs = (tensor.device.type for tensor in tensors if not tensor.is_cpu)
+    chosen = next((name for name in theirs if name in offered), "cpu" if "cpu" in offered else offered[0])
+    return torch.device("cpu") if chosen == "cpu" else devices.current(chosen)

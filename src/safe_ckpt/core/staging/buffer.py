@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from safe_ckpt import machine as host_memory
-from safe_ckpt.core.staging.cuda import Cuda
+from safe_ckpt.core.staging.device import Devices
 from safe_ckpt.core.staging.progress import write_mark
 from safe_ckpt.errors import NotEnoughSpaceError
 
@@ -54,8 +54,9 @@ class SharedBuffer:
         self._fd = os.memfd_create("safe_ckpt", os.MFD_CLOEXEC)
         self._mapped: tuple[mmap.mmap, torch.Tensor] | None = None
         self._growing = threading.RLock()  # pre-faulting ahead of a save happens on another thread than the save
-        self._unpin: Callable[[], None] | None = None
-        self._unpinnable = False
+        self._pinned: dict[
+            str, Callable[[], None] | None
+        ] = {}  # by device type, what takes it back; None where it was refused
         self._closing = False
 
     def reserve(self, size: int, *, waiting: bool = False) -> None:
@@ -109,20 +110,19 @@ class SharedBuffer:
         with self._growing:
             write_mark(self.memory, end)
 
-    def pin(self, device: torch.device, cuda: Cuda) -> bool:
-        """Register the memory with CUDA, so that copies from a device run beside the computing. Returns whether it is.
-
-        With CUDA this was read, not run: no machine with it was at hand.
+    def pin(self, device: torch.device, devices: Devices) -> bool:
+        """Register the memory with a device, so that copies from it run beside the computing. Returns whether it is.
 
         Args:
-            device: on which the calling thread is to stand meanwhile; the memory is pinned for all.
-            cuda: the devices.
+            device: on which the calling thread is to stand meanwhile; the memory is pinned for all of its type.
+            devices: the devices.
         """
         with self._growing:
-            if self._unpin is None and self._mapped is not None and not self._unpinnable:
-                self._unpin = cuda.register(self.bytes.data_ptr(), self.size, device)
-                self._unpinnable = self._unpin is None
-            return self._unpin is not None
+            if self._mapped is None:
+                return False
+            if device.type not in self._pinned:
+                self._pinned[device.type] = devices.register(self.bytes.data_ptr(), self.size, device)
+            return self._pinned[device.type] is not None
 
     def fileno(self) -> int:
         """The file descriptor, for the writer process."""
@@ -214,9 +214,13 @@ class SharedBuffer:
             raise OSError(errno.ECANCELED, "the shared buffer was closed")
 
     def _release_pinned(self) -> None:
-        if self._unpin is not None:
-            self._unpin()
-            self._unpin = None
+        pinned, self._pinned = (
+            self._pinned,
+            {name: None for name, take_back in self._pinned.items() if take_back is None},
+        )
+        for take_back in pinned.values():
+            if take_back is not None:
+                take_back()
 
 
 def rounded(size: int) -> int:

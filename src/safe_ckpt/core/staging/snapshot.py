@@ -22,7 +22,7 @@ import torch
 from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask, lies_as_written
 from safe_ckpt.core.formats.manifest import RECORD_NAME
 from safe_ckpt.core.staging.buffer import SharedBuffer
-from safe_ckpt.core.staging.cuda import Cuda, DeviceCopies, TensorCopy
+from safe_ckpt.core.staging.device import DeviceCopies, Devices, TensorCopy
 from safe_ckpt.core.staging.progress import FIRST_BYTE
 from safe_ckpt.core.storage.direct_io import PAGE
 from safe_ckpt.errors import SaveError
@@ -341,7 +341,7 @@ class StagingCopy:
         plans: what is copied now and what later, each in the order of the offsets.
         end: where the last file file ends, to the byte.
         detector: tells of what changed although it should not have; None when nothing is deferred.
-        cuda: the devices; None for those of this machine.
+        devices: None for those of this process.
 
     Attributes:
         error: why the shared buffer is not, and will not be, what was to be saved.
@@ -354,12 +354,12 @@ class StagingCopy:
         plans: tuple[CopyPlan, CopyPlan],
         end: int,
         detector: Callable[[], str] | None = None,
-        cuda: Cuda | None = None,
+        devices: Devices | None = None,
     ) -> None:
         self.error: Exception | None = None
         self._name = name
         self._buffer = buffer
-        self._devices = DeviceCopies(buffer, cuda)
+        self._devices = DeviceCopies(buffer, devices)
         self._now, self._later = plans
         self._end = end
         self._detector = detector

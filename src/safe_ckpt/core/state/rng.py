@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from safe_ckpt import devices
+
 _USUAL = "MT19937"
 TORCH, PYTHON, NUMPY = "torch", "python", "numpy"
 """The generators of a process, by name."""
@@ -82,7 +84,15 @@ def borrowed() -> Iterator[None]:
 
 
 def get_rng_state() -> dict[str, Any]:
-    """The global generators of this process: Python, numpy (if it is in use), torch, and torch on every CUDA device."""
+    """The generators of this process: Python, numpy (if it is in use), torch, and torch on each device of the types in use.
+
+    Those of devices are under the name of their type, such as ``cuda``, one for each device.
+    """
+    of_devices = {name: devices.generator_states(name) for name in devices.in_use()}
+    return {**_host_state(), **{name: states for name, states in of_devices.items() if states}}
+
+
+def _host_state() -> dict[str, Any]:
     taken = snapshot()
     version, words, gauss = taken[PYTHON]
     state: dict[str, Any] = {
@@ -98,13 +108,11 @@ def get_rng_state() -> dict[str, Any]:
             "has_gauss": int(has_gauss),
             "cached": float(cached),
         }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = list(torch.cuda.get_rng_state_all())
     return state
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put the generators of this process into the state that ``get_rng_state`` returned."""
+    """Put the generators of this process into the state that ``get_rng_state`` returned, but for devices that are not here."""
     python, saved = state["python"], state.get("numpy")
     taken = {
         PYTHON: (python["version"], tuple(python["words"].tolist()), python["gauss"]),
@@ -114,9 +122,9 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         keys = array.array("I", saved["keys"].tolist()).tobytes()
         taken[NUMPY] = (saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"])
     set_to(taken)
-    if "cuda" in state and torch.cuda.is_available():
-        for device, value in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(value.to(device="cpu", dtype=torch.uint8), device)
+    for name in devices.types():
+        if name in state:
+            devices.set_generator_states(name, [value.to(device="cpu", dtype=torch.uint8) for value in state[name]])
 
 
 class RngState:
@@ -164,7 +172,7 @@ def generator_from_text(generator: torch.Generator, text: str) -> None:
 def all_to_text() -> str:
     """The generators of this process: Python's, numpy's and torch's."""
     buffer = io.BytesIO()
-    torch.save({name: value for name, value in get_rng_state().items() if name != "cuda"}, buffer)
+    torch.save(_host_state(), buffer)
     return _packed(buffer.getvalue())
 
 

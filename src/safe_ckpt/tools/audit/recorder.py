@@ -327,8 +327,12 @@ def _generators() -> Iterator[tuple[str, str]]:
     found: dict[str, Any] = {"python": pickle.dumps(random.getstate()), "torch": torch.get_rng_state().numpy()}
     if "numpy" in sys.modules:
         found["numpy"] = pickle.dumps(sys.modules["numpy"].random.get_state(legacy=False))
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found |= {f"cuda:{n}": one.numpy() for n, one in enumerate(torch.cuda.get_rng_state_all())}
+    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    for kind in {"cuda", accelerator.type if accelerator is not None else "cuda"}:
+        device: Any = getattr(torch, kind, None)
+        if hasattr(device, "get_rng_state") and hasattr(device, "is_initialized") and device.is_initialized():
+            states = [device.get_rng_state(torch.device(kind, n)) for n in range(device.device_count())]
+            found |= {f"{kind}:{n}": one.numpy() for n, one in enumerate(states)}
     return ((name, _hash(one).hexdigest()[:12]) for name, one in found.items())
 
 

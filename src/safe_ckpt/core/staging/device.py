@@ -1,12 +1,12 @@
-"""Copies from CUDA devices: beside the computing, on a stream of their own, into pinned memory.
+"""Copies from accelerators: beside the computing, on a stream of their own, into pinned memory.
 
-``Cuda`` is all that is asked of CUDA; the tests try the order of things with another one that only remembers. With CUDA this
-was read, not run: no machine with it was at hand.
+``Devices`` is all that is asked of them; the tests try the order of things with others that only remember.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -15,39 +15,39 @@ from typing import Any, Protocol
 
 import torch
 
+from safe_ckpt import devices
 from safe_ckpt.core.formats.file_plan import values_of
 
 logger = logging.getLogger(__name__)
 
 
-class Cuda:
-    """The devices of this process. A new thread stands on device 0, so everything here names the device that it is for."""
+class Devices:
+    """The accelerators of this process. A new thread stands on device 0, so everything here names the device that it is for."""
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies on a CUDA device."""
-        return tensor.device.type == "cuda"
+        """Whether ``tensor`` lies on a device that works on streams."""
+        return not tensor.is_cpu and devices.has_streams(tensor.device.type)
 
-    def device(self) -> torch.device | None:
-        """The device that the calling thread works on; None where CUDA is not in use."""
-        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return torch.device("cuda", torch.cuda.current_device()) if in_use else None
+    def here(self) -> list[torch.device]:
+        """The devices that the calling thread works on, one of each type in use."""
+        return [devices.current(name) for name in devices.in_use() if devices.has_streams(name)]
 
     def at(self, device: torch.device) -> AbstractContextManager[None]:
         """Let the calling thread stand on ``device`` meanwhile."""
-        standing: AbstractContextManager[None] = torch.cuda.device(device)
+        standing: AbstractContextManager[None] = devices.module_of(device.type).device(device)
         return standing
 
     def stream(self, device: torch.device) -> Any:
         """A stream of its own."""
-        return torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+        return devices.module_of(device.type).Stream(device=device)
 
     def current(self, device: torch.device) -> Any:
         """The stream on which the calling thread puts its work."""
-        return torch.cuda.current_stream(device)
+        return devices.module_of(device.type).current_stream(device)
 
-    def on(self, stream: Any) -> AbstractContextManager[None]:
-        """Let the calling thread put its work on ``stream`` meanwhile, and stand on its device."""
-        working: AbstractContextManager[None] = torch.cuda.stream(stream)
+    def on(self, stream: Any, device: torch.device) -> AbstractContextManager[None]:
+        """Let the calling thread put its work on ``stream``, which is one of ``device``, meanwhile, and stand on that."""
+        working: AbstractContextManager[None] = devices.module_of(device.type).stream(stream)
         return working
 
     def synchronize(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -57,18 +57,24 @@ class Cuda:
 
     def mark(self, stream: Any) -> Any:
         """An event that has come when all that is on ``stream`` now is done."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
+        return stream.record_event()
 
     def copy(self, move: TensorCopy, memory: torch.Tensor, *, non_blocking: bool) -> None:
         """Copy a tensor to its place, on the calling thread's stream."""
         move.into(memory, non_blocking=non_blocking)
 
     def register(self, address: int, size: int, device: torch.device) -> Callable[[], None] | None:
-        """Pin host memory for all devices. Returns what takes that back; None if CUDA refuses, which is logged."""
+        """Pin host memory for all devices of a type. Returns what takes that back; None where it is refused, which is logged.
+
+        Only CUDA and ROCm register memory by its address. What another device's own allocator has pinned cannot be mapped
+        into the writer process.
+        """
+        runtime_of = getattr(devices.module_of(device.type), "cudart", None)
+        if runtime_of is None:
+            _say_unpinned(device.type)
+            return None
         with self.at(device):
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime = runtime_of()
             failed = int(runtime.cudaHostRegister(address, size, 0))
             if failed:
                 logger.warning("host memory cannot be pinned (CUDA error %d): snapshots are slower", failed)
@@ -80,6 +86,14 @@ class Cuda:
                 runtime.cudaHostUnregister(address)
 
         return take_back
+
+
+@functools.cache  # once for each type
+def _say_unpinned(device_type: str) -> None:
+    logger.warning(
+        "host memory cannot be pinned for %s devices: tensors are copied one by one, each by a thread that waits for it",
+        device_type,
+    )
 
 
 def _clear_last_error(runtime: Any, device: torch.device) -> None:
@@ -122,13 +136,13 @@ class TensorCopy:
 
 
 class Pinnable(Protocol):
-    """Host memory that can be registered with CUDA."""
+    """Host memory that can be registered with a device."""
 
     @property
     def bytes(self) -> torch.Tensor:
         """View all of it, one number a byte."""
 
-    def pin(self, device: torch.device, cuda: Cuda) -> bool:
+    def pin(self, device: torch.device, devices: Devices) -> bool:
         """Register it. Returns whether it is."""
 
 
@@ -137,12 +151,12 @@ class DeviceCopies:
 
     Args:
         buffer: filled.
-        cuda: the devices.
+        devices: those of this process, or others in tests.
     """
 
-    def __init__(self, buffer: Pinnable, cuda: Cuda | None = None) -> None:
+    def __init__(self, buffer: Pinnable, devices: Devices | None = None) -> None:
         self._buffer = buffer
-        self._cuda = cuda or Cuda()
+        self._devices = devices or Devices()
         self._streams: dict[torch.device, Any] = {}
         self._begun: dict[torch.device, Any] = {}  # where the trainer was when the snapshot was asked for
         self._done: dict[TensorCopy, Any] = {}
@@ -150,28 +164,30 @@ class DeviceCopies:
 
     def takes(self, move: TensorCopy) -> bool:
         """Whether a tensor is copied here: it is not in host memory."""
-        return self._cuda.has(move.tensor) or not move.tensor.is_cpu
+        return self._devices.has(move.tensor) or not move.tensor.is_cpu
 
     def begin(self, moves: Sequence[TensorCopy]) -> None:
         """Start the deferred copies, each device's on a side stream behind what the trainer, who calls this, has queued."""
-        chosen = [move for move in moves if self._cuda.has(move.tensor)]
+        chosen = [move for move in moves if self._devices.has(move.tensor)]
         for device in {move.tensor.device for move in chosen}:
             # Another thread's stream knows nothing of the trainer's, which may not be the device's default one.
-            self._begun[device] = self._cuda.mark(self._cuda.current(device))
-        if not chosen or not self._buffer.pin(chosen[0].tensor.device, self._cuda):
-            return  # into pageable memory a copy would block: they are made one by one when their turn comes
+            self._begun[device] = self._devices.mark(self._devices.current(device))
+        pinned = {device for device in self._begun if self._buffer.pin(device, self._devices)}
         for move in chosen:
-            side = self._side_of(move.tensor.device)
-            with self._cuda.on(side):
-                self._cuda.copy(move, self._buffer.bytes, non_blocking=True)
-            self._done[move] = self._cuda.mark(side)
+            device = move.tensor.device
+            if device not in pinned:
+                continue  # into pageable memory a copy would block: they are made one by one when their turn comes
+            side = self._side_of(device)
+            with self._devices.on(side, device):
+                self._devices.copy(move, self._buffer.bytes, non_blocking=True)
+            self._done[move] = self._devices.mark(side)
 
     def copy(self, move: TensorCopy) -> None:
         """Copy one tensor, or wait for its copy if it was started. On any thread."""
         event = self._done.get(move)
         if event is not None:
             event.synchronize()
-        elif not self._cuda.has(move.tensor):
+        elif not self._devices.has(move.tensor):
             move.into(self._buffer.bytes)  # some other device, which torch waits for
         else:
             self._copy_now(move)
@@ -202,22 +218,22 @@ class DeviceCopies:
         if not moves or any(move not in self._done for move in moves):
             return False
         for device, side in list(self._streams.items()):
-            self._cuda.current(device).wait_stream(side)
+            self._devices.current(device).wait_stream(side)
         return True
 
     def _side_of(self, device: torch.device) -> Any:
         if device not in self._streams:
-            side = self._streams[device] = self._cuda.stream(device)
+            side = self._streams[device] = self._devices.stream(device)
             side.wait_event(self._begun[device])
         return self._streams[device]
 
     def _copy_now(self, move: TensorCopy) -> None:
         device = move.tensor.device
-        with self._cuda.at(device):
-            stream = self._cuda.current(device)
+        with self._devices.at(device):
+            stream = self._devices.current(device)
             if device in self._begun:
                 stream.wait_event(self._begun[device])
-            pinned = self._buffer.pin(device, self._cuda)
+            pinned = self._buffer.pin(device, self._devices)
             if pinned:
                 self._loose[device] = stream  # before the copy: one that fails halfway may have been queued
-            self._cuda.copy(move, self._buffer.bytes, non_blocking=pinned)
+            self._devices.copy(move, self._buffer.bytes, non_blocking=pinned)

@@ -1,7 +1,4 @@
-"""Copies from devices, tried with devices that only remember: what is queued on a stream is done when somebody waits for it.
-
-No machine with CUDA was at hand: the calls to CUDA themselves were read, not run.
-"""
+"""Copies from devices, tried with devices that only remember: what is queued on a stream is done when somebody waits for it."""
 
 import contextlib
 import threading
@@ -13,7 +10,7 @@ from kit.inside import engine_of
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.core.staging.buffer import GRANULE, SharedBuffer
-from safe_ckpt.core.staging.cuda import Cuda, DeviceCopies, TensorCopy
+from safe_ckpt.core.staging.device import DeviceCopies, Devices, TensorCopy
 from safe_ckpt.core.staging.progress import read_mark
 from safe_ckpt.core.staging.snapshot import CopyPlan, StagingCopy
 from safe_ckpt.errors import SaveError
@@ -50,7 +47,7 @@ class Event:
                 work()
 
 
-class Remembering(Cuda):
+class Remembering(Devices):
     """Every tensor is on a device; each thread has a default stream of its own, and says on which device it stands."""
 
     def __init__(self, *, pins=True):
@@ -63,8 +60,8 @@ class Remembering(Cuda):
     def has(self, tensor):
         return True
 
-    def device(self):
-        return torch.device("cpu")
+    def here(self):
+        return [torch.device("cpu")]
 
     @contextlib.contextmanager
     def at(self, device):
@@ -81,7 +78,7 @@ class Remembering(Cuda):
         return self._own.stream
 
     @contextlib.contextmanager
-    def on(self, stream):
+    def on(self, stream, device):
         before, self._own.stream = self.current(None), stream
         yield
         self._own.stream = before
@@ -115,11 +112,13 @@ def moves_of(count=2, *, deferred=True):
     ]
 
 
-def staged(buffer, moves, cuda):
-    """The copy of these, of which ``cuda`` says where they are."""
-    devices = DeviceCopies(buffer, cuda)
+def staged(buffer, moves, devices):
+    """The copy of these, of which ``devices`` says where they are."""
+    copies = DeviceCopies(buffer, devices)
     turns = [[move for move in moves if move.deferred is deferred] for deferred in (False, True)]
-    return StagingCopy("c", buffer, tuple(CopyPlan.of(turn, devices.takes) for turn in turns), BASE + 800, cuda=cuda)
+    return StagingCopy(
+        "c", buffer, tuple(CopyPlan.of(turn, copies.takes) for turn in turns), BASE + 800, devices=devices
+    )
 
 
 def held(buffer, move):
@@ -128,10 +127,10 @@ def held(buffer, move):
 
 def test_an_abandoned_copy_is_over_when_nothing_is_under_way(buffer):
     """Given up in the middle: what the device still has queued is done before the arena may be used again, not after."""
-    cuda, moves = Remembering(), moves_of()
-    copy = staged(buffer, moves, cuda)
+    devices, moves = Remembering(), moves_of()
+    copy = staged(buffer, moves, devices)
     assert copy.run()
-    (side,) = cuda.made
+    (side,) = devices.made
     assert len(side.queue) == 3  # the trainer's work, and two copies
     copy.abandon()
     assert copy.wait(0)
@@ -151,13 +150,13 @@ def test_a_copy_that_fails_halfway_leaves_nothing_under_way(buffer, pins):
             if move.tensor[0] == 2:
                 raise RuntimeError("CUDA out of memory")
 
-    cuda = Failing(pins=pins)
-    copy = staged(buffer, moves_of(), cuda)
+    devices = Failing(pins=pins)
+    copy = staged(buffer, moves_of(), devices)
     copy.run()
     copy.run_deferred()
     assert copy.wait(0)
     assert "out of memory" in str(copy.error)
-    assert all(stream.queue == [] for stream in [*cuda.made, cuda.current(None)])
+    assert all(stream.queue == [] for stream in [*devices.made, devices.current(None)])
 
 
 def test_a_device_that_is_lost_fails_the_copy_and_ends_it(buffer):
@@ -167,9 +166,9 @@ def test_a_device_that_is_lost_fails_the_copy_and_ends_it(buffer):
         def synchronize(self):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    cuda = Remembering()
-    cuda.stream = lambda device: Lost("side")
-    copy = staged(buffer, moves_of(), cuda)
+    devices = Remembering()
+    devices.stream = lambda device: Lost("side")
+    copy = staged(buffer, moves_of(), devices)
     copy.run()
     copy.abandon()
     assert copy.wait(0)
@@ -178,9 +177,9 @@ def test_a_device_that_is_lost_fails_the_copy_and_ends_it(buffer):
 
 def test_started_copies_come_after_the_trainers_work(buffer):
     """A side stream begins behind what the trainer has queued, and the bytes are marked only when they are there."""
-    cuda, moves = Remembering(), moves_of()
-    cuda.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
-    copy = staged(buffer, moves, cuda)
+    devices, moves = Remembering(), moves_of()
+    devices.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
+    copy = staged(buffer, moves, devices)
     assert copy.run()
     assert read_mark(memoryview(buffer.memory)) < moves[0].offset + moves[0].size
     copy.run_deferred()
@@ -191,37 +190,37 @@ def test_started_copies_come_after_the_trainers_work(buffer):
 
 def test_without_pinning_the_copying_thread_waits_for_the_trainers_stream(buffer):
     """Another thread's stream knows nothing of the trainer's: it waits for what was queued there when the copy began."""
-    cuda, moves = Remembering(pins=False), moves_of()
-    cuda.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
-    copy = staged(buffer, moves, cuda)
+    devices, moves = Remembering(pins=False), moves_of()
+    devices.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
+    copy = staged(buffer, moves, devices)
     assert copy.run()
-    assert cuda.made == []
+    assert devices.made == []
     thread = threading.Thread(target=copy.run_deferred, name="copying")
     thread.start()
     thread.join()
     assert copy.error is None
     assert [held(buffer, move)[0].item() for move in moves] == [11.0, 12.0]
-    assert ("at", "copying") in cuda.log  # not on device 0, where a thread begins
+    assert ("at", "copying") in devices.log  # not on device 0, where a thread begins
 
 
 def test_tensors_copied_at_once_are_copied_on_the_trainers_stream(buffer):
     """In order with its work, and in place when the call returns."""
-    cuda, moves = Remembering(), moves_of(deferred=False)
-    cuda.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
-    copy = staged(buffer, moves, cuda)
+    devices, moves = Remembering(), moves_of(deferred=False)
+    devices.trainer.queue.append(lambda: [move.tensor.add_(10) for move in moves])
+    copy = staged(buffer, moves, devices)
     assert not copy.run()
     assert copy.wait(0)
     assert [held(buffer, move)[0].item() for move in moves] == [11.0, 12.0]
-    assert cuda.trainer.queue == []
+    assert devices.trainer.queue == []
 
 
 def test_the_gate_orders_the_trainer_behind_started_copies_alone(buffer):
     """With pinning the devices see to the order; without it somebody has to wait."""
     for pins in (True, False):
-        cuda, moves = Remembering(pins=pins), moves_of()
+        devices, moves = Remembering(pins=pins), moves_of()
         other = SharedBuffer()
         other.reserve(GRANULE)
-        copies = DeviceCopies(other, cuda)
+        copies = DeviceCopies(other, devices)
         copies.begin(moves)
         assert copies.order(moves) is pins
         assert not copies.order([*moves, *moves_of(1)])
@@ -231,13 +230,13 @@ def test_the_gate_orders_the_trainer_behind_started_copies_alone(buffer):
 
 def test_memory_is_pinned_once_and_ahead(buffer):
     """``prepare`` pins in the background what it has allocated; a refusal is not asked for again; closing takes it back."""
-    cuda = Remembering()
-    stager = Stager(CheckpointConfig(), 0, cuda=cuda)
+    devices = Remembering()
+    stager = Stager(CheckpointConfig(), 0, devices=devices)
     stager.prepare(1 << 20, lambda: None)
     stager._preparing.join()
-    assert [name for _, name in cuda.registered] == ["safe_ckpt-prepare"] * CheckpointConfig().max_in_flight
+    assert [name for _, name in devices.registered] == ["safe_ckpt-prepare"] * CheckpointConfig().max_in_flight
     stager.close()
-    assert cuda.registered.count("taken back") == CheckpointConfig().max_in_flight
+    assert devices.registered.count("taken back") == CheckpointConfig().max_in_flight
     refusing = Remembering(pins=False)
     assert not buffer.pin(torch.device("cpu"), refusing)
     assert not buffer.pin(torch.device("cpu"), refusing)
@@ -246,9 +245,9 @@ def test_memory_is_pinned_once_and_ahead(buffer):
 
 def test_another_thread_reads_behind_the_trainers_work():
     """What is streamed on a thread of its own is read when all that the trainer has queued for it is done."""
-    cuda, (move,) = Remembering(), moves_of(1)
-    cuda.trainer.queue.append(lambda: move.tensor.add_(10))
-    cuda.synchronize([move.tensor])
+    devices, (move,) = Remembering(), moves_of(1)
+    devices.trainer.queue.append(lambda: move.tensor.add_(10))
+    devices.synchronize([move.tensor])
     assert move.tensor[0] == 11
 
 
@@ -269,7 +268,7 @@ def test_a_streamed_save_has_what_the_trainer_has_queued(tmp_path):
 
     saved, found = state(), state()
     with Checkpointer(tmp_path, CheckpointConfig(max_host_bytes=1 << 20)) as ckpt:
-        engine_of(ckpt)._stager._cuda = EachAlone(pins=False)
+        engine_of(ckpt)._stager._devices = EachAlone(pins=False)
         ckpt.save(1, saved).result(timeout_s=30)
         ckpt.resume(found)
     assert all(tensor.eq(10).all() for item in found.values() for tensor in item.values())
@@ -283,17 +282,17 @@ def test_a_device_that_is_lost_before_a_streamed_save_fails_it(tmp_path):
             raise RuntimeError("CUDA error: device lost")
 
     with Checkpointer(tmp_path, CheckpointConfig(max_host_bytes=1 << 20)) as ckpt:
-        engine_of(ckpt)._stager._cuda = Lost()
+        engine_of(ckpt)._stager._devices = Lost()
         with pytest.raises(SaveError, match="device lost"):
             ckpt.save(1, {"w": {"t": torch.zeros(300_000)}}).result(timeout_s=30)
     assert not (tmp_path / "step-00000001").exists()
 
 
-def test_without_cuda_nothing_is_asked_of_it(buffer):
+def test_without_a_device_nothing_is_asked_of_one(buffer):
     """On this machine: no device, and tensors in host memory are none of its business."""
     copies = DeviceCopies(buffer)
     assert not copies.takes(moves_of(1)[0])
     copies.begin(moves_of())
     copies.synchronize()
     copies.forget()
-    assert torch.cuda.is_available() or Cuda().device() is None
+    assert torch.accelerator.is_available() or Devices().here() == []
