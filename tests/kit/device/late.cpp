@@ -68,7 +68,7 @@ struct Settings {
   bool pageable_is_late = false;  // asynchronous copies to pageable memory: torch promises nothing, CUDA's block
   bool refuses_registration = false;
   int chance_percent = 0;       // at each call: of one step of some stream
-  int64_t allocations_left = -1, operations_left = -1;  // until one fails; -1: none does
+  int64_t allocations_left = -1, operations_left = -1, copies_left = -1;  // until one fails; -1: none does
 };
 
 struct Block {
@@ -78,7 +78,11 @@ struct Block {
 };
 
 struct World {
+  // Whoever holds the interpreter's lock may wait for this one, so nothing that takes that one is done under this one: no
+  // tensor that Python may know is copied or let go of.
   std::recursive_mutex lock;
+  std::mutex freeing;
+  std::vector<char*> freed;  // just now; tensors die anywhere, so this waits for nobody
   Queue queues[DEVICES][STREAMS];
   int streams_made[DEVICES] = {};
   Settings settings;
@@ -111,6 +115,8 @@ bool is_done(const Mark& mark) { return mark.device < 0 || queue_of(mark).done >
 
 Mark end_of(int device, int stream) { return {device, stream, world().queues[device][stream].queued()}; }
 
+bool runs_out(int64_t& left) { return left >= 0 && left-- == 0; }
+
 void run_until(const Mark& mark);
 
 void step(Queue& queue) {
@@ -122,7 +128,7 @@ void step(Queue& queue) {
   auto& here = world();
   here.run++;
   try {
-    if (here.settings.operations_left >= 0 && here.settings.operations_left-- == 0) TORCH_CHECK(false, "an operation failed");
+    TORCH_CHECK(!runs_out(here.settings.operations_left), "an operation failed");
     entry.work();
   } catch (const std::exception& error) {
     here.error = error.what();
@@ -141,9 +147,12 @@ void raise_if_failed() {
   throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 1, "late: an asynchronous error, of an earlier call: " + error);
 }
 
+void recycle_freed();
+
 // A call from outside: an earlier error shows, and time goes on.
 void called() {
   auto& here = world();
+  recycle_freed();
   raise_if_failed();
   while (int(here.chance() % 100) < here.settings.chance_percent) {
     std::vector<Queue*> busy;
@@ -211,9 +220,17 @@ void recycle(char* address) {
 
 bool all_done(const std::vector<Mark>& marks) { return std::all_of(marks.begin(), marks.end(), is_done); }
 
-void recycle_waiting() {
+void recycle_freed() {
   auto& here = world();
-  std::vector<char*> left;
+  std::vector<char*> left, freed;
+  {
+    std::lock_guard<std::mutex> held(here.freeing);
+    freed.swap(here.freed);
+  }
+  for (char* address : freed) {
+    for (Mark& mark : here.blocks.at(address).used_by) mark = end_of(mark.device, mark.stream);
+    here.waiting.push_back(address);
+  }
   for (char* address : here.waiting)
     if (all_done(here.blocks.at(address).used_by)) recycle(address);
     else left.push_back(address);
@@ -222,12 +239,8 @@ void recycle_waiting() {
 
 void free_block(void* address) {
   if (!address) return;
-  auto& here = world();
-  Locked held(here.lock);
-  Block& block = here.blocks.at(static_cast<char*>(address));
-  for (Mark& mark : block.used_by) mark = end_of(mark.device, mark.stream);
-  if (all_done(block.used_by)) recycle(static_cast<char*>(address));
-  else here.waiting.push_back(static_cast<char*>(address));
+  std::lock_guard<std::mutex> held(world().freeing);
+  world().freed.push_back(static_cast<char*>(address));
 }
 
 struct DeviceMemory final : c10::Allocator {
@@ -239,9 +252,9 @@ struct DeviceMemory final : c10::Allocator {
     if (!size) return {nullptr, on};
     called();
     map_arena(device);
-    recycle_waiting();
+    recycle_freed();
     size = (size + GRANULE_BYTES - 1) / GRANULE_BYTES * GRANULE_BYTES;
-    if (here.settings.allocations_left >= 0 && here.settings.allocations_left-- == 0) fail(size);
+    if (runs_out(here.settings.allocations_left)) fail(size);
     auto& same = here.free_blocks[{device, stream, size}];
     char* address;
     if (same.empty()) {
@@ -590,12 +603,12 @@ void now(const c10::OperatorHandle& op, Stack& args, Stack& into, int device) {
   draws(op) ? call_drawing(op, host, device) : call(op, host);
   follow_sizes(pairs);
   for (const IValue& value : host) into.push_back(result_on_device(value, pairs, device));
-  Locked held(world().lock);
   Stack places = mapped_all(into, seen_late);
   for (const auto& [made, ours] : pairs) {
     host.push_back(made);
     places.push_back(seen_late(ours));
   }
+  Locked held(world().lock);
   put(device, [host, places] {
     PlainDispatch plain;
     move_results(host, places);
@@ -616,9 +629,9 @@ void later(const c10::OperatorHandle& op, Stack& args, Stack& into, int device) 
     follow_sizes(pairs);
     for (const IValue& value : tried) into.push_back(result_on_device(value, pairs, device));
   }
-  Locked held(world().lock);
   for (IValue& value : args) value = as_it_is_now(value);
   Stack host = mapped_all(args, seen_late), places = mapped_all(into, seen_late);
+  Locked held(world().lock);
   put(device, [op, host, places]() mutable {
     PlainDispatch plain;
     op.callBoxed(host);
@@ -644,30 +657,31 @@ void queue_operation(const c10::OperatorHandle& op, Stack* stack) {
   for (IValue& value : into) stack->push_back(std::move(value));
 }
 
-Tensor memory_of(const Tensor& tensor) { return is_ours(tensor) ? seen_late(tensor) : tensor; }
+Tensor same_memory(const Tensor& tensor) {
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().requires_grad(false));
+}
 
 void enqueue_copy(const Tensor& from, const Tensor& to, bool non_blocking) {
   auto& here = world();
+  bool from_pinned = from.is_cpu() && is_pinned(from.const_data_ptr()), to_pinned = to.is_cpu() && is_pinned(to.const_data_ptr());
+  Tensor source = is_ours(from)                  ? seen_late(from)
+                  : non_blocking && from_pinned ? same_memory(from)
+                                                : from.clone(at::MemoryFormat::Preserve);
+  Tensor target = is_ours(to) ? seen_late(to) : same_memory(to);
+  int device = (is_ours(from) ? from : to).device().index();
+  int other = is_ours(from) && is_ours(to) ? to.device().index() : device;
   Locked held(here.lock);
   called();
-  int device = (is_ours(from) ? from : to).device().index();
-  Tensor source = memory_of(from), target = memory_of(to);
-  if (from.is_cpu()) {
-    if (!(non_blocking && is_pinned(from.const_data_ptr()))) source = from.clone(at::MemoryFormat::Preserve);
-    else source = at::from_blob(from.data_ptr(), from.sizes(), from.strides(), from.options());
-  }
-  if (to.is_cpu()) target = at::from_blob(to.data_ptr(), to.sizes(), to.strides(), to.options());
-  bool peer = is_ours(from) && is_ours(to) && from.device() != to.device();
-  int other = peer ? to.device().index() : 0;
-  if (peer) let_wait(device, current_streams[device], end_of(other, current_streams[other]));
+  TORCH_CHECK(!(to_pinned && runs_out(here.settings.copies_left)), "late: a copy was refused");
+  if (other != device) let_wait(device, current_streams[device], end_of(other, current_streams[other]));
   put(device, [source, target] {
     PlainDispatch plain;
     target.copy_(source);
   });
   Mark end = end_of(device, current_streams[device]);
-  if (peer) let_wait(other, current_streams[other], end);
-  bool blocks = to.is_cpu() && !is_pinned(to.const_data_ptr()) && !here.settings.pageable_is_late;
-  if (peer || (non_blocking && !blocks) || (is_ours(from) && is_ours(to))) return;
+  if (other != device) let_wait(other, current_streams[other], end);
+  bool blocks = to.is_cpu() && !to_pinned && !here.settings.pageable_is_late;
+  if ((non_blocking && !blocks) || (!from.is_cpu() && !to.is_cpu())) return;
   run_until(end);
   raise_if_failed();
 }
@@ -753,10 +767,11 @@ void late_set(uint64_t seed, int chance_percent, bool pageable_is_late, bool ref
   world().chance.seed(seed);
 }
 
-void late_fail(int64_t allocations, int64_t operations) {
+void late_fail(int64_t allocations, int64_t operations, int64_t copies) {
   Locked held(world().lock);
   world().settings.allocations_left = allocations;
   world().settings.operations_left = operations;
+  world().settings.copies_left = copies;
 }
 
 int late_register(uint64_t address, uint64_t size) {

@@ -45,9 +45,15 @@ class Late(types.ModuleType):
         late, refuses = ctypes.c_bool(pageable_is_late), ctypes.c_bool(refuses_registration)
         self._library.late_set(ctypes.c_uint64(seed), chance_percent, late, refuses)
 
-    def fail(self, *, allocations: int = -1, operations: int = -1) -> None:
-        """Let one allocation, or one operation that was queued, fail when so many have gone well; -1: none."""
-        self._library.late_fail(ctypes.c_int64(allocations), ctypes.c_int64(operations))
+    def fail(self, *, allocations: int = -1, operations: int = -1, copies: int = -1) -> None:
+        """Let one call fail when so many have gone well; -1: none.
+
+        Args:
+            allocations: out of memory.
+            operations: of those that are queued: the error shows at a later call.
+            copies: to pinned host memory: the call itself fails.
+        """
+        self._library.late_fail(*map(ctypes.c_int64, (allocations, operations, copies)))
 
     def waiting(self) -> int:
         """How many operations are queued and not done."""
