@@ -21,6 +21,8 @@ class Plan:
         pageable_is_late: asynchronous copies to pageable memory do not wait.
         refuses_registration: staging memory stays pageable.
         devices: where the halves of the model lie.
+        beside: where the tensors lie that no optimizer steps, which are copied at once: on "both", the "first", the "second" of
+            these, or on the "host"; a copy that is waited for lets a whole stream go on.
         stands_on: the device on which the thread stands.
         on_streams: the trainer works on streams of its own.
         snapshot: of the saves.
@@ -38,6 +40,7 @@ class Plan:
     pageable_is_late: bool
     refuses_registration: bool
     devices: tuple[int, int]
+    beside: str
     stands_on: int
     on_streams: bool
     snapshot: str
@@ -59,6 +62,7 @@ def drawn(seed: int) -> Plan:
         "chance_percent": chance.choice((0, 0, 0, 10, 40, 80)),
         "refuses_registration": chance.random() < 0.3,
         "devices": (first, first if chance.random() < 0.6 else chance.randrange(3)),
+        "beside": chance.choice(("both", "first", "second", "host", "host")),
         "stands_on": first if chance.random() < 0.6 else chance.randrange(3),
         "on_streams": chance.random() < 0.5,
         "snapshot": chance.choice(("eager", "overlapped", "overlapped")),

@@ -152,7 +152,7 @@ class Program:
             # Of other weights, and in memory that is full of other things.
             found = Trainer(self._plan, self._devices, self._plan.seed + 1)
             found.step()
-            found.beside["fresh"] = torch.zeros(64, device=self._devices[0])
+            found.make_fresh()
             load(self._folder, found.state, step=step)
             if wrong := differing(found.seen(), self._expected[step]):
                 self._wrong.append(f"step {step}: {wrong}")

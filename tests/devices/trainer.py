@@ -31,7 +31,12 @@ class Trainer:
         options: dict[str, Any] = {"lr": 1e-2} if plan.optimizer == "AdamW" else {"lr": 1e-2, "momentum": 0.9}
         self.optimizer = getattr(torch.optim, plan.optimizer)(self.model.parameters(), foreach=True, **options)
         self._batches = torch.Generator().manual_seed(plan.seed)
-        first, second = devices
+        host = torch.device("cpu")
+        first, second = (
+            device if plan.beside in ("both", name) else host
+            for device, name in zip(devices, ("first", "second"), strict=True)
+        )
+        self._fresh, self._follows = first, plan.beside in ("both", "second")
         self.beside: dict[str, Any] = {
             "bytes": torch.arange(3, dtype=torch.uint8).to(first),  # what follows in the file has an odd place
             "mean": torch.zeros(12, 16).to(second),
@@ -64,7 +69,8 @@ class Trainer:
     def touch(self) -> None:
         """Change in place what no optimizer steps."""
         with torch.no_grad():
-            self.beside["mean"].lerp_(self.model[1][0].weight, 0.25)
+            if self._follows:
+                self.beside["mean"].lerp_(self.model[1][0].weight, 0.25)
             self.beside["bytes"].add_(1)
             self.beside["half"].mul_(1.5)
             self.beside["turned"].add_(0.5)
@@ -74,14 +80,14 @@ class Trainer:
     def make_fresh(self) -> None:
         """Put a tensor into the state that is not there for long."""
         number = next(self._made)
-        self.beside["fresh"] = torch.full((64,), float(number), device=self._devices[0])
+        self.beside["fresh"] = torch.full((64,), float(number), device=self._fresh)
         self.beside["fresh"].add_(0.5)
 
     def free(self) -> None:
         """Free what was made, and let others take its memory and write to it."""
         self.beside["fresh"] = None
         for number in range(3):
-            torch.full((64,), -1.0 - number, device=self._devices[0])
+            torch.full((64,), -1.0 - number, device=self._fresh)
 
     def replace(self) -> None:
         """Give a parameter other memory, with other numbers."""

@@ -130,8 +130,10 @@ void step(Queue& queue) {
   try {
     TORCH_CHECK(!runs_out(here.settings.operations_left), "an operation failed");
     entry.work();
+  } catch (const c10::Error& error) {
+    if (here.error.empty()) here.error = error.what_without_backtrace();  // for good, as on CUDA
   } catch (const std::exception& error) {
-    here.error = error.what();
+    if (here.error.empty()) here.error = error.what();
   }
 }
 
@@ -142,9 +144,7 @@ void run_until(const Mark& mark) {
 void raise_if_failed() {
   auto& here = world();
   if (here.error.empty()) return;
-  std::string error = std::move(here.error);
-  here.error.clear();
-  throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 1, "late: an asynchronous error, of an earlier call: " + error);
+  throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 1, "late: an asynchronous error, of an earlier call: " + here.error);
 }
 
 void recycle_freed();

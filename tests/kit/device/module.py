@@ -50,7 +50,7 @@ class Late(types.ModuleType):
 
         Args:
             allocations: out of memory.
-            operations: of those that are queued: the error shows at a later call.
+            operations: of those that are queued: the error shows at a later call, and at all after that.
             copies: to pinned host memory: the call itself fails.
         """
         self._library.late_fail(*map(ctypes.c_int64, (allocations, operations, copies)))
@@ -64,7 +64,7 @@ class Late(types.ModuleType):
         return int(self._library.late_run())
 
     def forget_error(self) -> None:
-        """Let no later call raise the error of an operation."""
+        """Go on after the error of an operation, as no real device does."""
         self._library.late_forget_error()
 
     # What torch and its users ask.
