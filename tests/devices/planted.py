@@ -176,14 +176,14 @@ def plant(name: str) -> None:
     sys.meta_path.insert(0, _Planting(module, patch))
 
 
-def print_table(names: list[str], most: int) -> int:
+def print_table(names: list[str], most: int, kind: str) -> int:
     """Find them, and print which seed finds each. Returns 1 if one was not found."""
     print("| Planted bug | Seed | Wrong |\n|---|---|---|", flush=True)
     missed = 0
     for name in PLANTED:
         if names and not any(one in name for one in names):
             continue
-        found = runner.first_wrong(name, most)
+        found = runner.first_wrong(name, most, kind)
         missed += found is None
         seed, wrong = found or (f"none of {most}", "")
         print(f"| {name} | {seed} | {wrong[:90]} |", flush=True)

@@ -18,16 +18,23 @@ _LIMIT_S = 120.0  # of one program; on a quiet machine it takes a fifth of a sec
 _SHARED = Path("/dev/shm")
 
 
-def one(seed: int) -> list[str]:
+KINDS = ("saved", "staged")
+"""Whole programs with a ``Checkpointer``; snapshots alone, which are many in a second."""
+
+
+def one(seed: int, kind: str = "saved") -> list[str]:
     """Run a program in this process, whose accelerator is made the late one. Returns what was wrong."""
     import torch
 
     from devices.draw import drawn
     from devices.program import Program
+    from devices.staged import Snapshots
     from kit import device
 
     late = device.load()
     torch.set_num_threads(1)  # sums have one order
+    if kind == "staged":
+        return Snapshots(seed, late).run()
     folder = Path(tempfile.mkdtemp(dir=_SHARED if _SHARED.is_dir() else None))
     try:
         return Program(drawn(seed), folder, late).run()
@@ -38,7 +45,7 @@ def one(seed: int) -> list[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def inside(first: int, count: int, bug: str | None) -> None:
+def inside(first: int, count: int, kind: str, bug: str | None) -> None:
     """In a process of their own: run them, and say before and after each which it is."""
     if bug is not None:
         from devices import planted
@@ -46,26 +53,27 @@ def inside(first: int, count: int, bug: str | None) -> None:
         planted.plant(bug)
     for seed in range(first, first + count):
         print(f"begin {seed}", flush=True)
-        wrong = one(seed)
+        wrong = one(seed, kind)
         print(f"end {seed} {' | '.join(wrong)!r}", flush=True)
 
 
-def many(first: int, count: int, bug: str | None = None) -> Iterator[tuple[int, str]]:
+def many(first: int, count: int, kind: str = "saved", bug: str | None = None) -> Iterator[tuple[int, str]]:
     """Run them. Returns each seed with what was wrong; "" for nothing."""
     at, end = first, first + count
     while at < end:
-        for seed, wrong in _in_a_process(at, end - at, bug):
+        for seed, wrong in _in_a_process(at, end - at, kind, bug):
             at = seed + 1
             yield seed, wrong
 
 
-def first_wrong(bug: str, count: int) -> tuple[int, str] | None:
+def first_wrong(bug: str, count: int, kind: str = "saved") -> tuple[int, str] | None:
     """The first seed that finds a planted bug, and what is wrong with it."""
-    return next(((seed, wrong) for seed, wrong in many(0, count, bug) if wrong), None)
+    return next(((seed, wrong) for seed, wrong in many(0, count, kind, bug) if wrong), None)
 
 
-def _in_a_process(first: int, count: int, bug: str | None) -> Iterator[tuple[int, str]]:
+def _in_a_process(first: int, count: int, kind: str, bug: str | None) -> Iterator[tuple[int, str]]:
     command = [sys.executable, "-m", "devices", "--inside", "--first", str(first), "--count", str(count)]
+    command += ["--kind", kind]
     command += ["--bug", bug] if bug is not None else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (
