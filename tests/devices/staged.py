@@ -41,6 +41,25 @@ class _Pair:
             one.mul_(2).add_(number)
 
 
+class _Watched(SharedBuffer):
+    """Looks at what is in it at each mark, as a writer that is quick would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expected = torch.empty(0, dtype=torch.uint8)
+        self.wrong: list[str] = []
+
+    def mark(self, end: int) -> None:
+        super().mark(end)
+        self.compare(min(end, len(self.expected)), f"marked to {end}")
+
+    def compare(self, end: int, when: str) -> None:
+        """Note what is not as expected up to ``end``."""
+        differing = int((self.bytes[FIRST_BYTE:end] != self.expected[FIRST_BYTE:end]).sum())
+        if differing:
+            self.wrong.append(f"{when}: {differing} of {end - FIRST_BYTE} bytes")
+
+
 class Snapshots:
     """One program. ``run`` returns what was wrong.
 
@@ -79,7 +98,7 @@ class Snapshots:
             pageable_is_late=chance.random() < 0.5,
             refuses_registration=chance.random() < 0.3,
         )
-        buffer = SharedBuffer()
+        buffer = _Watched()
         try:
             with self._standing():
                 for number in range(chance.randint(1, 4)):
@@ -90,7 +109,7 @@ class Snapshots:
             late.behave()
             late.fail()
             buffer.close()
-        return self._wrong
+        return self._wrong + buffer.wrong
 
     @contextlib.contextmanager
     def _standing(self) -> Iterator[None]:
@@ -118,7 +137,7 @@ class Snapshots:
             torch.accelerator.set_stream(stream)
         torch.accelerator.set_device_index(standing)
 
-    def _snapshot(self, buffer: SharedBuffer, number: int) -> None:
+    def _snapshot(self, buffer: _Watched, number: int) -> None:
         chance, pairs = self._chance, self._pairs
         for pair in pairs:
             pair.change(number + 1)
@@ -127,13 +146,12 @@ class Snapshots:
         plans, end = self._plans()
         buffer.reserve(end)
         held = next((at for at, pair in zip(self._places(), pairs, strict=True) if pair.deferred), end)
-        expected = self._bytes()
+        buffer.expected = self._bytes()
         if chance.random() < 0.15:
             self._late.fail(copies=chance.randrange(6))
         copy = StagingCopy("staged", buffer, plans, end)
         left = copy.run()
         del plans
-        self._compare(buffer, expected, min(read_mark(buffer.memory), end), f"{number}: marked after run")
         if copy.error is None and read_mark(buffer.memory) < held:
             self._wrong.append(f"{number}: marked {read_mark(buffer.memory)} of {held}")
         self._go_on(number, copy, left=left)
@@ -141,7 +159,7 @@ class Snapshots:
             self._wrong.append(f"{number}: the copy is not over")
             return
         if copy.error is None:
-            self._compare(buffer, expected, end, f"{number}: over")
+            buffer.compare(end, f"{number}: over")
         self._late.fail()
         buffer.bytes[:end].fill_(0x55)  # the next one has it
         if chance.random() < 0.5:
@@ -194,8 +212,3 @@ class Snapshots:
     def _bytes(self) -> torch.Tensor:
         parts = [pair.twin.contiguous().view(-1).view(torch.uint8) for pair in self._pairs]
         return torch.cat([torch.zeros(FIRST_BYTE, dtype=torch.uint8), *parts])
-
-    def _compare(self, buffer: SharedBuffer, expected: torch.Tensor, end: int, when: str) -> None:
-        differing = (buffer.bytes[FIRST_BYTE:end] != expected[FIRST_BYTE:end]).sum().item()
-        if differing:
-            self._wrong.append(f"{when}: {differing} of {end - FIRST_BYTE} bytes")
