@@ -40,6 +40,7 @@ from safe_ckpt.core.saving.request import (
     check_step,
     checked_metrics,
 )
+from safe_ckpt.core.sharding.dtensor import outside_inference_mode
 from safe_ckpt.core.state.items import Restoring, expected_bytes, items_of, modules_of
 from safe_ckpt.core.state.planner import Plan, Planner
 from safe_ckpt.core.storage.objects.options import is_url
@@ -190,6 +191,7 @@ class Checkpointer:
         with self._engine.together("save"):
             return self._save(step, state, metrics or {})
 
+    @outside_inference_mode()
     def _save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> SaveHandle:
         number = step if isinstance(step, int) else -1
         error: Exception | None = None

@@ -399,11 +399,13 @@ def test_a_stream_of_datasets_keeps_its_buffer_and_place_where_we_look():
 
 def test_the_timeouts_of_a_process_group_can_be_read_and_set():
     """core/coordination/process_groups.py reads and sets the timeout of each backend.
-    core/sharding/gather_transport.py reads which devices have a backend."""
+    It reads which devices have a backend, too."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         world = dist.group.WORLD
-        assert "cpu" in {str(kind) for kind in world._device_types}, "core/coordination/process_groups.py: device_types"
+        assert "cpu" in {device.type for device in world._device_types}, (
+            "core/coordination/process_groups.py: device_types"
+        )
         backend = world._get_backend(torch.device("cpu"))
         before = backend.options._timeout
         backend._set_default_timeout(before * 2)

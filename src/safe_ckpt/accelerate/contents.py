@@ -19,7 +19,7 @@ from safe_ckpt.adapters import FilePlan, torch_file
 from safe_ckpt.adapters.extras import file_plan, is_short, refuse_short, safetensors
 from safe_ckpt.errors import StateError
 
-_DEVICES = ("xpu", "mlu", "sdaa", "musa", "hpu", "neuron", "cuda")
+_DEVICES = ("xpu", "mlu", "sdaa", "musa", "hpu", "neuron", "cuda")  # as Accelerate, in whose files they are
 _PLACE = ("_num_yielded", "_sampler_iter_yielded", "_steps_since_snapshot", "_iterator_finished")
 
 

@@ -63,6 +63,7 @@ class Exporter:
         self._engine = engine
         self._held_homes = homes
 
+    @dtensor.outside_inference_mode()
     def export(
         self,
         model: Mapping[str, Any] | torch.nn.Module,

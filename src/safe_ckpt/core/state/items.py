@@ -575,10 +575,10 @@ class Restoring:
         """
         items = items_of(self._state)
         for item in items:
-            with self._named(item):
+            with self._named(item), dtensor.outside_inference_mode():
                 item.refuse_target()
         for item in items:
-            with self._named(item):
+            with self._named(item), dtensor.outside_inference_mode():
                 if not isinstance(self._state, MutableMapping) and not item.changes_in_place:
                     raise ValueError("its value cannot change in place and the state is read-only: pass a dict")
                 loaded = self._loaded[item.name]
@@ -609,7 +609,9 @@ class Restoring:
         """
         done: list[str] = []
         for item, fitted in self._fitted:
-            with self._named(item, done), loading.nothing_lost():
+            # An object of the user's own is called as it would be anywhere.
+            mode = contextlib.nullcontext() if type(item) is _Stateful else dtensor.outside_inference_mode()
+            with self._named(item, done), loading.nothing_lost(), mode:
                 result = fitted.apply(nowhere.get(item.name, ()))
                 if result is not item.value and isinstance(self._state, MutableMapping):
                     self._state[item.name] = PerRank(result) if item.per_rank else result

@@ -207,7 +207,9 @@ def _steps_in_backward(parameter: torch.Tensor) -> bool:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
-    return plain and not is_short(tensor)  # what is not there is not looked at, whether it is saved or not
+    if not plain or tensor.is_inference():  # the latter has no version, which would tell of a change
+        return False
+    return not is_short(tensor)  # what is not there is not looked at, whether it is saved or not
 
 
 def _home(tensor: torch.Tensor) -> tuple[torch.device, int]:
