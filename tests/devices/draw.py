@@ -31,6 +31,8 @@ class Plan:
         through_writer: a process writes, not a thread.
         prepares: memory for snapshots is made before the first save.
         optimizer: its name.
+        reads: after each step the trainer waits for a number, and so for its stream.
+        exports: weights are written alone, too, before the last step.
         steps: for each, what follows its save; "" for no save.
         fails: what fails on demand: "", "allocation", "operation", or "copy", with which training goes on.
     """
@@ -49,6 +51,8 @@ class Plan:
     through_writer: bool
     prepares: bool
     optimizer: str
+    reads: bool
+    exports: bool
     steps: tuple[str, ...]
     fails: str
 
@@ -71,6 +75,8 @@ def drawn(seed: int) -> Plan:
         "through_writer": chance.random() < 0.02,
         "prepares": chance.random() < 0.2,
         "optimizer": chance.choice(("AdamW", "AdamW", "SGD")),
+        "reads": chance.random() < 0.4,
+        "exports": chance.random() < 0.2,
         "steps": tuple(
             AFTER_A_SAVE[min(last, int(chance.expovariate(0.35)))] if chance.random() < 0.6 else ""
             for _ in range(chance.randint(2, 5))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from devices.draw import Plan
 from devices.trainer import Trainer, differing
@@ -118,6 +119,8 @@ class Program:
                         one.make_fresh()
                 if after:
                     self._save(ckpt, number, after)
+            if self._plan.exports and not self._plan.fails:
+                self._export(ckpt)
             for one in both:
                 one.step()
             ckpt.wait()
@@ -126,7 +129,7 @@ class Program:
 
     def _save(self, ckpt: Checkpointer, number: int, after: str) -> None:
         both = self._trainer, self._twin
-        self._expected[number * 10] = self._twin.seen()
+        self._expected[number * 10] = self._twin.seen() | self._generators()
         handle = ckpt.save(number * 10, self._trainer.state)
         if after == "switch":
             self._switch()
@@ -135,7 +138,7 @@ class Program:
         elif after == "wait":
             handle.wait_snapshot()
         elif after == "again":
-            self._expected[number * 10 + 1] = self._twin.seen()
+            self._expected[number * 10 + 1] = self._twin.seen() | self._generators()
             ckpt.save(number * 10 + 1, self._trainer.state)
         for one in both:
             if after == "touch":
@@ -143,6 +146,19 @@ class Program:
             elif after == "replace":
                 one.replace()
             one.free()
+
+    def _generators(self) -> dict[str, torch.Tensor | None]:
+        return {f"generator {number}": state for number, state in enumerate(self._late.get_rng_state_all())}
+
+    def _export(self, ckpt: Checkpointer) -> None:
+        folder, weights = self._folder / "weights", self._twin.model.state_dict()
+        expected: dict[str, torch.Tensor | None] = {name: value.detach().clone() for name, value in weights.items()}
+        handle = ckpt.export(self._trainer.model, folder)
+        for one in (self._trainer, self._twin):
+            one.replace()
+        handle.result()
+        if wrong := differing(dict(load_file(folder / "model.safetensors")), expected):
+            self._wrong.append(f"exported: {wrong}")
 
     def _load(self) -> None:
         there = {int(name.rpartition("-")[2]) for name in os.listdir(self._folder) if name.startswith("step-")}
@@ -154,5 +170,5 @@ class Program:
             found.step()
             found.make_fresh()
             load(self._folder, found.state, step=step)
-            if wrong := differing(found.seen(), self._expected[step]):
+            if wrong := differing(found.seen() | self._generators(), self._expected[step]):
                 self._wrong.append(f"step {step}: {wrong}")

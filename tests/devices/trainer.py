@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from devices.draw import Plan
+from safe_ckpt import PerRank, RngState
 
 _LARGE = 1 << 18  # numbers: more than fits into a snapshot of max_host_bytes, at its least
 
@@ -45,12 +46,14 @@ class Trainer:
             "number": torch.tensor(0).to(first),
             "large": torch.zeros(_LARGE if plan.streams_to_writer else 700).to(second),
         }
+        self._reads = plan.reads
         self._made = itertools.count(1)
 
     @property
     def state(self) -> dict[str, Any]:
         """To be saved."""
-        return {"model": self.model, "optimizer": self.optimizer, "beside": self.beside}
+        rng = PerRank(RngState())
+        return {"model": self.model, "optimizer": self.optimizer, "beside": self.beside, "rng": rng}
 
     def step(self) -> None:
         """Train one step, and change what is beside the model in place."""
@@ -61,10 +64,14 @@ class Trainer:
             x = x.pin_memory()
         front, back = self.model
         out = back(front(x.to(first, non_blocking=True)).to(second))
-        nn.functional.cross_entropy(out, y.to(second)).backward()
+        loss = nn.functional.cross_entropy(out, y.to(second))
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.touch()
+        torch.rand(1, device=first)
+        if self._reads:
+            loss.item()
 
     def touch(self) -> None:
         """Change in place what no optimizer steps."""
@@ -96,7 +103,7 @@ class Trainer:
         torch.full(weight.shape, -7.0, device=self._devices[0])
 
     def seen(self) -> dict[str, torch.Tensor | None]:
-        """All that is saved, on the CPU, by name."""
+        """All that is saved but generators, on the CPU, by name."""
         state = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for number, values in self.optimizer.state_dict()["state"].items():
             state |= {f"optimizer.{number}.{key}": value for key, value in values.items()}
