@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from devices import runner
@@ -168,6 +170,15 @@ class _Changed(importlib.machinery.SourceFileLoader):
         return compile(self._patch(self.get_data(self.path).decode()), self.path, "exec")
 
 
+def check(name: str) -> None:
+    """Raises ValueError if it does not fit the module that it is for any more."""
+    module, patch = PLANTED[name]
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"{module} is not there")
+    patch(Path(spec.origin).read_text(encoding="utf-8"))
+
+
 def plant(name: str) -> None:
     """Plant it in this process, which has not loaded the package yet."""
     module, patch = PLANTED[name]
@@ -183,6 +194,7 @@ def print_table(names: list[str], most: int, kind: str) -> int:
     for name in PLANTED:
         if names and not any(one in name for one in names):
             continue
+        check(name)
         found = runner.first_wrong(name, most, kind)
         missed += found is None
         seed, wrong = found or (f"none of {most}", "")

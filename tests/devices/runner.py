@@ -66,9 +66,9 @@ def many(first: int, count: int, kind: str = "saved", bug: str | None = None) ->
             yield seed, wrong
 
 
-def first_wrong(bug: str, count: int, kind: str = "saved") -> tuple[int, str] | None:
+def first_wrong(bug: str, count: int, kind: str = "saved", first: int = 0) -> tuple[int, str] | None:
     """The first seed that finds a planted bug, and what is wrong with it."""
-    return next(((seed, wrong) for seed, wrong in many(0, count, kind, bug) if wrong), None)
+    return next(((seed, wrong) for seed, wrong in many(first, count, kind, bug) if wrong), None)
 
 
 def _in_a_process(first: int, count: int, kind: str, bug: str | None) -> Iterator[tuple[int, str]]:

@@ -9,6 +9,7 @@ scheduler, which is seeded, lets a step go on.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -43,16 +44,22 @@ def _build() -> Path:
     """Compile: ten seconds of one core. Kept in the virtual environment, under the hash of the source and of torch."""
     named = hashlib.sha256(_SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     library = _BUILT / f"{named}.so"
-    if not library.exists():
-        _BUILT.mkdir(exist_ok=True)
-        here = Path(torch.__file__).parent
-        include = [here / "include", here / "include/torch/csrc/api/include"]
-        fresh = library.with_suffix(f".{os.getpid()}")
-        options = ["-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-w"]
-        command = ["g++", *options, *(f"-isystem{path}" for path in include), str(_SOURCE), "-o", str(fresh)]
-        command += [f"-L{here / 'lib'}", "-ltorch_cpu", "-lc10"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LOAD_LIMIT_S, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
-        fresh.replace(library)
+    _BUILT.mkdir(exist_ok=True)
+    with (_BUILT / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one of those that start at once builds it
+        if not library.exists():
+            _compile(library)
     return library
+
+
+def _compile(library: Path) -> None:
+    here = Path(torch.__file__).parent
+    include = [here / "include", here / "include/torch/csrc/api/include"]
+    fresh = library.with_suffix(f".{os.getpid()}")
+    options = ["-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-w"]
+    command = ["g++", *options, *(f"-isystem{path}" for path in include), str(_SOURCE), "-o", str(fresh)]
+    command += [f"-L{here / 'lib'}", "-ltorch_cpu", "-lc10"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LOAD_LIMIT_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+    fresh.replace(library)
