@@ -17,6 +17,7 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.agreed_config import agree_on_settings
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo
+from safe_ckpt.core.formats.torch_reading import outside_inference_mode
 from safe_ckpt.core.home import retention
 from safe_ckpt.core.home.candidates import is_of_step, newest_first, newest_sequence, step_name
 from safe_ckpt.core.home.home import Candidate, Home
@@ -40,7 +41,6 @@ from safe_ckpt.core.saving.request import (
     check_step,
     checked_metrics,
 )
-from safe_ckpt.core.sharding.dtensor import outside_inference_mode
 from safe_ckpt.core.state.items import Restoring, expected_bytes, items_of, modules_of
 from safe_ckpt.core.state.planner import Plan, Planner
 from safe_ckpt.core.storage.objects.options import is_url

@@ -42,7 +42,7 @@ def has_streams(device_type: str) -> bool:
     return device_type != "cpu" and all(hasattr(module, name) for name in _STREAMS)
 
 
-def current(device_type: str) -> torch.device:
+def current_device(device_type: str) -> torch.device:
     """The device of a type on which the calling thread stands."""
     return torch.device(device_type, module_of(device_type).current_device())
 

@@ -127,6 +127,44 @@ def test_memory_that_cannot_be_registered_is_said_once(monkeypatch, caplog):
     assert "cannot be pinned for xpu devices" in message
 
 
+@pytest.mark.parametrize("refused", [0, 712])
+def test_host_memory_is_registered_on_the_device_that_is_named(monkeypatch, refused):
+    """And given back there, by whatever thread. After a refusal the error is taken away: the next kernel would raise it."""
+    log = []
+
+    class Runtime:
+        def cudaHostRegister(self, address, size, flags):  # noqa: N802 - CUDA's name
+            log.append(("register", address, size, flags))
+            return refused
+
+        def cudaHostUnregister(self, address):  # noqa: N802
+            log.append(("unregister", address))
+
+        def cudaGetLastError(self):  # noqa: N802
+            log.append("error taken away")
+
+    class Standing:
+        def __init__(self, at):
+            self.at = at
+
+        def __enter__(self):
+            log.append(f"on {self.at}")
+
+        def __exit__(self, *error):
+            log.append(f"from {self.at}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", Standing)
+    take_back = Devices().register(4096, 8192, torch.device("cuda", 1))
+    registered = ["on cuda:1", ("register", 4096, 8192, 0)]
+    if refused:
+        assert take_back is None
+        assert log == [*registered, "error taken away", "from cuda:1"]
+        return
+    take_back()
+    assert log == [*registered, "from cuda:1", "on cuda:1", ("unregister", 4096), "from cuda:1"]
+
+
 def _forked(results):
     results.put((devices.in_use(), sorted(rng.get_rng_state())))
 

@@ -13,6 +13,7 @@ import torch
 from safe_ckpt.core.formats import hugging_face
 from safe_ckpt.core.formats.file_plan import FilePlan, LazyTensor, view_of
 from safe_ckpt.core.formats.names import plain_names
+from safe_ckpt.core.formats.torch_reading import outside_inference_mode
 from safe_ckpt.core.home.candidates import WEIGHTS
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.saving.engine import Engine
@@ -63,7 +64,7 @@ class Exporter:
         self._engine = engine
         self._held_homes = homes
 
-    @dtensor.outside_inference_mode()
+    @outside_inference_mode()
     def export(
         self,
         model: Mapping[str, Any] | torch.nn.Module,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import CheckpointInfo, OnCommit, OpenSave, Patch, Planned
-from safe_ckpt.adapters.extras import Destination, Exporter, Facts, Link, SaveRequest, delete_listed, dtensor
+from safe_ckpt.adapters.extras import Destination, Exporter, Facts, Link, SaveRequest, delete_listed
 from safe_ckpt.adapters.planning import go_on, note_models
 from safe_ckpt.adapters.spool import refuse_url
 from safe_ckpt.adapters.strategy import Sharded
@@ -372,7 +372,6 @@ class TrainerSaver(FileSaver):
             )
         return self.requeue_due
 
-    @dtensor.outside_inference_mode()  # it validates in that mode, and saves there
     def _request(self, pending: PendingActions, *, weights_only: bool | None, overlap: bool) -> SaveRequest:
         primary = Path(os.path.abspath((pending.saves or [*pending.links, *pending.removals])[0]))
         home = self.of(primary)

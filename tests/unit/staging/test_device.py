@@ -243,6 +243,26 @@ def test_memory_is_pinned_once_and_ahead(buffer):
     assert len(refusing.registered) == 1
 
 
+def test_memory_is_pinned_for_each_type_of_device_by_itself(buffer):
+    """Where one type refuses, copies of another are started all the same. What has grown is pinned anew; a refusal stays."""
+
+    class OneTypePins(Remembering):
+        def register(self, address, size, device):
+            self.registered.append(device.type)
+            return (lambda: self.registered.append("taken back")) if device.type == "cuda" else None
+
+    devices = OneTypePins()
+    for _ in range(2):
+        assert not buffer.pin(torch.device("xpu", 0), devices)
+        assert buffer.pin(torch.device("cuda", 1), devices)
+    assert devices.registered == ["xpu", "cuda"]
+    buffer.reserve(2 * GRANULE)
+    assert devices.registered[2:] == ["taken back"]
+    assert buffer.pin(torch.device("cuda", 0), devices)
+    assert not buffer.pin(torch.device("xpu", 0), devices)
+    assert devices.registered[3:] == ["cuda"]
+
+
 def test_another_thread_reads_behind_the_trainers_work():
     """What is streamed on a thread of its own is read when all that the trainer has queued for it is done."""
     devices, (move,) = Remembering(), moves_of(1)

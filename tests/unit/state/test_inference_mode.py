@@ -1,8 +1,7 @@
 """A program in ``torch.inference_mode()`` saves, resumes and exports as anywhere: what it gets can be trained with later.
 
 An inference tensor can never be changed outside of that mode, and a DTensor cannot be detached in it: torch's own
-``state_dict`` of a model under FSDP2 fails there, in which Lightning validates and saves. A default type is tried with the same
-programs.
+``state_dict`` of a model under FSDP2 fails there. A default type is tried with the same programs.
 """
 
 import contextlib

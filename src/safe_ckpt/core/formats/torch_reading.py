@@ -75,6 +75,19 @@ def refusing(folder: Place, file: str) -> Iterator[None]:
         raise HostileCheckpointError(path=str(folder), file=file, message=message) from error
 
 
+@contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Within it no tensor is made in inference mode. Gradients stay off where they were.
+
+    Training could not change such a tensor later, and a DTensor cannot even be detached in that mode.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():  # the first turns gradients on
+        yield
+
+
 def _checked() -> Any:
     """Indices of sparse tensors that lead outside of them are refused."""
     return torch.sparse.check_sparse_tensor_invariants()  # type: ignore[no-untyped-call]

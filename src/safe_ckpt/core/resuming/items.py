@@ -17,7 +17,6 @@ from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, FileEnt
 from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Ranks, Reader
 from safe_ckpt.core.resuming.host_cache import Host
-from safe_ckpt.core.sharding.dtensor import outside_inference_mode
 from safe_ckpt.core.state.items import PerRank, Shards, StartsAnew, read_once, started_anew
 from safe_ckpt.core.state.planner import SHARDED
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
@@ -298,6 +297,9 @@ def load_file(folder: Place, entry: FileEntry, item: Mapping[str, Any], name: st
         parse: Callable[[mmap.mmap, int], Any] = file_plan.parse_json
     else:
         parse = safetensors.parse_safetensors if file.suffix == ".safetensors" else torch_reading.parse_archive
-    with torch_reading.refusing(folder, entry.path), outside_inference_mode():  # it may become the program's own
+    with (
+        torch_reading.refusing(folder, entry.path),
+        torch_reading.outside_inference_mode(),
+    ):  # it may become the program's own
         loaded = parse(memory, entry.size_bytes)
         return loaded[name] if item["form"] == "tensor" else loaded

@@ -292,20 +292,6 @@ def _mode_of(tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextManag
     return torch.inference_mode() if inference else contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def outside_inference_mode() -> Iterator[None]:
-    """Within it no tensor is made in inference mode. Gradients stay off where they were.
-
-    Training could not change such a tensor later, and a DTensor cannot even be detached in that mode. Lightning validates in
-    it, and saves there.
-    """
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(mode=False), torch.no_grad():  # the first turns gradients on
-        yield
-
-
 def is_torchs(one: Any) -> bool:
     """Whether a class or a method was written by torch."""
     return str(getattr(one, "__module__", "")).partition(".")[0] == "torch"

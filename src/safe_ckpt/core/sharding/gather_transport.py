@@ -133,4 +133,4 @@ def wire_device(tensors: Sequence[torch.Tensor], group: ProcessGroup | None) -> 
     offered = process_groups.device_types(group)
     theirs = (tensor.device.type for tensor in tensors if not tensor.is_cpu)
     chosen = next((name for name in theirs if name in offered), "cpu" if "cpu" in offered else offered[0])
-    return torch.device("cpu") if chosen == "cpu" else devices.current(chosen)
+    return torch.device("cpu") if chosen == "cpu" else devices.current_device(chosen)

@@ -30,7 +30,7 @@ class Devices:
 
     def here(self) -> list[torch.device]:
         """The devices that the calling thread works on, one of each type in use."""
-        return [devices.current(name) for name in devices.in_use() if devices.has_streams(name)]
+        return [devices.current_device(name) for name in devices.in_use() if devices.has_streams(name)]
 
     def at(self, device: torch.device) -> AbstractContextManager[None]:
         """Let the calling thread stand on ``device`` meanwhile."""

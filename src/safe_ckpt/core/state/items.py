@@ -22,7 +22,7 @@ from typing_extensions import Self
 from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME
 from safe_ckpt.core.formats.names import as_named, plain_name, plain_names
 from safe_ckpt.core.formats.refusals import refuse_meta, unchanging
-from safe_ckpt.core.formats.torch_reading import refusing
+from safe_ckpt.core.formats.torch_reading import outside_inference_mode, refusing
 from safe_ckpt.core.sharding import dtensor
 from safe_ckpt.core.sharding.dtensor import Fitted, is_extra_state
 from safe_ckpt.core.state import fingerprint, loading
@@ -575,10 +575,10 @@ class Restoring:
         """
         items = items_of(self._state)
         for item in items:
-            with self._named(item), dtensor.outside_inference_mode():
+            with self._named(item), outside_inference_mode():
                 item.refuse_target()
         for item in items:
-            with self._named(item), dtensor.outside_inference_mode():
+            with self._named(item), outside_inference_mode():
                 if not isinstance(self._state, MutableMapping) and not item.changes_in_place:
                     raise ValueError("its value cannot change in place and the state is read-only: pass a dict")
                 loaded = self._loaded[item.name]
@@ -610,7 +610,7 @@ class Restoring:
         done: list[str] = []
         for item, fitted in self._fitted:
             # An object of the user's own is called as it would be anywhere.
-            mode = contextlib.nullcontext() if type(item) is _Stateful else dtensor.outside_inference_mode()
+            mode = contextlib.nullcontext() if type(item) is _Stateful else outside_inference_mode()
             with self._named(item, done), loading.nothing_lost(), mode:
                 result = fitted.apply(nowhere.get(item.name, ()))
                 if result is not item.value and isinstance(self._state, MutableMapping):

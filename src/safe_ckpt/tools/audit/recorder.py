@@ -327,12 +327,9 @@ def _generators() -> Iterator[tuple[str, str]]:
     found: dict[str, Any] = {"python": pickle.dumps(random.getstate()), "torch": torch.get_rng_state().numpy()}
     if "numpy" in sys.modules:
         found["numpy"] = pickle.dumps(sys.modules["numpy"].random.get_state(legacy=False))
-    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    for kind in {"cuda", accelerator.type if accelerator is not None else "cuda"}:
-        device: Any = getattr(torch, kind, None)
-        if hasattr(device, "get_rng_state") and hasattr(device, "is_initialized") and device.is_initialized():
-            states = [device.get_rng_state(torch.device(kind, n)) for n in range(device.device_count())]
-            found |= {f"{kind}:{n}": one.numpy() for n, one in enumerate(states)}
+    kind = str(torch.accelerator.current_accelerator() or "cuda")  # neither this nor the next line asks a driver
+    if getattr(device := getattr(torch, kind), "is_initialized", bool)():
+        found |= {f"{kind}:{n}": device.get_rng_state(n).numpy() for n in range(device.device_count())}
     return ((name, _hash(one).hexdigest()[:12]) for name, one in found.items())
 
 
