@@ -26,7 +26,7 @@ def main() -> int:
     if options.planted is not None:
         from devices import planted
 
-        return planted.print_table(options.planted, options.count, options.kind)
+        return planted.print_table(options.planted, options.count)
     first, count = options.first, options.count
     if options.seed is not None:
         if options.kind == "saved":
