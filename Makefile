@@ -13,7 +13,7 @@ DEEPSPEED_ENV := PATH="$(CURDIR)/$(DEEPSPEED):$(CURDIR)/$(BIN):$$PATH" DS_ACCELE
 
 TORCHTITAN := .venv/with-torchtitan/bin
 
-.PHONY: demo mutants test test-full test-short test-long test-schedulers test-thorough test-versions test-deepspeed test-upstream test-torchtitan faults simulate programs lint package release-check docs docs-reference bench gpu-check examples clean
+.PHONY: demo mutants test test-full test-short test-long test-schedulers test-thorough test-versions test-deepspeed test-upstream test-torchtitan faults simulate programs devices lint package release-check docs docs-reference bench gpu-check examples clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -38,7 +38,7 @@ endef
 QUICK = $(shell grep -rl --include='test_*.py' 'pytest.mark.quick' tests/adapters tests/multirank)
 
 test: .venv/ready  ## the quick tests: a few minutes
-	$(call tests,--quick -n 3 --dist worksteal,tests/unit tests/typing tests/docs tests/sim tests/programs_of tests/lives tests/multirank/test_promises.py $(QUICK))
+	$(call tests,--quick -n 3 --dist worksteal,tests/unit tests/typing tests/docs tests/sim tests/programs_of tests/lives tests/devices tests/multirank/test_promises.py $(QUICK))
 
 test-full: .venv/ready  ## unit, documentation, several ranks, adapters, faults: every promise, of the long sweeps a sample
 	@status=0; \
@@ -47,7 +47,7 @@ test-full: .venv/ready  ## unit, documentation, several ranks, adapters, faults:
 	exit $$status
 
 test-short: .venv/ready
-	$(call tests,-n 3 --dist worksteal,tests/unit tests/typing tests/docs tests/sim tests/programs_of tests/lives)
+	$(call tests,-n 3 --dist worksteal,tests/unit tests/typing tests/docs tests/sim tests/programs_of tests/lives tests/devices)
 
 test-long: .venv/ready
 	$(call tests,-n 3 --dist worksteal,tests/multirank tests/adapters tests/faults)
@@ -82,6 +82,13 @@ KINDS ?=
 programs: .venv/ready  ## programs made from seeds, killed and started again, beside runs that were not; then mends that are turned back
 	cd tests && ../$(BIN)/python -m programs_of $(KINDS) --count $(PROGRAMS) --first $(FIRST) --processes $$(nproc) --coverage
 	cd tests && ../$(BIN)/python -m programs_of.planted
+
+# DEVICE_PROGRAMS whole ones take about twenty minutes of one core, snapshots alone a few.
+DEVICE_PROGRAMS ?= 5000
+devices: .venv/ready  ## programs on an accelerator made for the tests, whose streams run late; then bugs of order that they must find
+	cd tests && ../$(BIN)/python -m devices --count $(DEVICE_PROGRAMS) --first $(FIRST)
+	cd tests && ../$(BIN)/python -m devices --kind staged --count 20000 --first $(FIRST)
+	cd tests && ../$(BIN)/python -m devices --planted --count 1500
 
 test-deepspeed: RUNNER = $(DEEPSPEED)/python
 test-deepspeed: .venv/deepspeed  ## the DeepSpeed adapter with real engines on the CPU

@@ -1,0 +1,86 @@
+"""What a program does, drawn from its seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+AFTER_A_SAVE = ("step", "touch", "free", "switch", "other device", "wait", "replace", "again")
+"""What follows a save at once: the next step; what was copied is changed in place; memory is freed, and taken and written by
+others; another stream goes on; the thread stands on another device; the copy is waited for; a parameter gets other memory;
+another save of the same state."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A program.
+
+    Attributes:
+        seed: of all numbers in it.
+        chance_percent: of the device's scheduler.
+        pageable_is_late: asynchronous copies to pageable memory do not wait.
+        refuses_registration: staging memory stays pageable.
+        devices: where the halves of the model lie.
+        beside: where the tensors lie that no optimizer steps, which are copied at once: on "both", the "first", the "second" of
+            these, or on the "host"; a copy that is waited for lets a whole stream go on.
+        stands_on: the device on which the thread stands.
+        on_streams: the trainer works on streams of its own.
+        snapshot: of the saves.
+        max_in_flight: saves.
+        streams_to_writer: the state is larger than a snapshot may be, so files are written straight from it.
+        through_writer: a process writes, not a thread.
+        prepares: memory for snapshots is made before the first save.
+        optimizer: its name.
+        reads: after each step the trainer waits for a number, and so for its stream.
+        exports: weights are written alone, too, before the last step.
+        steps: for each, what follows its save; "" for no save.
+        fails: what fails on demand: "", "allocation", "operation", or "copy", with which training goes on.
+    """
+
+    seed: int
+    chance_percent: int
+    pageable_is_late: bool
+    refuses_registration: bool
+    devices: tuple[int, int]
+    beside: str
+    stands_on: int
+    on_streams: bool
+    snapshot: str
+    max_in_flight: int
+    streams_to_writer: bool
+    through_writer: bool
+    prepares: bool
+    optimizer: str
+    reads: bool
+    exports: bool
+    steps: tuple[str, ...]
+    fails: str
+
+
+def drawn(seed: int) -> Plan:
+    """The program of a seed."""
+    chance = random.Random(seed)
+    last = len(AFTER_A_SAVE) - 1
+    first = chance.randrange(3)
+    plan = {
+        "chance_percent": chance.choice((0, 0, 0, 10, 40, 80)),
+        "refuses_registration": chance.random() < 0.3,
+        "devices": (first, first if chance.random() < 0.6 else chance.randrange(3)),
+        "beside": chance.choice(("both", "first", "second", "host", "host")),
+        "stands_on": first if chance.random() < 0.6 else chance.randrange(3),
+        "on_streams": chance.random() < 0.5,
+        "snapshot": chance.choice(("eager", "overlapped", "overlapped")),
+        "max_in_flight": chance.choice((1, 1, 2)),
+        "streams_to_writer": chance.random() < 0.05,
+        "through_writer": chance.random() < 0.02,
+        "prepares": chance.random() < 0.2,
+        "optimizer": chance.choice(("AdamW", "AdamW", "SGD")),
+        "reads": chance.random() < 0.4,
+        "exports": chance.random() < 0.2,
+        "steps": tuple(
+            AFTER_A_SAVE[min(last, int(chance.expovariate(0.35)))] if chance.random() < 0.6 else ""
+            for _ in range(chance.randint(2, 5))
+        ),
+        "fails": chance.choice(("allocation", "operation", "copy", "copy", "copy")) if chance.random() < 0.2 else "",
+    }
+    return Plan(seed=seed, pageable_is_late=chance.random() < 0.5, **plan)

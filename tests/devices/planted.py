@@ -1,0 +1,210 @@
+"""Bugs of order that are planted when the modules are loaded: a wait, an event or a device that is left out or is another one.
+
+Whoever changes the modules may have to change a patch here: it says so when it fits no more. A bug that no program finds is a
+finding about the programs.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from devices import runner
+
+Patch = Callable[[str], str]
+_DEVICE, _SNAPSHOT = "safe_ckpt.core.staging.device", "safe_ckpt.core.staging.snapshot"
+_STAGER = "safe_ckpt.core.saving.stager"
+
+
+def _swap(old: str, new: str) -> Patch:
+    def patch(text: str) -> str:
+        if text.count(old) != 1:
+            raise ValueError(f"a planted bug does not fit any more: {text.count(old)} times {old!r}")
+        return text.replace(old, new)
+
+    return patch
+
+
+_BEGUN = "            self._begun[device] = self._devices.mark(self._devices.current(device))\n"
+_STARTED = """            with self._devices.on(side, device):
+                self._devices.copy(move, self._buffer.bytes, non_blocking=True)
+            self._done[move] = self._devices.mark(side)
+"""
+_COPY_NOW = """        with self._devices.at(device):
+            stream = self._devices.current(device)
+            if device in self._begun:
+"""
+_FORGET = "            for stream in [*self._streams.values(), *self._loose.values()]:\n                stream.synchronize()\n"
+_STREAMED = "                self._devices.synchronize(tensor for plan in job.files for _, tensor in plan.tensors)\n"
+_LET_GO = """            # Before it is over: a copy that a device has not finished would land in the next snapshot.
+            self._devices.forget()
+"""
+
+PLANTED: dict[str, tuple[str, Patch]] = {
+    "the side stream does not wait for the trainer": (
+        _DEVICE,
+        _swap("            side.wait_event(self._begun[device])\n", ""),
+    ),
+    "the trainer's place is asked of another stream": (
+        _DEVICE,
+        _swap(_BEGUN, _BEGUN.replace("self._devices.current(device)", "self._devices.stream(device)")),
+    ),
+    "the trainer's place is that of one device": (
+        _DEVICE,
+        _swap(_BEGUN, _BEGUN.replace("current(device)", "current(chosen[0].tensor.device)")),
+    ),
+    "started copies are copied on the trainer's stream": (
+        _DEVICE,
+        _swap(_STARTED, _STARTED.replace("on(side, device)", "at(device)")),
+    ),
+    "a copy's event is recorded before the copy": (
+        _DEVICE,
+        _swap(
+            _STARTED,
+            "            self._done[move] = self._devices.mark(side)\n"
+            + _STARTED.replace("            self._done[move] = self._devices.mark(side)\n", ""),
+        ),
+    ),
+    "a copy's event is recorded on the trainer's stream": (
+        _DEVICE,
+        _swap(_STARTED, _STARTED.replace("mark(side)", "mark(self._devices.current(device))")),
+    ),
+    "a started copy is not waited for": (_DEVICE, _swap("            event.synchronize()\n", "            pass\n")),
+    "copies of two devices share a side stream": (
+        _DEVICE,
+        _swap("side = self._side_of(device)", "side = self._side_of(chosen[0].tensor.device)"),
+    ),
+    "a late copy does not wait for the trainer": (
+        _DEVICE,
+        _swap("                stream.wait_event(self._begun[device])\n", "                pass\n"),
+    ),
+    "a thread copies on device 0": (
+        _DEVICE,
+        _swap(
+            _COPY_NOW,
+            _COPY_NOW.replace("at(device)", "at(zero := torch.device(device.type, 0))").replace(
+                "current(device)", "current(zero)"
+            ),
+        ),
+    ),
+    "pageable memory is taken for pinned": (
+        _DEVICE,
+        _swap(
+            "self._devices.copy(move, self._buffer.bytes, non_blocking=pinned)",
+            "self._devices.copy(move, self._buffer.bytes, non_blocking=True)",
+        ),
+    ),
+    "asynchronous copies are not noted": (
+        _DEVICE,
+        _swap("                self._loose[device] = stream", "                pass"),
+    ),
+    "asynchronous copies are not waited for": (
+        _DEVICE,
+        _swap("        for stream in self._loose.values():\n            stream.synchronize()\n", ""),
+    ),
+    "asynchronous copies of one device alone are waited for": (
+        _DEVICE,
+        _swap(
+            "        for stream in self._loose.values():\n", "        for stream in list(self._loose.values())[:1]:\n"
+        ),
+    ),
+    "the step does not wait for the copies": (
+        _DEVICE,
+        _swap("            self._devices.current(device).wait_stream(side)\n", "            pass\n"),
+    ),
+    "the step waits on one device alone": (
+        _DEVICE,
+        _swap("in list(self._streams.items()):", "in list(self._streams.items())[:1]:"),
+    ),
+    "the step waits on a stream that is not the trainer's": (
+        _DEVICE,
+        _swap("self._devices.current(device).wait_stream(side)", "self._devices.stream(device).wait_stream(side)"),
+    ),
+    "a copy that was given up goes on": (_DEVICE, _swap(_FORGET, "            pass\n")),
+    "a copy is over before its devices are": (
+        _SNAPSHOT,
+        _swap(_LET_GO, "            pass\n"),
+    ),
+    "the gate is open while the thread copies": (
+        _SNAPSHOT,
+        _swap("        if not self._over.wait(timeout_s):\n", "        if False:\n"),
+    ),
+    "the copies begin on the thread": (_SNAPSHOT, _swap("            self._devices.begin(self._later.moves)\n", "")),
+    "files are written before what they hold is computed": (_STAGER, _swap(_STREAMED, "                pass\n")),
+    "the devices of another are waited for": (
+        _DEVICE,
+        _swap("            self.current(device).synchronize()\n", "            self.stream(device).synchronize()\n"),
+    ),
+}
+
+
+_IN_A_STAGER = ("files are written before what they hold is computed", "the devices of another are waited for")
+
+
+def kind_for(name: str) -> str:
+    """The kind of programs that meets it: snapshots alone have no ``Stager``, and are many in a second."""
+    return "saved" if name in _IN_A_STAGER else "staged"
+
+
+class _Planting(importlib.abc.MetaPathFinder):
+    """Loads one module with its source changed."""
+
+    def __init__(self, name: str, patch: Patch) -> None:
+        self._name, self._patch = name, patch
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        del target
+        if fullname != self._name:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            raise ValueError(f"{fullname} is not there")
+        spec.loader = _Changed(fullname, spec.loader.path, self._patch)
+        return spec
+
+
+class _Changed(importlib.machinery.SourceFileLoader):
+    def __init__(self, fullname: str, path: str, patch: Patch) -> None:
+        super().__init__(fullname, path)
+        self._patch = patch
+
+    def get_code(self, fullname: str) -> Any:
+        del fullname
+        return compile(self._patch(self.get_data(self.path).decode()), self.path, "exec")
+
+
+def check(name: str) -> None:
+    """Raises ValueError if it does not fit the module that it is for any more."""
+    module, patch = PLANTED[name]
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"{module} is not there")
+    patch(Path(spec.origin).read_text(encoding="utf-8"))
+
+
+def plant(name: str) -> None:
+    """Plant it in this process, which has not loaded the package yet."""
+    module, patch = PLANTED[name]
+    if module in sys.modules:
+        raise ValueError(f"{module} is loaded already")
+    sys.meta_path.insert(0, _Planting(module, patch))
+
+
+def print_table(names: list[str], most: int) -> int:
+    """Find them, and print which seed finds each. Returns 1 if one was not found."""
+    print("| Planted bug | Seed | Wrong |\n|---|---|---|", flush=True)
+    missed = 0
+    for name in PLANTED:
+        if names and not any(one in name for one in names):
+            continue
+        check(name)
+        found = runner.first_wrong(name, most, kind_for(name))
+        missed += found is None
+        seed, wrong = found or (f"none of {most}", "")
+        print(f"| {name} | {seed} | {wrong[:90]} |", flush=True)
+    return int(missed > 0)
