@@ -38,7 +38,7 @@ endef
 QUICK = $(shell grep -rl --include='test_*.py' 'pytest.mark.quick' tests/adapters tests/multirank)
 
 test: .venv/ready  ## the quick tests: a few minutes
-	$(call tests,--quick -n 3 --dist worksteal,tests/unit tests/typing tests/docs tests/sim tests/programs_of tests/lives tests/devices tests/multirank/test_promises.py $(QUICK))
+	$(call tests,--quick -n 3 --dist worksteal,tests/unit tests/typing tests/docs tests/sim tests/programs_of tests/lives tests/multirank/test_promises.py $(QUICK))
 
 test-full: .venv/ready  ## unit, documentation, several ranks, adapters, faults: every promise, of the long sweeps a sample
 	@status=0; \
