@@ -164,13 +164,6 @@ def test_a_damaged_shard_is_passed_over_by_all_ranks(tmp_path):
 
 
 def _refused(rank, folder):
-    made = accelerator(rank, folder, version=1)
-    with pytest.raises(ConfigError, match="fsdp_version"):
-        register(made, CONFIG)
-    made = accelerator(rank, folder, "LOCAL_STATE_DICT", version=1)
-    made.state.fsdp_plugin.fsdp_version = 2
-    with pytest.raises(ConfigError, match="state_dict_type"):
-        register(made, CONFIG)
     made = accelerator(rank, folder)
     model, *_ = training(made)
     with register(made, CONFIG):
@@ -183,10 +176,8 @@ def _refused(rank, folder):
         made.save_model(model, folder / "weights")
 
 
-def test_fsdp1_and_arguments_wrong_on_one_rank_are_refused(tmp_path):
-    """FSDP of version 1 and its local state dicts, with the setting's name. Arguments that are wrong on one rank reach all of
-    them before anything is gathered, and the next call is one again.
-    """
+def test_arguments_that_are_wrong_on_one_rank_are_refused_on_all(tmp_path):
+    """Before anything is gathered; and the next call is one again."""
     values(spawn_ranks(_refused, 2, tmp_path, init=False))
 
 
