@@ -87,7 +87,7 @@ def _goes_in_each_way(rank, folder):
         _go(rank, folder / f"{kind}-{orig}", kind, orig)
 
 
-def test_training_goes_on_bit_for_bit_and_stock_accelerate_reads_it(tmp_path):
+def test_fsdp1_goes_on_bit_for_bit_and_stock_accelerate_reads_it(tmp_path):
     """Save, resume in place and afresh, weights alone; stock ``load_state`` reads ours, ours reads stock's. The same files.
 
     In parts and as whole files, with the parameters as they are written and in one flat one.

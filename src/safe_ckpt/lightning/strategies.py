@@ -1,7 +1,7 @@
 """Strategies that shard the model: what they save, in the layouts that they read, past their own unguarded writing.
 
-``ModelParallelStrategy`` (FSDP2, tensor parallelism) was run with two processes on the CPU, and so was ``FSDPStrategy`` (FSDP 1)
-in a subclass that names the device: Lightning starts it on GPUs only. On GPUs neither was run.
+``ModelParallelStrategy`` (FSDP2, tensor parallelism) was run with two processes on the CPU. ``FSDPStrategy`` (FSDP 1), too, in
+a subclass that names the device: Lightning starts it on GPUs only. On GPUs neither was run.
 
 DeepSpeed: Lightning starts it on CUDA GPUs only. It was run here with a strategy that is not asked for one, on two processes on
 the CPU; on GPUs it was never run.
