@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +110,7 @@ class Parts:
         """
         wanted = bool(arguments.get("load_optimizer_states", True)) and not arguments.get("load_module_only", False)
         engines = engines_of(self._accelerator)
-        if is_first_version(self._accelerator):
+        if is_sharding(self._accelerator):
             return restoring_optimizers(upstream)
         strategy = self._writes(engines) if engines else self._sharded
         return strategy.loading(path, optimizer_states=wanted)
@@ -152,9 +152,10 @@ def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *,
 
 
 def restoring_optimizers(module: Any) -> Patch:
-    """Within it Accelerate's function that loads an optimizer's parts restores all of them with FSDP 1.
+    """Within it Accelerate's function that loads an optimizer's parts restores all of them, and steps no gradient scaler.
 
-    It asks the optimizer what there is to load: before the first step that is nothing, and nothing is loaded, without a word.
+    With FSDP 1 it asks the optimizer what there is to load: before the first step that is nothing, and nothing is loaded. With
+    FSDP2 torch takes a step to make room: Accelerate's wrapper would have the scaler take it, too.
 
     Args:
         module: has ``load_fsdp_optimizer``, and calls it.
@@ -172,9 +173,24 @@ def restoring_optimizers(module: Any) -> Patch:
         ):
             _load_parts(optimizer, model, Path(folder) / f"{OPTIMIZER_NAME}_{number}")
         else:
-            stock(plugin, accelerator, optimizer, model, folder, number, **more)
+            stock(plugin, accelerator, getattr(optimizer, "optimizer", optimizer), model, folder, number, **more)
 
     return Patch(module, {"load_fsdp_optimizer": load})
+
+
+@contextlib.contextmanager
+def scaler_apart(accelerator: Any, path: Path) -> Iterator[None]:
+    """Within it Accelerate loads all but the gradient scaler with FSDP2; that is restored at the end.
+
+    Accelerate loads it first, and initializes it by hand: in a process where it was used that raises an AssertionError.
+    """
+    scaler = accelerator.scaler
+    if scaler is None or not is_sharding(accelerator) or is_first_version(accelerator):
+        yield
+        return
+    with Patch(accelerator, {"scaler": None}):
+        yield
+    scaler.load_state_dict(utils.load(path / utils.SCALER_NAME))
 
 
 def _load_parts(optimizer: Any, model: torch.nn.Module, folder: Path) -> None:

@@ -77,8 +77,8 @@ class Sharing:
 
     @contextlib.contextmanager
     def loading(self, trainer: Any) -> Iterator[None]:
-        """While this is entered, loading restores what DeepSpeed leaves out with NVMe offload, and Accelerate with FSDP 1."""
-        if is_first_version(trainer.accelerator):
+        """While this is entered, loading restores what DeepSpeed leaves out with NVMe offload, and Accelerate with FSDP."""
+        if trainer.is_fsdp_enabled:
             with restoring_optimizers(upstream):
                 yield
             return
