@@ -96,7 +96,7 @@ class Parts:
         states: list[dict[str, Any]] = []
 
         def ask() -> None:
-            states.append(model_state(model, first=True))
+            states.append(model_in_parts(model, first=True))
 
         self._engine.agree("state dict", local=ask, phase="planning the weights")
         return states[0]
@@ -123,14 +123,14 @@ class Parts:
     def _states(self) -> dict[str, Any]:
         first, models, states = is_first_version(self._accelerator), self._accelerator._models, dict[str, Any]()
         for number, model in enumerate(models):
-            states[f"{FSDP_MODEL_NAME}_{number}"] = {"model": model_state(model, first=first)}
+            states[f"{FSDP_MODEL_NAME}_{number}"] = {"model": model_in_parts(model, first=first)}
         for number, optimizer in enumerate(plain_optimizers(self._accelerator)):
-            state = optimizer_state(models[number], optimizer, first=first)
+            state = optimizer_in_parts(models[number], optimizer, first=first)
             states[f"{OPTIMIZER_NAME}_{number}"] = {"optimizer": state}
         return states
 
 
-def model_state(model: torch.nn.Module, *, first: bool) -> dict[str, Any]:
+def model_in_parts(model: torch.nn.Module, *, first: bool) -> dict[str, Any]:
     """The state dict of a model that FSDP shards, of which this rank has parts. With its first version a collective."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -140,7 +140,7 @@ def model_state(model: torch.nn.Module, *, first: bool) -> dict[str, Any]:
         return model.state_dict()
 
 
-def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, first: bool) -> dict[str, Any]:
+def optimizer_in_parts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, first: bool) -> dict[str, Any]:
     """The same of the optimizer that steps its parameters, by their names."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
     from torch.distributed.fsdp import FullyShardedDataParallel
