@@ -163,14 +163,35 @@ def test_a_damaged_shard_is_passed_over_by_all_ranks(tmp_path):
     assert values(spawn_ranks(_loads, 2, tmp_path, init=False)) == [2, 2]
 
 
+def _scales(rank, folder):
+    def scaled():
+        made = accelerator(rank, folder)
+        made.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)  # fp16 takes an accelerator
+        return made, training(made)
+
+    made, parts = scaled()
+    with register(made, CONFIG) as handle:
+        train(made, parts, 3)
+        saved = made.scaler.state_dict()
+        made.save_state()
+        handle.wait()
+        assert made.scaler.state_dict() == saved
+        train(made, parts, 2)
+        made.load_state()
+        again = made.scaler.state_dict()
+    made, parts = scaled()
+    with register(made, CONFIG):
+        made.load_state()
+        made.scaler.scale(torch.ones(1))  # it takes what was loaded when it is used first
+    return again == saved == made.scaler.state_dict()
+
+
+def test_a_gradient_scaler_comes_back_as_it_was_saved(tmp_path):
+    """In the process that saved, where stock raises an AssertionError, and in a new one, where stock takes a step with it."""
+    assert values(spawn_ranks(_scales, 2, tmp_path, init=False, timeout_s=60)) == [True, True]
+
+
 def _refused(rank, folder):
-    made = accelerator(rank, folder, version=1)
-    with pytest.raises(ConfigError, match="fsdp_version"):
-        register(made, CONFIG)
-    made = accelerator(rank, folder, "LOCAL_STATE_DICT", version=1)
-    made.state.fsdp_plugin.fsdp_version = 2
-    with pytest.raises(ConfigError, match="state_dict_type"):
-        register(made, CONFIG)
     made = accelerator(rank, folder)
     model, *_ = training(made)
     with register(made, CONFIG):
@@ -183,10 +204,8 @@ def _refused(rank, folder):
         made.save_model(model, folder / "weights")
 
 
-def test_fsdp1_and_arguments_wrong_on_one_rank_are_refused(tmp_path):
-    """FSDP of version 1 and its local state dicts, with the setting's name. Arguments that are wrong on one rank reach all of
-    them before anything is gathered, and the next call is one again.
-    """
+def test_arguments_that_are_wrong_on_one_rank_are_refused_on_all(tmp_path):
+    """Before anything is gathered; and the next call is one again."""
     values(spawn_ranks(_refused, 2, tmp_path, init=False))
 
 

@@ -143,14 +143,14 @@ def _variants(rank, folder):
     assert time.monotonic() - begun < 20, "the others waited in a collective"
     old = made(rank, folder / "old", "FULL_STATE_DICT")
     old.accelerator.state.fsdp_plugin.fsdp_version = 1  # to make one takes an accelerator
-    with pytest.raises(ConfigError, match="version"):
+    with pytest.raises(ConfigError, match="state_dict_type"):
         old.train()
     return whole
 
 
 def test_a_trainer_with_fsdp2_is_as_a_stock_one(tmp_path):
     """Killed, it goes on bit for bit, with stock's files, and from and to stock. Limits, the best, weights alone; an error of
-    one process is raised on all at once; FSDP 1 is refused."""
+    one process is raised on all at once; whole files of FSDP 1 are refused."""
     whole = train_kill_and_go_on(tmp_path, "SHARDED_STATE_DICT", _go_on_and_more)
     assert names(tmp_path / "best") == ["checkpoint-4", "checkpoint-8"]
     state = json.loads((tmp_path / "best/checkpoint-8/trainer_state.json").read_text())

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _OTHERS = ("MEGATRON_LM", "XLA")
 """They write their checkpoints with functions that are not replaced here."""
+_LOCAL = ", which Accelerate cannot load since torch 2.6, whose torch.load refuses the ShardedTensors in its files"
 _REPLACED = (
     *("save_state", "load_state", "save_model", "end_training", "free_memory"),
     *("prepare_data_loader", "skip_first_batches"),
@@ -333,13 +334,11 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
     if kind == DistributedType.DEEPSPEED and config.snapshot == "overlapped":
         message = 'DeepSpeed\'s optimizers may change parameters outside of step(): use "eager" or "auto"'
         raise ConfigError(key="snapshot", message=message)
-    if kind == DistributedType.FSDP and not getattr(accelerator, "is_fsdp2", False):
-        message = "FSDP of version 1 is not covered: use FullyShardedDataParallelPlugin(fsdp_version=2)"
-        raise ConfigError(key="fsdp_plugin.fsdp_version", message=message)
     if kind == DistributedType.FSDP:
         form = str(getattr(accelerator.state.fsdp_plugin.state_dict_type, "name", "?"))
         if form not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
-            message = f"expected SHARDED_STATE_DICT or FULL_STATE_DICT, got {form}: use one of these"
+            reason = _LOCAL if form == "LOCAL_STATE_DICT" else ""
+            message = f"expected SHARDED_STATE_DICT or FULL_STATE_DICT, got {form}{reason}: use one of these"
             raise ConfigError(key="fsdp_plugin.state_dict_type", message=message)
     project = accelerator.project_configuration
     if project.save_on_each_node:

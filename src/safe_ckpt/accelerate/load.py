@@ -13,7 +13,7 @@ from accelerate import utils
 
 from safe_ckpt.accelerate.dataloaders import KEY
 from safe_ckpt.accelerate.directories import BY_NAME, AcceleratorSaver, names_below, next_number
-from safe_ckpt.accelerate.strategies import plain_optimizers
+from safe_ckpt.accelerate.strategies import plain_optimizers, scaler_apart
 from safe_ckpt.adapters.extras import absolute, keeping_types, names_in, not_found, one_resume, presence
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.saver import manifest_of
@@ -58,7 +58,8 @@ def load(
     def apply() -> None:
         loader_states = utils.load(random_states).get(KEY, ()) if is_known else ()
         saver.loaders.refuse_unused(accelerator._dataloaders, loader_states)
-        restore(str(path))
+        with scaler_apart(accelerator, path):
+            restore(str(path))
         saver.loaders.resume(accelerator._dataloaders, loader_states)
 
     with saver.parts.loading(path, arguments), keeping_types(plain_optimizers(accelerator)):

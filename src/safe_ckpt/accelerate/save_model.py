@@ -34,6 +34,7 @@ from safe_ckpt.adapters.extras import (
     durable,
     export,
     file_plan,
+    gather_nested,
     hugging_face,
     safetensors,
 )
@@ -77,15 +78,21 @@ def save(
     path = absolute(directory)
     values = {name: str(value) for name, value in dataclasses.asdict(options).items()}
     whole = saver.for_weights(path, values, options.most_bytes)
-    if whole and options.safe_serialization and strategies.is_sharding(accelerator) and dtensor.has_parts(model):
+    parts: Any = model if strategies.is_sharding(accelerator) and dtensor.has_parts(model) else None
+    if strategies.is_first_version(accelerator):
+        parts = saver.parts.of_model(model)
+    if whole and options.safe_serialization and parts is not None:
         exported = Exporter(engine, named).export(
-            model, path, format="safetensors", max_shard_size=options.max_shard_size, dtype=options.dtype
+            parts, path, format="safetensors", max_shard_size=options.max_shard_size, dtype=options.dtype
         )
         return exported.result().file_path
     files: list[FilePlan] = []
     attempt = Attempt()
     with attempt:
-        state = _state_of(accelerator, model)
+        if parts is None or parts is model:
+            state = _state_of(accelerator, model)
+        else:
+            state = gather_nested(parts, engine.config.timeouts.lengthy_s, engine.group) or {}
         if engine.rank == 0:
             files = _files(_values_of(state), options)
     planned = Planned(files=files, error=attempt.error)

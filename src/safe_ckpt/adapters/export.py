@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -146,7 +147,7 @@ class _Stream:
 
     def _lazy(self, name: str, tensor: torch.Tensor) -> LazyTensor:
         dtype = _final(tensor, self._dtype)
-        size = tensor.numel() * dtype.itemsize
+        size = math.prod(tensor.shape) * dtype.itemsize  # a ShardedTensor does not say how many elements it has
         return LazyTensor(
             dtype=dtype,
             shape=tuple(tensor.shape),
@@ -184,7 +185,8 @@ def _tensors_of(model: Mapping[str, Any] | torch.nn.Module, dtype: torch.dtype |
     found = gather.named_tensors(model if module is None else module)
     tensors = {name: found[key] for key, name in plain_names(found, module).items()}
     for name, tensor in tensors.items():
-        hugging_face.refuse_unsaveable(name, tensor, _final(tensor, dtype))
+        for part in dtensor.parts_of(tensor):
+            hugging_face.refuse_unsaveable(name, part, _final(part, dtype))
     return tensors
 
 

@@ -1,7 +1,7 @@
 """Strategies that shard the model: what they save, in the layouts that they read, past their own unguarded writing.
 
-``ModelParallelStrategy`` (FSDP2, tensor parallelism) was run with two processes on the CPU. ``FSDPStrategy`` needs a GPU: its
-sharded layout is covered by the same code and was never run; its full checkpoints are gathered by Lightning itself.
+``ModelParallelStrategy`` (FSDP2, tensor parallelism) was run with two processes on the CPU. ``FSDPStrategy`` (FSDP 1), too, in
+a subclass that names the device: Lightning starts it on GPUs only. On GPUs neither was run.
 
 DeepSpeed: Lightning starts it on CUDA GPUs only. It was run here with a strategy that is not asked for one, on two processes on
 the CPU; on GPUs it was never run.
@@ -51,7 +51,9 @@ def form_of(strategy: Any) -> Form | None:
     if "DeepSpeedStrategy" in names:
         return Form("", sharded=True, gathers=False, engine=True)
     if "FSDPStrategy" in names:
-        return Form("model", sharded=strategy._state_dict_type == "sharded", gathers=False)
+        # On one process, and where nothing is sharded, torch has no parts to give.
+        in_parts = strategy.world_size > 1 and getattr(strategy.sharding_strategy, "name", "") != "NO_SHARD"
+        return Form("model", sharded=strategy._state_dict_type == "sharded", gathers=in_parts)
     return None
 
 
@@ -61,8 +63,9 @@ def dump(trainer: Any, form: Form, weights_only: bool | None) -> dict[str, Any]:
     A full checkpoint is asked for in parts as well: Lightning would gather it in collectives that nobody watches.
     """
     strategy = trainer.strategy
-    parts = {"_save_distributed_checkpoint": True} if form.gathers else {}
-    with Patch(strategy, parts):
+    first = "_state_dict_type" in vars(strategy)
+    parts: dict[str, Any] = {"_state_dict_type": "sharded"} if first else {"_save_distributed_checkpoint": True}
+    with Patch(strategy, parts if form.gathers else {}):
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only)
         return checkpoint
 

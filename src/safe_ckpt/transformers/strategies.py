@@ -1,10 +1,10 @@
-"""DeepSpeed, FSDP2 and models sharded at load under a Trainer: the files that all processes write together.
+"""DeepSpeed, FSDP and models sharded at load under a Trainer: the files that all processes write together.
 
 The code of the Trainer, of Accelerate and of DeepSpeed decides what each file holds. While it runs, its requests are noted.
 They are planned when all processes have reached the end. What is the Trainer's own way with models that are sharded when
 they are loaded is in ``at_load``.
 
-DeepSpeed and FSDP2 are not offered on CPUs. Both were run here on two gloo processes whose Accelerate was set by hand that
+DeepSpeed and FSDP are not offered on CPUs. All were run here on two gloo processes whose Accelerate was set by hand that
 it has accelerators; on GPUs they were never run.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 import transformers.trainer as upstream
 
 from safe_ckpt.accelerate import handle as accelerate
+from safe_ckpt.accelerate.strategies import is_first_version, restoring_optimizers
 from safe_ckpt.adapters import Attempt, Engine, Patch, Planned
 from safe_ckpt.adapters.extras import reraise
 from safe_ckpt.adapters.strategy import Sharded
@@ -39,11 +40,13 @@ def check(trainer: Any, config: CheckpointConfig) -> None:
     if getattr(trainer, "is_fsdp_xla_enabled", False):
         message = "FSDP of XLA is not covered: use the Trainer without SafeCheckpointMixin"
         raise ConfigError(key="TrainingArguments.fsdp_config['xla']", message=message)
-    if trainer.is_fsdp_enabled and not getattr(trainer.accelerator, "is_fsdp2", False):
-        message = "FSDP of version 1 is not covered: set it to 2"
-        raise ConfigError(key="TrainingArguments.fsdp_config['version']", message=message)
     if is_shared(trainer):
         accelerate.check(trainer.accelerator, config)
+    if is_first_version(trainer.accelerator):
+        form = trainer.accelerator.state.fsdp_plugin.state_dict_type.name
+        if form != "SHARDED_STATE_DICT":
+            message = f"{form} of FSDP 1 is gathered by torch alone, which nobody watches: use SHARDED_STATE_DICT, or version 2"
+            raise ConfigError(key="TrainingArguments.fsdp_config['state_dict_type']", message=message)
     if at_load.came_in_parts(trainer):
         at_load.check(trainer)
 
@@ -74,7 +77,11 @@ class Sharing:
 
     @contextlib.contextmanager
     def loading(self, trainer: Any) -> Iterator[None]:
-        """While this is entered, DeepSpeed's loading restores what it leaves out with NVMe offload."""
+        """While this is entered, loading restores what DeepSpeed leaves out with NVMe offload, and Accelerate with FSDP."""
+        if trainer.is_fsdp_enabled:
+            with restoring_optimizers(upstream):
+                yield
+            return
         if not trainer.is_deepspeed_enabled:
             yield
             return

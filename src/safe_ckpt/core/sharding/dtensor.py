@@ -90,14 +90,21 @@ def has_parts(module: torch.nn.Module) -> bool:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, or the tensor itself where it is whole."""
+    if type(tensor) not in _PLAIN and is_chunked(tensor):
+        return next(iter(parts_of(tensor)), torch.empty(0, dtype=tensor.dtype, device="cpu"))
     detached: Any = tensor.detach()
     return detached.to_local() if type(tensor) not in _PLAIN and is_dtensor(tensor) else detached  # type: ignore[no-any-return]
 
 
+def is_chunked(value: object) -> bool:
+    """Whether ``value`` is a ShardedTensor: FSDP 1 gives each rank at most one part of it."""
+    return isinstance(value, _classes("ShardedTensor"))
+
+
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The memory that this rank has of a tensor, as plain tensors."""
-    if isinstance(tensor, _classes("ShardedTensor")):
-        return [shard.tensor for shard in tensor.local_shards()]  # type: ignore[attr-defined]
+    if is_chunked(tensor):
+        return [shard.tensor.detach() for shard in tensor.local_shards()]  # type: ignore[attr-defined]
     return [local_of(tensor)]
 
 
@@ -147,7 +154,16 @@ def is_scattered(tensor: object) -> bool:
 
 
 def pieces_of(tensor: torch.Tensor) -> list[Piece]:
-    """Return this rank's part of a tensor, as boxes of the whole. Without communication."""
+    """Return this rank's part of a tensor, as boxes of the whole. Without communication.
+
+    Raises:
+        StateError: a ShardedTensor of which this rank has several parts, as FSDP makes none.
+    """
+    if is_chunked(tensor):
+        shards = [shard.metadata for shard in tensor.local_shards()]  # type: ignore[attr-defined]
+        if len(shards) > 1:
+            raise StateError(key="a ShardedTensor", message=f"{len(shards)} parts of it are on one rank: use DTensors")
+        return [Piece.first(one.shard_offsets, one.shard_sizes) for one in shards]
     if not is_dtensor(tensor):
         return [Piece.first((0,) * tensor.dim(), tensor.shape)]
     whole: Any = tensor

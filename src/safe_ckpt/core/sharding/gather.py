@@ -307,7 +307,7 @@ def gather_nested(state: Mapping[str, Any], timeout_s: float, group: ProcessGrou
     """
     parts: dict[str, torch.Tensor] = {}
     for path, leaf in dtensor.placed(state, tuples=True):
-        if dtensor.is_dtensor(leaf):
+        if dtensor.is_sharded(leaf):
             name = "/".join(map(str, path))
             parts[name if name not in parts else f"{name}, number {len(parts)}"] = leaf  # the keys 1 and "1"
     gathered = [tensor for _, tensor in iterate(parts, timeout_s, group, None)]
