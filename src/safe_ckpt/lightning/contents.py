@@ -144,10 +144,11 @@ def overlap_plan(trainer: Any, mode: Literal["auto", "eager", "overlapped"]) -> 
     Args:
         trainer: in ``fit``.
         mode: ``CheckpointConfig.snapshot``. Also with ``"overlapped"`` snapshots are taken eagerly if a callback is present
-            that is known to change parameters between steps (SWA, EMA, pruning), and with DeepSpeed.
+            that is known to change parameters between steps (SWA, EMA, pruning), with DeepSpeed and with FSDP 1, which has
+            the parameters in memory that it frees and fills again.
     """
-    kinds = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
-    if mode != "overlapped" or kinds & _SWAPPERS or hasattr(trainer.strategy, "deepspeed_engine"):
+    kinds = {base.__name__ for one in (*trainer.callbacks, trainer.strategy) for base in type(one).__mro__}
+    if mode != "overlapped" or kinds & {*_SWAPPERS, "FSDPStrategy"} or hasattr(trainer.strategy, "deepspeed_engine"):
         return None
     return OverlapPlan([trainer.lightning_module], trainer.optimizers) or None
 
