@@ -96,7 +96,6 @@ def test_a_fresh_accelerator_loads_every_bit_and_counts_on(tmp_path, safe):
         assert accelerator.save_state().name == "checkpoint_2"
 
 
-@pytest.mark.quick
 def test_stock_checkpoints_are_loaded_with_a_warning(tmp_path, caplog):
     """What Accelerate itself wrote is taken when there is nothing of ours, unverified; ours come first, whatever the number."""
     training = Training(make(tmp_path, iteration=7))

@@ -15,6 +15,7 @@ def run(code, *args, **more):
     return warm.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finalize", [False, True])
 @pytest.mark.parametrize(
     ("code", "status", "said"),

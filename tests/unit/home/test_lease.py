@@ -59,6 +59,7 @@ def storage(request, tmp_path):
     return InObjects(open_place(url, StorageOptions(give_up_after_s=5, request_timeout_s=2)))
 
 
+@pytest.mark.slow
 def test_a_dead_holders_own_lease_is_waited_for(storage):
     """Whoever comes with a longer or a shorter lease waits as long as the holder promised to show itself."""
     for other in (1.0, 300.0):

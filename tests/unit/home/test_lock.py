@@ -421,6 +421,7 @@ def test_a_lock_that_could_not_be_given_back_is_taken_again_at_once(tmp_path, mo
     again.release()
 
 
+@pytest.mark.slow
 def test_a_program_that_begins_anew_by_an_exec_takes_its_directory_again(tmp_path):
     """It is the same process, and it was not closed: what the one before it held is nobody's."""
     done = run_program("begins_anew_by_exec", str(tmp_path / "run"), "2")

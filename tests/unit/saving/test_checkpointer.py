@@ -426,6 +426,7 @@ def signal_writers(number):
             os.kill(writer, number)
 
 
+@pytest.mark.slow
 def test_the_deadline_of_a_save_begins_when_its_turn_comes(tmp_path):
     """A save in front of it that uses up its own time takes none of the next one's."""
     timeouts = replace(QUICK, lengthy_s=5)

@@ -77,6 +77,7 @@ def test_a_forked_child_is_refused_at_once(tmp_path, call, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_a_forked_child_that_inherits_a_checkpointer_ends_by_itself(tmp_path):
     """A child that only inherits a Checkpointer, as a data loader's worker does, ends by itself and disturbs nothing."""
     quiet = ("-W", "ignore::DeprecationWarning")  # CPython's, of fork

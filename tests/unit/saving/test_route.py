@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-MOST = {"save": 52, "resume": 34, "changes of room": 220}
+MOST = {"save": 52, "resume": 36, "changes of room": 220}
+"""A resume may enter up to three more than the 33 that it needs, when the writer of the next saves comes up before its end."""
 
 
 @pytest.mark.timeout(200)

@@ -388,6 +388,7 @@ def test_a_copy_that_never_ends_does_not_hold_training_for_ever(tmp_path, monkey
             handle.result(timeout_s=60)
 
 
+@pytest.mark.slow
 def test_a_copy_that_hangs_does_not_hold_up_the_next_saves(tmp_path, monkeypatch):
     """A copy that does not come back, from a mount or a device that hangs, costs its own save, not those after it."""
     hanging = hang_once(monkeypatch)

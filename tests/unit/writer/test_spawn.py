@@ -23,6 +23,7 @@ from safe_ckpt.errors import WriterError
 from support import program_path
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 def test_an_interpreter_whose_exec_hangs_holds_nothing_up(tmp_path):
     """As on a network file system that does not answer: the saves are written by the job itself, and it ends."""
