@@ -170,19 +170,16 @@ class Score(TrainerCallback):
             next(iter(inner.state.values()))["exp_avg_sq"].view(-1)[0] = math.inf
 
 
+def scored(folder, scores, **more):
+    """A Trainer that evaluates and saves at each of four steps, and loads the best at its end."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_score", "greater_is_better": True}
+    each = {"save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "save_total_limit": 2, "max_steps": 4}
+    return trainer_of(folder, callbacks=[Score(scores, **more)], **each, **best)
+
+
 def test_the_best_of_a_trainer_is_a_healthy_one(tmp_path):
     """The best score belongs to a marked checkpoint: it is not the best, is not loaded, and no healthy one goes for it."""
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_score", "greater_is_better": True}
-    made = trainer_of(
-        tmp_path,
-        save_steps=1,
-        eval_steps=1,
-        eval_strategy="steps",
-        save_total_limit=2,
-        max_steps=4,
-        callbacks=[Score([0.5, 0.9, 0.7, 0.2])],
-        **best,
-    )
+    made = scored(tmp_path, [0.5, 0.9, 0.7, 0.2])
     made.train()
     assert not read_manifest(Path(made.state.best_model_checkpoint)).health["marked"]
     assert made.state.best_metric != 0.9
@@ -192,19 +189,9 @@ def test_the_best_of_a_trainer_is_a_healthy_one(tmp_path):
 @pytest.mark.parametrize("failing", [{2}, {1, 2}, {2, 3}, {1}])
 def test_the_best_of_a_trainer_is_one_that_was_saved(tmp_path, failing):
     """The save of the best score fails, and training goes on: the best of those that are there is named, kept and loaded."""
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_score", "greater_is_better": True}
-    made = trainer_of(
-        tmp_path,
-        save_steps=1,
-        eval_steps=1,
-        eval_strategy="steps",
-        save_total_limit=2,
-        max_steps=4,
-        **best,
-    )
-    made.checkpoint_config = dataclasses.replace(QUICK, on_failure="warn", max_consecutive_failures=100)
     scores = dict(zip(range(1, 5), (0.5, 0.9, 0.7, 0.2), strict=True))
-    made.add_callback(Score(scores.values(), bad_step=None))
+    made = scored(tmp_path, scores.values(), bad_step=None)
+    made.checkpoint_config = dataclasses.replace(QUICK, on_failure="warn", max_consecutive_failures=100)
     with full_disk(lambda: made.state.global_step in failing):
         made.train()
     saved = {step: score for step, score in scores.items() if step not in failing}
