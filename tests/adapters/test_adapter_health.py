@@ -1,5 +1,6 @@
 """A run whose weights go bad, under each framework: it goes on from the last healthy checkpoint, which was never deleted."""
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -13,6 +14,7 @@ from transformers_runs import names as trainer_names
 from transformers_runs import trainer as trainer_of
 
 from accelerate_runs import CONFIG, Training, fresh, make
+from kit.inside import save_in_flight
 from programs_of.here import full_disk
 from safe_ckpt import Health
 from safe_ckpt.accelerate import register
@@ -199,6 +201,26 @@ def test_the_best_of_a_trainer_is_one_that_was_saved(tmp_path, failing):
     assert made.state.best_metric == saved[best_step]
     assert Path(made.state.best_model_checkpoint).name == f"checkpoint-{best_step}"
     assert trainer_names(tmp_path) == sorted({f"checkpoint-{best_step}", "checkpoint-4"})
+
+
+class SlowCommit(TrainerCallback):
+    """The save of that step is not committed until somebody waits for a save."""
+
+    def __init__(self, step, stack):
+        self.step, self.stack = step, stack
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.step:
+            self.stack.enter_context(save_in_flight())
+
+
+def test_the_best_of_a_trainer_stays_though_its_commit_is_slow(tmp_path):
+    """Evaluated behind its save, and the next save comes before its commit: as the best one it is kept beside the newest."""
+    with contextlib.ExitStack() as stack:
+        callbacks = [Score([0.9, 0.2], bad_step=None), SlowCommit(6, stack)]
+        best = {"metric_for_best_model": "eval_score", "greater_is_better": True, "eval_strategy": "epoch"}
+        trainer_of(tmp_path, save_steps=1, save_total_limit=1, max_steps=12, callbacks=callbacks, **best).train()
+    assert trainer_names(tmp_path) == ["checkpoint-12", "checkpoint-6"]
 
 
 class Poison(TrainerCallback):

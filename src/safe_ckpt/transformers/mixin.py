@@ -226,7 +226,7 @@ class SafeCheckpointMixin(_Base):
         best = self.state.best_global_step
         if best and self.args.save_strategy in ("steps", "epoch", "best"):
             folder = run / f"{PREFIX_CHECKPOINT_DIR}-{best}"
-            if best == self.state.global_step or folder.exists():
+            if best == self.state.global_step or saver.is_saved(best, folder):
                 self.state.best_model_checkpoint = str(folder)
         counts = self.hp_search_backend is None and trial is None
         path = saver.save_trainer(self, run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", counts=counts)

@@ -122,6 +122,12 @@ class TransformersSaver(Saver):
             self._best = state.best_metric, state.best_global_step, state.best_model_checkpoint
         self._keep_best(state)
 
+    def is_saved(self, step: int, folder: Path) -> bool:
+        """Whether the checkpoint of an earlier step is there. Waits for its save, if that is still in flight."""
+        if (handle := self._handles.get(step)) is not None:
+            handle.wait_until_over()
+        return folder.exists()
+
     def _is_spoilt(self, handle: OpenSave) -> bool:
         handle.wait_until_over()
         # Agreed: where a commit's outcome is not known, one rank may hold for failed what another one knows to be there.
@@ -134,7 +140,9 @@ class TransformersSaver(Saver):
         )
 
     def _keep_best(self, state: Any) -> None:
-        self._handles = {step: one for step, one in self._handles.items() if step == state.best_global_step}
+        # Of the newest, too: where an epoch's evaluation comes behind the save of its last step, that is about to be the best.
+        wanted = (state.best_global_step, state.global_step)
+        self._handles = {step: one for step, one in self._handles.items() if step in wanted}
 
     def _save(self, trainer: Any, path: Path, home: OpenHome, folder: Path) -> None:
         best = trainer.state.best_model_checkpoint
