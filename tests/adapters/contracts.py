@@ -39,6 +39,7 @@ OURS = {
         ["_discard_each", "_lease", "_lease_s", "_period_s"],
         "of core/home, of what files and objects there derive from",
     ),
+    "_is_in_bad_fork": "of torch's module for a device type, where that has it: tests/unit/test_devices.py",
     "_reconstruct": "the name by which numpy pickles arrays; torch_reading asks numpy for the function",
     "_asked_in_vain": "of data/loader.py",
     "_detach": "of adapters/handle.py",

@@ -128,7 +128,7 @@ class _Gather:
         self._rounds = GatherPlan(rounds=[], ends=[])  # of all ranks, on rank 0 alone
         self._agree(state, staging_bytes)
         self._names = list(self.tensors)
-        self._device = gather_transport.wire_device(list(self.tensors.values()), group)
+        self._device = gather_transport.wire_device([dtensor.local_of(one) for one in self.tensors.values()], group)
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._arrived: list[tuple[Chunk, torch.Tensor]] = []
         self._local: tuple[int, torch.Tensor] = -1, self._buffer
