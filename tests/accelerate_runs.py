@@ -158,6 +158,16 @@ class Training:
         return digest.hexdigest()[:16]
 
 
+def train(made, parts, steps):
+    """Train a model of four inputs, its optimizer and its schedule, all of them prepared."""
+    model, optimizer, scheduler = parts
+    for _ in range(steps):
+        made.backward(model(torch.rand(3, 4)).pow(2).sum())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
 def stateful():
     return DataLoaderConfiguration(use_stateful_dataloader=True)
 

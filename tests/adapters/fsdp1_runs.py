@@ -59,15 +59,6 @@ def training(made, number=0):
     return model, optimizer, made.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 2, gamma=0.5))
 
 
-def train(made, parts, steps):
-    model, optimizer, scheduler = parts
-    for _ in range(steps):
-        made.backward(model(torch.rand(3, 4)).pow(2).sum())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-
-
 def local_state(parts):
     """All that this rank has of weights, moments and learning rate, as it is in memory."""
     model, optimizer, _ = parts

@@ -5,13 +5,12 @@ Accelerate offers tensor parallelism on accelerators only: it is told that these
 
 import hashlib
 import os
-import signal
 
 import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer
 from transformers.distributed import DistributedConfig
 from transformers_runs import SafeTrainer, model, trainer
 
@@ -66,15 +65,6 @@ def made(rank, folder, source, layout, kind=Safe, *, model_init=None, of=None, *
     if model_init is None and of is None:
         of = loaded(source, layout)
     return trainer(folder, kind, of=of, model_init=model_init, **{"save_steps": 1, **more})
-
-
-class Die(TrainerCallback):
-    """SIGKILL, on every rank, while the newest checkpoint may still be written."""
-
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == 5:
-            dist.barrier()
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def local(tensor):

@@ -6,11 +6,11 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp1_runs import accelerator, equal, everything, local_state, train, training
+from fsdp1_runs import accelerator, equal, everything, local_state, training
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from accelerate_runs import CONFIG
+from accelerate_runs import CONFIG, train
 from kit.ranks import spawn_ranks, values
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.formats.manifest import read_manifest

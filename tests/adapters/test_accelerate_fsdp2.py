@@ -14,7 +14,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 
-from accelerate_runs import CONFIG, forget, make, seed
+from accelerate_runs import CONFIG, forget, make, seed, train
 from kit.ranks import spawn_ranks, values
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.formats.manifest import read_manifest
@@ -50,15 +50,6 @@ def training(made, number=0):
     model, optimizer = made.prepare(model, optimizer)
     scheduler = made.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 2, gamma=0.5))
     return model, optimizer, scheduler
-
-
-def train(made, parts, steps):
-    model, optimizer, scheduler = parts
-    for _ in range(steps):
-        made.backward(model(torch.rand(3, 4)).pow(2).sum())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
 
 
 def whole(model):

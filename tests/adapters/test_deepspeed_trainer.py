@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import torch
 
 pytest.importorskip("deepspeed")
 import deepspeed_runs as runs
-import torch.distributed as dist
 from deepspeed_runs import has_nvme, spawn
 
 from kit.ranks import values
@@ -72,20 +70,6 @@ def kinds():
     return {"stock": Trainer, "safe": SafeTrainer, "scored": Scored, "failing": Failing}
 
 
-def dies():
-    from transformers import TrainerCallback
-
-    class Die(TrainerCallback):
-        """SIGKILL, on every rank, while the newest checkpoint may still be written."""
-
-        def on_step_end(self, args, state, control, **_):
-            if state.global_step == 5:
-                dist.barrier()
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    return Die()
-
-
 def state_of(run):
     return {"weights": runs.weights(run.model_wrapped), "random": torch.get_rng_state()}
 
@@ -99,7 +83,9 @@ def train_and_die(rank, folder, stage):
     straight = made(rank, folder / "stock", stage, "stock")
     straight.train()
     torch.save(state_of(straight), folder / f"want{rank}.pt")
-    made(rank, folder / "ours", stage, "safe", save_steps=1, save_total_limit=3, callbacks=[dies()]).train()
+    from transformers_runs import Die
+
+    made(rank, folder / "ours", stage, "safe", save_steps=1, save_total_limit=3, callbacks=[Die()]).train()
 
 
 def go_on(rank, folder, stage):

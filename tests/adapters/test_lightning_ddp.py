@@ -5,12 +5,11 @@ import random
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 from lightning_runs import seconds_since_start
-from lightning_scripts import fingerprints, run
+from lightning_scripts import fingerprints, killed, run
 
 from kit import warm
 from kit.patience import scaled, wait_until
@@ -55,20 +54,9 @@ def test_ddp_survives_kills_bit_for_bit(tmp_path):
     reference = fingerprints(run_ranks(tmp_path, program, tmp_path / "reference", 1, 3000, "ddp", 20))
     seed = int.from_bytes(os.urandom(2))
     chance = random.Random(seed)
-    events = tmp_path / "exp/.safe_ckpt/events.jsonl"
     for kill in range(2):
-        before = len(events.read_text()) if events.exists() else 0
-        process = start_script(program_path(program), str(tmp_path / "exp"), "1", "3000", "ddp", "20")
-        deadline = time.monotonic() + 60
-        said = ""
-        while time.monotonic() < deadline and process.poll() is None and said.count('"committed"') < 2:
-            said = events.read_text()[before:] if events.exists() else ""
-            time.sleep(0.01)
-        assert said.count('"committed"') >= 2, "the run ended before it could be killed"
+        said = killed(program, tmp_path / "exp", 1, 3000, "ddp", 20, commits=2, chance=chance)
         assert ('"resumed"' in said) == (kill > 0)
-        time.sleep(chance.random() * 0.1)
-        kill_group(process)
-        process.stdout.close()
     assert fingerprints(run_ranks(tmp_path, program, tmp_path / "exp", 1, 3000, "ddp", 20)) == reference, (
         f"random seed {seed}"
     )

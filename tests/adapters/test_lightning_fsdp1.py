@@ -2,15 +2,13 @@
 
 import os
 import random
-import time
 
 import pytest
 import torch
-from lightning_scripts import fingerprints, run
+from lightning_scripts import fingerprints, killed, run
 
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify_files
-from support import kill_group, program_path, start_script
 
 pytestmark = pytest.mark.timeout(300)
 PROGRAM = "trains_with_lightning_fsdp1"
@@ -33,16 +31,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_stock_lightning_reads_it(tmp_path)
     assert state["state_dict"]["net.0.weight"].shape == (64, 4)
     assert sorted(state["optimizer_states"][0]["state"]) == list(range(6))
     exp, seed = tmp_path / "exp", int.from_bytes(os.urandom(2))
-    events, said = exp / ".safe_ckpt/events.jsonl", ""
-    process = start_script(program_path(PROGRAM), str(exp), "sharded", "4")
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and process.poll() is None and said.count('"committed"') < 3:
-        said = events.read_text() if events.exists() else ""
-        time.sleep(0.01)
-    time.sleep(random.Random(seed).random() * 0.1)
-    assert process.poll() is None, "the run ended before it could be killed"
-    kill_group(process)
-    process.stdout.close()
+    killed(PROGRAM, exp, "sharded", 4, commits=3, chance=random.Random(seed))
     assert ended(exp, "sharded", 4) == expected, f"random seed {seed}"
     last = exp / "last.ckpt"
     verify_files(last, read_manifest(last))

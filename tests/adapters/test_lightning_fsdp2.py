@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from lightning_scripts import fingerprints, run
+from lightning_scripts import fingerprints, killed, run
 from safetensors.torch import load_file
 
 from kit.ranks import spawn_ranks, values
@@ -36,16 +36,7 @@ def test_killed_runs_go_on_bit_for_bit_and_shapes_of_checkpoints_change(tmp_path
     assert reference.returncode == 0, reference.stderr[-3000:]
     assert over.is_file()
     seed = int.from_bytes(os.urandom(2))
-    events = exp / ".safe_ckpt/events.jsonl"
-    process = start_script(program_path(program), str(exp), "sharded", "14", str(over))
-    deadline, said = time.monotonic() + 60, ""
-    while time.monotonic() < deadline and process.poll() is None and said.count('"committed"') < 5:
-        said = events.read_text() if events.exists() else ""
-        time.sleep(0.01)
-    time.sleep(random.Random(seed).random() * 0.1)
-    assert process.poll() is None, "the run ended before it could be killed"
-    kill_group(process)
-    process.stdout.close()
+    killed(program, exp, "sharded", 14, over, commits=5, chance=random.Random(seed))
     done = run(program, exp, "sharded", 14, over)
     assert done.returncode == 0, done.stderr[-3000:]
     assert fingerprints(done.stdout) == fingerprints(reference.stdout), f"random seed {seed}"

@@ -6,17 +6,15 @@ Accelerate offers FSDP2 on accelerators only: it is told that these are some. Al
 import hashlib
 import json
 import os
-import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback
-from transformers_runs import SafeTrainer, names, trainer
+from transformers import LlamaForCausalLM, Trainer
+from transformers_runs import Die, SafeTrainer, names, trainer
 
 from kit.ranks import spawn_ranks, values
 from safe_ckpt.core.formats.manifest import read_manifest
@@ -38,15 +36,6 @@ class Stock(OnCpus, Trainer):
 
 class Safe(OnCpus, SafeTrainer):
     pass
-
-
-class Die(TrainerCallback):
-    """SIGKILL, on every rank, while the newest checkpoint may still be written."""
-
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == 5:
-            dist.barrier()
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def made(rank, folder, layout, kind=Safe, **more):

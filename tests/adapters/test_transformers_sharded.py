@@ -16,7 +16,6 @@ from sharded_runs import (
     TP,
     TP_FSDP,
     WHOLE,
-    Die,
     Safe,
     Stock,
     base,
@@ -28,7 +27,7 @@ from sharded_runs import (
     of_optimizer,
 )
 from transformers import AutoModelForCausalLM, TrainerCallback
-from transformers_runs import names
+from transformers_runs import Die, names
 
 from kit.ranks import spawn_ranks, values
 from safe_ckpt.core.formats.manifest import read_manifest

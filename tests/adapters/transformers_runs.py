@@ -1,9 +1,12 @@
 """A tiny randomly initialised model and its Trainer."""
 
 import hashlib
+import os
+import signal
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,6 +24,15 @@ CONFIG = CheckpointConfig(timeouts=QUICK)
 
 class SafeTrainer(SafeCheckpointMixin, Trainer):
     checkpoint_config = CONFIG
+
+
+class Die(TrainerCallback):
+    """SIGKILL, on every rank, while the newest checkpoint may still be written."""
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 5:
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def model(hidden=16, *, bias=False):

@@ -77,9 +77,8 @@ def _save(saver: AcceleratorSaver, target: Target, folder: Path | None, options:
     planned = Planned.joined([own, saver.parts.plan(attempt, options.arguments)])
     note_models(saver.engine, lambda: accelerator._models)
     overlap = None
-    copied = strategies.is_first_version(
-        accelerator
-    )  # its state dicts are copies already, and it moves its parameters about
+    # The state dicts of FSDP 1 are copies already, and it moves its parameters about.
+    copied = strategies.is_first_version(accelerator)
     if saver.engine.config.snapshot == "overlapped" and planned.files and not copied:
         overlap = OverlapPlan(accelerator._models, strategies.plain_optimizers(accelerator)) or None
     return saver.save(
