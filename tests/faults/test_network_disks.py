@@ -2,12 +2,10 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import pytest
 
@@ -67,21 +65,6 @@ def test_the_newest_checkpoint_is_found_whatever_its_timestamps(tmp_path, matrix
             assert ckpt.resume(state).step == 20
             assert state == {"x": 20}
     matrix("timestamps equal or reversed", "1 rank", {"the newest by commit order": 2})
-
-
-def test_no_source_looks_at_a_modification_time():
-    """Nothing that saves, chooses or deletes reads mtimes, but to see that a file to be copied or shared is still what it was.
-
-    doctor sees by them which of its folders are old, report and watch see by them that a record has grown, and audit that a
-    save is being written, which is when it kills.
-    """
-    import safe_ckpt
-
-    of_copies, looks_on = {"copier.py", "consolidate.py", "held.py"}, {"doctor", "report", "audit"}
-    home = Path(safe_ckpt.__file__).parent
-    for file in home.rglob("*.py"):
-        if file.name not in of_copies and not {*file.relative_to(home).parts[:2]} & looks_on:
-            assert not re.search(r"\b(st_mtime|getmtime|mtime)", file.read_text(encoding="utf-8")), file
 
 
 def test_a_directory_deleted_during_a_run_fails_one_save_by_name(tmp_path):

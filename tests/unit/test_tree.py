@@ -150,3 +150,19 @@ def test_one_module_asks_whether_bytes_are_values():
 def test_the_rule_of_pickles_finds_a_free_unpickling(line, runs):
     """The rule above is no rule if it finds nothing."""
     assert any(map(runs_what_it_reads, ast.walk(ast.parse(line)))) == runs
+
+
+def test_no_source_looks_at_a_modification_time():
+    """Nothing that saves, chooses or deletes reads mtimes, but to see that a file to be copied or shared is still what it was.
+
+    doctor sees by them which of its folders are old, report and watch see by them that a record has grown, and audit that a
+    save is being written, which is when it kills.
+    """
+    of_copies = {"core/storage/presence.py", "offload/consolidate.py"}
+    looks_on = ("tools/doctor/", "tools/report/", "tools/audit/")
+    seen = {
+        name
+        for name, file in ((file.relative_to(SOURCES).as_posix(), file) for file in SOURCES.rglob("*.py"))
+        if not name.startswith(looks_on) and re.search(r"\b(st_mtime|getmtime|mtime)", file.read_text(encoding="utf-8"))
+    }
+    assert seen == of_copies
