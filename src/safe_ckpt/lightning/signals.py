@@ -25,11 +25,12 @@ from safe_ckpt.config import CheckpointConfig
 
 STOPPED_NAME = "stopped"
 HANDLER = "_slurm_sigusr_handler_fn"
+_NUMBERS = tuple(signal.valid_signals())  # this is asked at each save, and making the set takes as long as the rest
 
 
 def in_signal_handler() -> bool:
     """Whether a registered signal handler is on this thread's stack, between any two steps of what it interrupted."""
-    codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    codes = {_code(signal.getsignal(number)) for number in _NUMBERS} - {None}
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code in codes:
