@@ -45,8 +45,13 @@ def on_part(state: Mapping[str, Any], size: int) -> list[Sequence[Any]]:
     The digest is of some of the values of this rank, those on the whole of a small tensor.
     """
     found: list[Sequence[Any]] = []
+    meshes: dict[int, torch.Tensor] = {}  # of their ids: a mesh lays out its ranks anew each time that it is asked
     for name, value in state.items():
-        if dtensor.is_dtensor(value) and (mesh := value.device_mesh.mesh).numel() < size:
+        if not dtensor.is_dtensor(value):
+            continue
+        if (at := id(value.device_mesh)) not in meshes:
+            meshes[at] = value.device_mesh.mesh
+        if (mesh := meshes[at]).numel() < size:
             local = values_of(dtensor.local_of(value)).reshape(-1)
             some = local[:: max(1, local.numel() // _SAMPLE)].contiguous().view(torch.uint8)
             digest = hashlib.blake2b(bytes(some.tolist()), digest_size=8).hexdigest()
