@@ -322,9 +322,10 @@ class CheckpointConfig(_Checked):
     save_on_signals: tuple[str, ...] = field(
         default=(), metadata=limits(pattern=_SIGNAL, words="the name of a signal that can be handled")
     )
-    """Signals, such as ``["SIGTERM", "SIGUSR1"]``, after which every rank saves and stops at the same step. Lightning does so
-    by itself; a loop of your own looks at ``Checkpointer.stop_requested``. Your own handler still runs, the default action
-    does not. A program that does not react is ended by the same signal after ``signal_grace_s``."""
+    """Signals, such as ``["SIGTERM", "SIGUSR1"]``, after which every rank saves and stops at the same step. Lightning and the
+    Transformers Trainer do so by themselves; a loop of your own looks at ``stop_requested`` of the ``Checkpointer``, or of the
+    handle of ``register`` (Accelerate) or ``install`` (DeepSpeed). Your own handler still runs, the default action does not.
+    A program that does not react is ended by the same signal after ``signal_grace_s``."""
     signal_grace_s: float = field(default=60.0, metadata=limits(above=0, at_most=_LONGEST_S))
     """How long the job may run after such a signal. A save that is not done by then is given up."""
     lease_s: float = field(default=60.0, metadata=limits(at_least=1, at_most=3600))

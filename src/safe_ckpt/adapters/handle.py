@@ -102,8 +102,23 @@ class AttachedHandle:
             raise
 
     def _attach(self, replacements: Mapping[str, Any]) -> None:
-        """Replace attributes of the object; name -> what takes its place."""
+        """Replace attributes of the object; name -> what takes its place. From now on signals are watched."""
+        self.saver.engine.watch_signals()
         self._undo.put(self._owner, {**replacements, MARK: self})
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether to save and leave the loop: a signal of ``save_on_signals`` reached some rank.
+
+        Look once per step, on every rank, on the thread that trains; all ranks get the same answer at the same step.
+
+        Raises:
+            ClosedError: the handle has ended.
+            RendezvousTimeout: rank 0 has not looked as often as this rank.
+            PeerLostError: rank 0 died or stopped.
+        """
+        self._refuse_ended("stop_requested")
+        return self.saver.engine.stop_requested()
 
     def wait(self) -> None:
         """Wait until everything in flight is committed.

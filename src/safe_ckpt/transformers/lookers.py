@@ -8,6 +8,8 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
+from safe_ckpt.transformers.stopping import StopAtSignal
+
 JUDGED: Mapping[str, tuple[str, Callable[[Any], bool]] | None] = {
     "ClearMLCallback": ("_log_model", bool),
     "DVCLiveCallback": ("_log_model", lambda value: value == "all"),
@@ -28,7 +30,7 @@ _DONE_BEFORE = ("transformers", "trl", "safe_ckpt")
 def looks(callback: Any) -> bool:
     """Whether a callback's ``on_save`` may use the folder. One that is not known does."""
     function = getattr(callback.on_save, "__func__", callback.on_save)
-    if function is TrainerCallback.on_save:
+    if function in (TrainerCallback.on_save, StopAtSignal.on_save):
         return False
     home = next((kind for kind in type(callback).__mro__ if vars(kind).get("on_save") is function), None)
     if home is None or home.__module__ != integration_utils.__name__ or home.__name__ not in JUDGED:

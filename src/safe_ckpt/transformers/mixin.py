@@ -31,6 +31,7 @@ from safe_ckpt.events import Hook
 from safe_ckpt.transformers import at_load, missing, reference, strategies
 from safe_ckpt.transformers.data_place import TrainerDataPlace
 from safe_ckpt.transformers.saver import BY_NAME, TransformersSaver
+from safe_ckpt.transformers.stopping import StopAtSignal, without_jit
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -48,12 +49,14 @@ class SafeCheckpointMixin(_Base):
     ``save_total_limit`` lets an old one go only after the new one is committed, and never the best or the newest.
     ``resume_from_checkpoint=True`` takes the newest valid one, a path is verified first. A save is written in the background,
     unless a callback's ``on_save``, a ``_save_checkpoint`` of yours, or a push to the hub looks at it: then it is waited for.
+    After a signal of ``save_on_signals`` on any process all of them save at one step, and ``train()`` returns.
 
     Attributes:
         checkpoint_config: settings, equal on all processes; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the
             defaults. ``retention`` is the Trainer's own: rules in here are refused.
         checkpoint_hooks: called with what happens; see ``safe_ckpt.events``. Of the class, or set on the object before
             ``train()``.
+        stopped_by_signal: whether ``train()`` returned before its end, because a process got a signal of ``save_on_signals``.
 
     Example:
         ```python
@@ -69,7 +72,9 @@ class SafeCheckpointMixin(_Base):
 
     checkpoint_config: CheckpointConfig | None = None
     checkpoint_hooks: Sequence[Hook] = ()
+    stopped_by_signal = False
     _safe_saver: TransformersSaver | None = None
+    _stopper: StopAtSignal | None = None
     _begun_in = ""
     _data_place: TrainerDataPlace | None = None
     _while_made: Patch | None = None
@@ -107,7 +112,7 @@ class SafeCheckpointMixin(_Base):
         super().save_model(output_dir, _internal_call)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """See ``Trainer.train``. When it returns, everything that was saved is committed.
+        """See ``Trainer.train``. When it returns, everything that was saved is committed. See ``stopped_by_signal``.
 
         Raises:
             ConfigError: a setting is not allowed, or the kind of training is not covered.
@@ -120,6 +125,7 @@ class SafeCheckpointMixin(_Base):
         with TransformersSaver(config, self.checkpoint_hooks) as saver, saver.sharing.loading(self):
             self._safe_saver = saver
             self._begun_in = os.getcwd()  # a relative output_dir means the place that it names now
+            stopper = self._stopper = self._watch_signals(saver)
             try:
                 path: str | None = None
                 if resume_from_checkpoint is True:
@@ -137,7 +143,18 @@ class SafeCheckpointMixin(_Base):
                 with Patch(upstream, {"skip_first_batches": self._skipping(place, path)}):
                     return super().train(path, *args, **kwargs)
             finally:
-                self._safe_saver = self._data_place = None
+                self.stopped_by_signal = stopper is not None and stopper.stopped
+                if stopper is not None:
+                    self.remove_callback(stopper)
+                self._safe_saver = self._data_place = self._stopper = None
+
+    def _watch_signals(self, saver: TransformersSaver) -> StopAtSignal | None:
+        if not saver.engine.config.save_on_signals:
+            return None
+        saver.engine.watch_signals(without_jit)
+        stopper = StopAtSignal(saver.engine)
+        self.add_callback(stopper)
+        return stopper
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         path, saver = Path(resume_from_checkpoint), self._safe_saver
@@ -236,7 +253,8 @@ class SafeCheckpointMixin(_Base):
     def _determine_best_metric(self, *args: Any, **kwargs: Any) -> Any:
         if self._safe_saver is not None:  # what is best so far must be a checkpoint that can be loaded
             self._safe_saver.spare_spoilt(self.state)
-        return super()._determine_best_metric(*args, **kwargs)
+        found = super()._determine_best_metric(*args, **kwargs)
+        return self._stopper.saves(found) if self._stopper is not None else found
 
     def _load_best_model(self) -> None:
         if self._safe_saver is not None and self.state.best_model_checkpoint is not None:
