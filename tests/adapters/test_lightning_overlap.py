@@ -11,7 +11,7 @@ from lightning_runs import PACKAGES, module_class, package, trainer
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.staging.snapshot import StagingCopy
-from safe_ckpt.lightning import SafeCheckpointCallback, contents
+from safe_ckpt.lightning import SafeCheckpointCallback, contents, strategies
 
 
 class Spy:
@@ -58,15 +58,43 @@ def same_as_at_the_save(folder, spy):
 @pytest.mark.quick
 @pytest.mark.parametrize("name", PACKAGES)
 def test_parameters_whose_memory_is_freed_between_steps_are_copied_at_once(name):
-    """FSDP 1 fills and frees it: nothing is copied later, though that was asked for."""
+    """FSDP 1 fills and frees it, averages change it: nothing is copied later, also under a class of yours."""
     pl, net = package(name), torch.nn.Linear(2, 2)
-    found = {}
-    for strategy in (pl.strategies.FSDPStrategy(), pl.strategies.SingleDeviceStrategy(torch.device("cpu"))):
+    single = pl.strategies.SingleDeviceStrategy(torch.device("cpu"))
+
+    class OfYours(pl.strategies.FSDPStrategy):
+        pass
+
+    class AverageOfYours(pl.callbacks.StochasticWeightAveraging):
+        pass
+
+    cases = {
+        "single": (single, []),
+        "fsdp": (pl.strategies.FSDPStrategy(), []),
+        "fsdp of yours": (OfYours(), []),
+        "average": (single, [pl.callbacks.StochasticWeightAveraging(1e-2)]),
+        "average of yours": (single, [AverageOfYours(1e-2)]),
+    }
+    later = set()
+    for case, (strategy, callbacks) in cases.items():
         made = SimpleNamespace(
-            callbacks=[], strategy=strategy, lightning_module=net, optimizers=[torch.optim.SGD(net.parameters())]
+            callbacks=callbacks, strategy=strategy, lightning_module=net, optimizers=[torch.optim.SGD(net.parameters())]
         )
-        found[type(strategy).__name__] = contents.overlap_plan(made, "overlapped") is not None
-    assert found == {"FSDPStrategy": False, "SingleDeviceStrategy": True}
+        if contents.overlap_plan(made, "overlapped") is not None:
+            later.add(case)
+    assert later == {"single"}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("processes", "sharding", "gathers"), [(1, "FULL_SHARD", False), (2, "FULL_SHARD", True), (2, "NO_SHARD", False)]
+)
+def test_parts_are_asked_for_where_fsdp_has_some(processes, sharding, gathers):
+    """On one process, and where nothing is sharded, torch has none to give, and Lightning's own way is taken."""
+    kind = type("FSDPStrategy", (), {"_state_dict_type": "full", "world_size": processes})
+    strategy = kind()
+    strategy.sharding_strategy = SimpleNamespace(name=sharding)
+    assert strategies.form_of(strategy).gathers is gathers
 
 
 @pytest.mark.parametrize("name", PACKAGES)

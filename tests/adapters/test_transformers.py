@@ -1,14 +1,17 @@
 """``SafeCheckpointMixin``: a tiny randomly initialised model, trained by a real Trainer."""
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType, ProjectConfiguration
 from transformers import (
     LlamaForCausalLM,
     Seq2SeqTrainer,
@@ -23,7 +26,7 @@ from safe_ckpt import CheckpointConfig, Retention, events
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import ConfigError, CorruptCheckpointError, NotEnoughSpaceError, NoValidCheckpointError
-from safe_ckpt.transformers import SafeCheckpointMixin
+from safe_ckpt.transformers import SafeCheckpointMixin, strategies
 from safe_ckpt.transformers.saver import candidates
 from support import flip_bit, kill_all, needs_root, program_path, small_disk, writer_processes
 
@@ -303,6 +306,32 @@ def test_settings_that_contradict_the_trainers_are_refused_before_training(tmp_p
     with pytest.raises(ConfigError, match="save_on_each_node"):
         trainer(tmp_path, save_on_each_node=True).train()
     assert names(tmp_path) == []
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("form", "refused"),
+    [
+        ("SHARDED_STATE_DICT", None),
+        ("FULL_STATE_DICT", "which nobody watches"),
+        ("LOCAL_STATE_DICT", "LOCAL_STATE_DICT"),
+    ],
+)
+def test_forms_of_fsdp1_that_are_not_covered_are_refused_by_name(form, refused):
+    """Before training, with the form that is covered. (The attributes that are asked are put together here.)"""
+    plugin = SimpleNamespace(state_dict_type=SimpleNamespace(name=form))
+    accelerator = SimpleNamespace(
+        distributed_type=DistributedType.FSDP,
+        is_fsdp2=False,
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        project_configuration=ProjectConfiguration(),
+        project_dir=None,
+    )
+    asked = SimpleNamespace(is_fsdp_enabled=True, is_deepspeed_enabled=False, accelerator=accelerator, model=None)
+    with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext() as raised:
+        strategies.check(asked, CONFIG)
+    if refused:
+        assert "SHARDED_STATE_DICT" in str(raised.value)
 
 
 def test_outside_of_train_the_trainers_methods_are_its_own(tmp_path):

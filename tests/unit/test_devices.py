@@ -6,6 +6,7 @@ import multiprocessing
 import random
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
@@ -101,6 +102,35 @@ def test_generators_of_devices_that_are_not_here_are_left_out(tmp_path, monkeypa
         ckpt.resume({"rng": RngState()})
     assert here.numbers() == [[0, 7]]
     assert random.random() == drawn
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_generators_of_devices_that_this_process_did_not_use_yet_are_put_back(tmp_path, monkeypatch, kind):
+    """A resume comes before the first use in a new process: from then on its draws are those of the run that was saved."""
+    generators = Generators(monkeypatch, kind)
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"rng": RngState()}).result(timeout_s=30)
+        before = generators.numbers()
+        generators.states = [state + 1 for state in generators.states]
+        monkeypatch.setattr(getattr(torch, kind), "is_initialized", lambda: False)
+        ckpt.resume({"rng": RngState()})
+    assert generators.numbers() == before
+
+
+def test_a_rank_without_generators_in_the_checkpoint_seeds_those_of_devices_too(monkeypatch):
+    """By what rank 0 saved and by its own number: alike at each such resume, and another draw on each rank."""
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    saved = rng.get_rng_state()
+    drawn = []
+    for rank in (1, 2, 1):
+        RngState().start_anew(saved, rank)
+        drawn.append((random.random(), torch.rand(1).item(), float(numpy.random.rand())))
+    rng.set_rng_state(saved)
+    assert len(seeds) == 3
+    assert (seeds[0], drawn[0]) == (seeds[2], drawn[2])
+    assert seeds[0] != seeds[1]
+    assert all(one != other for one, other in zip(drawn[0], drawn[1], strict=True))
 
 
 def test_only_device_types_are_read_as_such():

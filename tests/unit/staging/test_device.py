@@ -9,6 +9,7 @@ import torch
 from kit.inside import engine_of
 from safe_ckpt import CheckpointConfig, Checkpointer
 from safe_ckpt.core.saving.stager import Stager
+from safe_ckpt.core.staging import snapshot
 from safe_ckpt.core.staging.buffer import GRANULE, SharedBuffer
 from safe_ckpt.core.staging.device import DeviceCopies, Devices, TensorCopy
 from safe_ckpt.core.staging.progress import read_mark
@@ -117,7 +118,7 @@ def staged(buffer, moves, devices):
     copies = DeviceCopies(buffer, devices)
     turns = [[move for move in moves if move.deferred is deferred] for deferred in (False, True)]
     return StagingCopy(
-        "c", buffer, tuple(CopyPlan.of(turn, copies.takes) for turn in turns), BASE + 800, devices=devices
+        "c", buffer, tuple(CopyPlan.of(turn, copies.takes) for turn in turns), BASE + 400 * len(moves), devices=devices
     )
 
 
@@ -186,6 +187,26 @@ def test_started_copies_come_after_the_trainers_work(buffer):
     assert copy.error is None
     assert [held(buffer, move)[0].item() for move in moves] == [11.0, 12.0]
     assert read_mark(memoryview(buffer.memory)) == BASE + 800
+
+
+def test_what_is_marked_on_the_way_is_there(buffer, monkeypatch):
+    """The writer reads up to each mark at once: what a device has not finished by then is waited for."""
+    monkeypatch.setattr(snapshot, "PIECE_BYTES", 400)
+    devices, moves = Remembering(), moves_of(4)
+    copy, marks = staged(buffer, moves, devices), []
+    mark = buffer.mark
+
+    def look(end):
+        mark(end)
+        there = [move for move in moves if move.offset + move.size <= end]
+        marks.append([held(buffer, move)[-1].item() for move in there] == [move.tensor[-1].item() for move in there])
+
+    monkeypatch.setattr(buffer, "mark", look)
+    assert copy.run()
+    copy.run_deferred()
+    assert copy.error is None
+    assert len(marks) > 2
+    assert all(marks)
 
 
 def test_without_pinning_the_copying_thread_waits_for_the_trainers_stream(buffer):

@@ -130,6 +130,27 @@ def test_what_was_restored_in_the_mode_is_trained_with_outside(tmp_path, made, m
 
 
 @modes
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_an_optimizer_of_another_type_that_was_restored_in_the_mode_steps_outside(tmp_path, mode, dtype):
+    """Its moments are made anew, in the type of its parameters: it can be trained with as one that was restored outside."""
+    model = torch.nn.Linear(4, 2)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    train({**state, "data": {}})
+    found = []
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state).result(timeout_s=30)
+        for within in (mode, contextlib.nullcontext):
+            model = torch.nn.Linear(4, 2).to(dtype)
+            other = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+            with within():
+                ckpt.resume(other)
+            model(torch.ones(1, 4, dtype=dtype)).sum().backward()
+            other["optimizer"].step()
+            found.append(model.state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+@modes
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_an_export_in_the_mode_has_the_weights(tmp_path, made, mode, dtype):
     """Gathered or converted, and as they are."""
