@@ -80,7 +80,10 @@ def found_by(title: str, kinds: tuple[str, ...], count: int, limit_s: float) -> 
         env = {**os.environ, "PYTHONPATH": folder}
         for kind in kinds:
             command = [sys.executable, "-m", "programs_of", kind, "--count", str(count), "--until-wrong"]
-            said = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit_s, check=False).stdout
+            try:
+                said = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit_s, check=False).stdout
+            except subprocess.TimeoutExpired:
+                continue  # the next kind may be quicker
             if wrong := re.search(rf"{kind}: seed (\d+): (.*)", said):
                 return f"{kind} {wrong[1]}: {wrong[2][:90]}"
     return ""
