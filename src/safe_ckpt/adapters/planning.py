@@ -168,13 +168,13 @@ def _by_name(modules: Iterable[Any]) -> dict[str, torch.nn.Module]:
 
 def states_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Names to states: of a Stateful its ``state_dict()``, of anything else what it is."""
-    return {name: _state_of(one) for name, one in state_dict.items()}
-
-
-def _state_of(one: Any) -> Any:
-    if isinstance(one, torch.optim.Optimizer):
-        return own_state_dict(one)
-    return one.state_dict() if isinstance(one, Stateful) else one
+    states = {}
+    for name, one in state_dict.items():
+        if isinstance(one, torch.optim.Optimizer):
+            states[name] = own_state_dict(one)
+        else:
+            states[name] = one.state_dict() if isinstance(one, Stateful) else one
+    return states
 
 
 def give_back(states: Mapping[str, Any], state_dict: MutableMapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -37,6 +37,8 @@ _HOMES = {
 }
 PLAIN = "plain_tensors"
 """Where the state of an optimizer of DTensors says how its plain tensors lie: below their key, as one of these words."""
+_LOST = "a plain tensor with this rank's part of a DTensor parameter's state{}: the other ranks' would be lost"
+_KEEPS_DTENSORS = "keeps DTensors, such as torch.optim.AdamW(fused=True)"
 _PART, _WHOLE, _EITHER = "part", "whole", "either"
 
 
@@ -436,14 +438,14 @@ def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The one that steps the parameters of this rank, and has their state.
 
     Raises:
-        StateError: it is made within backward passes, and its class has no state dict.
+        StateError: it was made with ``overlap_with_ddp=True``.
     """
     if not is_divided(optimizer):
         return optimizer
-    if getattr(optimizer, "_overlap_with_ddp", False):
+    local = getattr(optimizer, "optim", None)
+    if not isinstance(local, torch.optim.Optimizer):
         message = "it does not take its state back before its first steps: make it with overlap_with_ddp=False"
         raise StateError(key=type(optimizer).__name__, message=message)
-    local: torch.optim.Optimizer = optimizer.optim  # type: ignore[attr-defined]
     return local
 
 
@@ -493,12 +495,17 @@ def state_in_parts(
         plain = state.items() if isinstance(state, Mapping) and is_dtensor(parameter) else ()
         for key, value in plain:
             if isinstance(value, torch.Tensor) and value.dim() and not is_sharded(value):
-                ways.setdefault(key, {}).setdefault(_way(value, parameter), name)
+                part, whole = (value.shape == one.shape for one in (local_of(parameter), parameter))
+                way = _EITHER if part and whole else _PART if part else _WHOLE if whole else ""
+                ways.setdefault(key, {}).setdefault(way, name)
     for key, found in ways.items():
         if _PART in found and not found.keys() <= {_PART, _EITHER}:
             other = next(way for way in found if way not in (_PART, _EITHER))
-            _refuse_mixed(f"{found[_PART]}: {key}", f"that of {found[other]} is none")
-    marks = {key: {way: True} for key, found in ways.items() if (way := _one_way(found))}
+            lost = _LOST.format(f", and that of {found[other]} is none")
+            message = f"{lost}. Use one that {_KEEPS_DTENSORS}"
+            raise StateError(key=f"{found[_PART]}: {key}", message=message)
+    sure = {key: [way for way in found if way != _EITHER] or [_EITHER] for key, found in ways.items()}
+    marks = {key: {found[0]: True} for key, found in sure.items() if found[0] and not found[1:]}
     states = [
         {key: _as_part(one, parameter) if _PART in marks.get(key, ()) else one for key, one in state.items()}
         if isinstance(state, Mapping)
@@ -506,16 +513,6 @@ def state_in_parts(
         for _, parameter, state in rows
     ]
     return states, marks
-
-
-def _way(value: torch.Tensor, parameter: torch.Tensor) -> str:
-    part, whole = (value.shape == one.shape for one in (local_of(parameter), parameter))
-    return _EITHER if part and whole else _PART if part else _WHOLE if whole else ""
-
-
-def _one_way(found: Collection[str]) -> str:
-    ways = [way for way in found if way != _EITHER] or [_EITHER]
-    return ways[0] if len(ways) == 1 else ""
 
 
 def _as_part(value: Any, parameter: Any) -> Any:
@@ -672,20 +669,12 @@ def _refuse_local_part(key: str, value: object, parameter: Any) -> None:
     if not isinstance(value, torch.Tensor) or is_sharded(value) or not is_dtensor(parameter):
         return
     if tuple(value.shape) == tuple(local_of(parameter).shape) != tuple(parameter.shape):
+        lost = _LOST.format(", as TransformerEngine's FusedAdam has it")
         message = (
-            "a plain tensor with this rank's part of a DTensor parameter's state, as TransformerEngine's FusedAdam has it: the "
-            "other ranks' would be lost. Hand over the optimizer itself instead of its state dict, to Checkpointer or "
-            "safe_ckpt.dcp; or use one that keeps DTensors, such as torch.optim.AdamW(fused=True)"
+            f"{lost}. Hand over the optimizer itself instead of its state dict, to Checkpointer or safe_ckpt.dcp; or use one "
+            f"that {_KEEPS_DTENSORS}"
         )
         raise StateError(key=key, message=message)
-
-
-def _refuse_mixed(key: str, other: str) -> NoReturn:
-    message = (
-        f"a plain tensor with this rank's part of a DTensor parameter's state, and {other}: the other ranks' would be lost. "
-        "Use an optimizer that keeps DTensors, such as torch.optim.AdamW(fused=True)"
-    )
-    raise StateError(key=key, message=message)
 
 
 def is_extra_state(name: str) -> bool:
