@@ -1,4 +1,4 @@
-"""Trains with Lightning's FSDPStrategy in FOLDER, with KIND "sharded" or "full" of checkpoints, up to EPOCHS.
+"""Trains with Lightning's FSDPStrategy in FOLDER, with KIND "sharded" or "full" of checkpoints, up to EPOCHS, on DEVICES.
 
 KIND "stock": without our callback, from ``last.ckpt``. Lightning starts that strategy on GPUs only: here it is a subclass.
 """
@@ -12,7 +12,7 @@ from lightning_program import CONFIG, pl
 
 # isort: split
 import torch
-from fsdp1_runs import hold_whole_tensors
+from fsdp1_runs import everything, hold_whole_tensors
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning_runs import module_class, trainer
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -39,7 +39,12 @@ def print_of(made):
     return hashlib.sha256(b"".join(one.numpy().tobytes() for one in tensors)).hexdigest()[:16]
 
 
-def fit(folder, kind, epochs):
+def print_of_whole(made):
+    tensors = everything(made.strategy.model, made.optimizers[0])
+    return hashlib.sha256(b"".join(one.numpy().tobytes() for _, one in sorted(tensors.items()))).hexdigest()[:16]
+
+
+def fit(folder, kind, epochs, devices):
     pl.seed_everything(1, verbose=False)
     hold_whole_tensors()
     ours = SafeCheckpointCallback(
@@ -55,7 +60,7 @@ def fit(folder, kind, epochs):
     )
     form = "full" if kind == "full" else "sharded"
     strategy = OnCpus(state_dict_type=form, auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}))
-    settings = {"strategy": strategy, "devices": 2, "max_epochs": epochs, "enable_checkpointing": kind != "stock"}
+    settings = {"strategy": strategy, "devices": devices, "max_epochs": epochs, "enable_checkpointing": kind != "stock"}
     made = trainer(pl, [ours] if kind != "stock" else [], folder, **settings)
     module = Module(loader=resumable)
     made.fit(module, ckpt_path=folder / "last.ckpt" if kind == "stock" else None)
@@ -63,6 +68,7 @@ def fit(folder, kind, epochs):
 
 
 if __name__ == "__main__":
-    folder, kind, epochs = sys.argv[1:]
-    made = fit(Path(folder), kind, int(epochs))
-    os.write(1, f"RANK {made.global_rank} {print_of(made)} {made.global_step}\n".encode())  # in one piece
+    folder, kind, epochs, *devices = sys.argv[1:]
+    made = fit(Path(folder), kind, int(epochs), int(*devices or [2]))
+    said = f"RANK {made.global_rank} {print_of(made)} {made.global_step} {print_of_whole(made)}\n"
+    os.write(1, said.encode())  # in one piece
