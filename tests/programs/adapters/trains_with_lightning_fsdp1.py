@@ -3,6 +3,7 @@
 KIND "stock": without our callback, from ``last.ckpt``. Lightning starts that strategy on GPUs only: here it is a subclass.
 """
 
+import dataclasses
 import hashlib
 import os
 import sys
@@ -49,7 +50,7 @@ def fit(folder, kind, epochs, devices):
     hold_whole_tensors()
     ours = SafeCheckpointCallback(
         dirpath=folder,
-        config=CONFIG,
+        config=dataclasses.replace(CONFIG, snapshot="overlapped" if kind == "sharded" else "auto"),
         resume="auto",
         save_last=True,
         filename="{epoch}-{step}",
