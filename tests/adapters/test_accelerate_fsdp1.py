@@ -15,7 +15,7 @@ from kit.ranks import spawn_ranks, values
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify_files
-from safe_ckpt.errors import ConfigError, SafeCheckpointError
+from safe_ckpt.errors import ConfigError, PeerLostError, SafeCheckpointError
 from support import flip_bit
 
 WAYS = [("SHARDED_STATE_DICT", True), ("SHARDED_STATE_DICT", False), ("FULL_STATE_DICT", False)]
@@ -183,3 +183,32 @@ def test_what_goes_wrong_on_one_rank_reaches_the_others_before_they_gather(tmp_p
     outcomes = spawn_ranks(_refused, 2, tmp_path, init=False, timeout_s=60)
     values(outcomes)
     assert max(outcome.seconds for outcome in outcomes) < 40, "a rank waited in a collective"
+
+
+def _dies_within_a_state_dict(rank, folder):
+    made = accelerator(rank, folder)
+    parts = training(made)
+    with register(made, CONFIG) as handle:
+        train(made, parts, 1)
+        made.save_state(step=1)
+        handle.wait()
+        train(made, parts, 1)
+        if rank == 1:
+            linears = [one for one in parts[0].modules() if type(one) is torch.nn.Linear]
+            linears[-1].register_state_dict_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(PeerLostError) as caught:
+            made.save_state(step=2)
+    return str(caught.value), repr(caught.value.__cause__)
+
+
+def test_a_rank_that_dies_within_a_state_dict_is_named_by_the_other(tmp_path):
+    """Where torch puts a unit together on all ranks: the error names phase and rank, and the older checkpoint stays."""
+    first, second = spawn_ranks(_dies_within_a_state_dict, 2, tmp_path, init=False, timeout_s=60)
+    assert second.exit_code == -9
+    ((said, cause),) = values([first])
+    assert said.startswith("planning shards: lost ranks [1]: "), said
+    assert "RuntimeError" in cause, cause
+    assert first.seconds < 40
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_0"]
+    folder = tmp_path / "checkpoints/checkpoint_0"
+    verify_files(folder, read_manifest(folder))

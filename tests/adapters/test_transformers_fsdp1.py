@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from fsdp1_runs import everything
 from transformers import Trainer
 from transformers_runs import Die, SafeTrainer, names, trainer
 
@@ -33,7 +34,7 @@ class Safe(OnCpus, SafeTrainer):
 
 
 def made(rank, folder, kind=Safe, **more):
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"])
     config = {
         "version": 1,
         "state_dict_type": "SHARDED_STATE_DICT",
@@ -68,6 +69,9 @@ def _go_on(rank, folder):
     resumed = made(rank, folder / "ours", save_steps=1, save_total_limit=3)
     resumed.train(resume_from_checkpoint=True)
     found = [state_of(resumed)]
+    whole = everything(resumed.model_wrapped, resumed.optimizer.optimizer)
+    if rank == 0:
+        torch.save(whole, folder / "whole.pt")
     of_stock = made(rank, folder / "stock", save_strategy="no")
     of_stock.train(resume_from_checkpoint=str(folder / "stock/checkpoint-4"))
     found.append(state_of(of_stock))
@@ -78,15 +82,28 @@ def _go_on(rank, folder):
     return found == [wanted] * 2, all(map(torch.equal, *weights))
 
 
+def _goes_on_on_three(rank, folder):
+    run = made(rank, folder / "ours", save_strategy="no")
+    run.train(resume_from_checkpoint=str(folder / "ours/checkpoint-6"))  # where nothing is left to train
+    found, wanted = everything(run.model_wrapped, run.optimizer.optimizer), torch.load(folder / "whole.pt")
+    assert found.keys() == wanted.keys()
+    assert len(found) > 20
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def files(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_killed_trainer_with_fsdp1_goes_on_bit_for_bit(tmp_path):
-    """Killed, it goes on bit for bit, from its own checkpoints and from stock's; the same files; stock reads the weights."""
+    """Killed, it goes on bit for bit, from its own checkpoints and from stock's; the same files; stock reads the weights.
+
+    Three ranks get the weights and the moments.
+    """
     dead = spawn_ranks(_train_and_die, 2, tmp_path, init=False, timeout_s=90)
     assert [outcome.exit_code for outcome in dead] == [-9, -9]
     assert values(spawn_ranks(_go_on, 2, tmp_path, init=False, timeout_s=120)) == [(True, True)] * 2
+    values(spawn_ranks(_goes_on_on_three, 3, tmp_path, init=False, timeout_s=90))
     assert names(tmp_path / "ours") == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
     ours = tmp_path / "ours/checkpoint-6"
     besides = {"manifest.json", "train_loader_0.pth", "train_loader_1.pth"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard, S
 
 from safe_ckpt.accelerate import strategies
 from safe_ckpt.adapters import FilePlan, torch_file
-from safe_ckpt.adapters.extras import file_plan, is_short, refuse_short, safetensors
+from safe_ckpt.adapters.extras import file_plan, is_divided, is_short, refuse_short, safetensors
 from safe_ckpt.errors import StateError
 
 _DEVICES = ("xpu", "mlu", "sdaa", "musa", "hpu", "neuron", "cuda")  # as Accelerate, in whose files they are
@@ -47,11 +47,13 @@ def files(
     Raises:
         StateError: something cannot be saved; names it.
     """
-    optimizers = [] if sharded else accelerator._optimizers
+    # Of one that is divided no rank has all; see ``strategies``.
+    plain = enumerate([] if sharded else strategies.plain_optimizers(accelerator))
+    optimizers = [(i, accelerator._optimizers[i]) for i, one in plain if not is_divided(one)]
     planned = [
         *(_model(i, state, safe_serialization=safe_serialization) for i, state in enumerate(weights)),
         *_stateful(utils.OPTIMIZER_NAME, optimizers),
-        *_stateful(utils.SCHEDULER_NAME, strategies.plain_schedulers(accelerator)),
+        *_stateful(utils.SCHEDULER_NAME, enumerate(strategies.plain_schedulers(accelerator))),
         *(torch_file(f"{numbered(utils.SAMPLER_NAME, i)}.bin", sampler) for i, sampler in samplers(accelerator)),
         *(torch_file(name, state) for name, state in shared.items()),
         *(
@@ -133,8 +135,8 @@ def numbered(name: str, index: int) -> str:
     return f"{name}_{index}" if index else name
 
 
-def _stateful(name: str, objects: Sequence[Any]) -> list[FilePlan]:
-    return [torch_file(f"{numbered(name, i)}.bin", one.state_dict()) for i, one in enumerate(objects)]
+def _stateful(name: str, objects: Iterable[tuple[int, Any]]) -> list[FilePlan]:
+    return [torch_file(f"{numbered(name, i)}.bin", one.state_dict()) for i, one in objects]
 
 
 def _model(index: int, state: Mapping[str, Any], *, safe_serialization: bool) -> FilePlan:

@@ -24,7 +24,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
 from safe_ckpt.adapters import Attempt, Engine, FilePlan, Patch, Planned, torch_file
-from safe_ckpt.adapters.extras import reraise
+from safe_ckpt.adapters.extras import is_divided, reraise
 from safe_ckpt.adapters.strategy import Sharded, Strategy, Whole
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Parts:
                 raise TypeError(f"save_state: unexpected arguments for DeepSpeed: {', '.join(unknown)}")
             return self._writes(engines).plan(dict.fromkeys(engines, arguments), attempt)
         if not is_sharding(accelerator):
-            return Planned()
+            return self._divided(attempt)
         states: dict[str, Any] = {}
         with attempt.meeting():
             if is_first_version(accelerator):
@@ -119,6 +119,23 @@ class Parts:
         from safe_ckpt.deepspeed.nested import EngineWrites
 
         return EngineWrites(self._engine, engines)
+
+    def _divided(self, attempt: Attempt) -> Planned:
+        """The files of optimizers of which each rank has a part: rank 0 gets all, in collectives of torch's own."""
+        optimizers = plain_optimizers(self._accelerator)
+        found = {number: one for number, one in enumerate(optimizers) if is_divided(one)}
+        files: list[FilePlan] = []
+        if not found:
+            return Planned()
+        with attempt.meeting():
+            self._engine.agree("optimizers", local=reraise(attempt.error), phase="planning the save")
+        for number, one in found.items() if attempt.error is None else ():
+            with attempt:
+                one.consolidate_state_dict(to=0)
+                if self._engine.rank == 0:
+                    name = f"{OPTIMIZER_NAME}_{number}" if number else OPTIMIZER_NAME
+                    files.append(torch_file(f"{name}.bin", one.state_dict()))
+        return Planned(files=files, error=attempt.error)
 
     def _states(self) -> dict[str, Any]:
         first, models, states = is_first_version(self._accelerator), self._accelerator._models, dict[str, Any]()

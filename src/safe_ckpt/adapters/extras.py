@@ -23,7 +23,7 @@ from safe_ckpt.core.resuming.named import names_in, not_found
 from safe_ckpt.core.saving.names import refuse
 from safe_ckpt.core.saving.request import Destination, Facts, SaveRequest, check_step, checked_metrics
 from safe_ckpt.core.sharding import dtensor
-from safe_ckpt.core.sharding.dtensor import keeping_types
+from safe_ckpt.core.sharding.dtensor import is_divided, keeping_types
 from safe_ckpt.core.sharding.gather import gather_nested
 from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.state.rng import get_rng_state, set_rng_state

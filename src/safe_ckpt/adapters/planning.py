@@ -16,7 +16,7 @@ from safe_ckpt.core.formats import torch_archive
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.refusals import changed_meanwhile
 from safe_ckpt.core.saving.request import Payload, PlanningFailed, Snapshot, Streamed
-from safe_ckpt.core.sharding.dtensor import load_keeping_types, refuse_local_state, warn_of_rounded
+from safe_ckpt.core.sharding.dtensor import load_keeping_types, own_state_dict, warn_of_rounded
 from safe_ckpt.core.state.overlap import OverlapPlan
 from safe_ckpt.core.state.planner import Models
 from safe_ckpt.core.storage.copier import FileCopy
@@ -168,10 +168,13 @@ def _by_name(modules: Iterable[Any]) -> dict[str, torch.nn.Module]:
 
 def states_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Names to states: of a Stateful its ``state_dict()``, of anything else what it is."""
-    for one in state_dict.values():
+    states = {}
+    for name, one in state_dict.items():
         if isinstance(one, torch.optim.Optimizer):
-            refuse_local_state(one)
-    return {name: one.state_dict() if isinstance(one, Stateful) else one for name, one in state_dict.items()}
+            states[name] = own_state_dict(one)
+        else:
+            states[name] = one.state_dict() if isinstance(one, Stateful) else one
+    return states
 
 
 def give_back(states: Mapping[str, Any], state_dict: MutableMapping[str, Any]) -> None:

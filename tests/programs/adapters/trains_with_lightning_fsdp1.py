@@ -1,8 +1,9 @@
-"""Trains with Lightning's FSDPStrategy in FOLDER, with KIND "sharded" or "full" of checkpoints, up to EPOCHS.
+"""Trains with Lightning's FSDPStrategy in FOLDER, with KIND "sharded" or "full" of checkpoints, up to EPOCHS, on DEVICES.
 
 KIND "stock": without our callback, from ``last.ckpt``. Lightning starts that strategy on GPUs only: here it is a subclass.
 """
 
+import dataclasses
 import hashlib
 import os
 import sys
@@ -12,7 +13,7 @@ from lightning_program import CONFIG, pl
 
 # isort: split
 import torch
-from fsdp1_runs import hold_whole_tensors
+from fsdp1_runs import everything, hold_whole_tensors
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning_runs import module_class, trainer
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -39,12 +40,17 @@ def print_of(made):
     return hashlib.sha256(b"".join(one.numpy().tobytes() for one in tensors)).hexdigest()[:16]
 
 
-def fit(folder, kind, epochs):
+def print_of_whole(made):
+    tensors = everything(made.strategy.model, made.optimizers[0])
+    return hashlib.sha256(b"".join(one.numpy().tobytes() for _, one in sorted(tensors.items()))).hexdigest()[:16]
+
+
+def fit(folder, kind, epochs, devices):
     pl.seed_everything(1, verbose=False)
     hold_whole_tensors()
     ours = SafeCheckpointCallback(
         dirpath=folder,
-        config=CONFIG,
+        config=dataclasses.replace(CONFIG, snapshot="overlapped" if kind == "sharded" else "auto"),
         resume="auto",
         save_last=True,
         filename="{epoch}-{step}",
@@ -55,7 +61,7 @@ def fit(folder, kind, epochs):
     )
     form = "full" if kind == "full" else "sharded"
     strategy = OnCpus(state_dict_type=form, auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}))
-    settings = {"strategy": strategy, "devices": 2, "max_epochs": epochs, "enable_checkpointing": kind != "stock"}
+    settings = {"strategy": strategy, "devices": devices, "max_epochs": epochs, "enable_checkpointing": kind != "stock"}
     made = trainer(pl, [ours] if kind != "stock" else [], folder, **settings)
     module = Module(loader=resumable)
     made.fit(module, ckpt_path=folder / "last.ckpt" if kind == "stock" else None)
@@ -63,6 +69,7 @@ def fit(folder, kind, epochs):
 
 
 if __name__ == "__main__":
-    folder, kind, epochs = sys.argv[1:]
-    made = fit(Path(folder), kind, int(epochs))
-    os.write(1, f"RANK {made.global_rank} {print_of(made)} {made.global_step}\n".encode())  # in one piece
+    folder, kind, epochs, *devices = sys.argv[1:]
+    made = fit(Path(folder), kind, int(epochs), int(*devices or [2]))
+    said = f"RANK {made.global_rank} {print_of(made)} {made.global_step} {print_of_whole(made)}\n"
+    os.write(1, said.encode())  # in one piece

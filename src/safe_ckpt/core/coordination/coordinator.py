@@ -200,15 +200,17 @@ class Coordinator:
             failure = error
             own = {"error": to_wire(error, rank=self.rank, phase=phase or kind)}
         view = {"kind": kind, **{key: str(value) for key, value in (must_match or {}).items()}}
-        entry = self._next_entry(kind, timeout_s)
+        entry = self._next_entry(kind, timeout_s, phase or kind)
         try:
             return self._lead(entry, view, own, decide) if self.rank == 0 else self._follow(entry, view, own)
         except SafeCheckpointError as reported:
-            if failure is None or isinstance(reported, CoordinationError):
+            if failure is None:
                 raise
+            if isinstance(reported, CoordinationError):  # a collective fails here because a rank has died in it there
+                raise reported from (reported.__cause__ or failure)
             raise failure from failure.__cause__
 
-    def _next_entry(self, kind: str, timeout_s: float) -> LogEntry:
+    def _next_entry(self, kind: str, timeout_s: float, phase: str) -> LogEntry:
         """The next entry of the log. Every rank uses up its number, also if it fails."""
         if self._goes_on:
             self._part += 1
@@ -222,7 +224,7 @@ class Coordinator:
         def check() -> None:
             if self.rank == 0 and (gone := self._heartbeat.are_past(number)):
                 raise RendezvousTimeout(phase=kind, seconds=timeout_s, missing=gone)
-            self.check(needed)
+            self._heartbeat.check(needed, phase)
 
         return LogEntry(
             self._calls,

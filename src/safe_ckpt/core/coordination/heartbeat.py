@@ -96,8 +96,12 @@ class Heartbeat:
         if peers:
             self._thread.start()
 
-    def check(self, needed: Iterable[int]) -> None:
+    def check(self, needed: Iterable[int], phase: str = "") -> None:
         """Raise if one of ``needed`` is lost now.
+
+        Args:
+            needed: ranks.
+            phase: what they are needed for, for the error.
 
         Raises:
             PeerLostError: naming them.
@@ -106,7 +110,7 @@ class Heartbeat:
         gone = [rank for rank in needed if rank in lost]
         if gone:
             reason = "; ".join(sorted({lost[rank] for rank in gone}))
-            raise PeerLostError(phase="waiting for the other ranks", ranks=tuple(gone), reason=reason)
+            raise PeerLostError(phase=phase or "waiting for the other ranks", ranks=tuple(gone), reason=reason)
 
     def observe(self, stall_s: float, interval_s: float) -> None:
         """Set how long a count may stand still, and the time between two beats."""

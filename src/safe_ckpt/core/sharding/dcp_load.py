@@ -82,7 +82,10 @@ class Loading:
     ) -> None:
         metadata = read_metadata(folder)
         paths = {name: tuple((metadata.planner_data or {}).get(name, (name,))) for name in metadata.state_dict_metadata}
-        state.update({name: _all_of(one, name, metadata, paths) for name, one in optimizers.items()})
+        try:
+            state.update({name: _all_of(one, name, metadata, paths) for name, one in optimizers.items()})
+        except ValueError as error:  # nothing tells how a plain tensor is spread
+            raise RestoreError(path=str(folder), message=str(error)) from error
         self._folder = folder
         self._state = state
         if planner is None:
@@ -147,7 +150,7 @@ def _all_of(
     optimizer: torch.optim.Optimizer, name: str, metadata: Metadata, paths: Mapping[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
     """An optimizer's state dict with places for all that the checkpoint has of it, and for nothing else."""
-    own = optimizer.state_dict()
+    own = dtensor.own_state_dict(optimizer)
     kept = own.get("state")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found = {fqn: path[1:] for fqn, path in paths.items() if path[0] == name and fqn != name_of_empty(path)}
@@ -155,14 +158,21 @@ def _all_of(
     if not isinstance(kept, Mapping) or not all(len(path) > 2 and str(path[1]).isdecimal() for path in state):
         return own  # its class has another kind of state dict, or it was saved by names, or it was none
     asked: dict[str, Any] = {**own, "state": {}, "param_groups": []}
+    marks = dtensor.marks_of(found.values())
+    stepped = {id(one) for group in dtensor.stepping(optimizer).param_groups for one in group["params"]}
     for fqn, path in found.items():
         known, room = metadata.state_dict_metadata[fqn], None
+        if path[0] == "state" and int(path[1]) < len(parameters) and id(parameters[int(path[1])]) not in stepped:
+            continue  # another rank has it
         if isinstance(known, TensorStorageMetadata):
             number = int(path[1]) if path[0] == "state" else len(parameters)
             room = kept.get(number, {}).get(path[2]) if path[0] == "state" else None
             kind = tuple(known.size), known.properties.dtype
             if not isinstance(room, torch.Tensor) or (tuple(room.shape), room.dtype) != kind:
-                room = new_room(*kind, like=parameters[number] if number < len(parameters) else None)
+                like = parameters[number] if number < len(parameters) else None
+                if like is not None and str(path[-1]) in marks:
+                    like = dtensor.like_which(marks[str(path[-1])], like, known.size)
+                room = new_room(*kind, like=like)
         set_element(asked, path, room)
     return {**asked, "state": {int(number): one for number, one in asked["state"].items()}}
 

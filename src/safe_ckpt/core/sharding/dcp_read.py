@@ -338,18 +338,16 @@ def optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     That function takes a step of an optimizer that has no state yet, with a learning rate of 0; this changes nothing.
     """
     names = _names(module)
-    dtensor.refuse_local_state(optimizer, names)
     groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
-    state = {
-        names[id(parameter)]: dict(optimizer.state[parameter])
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if optimizer.state.get(parameter)
-    }
+    own = dtensor.stepping(optimizer).state
+    stepped_here = [one for group in optimizer.param_groups for one in group["params"] if own.get(one)]
+    parts, marks = dtensor.state_in_parts([(names[id(one)], one, own[one]) for one in stepped_here])
+    state = {names[id(one)]: dict(part) for one, part in zip(stepped_here, parts, strict=True)}
     stepped = [group["params"] for group in groups]
     # Other ranks may step others, such as their experts: each kind of rank says it under a name of its own.
     key = hashlib.blake2b(repr(stepped).encode(), digest_size=8).hexdigest()
-    return {"state": state, "param_groups": groups, _NAMES: {key: stepped}}
+    marked = {dtensor.PLAIN: marks} if marks else {}
+    return {"state": state, "param_groups": groups, _NAMES: {key: stepped}, **marked}
 
 
 def fit_module(stored: Stored, module: torch.nn.Module) -> Fitted:
@@ -417,13 +415,7 @@ def fit_optimizer(stored: Stored, module: torch.nn.Module, optimizer: torch.opti
     sources = _sources(groups, places, order)
     if sources is None:
         stored.refuse("its groups hold other parameters than those in the checkpoint")
-    rooms: dict[str, Any] = {}
-    for name, path in stored.paths.items():
-        if path[0] == "state" and len(path) > 1:
-            if path[1] in today:
-                rooms[name] = stored.room(name, owned[today[path[1]]]) if name in stored.tensors else None
-        elif path[0] != _NAMES:
-            rooms[name] = None
+    rooms = _rooms_of_optimizer(stored, optimizer, {then: owned[now] for then, now in today.items()})
 
     def apply(_: Collection[str]) -> torch.optim.Optimizer:
         state = stored.read(rooms)
@@ -434,10 +426,37 @@ def fit_optimizer(stored: Stored, module: torch.nn.Module, optimizer: torch.opti
             for i, source in enumerate(sources)
         ]
         by_number = {numbers[today[name]]: kept for name, kept in state.get("state", {}).items()}
-        dtensor.load_keeping_types(optimizer, {"state": by_number, "param_groups": again})
+        marks = {dtensor.PLAIN: state[dtensor.PLAIN]} if dtensor.PLAIN in state else {}
+        dtensor.load_keeping_types(optimizer, {"state": by_number, "param_groups": again, **marks})
         return optimizer
 
     return Fitted(apply=apply, besides=sorted(saved - today.keys()), refusal="this optimizer does not step")
+
+
+def _rooms_of_optimizer(
+    stored: Stored, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
+) -> dict[str, Any]:
+    """Where each name goes that this rank needs: of what is divided, what belongs to its own parameters.
+
+    Raises:
+        RestoreError: nothing tells how a plain tensor is spread.
+    """
+    marks, rooms = dtensor.marks_of(stored.paths.values()), dict[str, Any]()
+    own = {id(one) for group in dtensor.stepping(optimizer).param_groups for one in group["params"]}
+    for name, path in stored.paths.items():
+        if path[0] != "state" or len(path) == 1:
+            if path[0] != _NAMES:
+                rooms[name] = None
+        elif path[1] in parameters and id(parameters[path[1]]) in own:
+            rooms[name] = None
+            if name in stored.tensors:
+                parameter, size = parameters[path[1]], stored.tensors[name].size
+                try:
+                    like = dtensor.like_which(marks.get(str(path[-1]), ""), parameter, size)
+                except ValueError as error:
+                    stored.refuse(f"{name}: {error}")
+                rooms[name] = stored.room(name, like)
+    return rooms
 
 
 def _sources(

@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,11 +35,11 @@ _HOMES = {
     "ShardedTensor": "torch.distributed._shard.sharded_tensor",
     "ZeroRedundancyOptimizer": "torch.distributed.optim",
 }
-_ZERO = (
-    "each rank has a part of its state. Use FSDP2 (fully_shard); or give Checkpointer an object whose load_state_dict is the "
-    "optimizer's, and whose state_dict calls consolidate_state_dict(to=rank) for each rank, and returns the optimizer's behind "
-    "that of its own rank"
-)
+PLAIN = "plain_tensors"
+"""Where the state of an optimizer of DTensors says how its plain tensors lie: below their key, as one of these words."""
+_LOST = "a plain tensor with this rank's part of a DTensor parameter's state{}: the other ranks' would be lost"
+_KEEPS_DTENSORS = "keeps DTensors, such as torch.optim.AdamW(fused=True)"
+_PART, _WHOLE, _EITHER = "part", "whole", "either"
 
 
 def _classes(*names: str) -> tuple[type, ...]:
@@ -333,15 +332,44 @@ def load_keeping_types(optimizer: torch.optim.Optimizer, state: Mapping[str, Any
     products or moments of a class of the user's own, would be rounded. Parameters of another type than they had at the save
     have it their way: of torch's own classes nothing is of the parameter's type then.
     """
+    if is_divided(optimizer):
+        _load_own(optimizer, state)
+        return
+    state = _plain_again(state)
     optimizer.load_state_dict(dict(state))
     _keep_types(optimizer, state)
+
+
+def _load_own(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Load what belongs to this rank. The class itself numbers its parameters, and keeps the types."""
+    numbered = by_number(optimizer, state)
+    places = {number: place for place, number in enumerate(numbered)}
+    owned = {id(parameter) for group in stepping(optimizer).param_groups for parameter in group["params"]}
+    own = {places[n]: dict(kept) for n, kept in state["state"].items() if kept and id(numbered[n]) in owned}
+    groups = [{**one, "params": [places[number] for number in one["params"]]} for one in state["param_groups"]]
+    optimizer.optim.state.clear()
+    optimizer.load_state_dict({**state, "state": own, "param_groups": groups})
+    optimizer.state.clear()  # copies of what the one that steps has
+
+
+def _plain_again(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state without ``PLAIN``, and with plain tensors where it says so."""
+    marks = state.get(PLAIN) or {}
+    if PLAIN not in state:
+        return state
+    again = {
+        number: {key: local_of(one) if key in marks and is_dtensor(one) else one for key, one in kept.items()}
+        for number, kept in state["state"].items()
+    }
+    return {**{key: one for key, one in state.items() if key != PLAIN}, "state": again}
 
 
 @contextlib.contextmanager
 def keeping_types(optimizers: Iterable[Any]) -> Iterator[None]:
     """Within this, a ``load_state_dict`` of these optimizers, whoever calls it, is as ``load_keeping_types``."""
     given: dict[int, Mapping[str, Any]] = {}
-    of_torch = [one for one in optimizers if isinstance(one, torch.optim.Optimizer)]
+    # What is divided keeps the types by itself, and shows a hook what was left of the state.
+    of_torch = [one for one in optimizers if isinstance(one, torch.optim.Optimizer) and not is_divided(one)]
 
     def before(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         given[id(optimizer)] = state
@@ -401,26 +429,122 @@ def refuse_partitioned(module: torch.nn.Module) -> None:
             raise StateError(key=name, message=message)
 
 
-def refuse_local_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str] = MappingProxyType({})) -> None:
-    """Refuse an optimizer that keeps what belongs to this rank's parts of DTensors in plain tensors: one rank's would be saved.
+def is_divided(optimizer: object) -> bool:
+    """Whether this is a ``ZeroRedundancyOptimizer``: each rank steps some of the parameters, and has their state."""
+    return isinstance(optimizer, _classes("ZeroRedundancyOptimizer"))
 
-    And a ``ZeroRedundancyOptimizer``, of which one rank at a time can say the state.
 
-    Args:
-        optimizer: its state is looked at.
-        names: of its parameters, by their ``id``; else they are numbered.
+def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The one that steps the parameters of this rank, and has their state.
 
     Raises:
-        StateError: naming the parameter and the tensor.
+        StateError: it was made with ``overlap_with_ddp=True``.
     """
-    if isinstance(optimizer, _classes("ZeroRedundancyOptimizer")):
-        try:
-            optimizer.state_dict()
-        except RuntimeError as error:
-            raise StateError(key=type(optimizer).__name__, message=_ZERO) from error
-    for number, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"]):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            _refuse_local_part(f"{names.get(id(parameter), number)}: {key}", value, parameter)
+    if not is_divided(optimizer):
+        return optimizer
+    local = getattr(optimizer, "optim", None)
+    if not isinstance(local, torch.optim.Optimizer):
+        message = "it does not take its state back before its first steps: make it with overlap_with_ddp=False"
+        raise StateError(key=type(optimizer).__name__, message=message)
+    return local
+
+
+def own_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its ``state_dict()``, as ``load_keeping_types`` takes it; what this rank has of it alone, in tensors that say so.
+
+    Raises:
+        StateError: see ``state_in_parts``.
+    """
+    if not is_divided(optimizer):
+        state = optimizer.state_dict()
+        if not dtensor_class() or not isinstance(state.get("state"), Mapping) or not has_dtensors(optimizer):
+            return state
+        numbered = by_number(optimizer, state)
+        kept = {number: one for number, one in state["state"].items() if number in numbered}
+        parts, marks = state_in_parts([(str(number), numbered[number], one) for number, one in kept.items()])
+        marked = {PLAIN: marks} if marks else {}
+        return {**state, "state": {**state["state"], **dict(zip(kept, parts, strict=True))}, **marked}
+    own = stepping(optimizer).state
+    state = torch.optim.Optimizer.state_dict(optimizer)  # its own class wants to know what all ranks have
+    state["state"] = {n: dict(own[one]) for n, one in by_number(optimizer, state).items() if own.get(one)}
+    return state
+
+
+def has_dtensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it steps parameters that are DTensors."""
+    return any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def state_in_parts(
+    kept: Iterable[tuple[str, torch.Tensor, Any]],
+) -> tuple[list[Any], dict[str, dict[str, bool]]]:
+    """Make DTensors of plain tensors in which an optimizer keeps what belongs to this rank's parts of its parameters.
+
+    Args:
+        kept: of each parameter its name, itself and its state.
+
+    Returns:
+        The states, and for ``PLAIN`` how the plain tensors lay.
+
+    Raises:
+        StateError: under one key there are parts, and others that are none; names the parameter.
+    """
+    rows = list(kept)
+    ways: dict[str, dict[str, str]] = {}
+    for name, parameter, state in rows:
+        plain = state.items() if isinstance(state, Mapping) and is_dtensor(parameter) else ()
+        for key, value in plain:
+            if isinstance(value, torch.Tensor) and value.dim() and not is_sharded(value):
+                part, whole = (value.shape == one.shape for one in (local_of(parameter), parameter))
+                way = _EITHER if part and whole else _PART if part else _WHOLE if whole else ""
+                ways.setdefault(key, {}).setdefault(way, name)
+    for key, found in ways.items():
+        if _PART in found and not found.keys() <= {_PART, _EITHER}:
+            other = next(way for way in found if way not in (_PART, _EITHER))
+            lost = _LOST.format(f", and that of {found[other]} is none")
+            message = f"{lost}. Use one that {_KEEPS_DTENSORS}"
+            raise StateError(key=f"{found[_PART]}: {key}", message=message)
+    sure = {key: [way for way in found if way != _EITHER] or [_EITHER] for key, found in ways.items()}
+    marks = {key: {found[0]: True} for key, found in sure.items() if found[0] and not found[1:]}
+    states = [
+        {key: _as_part(one, parameter) if _PART in marks.get(key, ()) else one for key, one in state.items()}
+        if isinstance(state, Mapping)
+        else state
+        for _, parameter, state in rows
+    ]
+    return states, marks
+
+
+def _as_part(value: Any, parameter: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not is_dtensor(parameter) or is_sharded(value):
+        return value
+    (kind,) = dtensor_class()
+    of_whole = {"shape": parameter.shape, "stride": parameter.stride()}
+    made: Any = kind
+    return made.from_local(value, parameter.device_mesh, parameter.placements, run_check=False, **of_whole)
+
+
+def marks_of(paths: Iterable[Sequence[Any]]) -> dict[str, str]:
+    """How plain tensors lay, by their keys: from the places of all that was saved of an optimizer."""
+    found: dict[str, set[str]] = {}
+    for path in paths:
+        if len(path) == 3 and path[0] == PLAIN:
+            found.setdefault(str(path[1]), set()).add(str(path[2]))
+    return {key: next((way for way in (_PART, _WHOLE) if way in ways), _EITHER) for key, ways in found.items()}
+
+
+def like_which(way: str, parameter: torch.Tensor, size: Sequence[int]) -> torch.Tensor | None:
+    """Spread as which tensor a rank needs what lay in such a way; None for the whole of it.
+
+    Raises:
+        ValueError: it does not say whether it is a part.
+    """
+    if way == _EITHER and is_dtensor(parameter) and tuple(local_of(parameter).shape) != tuple(size):
+        raise ValueError(
+            "plain tensors beside DTensor parameters were saved where each rank had the whole of these, so that nothing tells "
+            "whether they are parts of it: resume on one rank"
+        )
+    return None if way == _WHOLE else parameter
 
 
 def refuse_local_parts(states: Mapping[str, Any]) -> None:
@@ -545,9 +669,10 @@ def _refuse_local_part(key: str, value: object, parameter: Any) -> None:
     if not isinstance(value, torch.Tensor) or is_sharded(value) or not is_dtensor(parameter):
         return
     if tuple(value.shape) == tuple(local_of(parameter).shape) != tuple(parameter.shape):
+        lost = _LOST.format(", as TransformerEngine's FusedAdam has it")
         message = (
-            "a plain tensor with this rank's part of a DTensor parameter's state, as TransformerEngine's FusedAdam has it: the "
-            "other ranks' would be lost. Use an optimizer that keeps DTensors, such as torch.optim.AdamW(fused=True)"
+            f"{lost}. Hand over the optimizer itself instead of its state dict, to Checkpointer or safe_ckpt.dcp; or use one "
+            f"that {_KEEPS_DTENSORS}"
         )
         raise StateError(key=key, message=message)
 

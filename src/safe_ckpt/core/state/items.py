@@ -294,6 +294,11 @@ class _Optimizer(_Stateful):
         self.optimizer: torch.optim.Optimizer = value
         self.kind = f"an optimizer {type(value).__qualname__}"
 
+    @property
+    def sharded(self) -> bool:
+        """See ``SavedItem``; or whether this rank steps some of the parameters only."""
+        return dtensor.is_divided(self.optimizer) or super().sharded
+
     def leaves(self) -> Iterable[object]:
         """The parameters that it steps."""
         return (tensor for group in self.optimizer.param_groups for tensor in group["params"])
@@ -303,7 +308,6 @@ class _Optimizer(_Stateful):
 
     def state(self) -> Any:
         if not self.sharded:
-            dtensor.refuse_local_state(self.optimizer)
             return super().state()
         from safe_ckpt.core.sharding import dcp_read
 
@@ -314,7 +318,7 @@ class _Optimizer(_Stateful):
 
     def expected_bytes(self) -> int:
         """See ``SavedItem``: as it will be after the first step."""
-        return expected_state_bytes(self.optimizer)
+        return expected_state_bytes(dtensor.stepping(self.optimizer))
 
     def refuse_target(self) -> None:
         parameters: Iterable[Any] = self.leaves()
