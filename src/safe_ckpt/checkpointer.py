@@ -19,7 +19,7 @@ from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.formats.torch_reading import outside_inference_mode
 from safe_ckpt.core.home import retention
-from safe_ckpt.core.home.candidates import is_of_step, newest_first, newest_sequence, step_name
+from safe_ckpt.core.home.candidates import by_commit, is_of_step, newest_sequence, step_name
 from safe_ckpt.core.home.home import Candidate, Home
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.home.visibility import list_patiently
@@ -336,7 +336,7 @@ class Checkpointer:
             there = self._engine.agree(
                 "named",
                 must_match={"path": path},
-                decide=lambda _: [one.summary.name for one in newest_first(self._home.look())],
+                decide=lambda _: [one.summary.name for one in by_commit(self._home.look())],
             )
             raise not_found(path, there)
         if chosen is None:

@@ -331,7 +331,7 @@ def test_files_elsewhere_are_in_one_order_over_all_runs(tmp_path, monkeypatch):
         made.fit(module_class(pl)())
         if epochs == 1:
             made.save_checkpoint(manual / "3-after.ckpt")
-    found = catalog.newest_first(catalog.list_files(manual, ".ckpt"))
+    found = catalog.by_commit(catalog.list_files(manual, ".ckpt"))
     assert [candidate.path.name for candidate in found] == ["6.ckpt", "3-after.ckpt", "3.ckpt"]
 
 

@@ -264,7 +264,7 @@ class Files(Numbered):
             candidates = catalog.list_files(folder, ".ckpt")
             if [c.path.name for c in candidates if c.problem]:
                 raise AssertionError(f"damaged files: {[(c.path.name, c.problem) for c in candidates if c.problem]}")
-            for candidate in catalog.newest_first(candidates):
+            for candidate in catalog.by_commit(candidates):
                 verify_files(candidate.path, read_manifest(candidate.path))
                 return number_of(torch.load(candidate.path, weights_only=True))
             return 0

@@ -162,9 +162,9 @@ def test_a_stopped_writer_is_replaced_within_seconds_and_a_pause_harms_nothing(t
 def test_a_slow_disk_is_not_taken_for_a_stopped_writer():
     """What waits for the disk or a processor has as long as an fsync; who is stopped has seconds; all of it has an end."""
     from safe_ckpt import Timeouts
-    from safe_ckpt.core.writer.workers import _limit_s
+    from safe_ckpt.core.writer.workers import _stall_limit_s
 
     limits = Timeouts()
-    assert [_limit_s(limits, "write", state) for state in "TtSDR"] == [3, 3, 60, 300, 300]
-    assert [_limit_s(limits, "fsync", state) for state in ("T", "D", "S", "")] == [3, 300, 300, 300]
-    assert _limit_s(Timeouts(writer_stall_s=1), "idle", "T") == 1
+    assert [_stall_limit_s(limits, "write", state) for state in "TtSDR"] == [3, 3, 60, 300, 300]
+    assert [_stall_limit_s(limits, "fsync", state) for state in ("T", "D", "S", "")] == [3, 300, 300, 300]
+    assert _stall_limit_s(Timeouts(writer_stall_s=1), "idle", "T") == 1

@@ -20,8 +20,8 @@ from safe_ckpt.adapters.extras import (
     Candidate,
     Catalog,
     absolute,
+    by_commit,
     is_of,
-    newest_first,
     policy_of,
     presence,
     refuse,
@@ -255,7 +255,7 @@ def names_below(path: Path) -> list[str]:
     """The checkpoints below a directory that is itself no checkpoint, newest first. On rank 0."""
     folders = [path, path / FOLDER] if ACCELERATE.problem(path) else []
     found = [one for folder in folders if presence.is_directory(folder) for one in candidates(folder)]
-    return [str(one.file_path.relative_to(path)) for one in newest_first(found)]
+    return [str(one.file_path.relative_to(path)) for one in by_commit(found)]
 
 
 def next_number(folder: Path) -> int:

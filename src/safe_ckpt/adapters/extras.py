@@ -13,7 +13,7 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.formats.names import wrapped
 from safe_ckpt.core.formats.refusals import is_short, refuse_short
 from safe_ckpt.core.formats.verify import is_marked, verify_if_ours
-from safe_ckpt.core.home.candidates import WEIGHTS, list_files, newest_first
+from safe_ckpt.core.home.candidates import WEIGHTS, by_commit, list_files
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES, Additions, Candidate, NewCheckpoint, Pointer
 from safe_ckpt.core.home.retention import delete_listed, keep_newest, policy_of

@@ -31,7 +31,7 @@ def test_names_are_ordered_by_number(tmp_path, find, name, file):
         (folder / "trainer_state.json").write_text("{}")
     found = {one.path.name: one.step for one in find(tmp_path)}
     assert found == {name.format(number): number for number in NUMBERS}
-    ordered = homes.newest_first(find(tmp_path))
+    ordered = homes.by_commit(find(tmp_path))
     assert [one.step for one in ordered if not one.problem] == [
         one.step for one in sorted(ordered, key=lambda one: -one.step) if not one.problem
     ]

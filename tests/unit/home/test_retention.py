@@ -51,8 +51,8 @@ def test_retention_keeps_the_newest_and_what_any_rule_keeps(found, last, top, mo
     """
     policy = Retention(keep_last=last, keep_best=top, metric="loss", mode=mode, keep_every_steps=every)
     gone = {i.sequence for i in to_delete(found, policy)}
-    newest_first = sorted(found, key=lambda i: -i.sequence)
-    kept = {i.sequence for i in newest_first[: last or 1]}
+    by_commit = sorted(found, key=lambda i: -i.sequence)
+    kept = {i.sequence for i in by_commit[: last or 1]}
     kept |= {i.sequence for i in best(found, policy)[: top or 0]}
     kept |= {i.sequence for i in found if every and i.step % every == 0}
     without = all(not math.isfinite(i.metrics.get("loss", math.nan)) for i in found)

@@ -31,7 +31,7 @@ def test_each_file_saved_is_newer_than_those_before_whatever_the_clock(tmp_path,
         sequence = save(tmp_path / f"{number}.ckpt")
         assert sequence > newest
         newest = sequence
-    found = catalog.newest_first(catalog.list_files(tmp_path, ".ckpt"))
+    found = catalog.by_commit(catalog.list_files(tmp_path, ".ckpt"))
     assert [candidate.path.name for candidate in found] == ["2.ckpt", "1.ckpt", "0.ckpt"]
 
 
@@ -68,7 +68,7 @@ def test_of_two_saves_with_equal_numbers_the_later_one_is_newer(tmp_path):
     save_archive({"x": 1}, tmp_path / "b.ckpt", sequence=5)
     time.sleep(0.002)  # the manifest has milliseconds
     save_archive({"x": 1}, tmp_path / "a.ckpt", sequence=5)
-    found = catalog.newest_first(catalog.list_files(tmp_path, ".ckpt"))
+    found = catalog.by_commit(catalog.list_files(tmp_path, ".ckpt"))
     assert [candidate.path.name for candidate in found] == ["a.ckpt", "b.ckpt"]
 
 

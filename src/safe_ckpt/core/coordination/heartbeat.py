@@ -22,8 +22,8 @@ from safe_ckpt.machine import machine_id, process_state
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_QUICKEST_S = 0.5
-_SLOWEST_S = 5.0
+_SHORTEST_ANSWER_S = 0.5
+_LONGEST_ANSWER_S = 5.0
 _MARGIN_S = 2.0
 _PHASE = "heartbeat"
 _MOST_LEFT = 32
@@ -116,7 +116,7 @@ class Heartbeat:
         """Set how long a count may stand still, and the time between two beats."""
         self._stall_s, self._interval_s = stall_s, interval_s
         # A connection that went silent is replaced long before the host behind it counts as lost.
-        self._store_client.answer_s = min(_SLOWEST_S, max(_QUICKEST_S, stall_s / 4))
+        self._store_client.answer_s = min(_LONGEST_ANSWER_S, max(_SHORTEST_ANSWER_S, stall_s / 4))
 
     def host_is_alive(self) -> bool:
         """Whether the store's host shows signs of life."""

@@ -170,12 +170,7 @@ class Manifest:
             CorruptCheckpointError: a field is missing, of the wrong type or not allowed.
             HostileCheckpointError: the path of a file leads out.
         """
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise UnsupportedFormatError(path=path, message="its manifest was not written by safe_ckpt")
-        written = data.get("format_version")
-        if not isinstance(written, int) or written > FORMAT_VERSION:
-            message = f"format version {written} is newer than {FORMAT_VERSION}, the newest that this release reads"
-            raise UnsupportedFormatError(path=path, message=f"{message}: upgrade safe-ckpt")
+        refuse_other_format(data, path)
         try:
             keys = ("path", "size_bytes", "xxh3_128", "rank")
             files = tuple(FileEntry(**{key: row[key] for key in keys}, age=row.get("age", 0)) for row in data["files"])
@@ -271,6 +266,20 @@ class CheckpointInfo:
     def from_json(cls, data: Mapping[str, Any], beside: Place | None = None) -> CheckpointInfo:
         """From what ``to_json`` returned, of a checkpoint in the same file system or bucket as ``beside``."""
         return cls(**{**data, "path": place_named(data["path"], beside)})
+
+
+def refuse_other_format(data: Any, path: str) -> None:
+    """Refuse what is no manifest of ours, or one of a newer version. There is one version so far.
+
+    Raises:
+        UnsupportedFormatError: see above.
+    """
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise UnsupportedFormatError(path=path, message="its manifest was not written by safe_ckpt")
+    written = data.get("format_version")
+    if not isinstance(written, int) or written > FORMAT_VERSION:
+        message = f"format version {written} is newer than {FORMAT_VERSION}, the newest that this release reads"
+        raise UnsupportedFormatError(path=path, message=f"{message}: upgrade safe-ckpt")
 
 
 def read_manifest(path: Place) -> Manifest:

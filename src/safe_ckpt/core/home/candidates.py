@@ -1,4 +1,4 @@
-"""Which checkpoints there are, in which order to try them, and what this job knows of them."""
+"""Which checkpoints there are, the order of their commits, and what this job knows of them. ``standing_of`` chooses."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def list_files(
     return [candidate for candidate in candidates if not _is_weights(candidate)]
 
 
-def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The order in which to try them: ours by commit sequence, newest first, then those of other tools by step."""
+def by_commit(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Ours by commit sequence, newest first, then those of other tools by step."""
 
     def age(candidate: Candidate) -> tuple[int, int | str, bool]:
         manifest = candidate.manifest

@@ -411,10 +411,10 @@ class FilePublication:
                 extra_files.keep_foreign(self._final, self._pending, new.additions.keep_foreign)
             manifest = dataclasses.replace(manifest, files=tuple(entries))
             durable.write_durably(self._pending / MANIFEST_NAME, manifest.to_bytes())
-            self._publish()
+            self._give_final_name()
         elif entries:
             refuse_unreadable(self._pending)
-            self._publish()
+            self._give_final_name()
         self._link(marked=manifest.marked)
         self._point(marked=manifest.marked)
         return CheckpointInfo.of(manifest, self._final, sum(entry.size_bytes for entry in entries))
@@ -469,7 +469,7 @@ class FilePublication:
             )
             raise DirectoryError(path=str(self._final), message=message, rank=0)
 
-    def _publish(self) -> None:
+    def _give_final_name(self) -> None:
         """Give it its name, if the directory is still this job's."""
         if self._final.parent != self._home.path:  # that one was made durable at the start
             durable.make_directory(self._final.parent)

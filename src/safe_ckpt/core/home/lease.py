@@ -305,12 +305,12 @@ class LeaseLock(ABC):
             if silence.is_broken_by(seen):
                 message = "it is alive, it gave a sign of life: stop it, or choose another directory"
                 raise self.in_use(message, seen.lease)
-            if self._is_dead(seen.lease):
+            if self._refuse_if_alive(seen.lease):
                 break
             # Here: a wait is noted for who comes next.
             silence.heard(seen, self._waited_s, outage=overslept or seen.was_out)
             last = math.inf if self._outage_s is None else began + seen.lease_s + self._outage_s
-            if self._is_free(seen, silence, last if deadline is None else deadline):
+            if self._was_silent_long_enough(seen, silence, last if deadline is None else deadline):
                 break
             if silence.holders > _ATTEMPTS:
                 raise self.in_use(_AGAIN_AND_AGAIN, seen.lease)
@@ -330,20 +330,20 @@ class LeaseLock(ABC):
         # Looks that never agree, such as old and new ones in turn, tell of no silence.
         return None if seen is None else replace(seen, was_out=True)
 
-    def _is_dead(self, lease: Lease | None) -> bool:
+    def _refuse_if_alive(self, lease: Lease | None) -> bool:
         """Whether the holder is known to be dead.
 
         Raises:
             DirectoryInUseError: it is known to be alive.
         """
-        fate = "unknown" if lease is None else self._fate_here(lease)
+        fate = "unknown" if lease is None else self._fate_of_holder(lease)
         if fate == "alive":
             raise self.in_use("it is alive: stop it, or choose another directory", lease)
         if fate == "dead" and lease is not None:
             logger.info("%s is taken over from host %s: its process is dead", self._subject, lease.host)
         return fate == "dead"
 
-    def _is_free(self, seen: Seen, silence: _Silence, deadline: float) -> bool:
+    def _was_silent_long_enough(self, seen: Seen, silence: _Silence, deadline: float) -> bool:
         """Whether a holder that cannot be asked was silent for long enough.
 
         Raises:
@@ -366,7 +366,7 @@ class LeaseLock(ABC):
             logger.info(waiting, self._subject, host, left_s, _FREE)
         return False
 
-    def _fate_here(self, lease: Lease) -> Fate:
+    def _fate_of_holder(self, lease: Lease) -> Fate:
         """Find out as ``_fate`` does; of a lease of this process its own list decides."""
         if lease.token in _made and lease.token not in _held:
             return "dead"

@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import Literal
 
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, describe_unhealthy, read_manifest
-from safe_ckpt.core.home.candidates import newest_first, stamp_of
+from safe_ckpt.core.home.candidates import by_commit, stamp_of
 from safe_ckpt.core.home.home import HIDDEN, Candidate
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.presence import Stamp, inside, opened
@@ -84,7 +84,7 @@ def standing_of(candidates: Iterable[Candidate], judges: Sequence[Judge] = (), *
         OSError: a judge could not read what it needs.
     """
     candidates = list(candidates)
-    usable = newest_first(candidates)
+    usable = by_commit(candidates)
     notes = [note for judge in judges for note in judge(usable)]
     first = {note.path for note in notes if note.says == "first"}
     behind = {note.path: note.why for note in notes if note.says == "by name"}

@@ -19,7 +19,7 @@ from typing import Any
 
 from safe_ckpt import events
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
-from safe_ckpt.core.home.candidates import holds_weights_alone, newest_first, newest_sequence
+from safe_ckpt.core.home.candidates import by_commit, holds_weights_alone, newest_sequence
 from safe_ckpt.core.home.home import Candidate, Home, is_anything_at
 from safe_ckpt.core.home.standing import passed_over, standing_of
 from safe_ckpt.core.home.visibility import list_patiently
@@ -327,7 +327,7 @@ class Offered:
         )
 
     def _fetch_newer(self, home: Home) -> None:
-        usable = newest_first(self._list())
+        usable = by_commit(self._list())
         newest = newest_sequence(usable)
         here = {one.manifest.op_id for one in usable if one.manifest is not None}
         try:

@@ -19,7 +19,7 @@ from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinato
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry
-from safe_ckpt.core.home.candidates import is_of_step, newest_first, step_name
+from safe_ckpt.core.home.candidates import by_commit, is_of_step, step_name
 from safe_ckpt.core.home.home import Candidate, Home, is_anything_at, name_below
 from safe_ckpt.core.home.places import candidate_at, home_at, is_one
 from safe_ckpt.core.home.standing import standing_of
@@ -131,7 +131,7 @@ class Visit:
         with naming(rank=0, phase="looking for checkpoints", path=str(self.place)):
             found, alone = (self.look or self._look)()
         others = [] if found or self.look else of_frameworks(self._home)
-        there = [c.summary.name for c in newest_first(found)]
+        there = [c.summary.name for c in by_commit(found)]
         found = [c for c in found if self.step is None or is_of_step(c, self.step)]
         standing = standing_of(found, named=alone or self.step is not None)
         why = {self._name(c): standing.by_name_only[c.path] for c in found if c.path in standing.by_name_only}

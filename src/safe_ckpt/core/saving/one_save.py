@@ -39,7 +39,7 @@ from safe_ckpt.core.saving.extension import Extensions, Outcome
 from safe_ckpt.core.saving.handle import Handles, OpenSave, skipped
 from safe_ckpt.core.saving.queue import SaveQueue
 from safe_ckpt.core.saving.request import SaveRequest
-from safe_ckpt.core.saving.save import SaveJob, answer, decide, failed
+from safe_ckpt.core.saving.save import SaveJob, answer, decide, failed, is_to_be_skipped
 from safe_ckpt.core.saving.stager import Stager
 from safe_ckpt.core.storage.copier import FileCopy, first_changed
 from safe_ckpt.core.storage.durable import WrittenFile
@@ -148,14 +148,14 @@ def _agree(pipeline: Pipeline, request: SaveRequest) -> dict[str, Any]:
     config, handles, extensions, begun = pipeline.config, pipeline.handles, pipeline.extensions, time.monotonic()
     handles.forget_reported()
     earlier = handles.unreported()
-    busy = config.on_busy == "skip" and not request.patient and handles.in_flight >= config.max_in_flight
+    skip = is_to_be_skipped(config, request, handles.in_flight)
     try:
         decision: dict[str, Any] = pipeline.coordinator.agree(
             "save",
             timeout_s=config.timeouts.barrier_s,
             must_match={"step": request.facts.step, "path": request.destination.path, **request.must_match},
             local=lambda: answer(request, earlier, pipeline.rank, extensions.spared_bytes(request)),
-            decide=lambda answers: decide(request, answers, busy=busy, fields=extensions.decided(request)),
+            decide=lambda answers: decide(request, answers, skip=skip, fields=extensions.decided(request)),
             phase="planning the save",
         )
     except Exception as problem:

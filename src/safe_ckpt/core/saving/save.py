@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from safe_ckpt import events
+from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.rounds import to_wire
 from safe_ckpt.core.formats.file_plan import FilePlan, WriteTask
 from safe_ckpt.core.formats.manifest import Manifest
@@ -57,15 +58,20 @@ def answer(
     }
 
 
+def is_to_be_skipped(config: CheckpointConfig, request: SaveRequest, in_flight: int) -> bool:
+    """Whether as many saves are in flight as may be, and this one is not to wait."""
+    return config.on_busy == "skip" and not request.patient and in_flight >= config.max_in_flight
+
+
 def decide(
-    request: SaveRequest, answers: Mapping[int, Any], *, busy: bool, fields: Mapping[str, Any]
+    request: SaveRequest, answers: Mapping[int, Any], *, skip: bool, fields: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Decide on rank 0 what follows from the answers.
 
     Args:
         request: rank 0's own.
         answers: what ``answer`` returned on every rank.
-        busy: as many saves are in flight as may be, and this one is not to wait.
+        skip: see ``is_to_be_skipped``.
         fields: what the manifest says besides.
 
     Returns:
@@ -80,7 +86,7 @@ def decide(
         if answers[rank]["earlier"]:
             return {"earlier": answers[rank]["earlier"]}
     refuse_unsaved({rank: answers[rank]["held"] for rank in ranks})
-    if busy:
+    if skip:
         return {}
     manifest = Manifest(
         name=request.name,

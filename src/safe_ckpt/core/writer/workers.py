@@ -99,14 +99,14 @@ def _watch(
             beats, since = now.beats, looked
         elif looked - asked > _ABSENT_S:  # this process was stopped or very busy, and the worker perhaps with it
             since += looked - asked
-        limit_s = _limit_s(timeouts, now.phase, now.state)
+        limit_s = _stall_limit_s(timeouts, now.phase, now.state)
         if looked - since > limit_s:
             how = f"made no progress for {limit_s:g} s {where(now)}"
             raise WriterEnded(how, pid, stalled=now.beats > 0 or now.state in _STOPPED)
         stop()
 
 
-def _limit_s(timeouts: Timeouts, phase: str, state: str) -> float:
+def _stall_limit_s(timeouts: Timeouts, phase: str, state: str) -> float:
     """Return how long the process may move no byte, by what the kernel says of it."""
     if state in _STOPPED:  # a moment of it, for a debugger or a freezer, harms nothing
         return min(_STOPPED_S, timeouts.writer_stall_s)

@@ -20,7 +20,7 @@ from pathlib import Path
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
-from safe_ckpt.core.home.candidates import newest_first
+from safe_ckpt.core.home.candidates import by_commit
 from safe_ckpt.core.home.home import Candidate, Home
 from safe_ckpt.core.home.objects.head import list_objects
 from safe_ckpt.core.staging.worker_thread import Background, Refused
@@ -154,7 +154,7 @@ class MirrorUploads:
         """
         found = list_objects(self.root_of(home).within(self._config.timeouts.barrier_s / 2))
         self._there |= {one.manifest.op_id for one in found if one.manifest is not None}
-        return newest_first(found)
+        return by_commit(found)
 
     def fetch(self, candidate: Candidate, home: Home) -> CheckpointInfo:
         """Bring a checkpoint into the directory.

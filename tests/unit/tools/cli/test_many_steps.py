@@ -50,12 +50,12 @@ def test_what_stays_and_what_is_taken_follow_numbers(tmp_path, first):
         with Checkpointer(tmp_path, CheckpointConfig(retention=Retention(keep_last=12))) as ckpt:
             for step in part:
                 ckpt.save(step, state(step)).result(timeout_s=30)
-    newest_first = steps[::-1][:12]
-    assert listed(tmp_path) == newest_first
+    by_commit = steps[::-1][:12]
+    assert listed(tmp_path) == by_commit
     assert resumed(tmp_path) == steps[-1]
     assert said("resume-path", tmp_path).strip() == str(tmp_path / f"step-{steps[-1]:08d}")
     said("gc", tmp_path, "--keep-last", "3")
-    assert listed(tmp_path) == newest_first[:3]
+    assert listed(tmp_path) == by_commit[:3]
     assert resumed(tmp_path) == steps[-1]
 
 
