@@ -39,8 +39,9 @@ _DURABLE, _COMMIT = "safe_ckpt.core.storage.durable", "safe_ckpt.core.saving.one
 _NAME = """        with _undone_by(lambda: os.rename(final, staged), final, staged):
             sync_directory(str(final.parent))
 """
-_WRITE = "            durable.write_durably(self._pending / MANIFEST_NAME, manifest.to_bytes())\n            self._give_final_name()\n"
-_LATE = "            self._give_final_name()\n            durable.write_durably(self._final / MANIFEST_NAME, manifest.to_bytes())\n"
+_NAMED = "            self._give_final_name()\n"
+_WRITE = "            durable.write_durably(self._pending / MANIFEST_NAME, manifest.to_bytes())\n" + _NAMED
+_LATE = _NAMED + "            durable.write_durably(self._final / MANIFEST_NAME, manifest.to_bytes())\n"
 _ONE_WAY = _swap("            for name in names:\n", "            for name in ():\n")
 _SWEPT = _swap("if folder == self.pending and left.is_dir()", "if False and left.is_dir()")
 _EXCHANGE = "    if _settled(lambda: exchange(staged, final), staged, final) is not False:"
