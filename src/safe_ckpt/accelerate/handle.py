@@ -340,6 +340,7 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
             reason = _LOCAL if form == "LOCAL_STATE_DICT" else ""
             message = f"expected SHARDED_STATE_DICT or FULL_STATE_DICT, got {form}{reason}: use one of these"
             raise ConfigError(key="fsdp_plugin.state_dict_type", message=message)
+        _refuse_hybrid(accelerator.state.fsdp_plugin, form)
     project = accelerator.project_configuration
     if project.save_on_each_node:
         message = "is not supported: all ranks commit one checkpoint. Use a file system that they share"
@@ -348,6 +349,14 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
         message = "is missing: automatic_checkpoint_naming puts the checkpoints there. Give one"
         raise ConfigError(key="ProjectConfiguration.project_dir", message=message)
     retention(accelerator, config)
+
+
+def _refuse_hybrid(plugin: Any, form: str) -> None:
+    ways = [getattr(plugin, name, None) for name in ("sharding_strategy", "reshard_after_forward")]
+    way = next((way for one in ways if "HYBRID" in (way := str(getattr(one, "name", one)))), "")
+    if way and form == "SHARDED_STATE_DICT":
+        message = f"with {way} of FSDP 1 other weights came back from SHARDED_STATE_DICT: use FULL_STATE_DICT, or FSDP2"
+        raise ConfigError(key="fsdp_plugin.state_dict_type", message=message)
 
 
 def retention(accelerator: Any, config: CheckpointConfig) -> Retention:
