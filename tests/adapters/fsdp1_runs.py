@@ -45,7 +45,7 @@ def accelerator(rank, folder, kind="SHARDED_STATE_DICT", *, orig=True, strategy=
         transformer_cls_names_to_wrap=["Linear"],
         cpu_ram_efficient_loading=False,
         use_orig_params=orig,
-        reshard_after_forward=strategy,
+        sharding_strategy=strategy,
     )
     if kind == "FULL_STATE_DICT":
         hold_whole_tensors()

@@ -352,10 +352,11 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
 
 
 def _refuse_hybrid(plugin: Any, form: str) -> None:
-    ways = [getattr(plugin, name, None) for name in ("sharding_strategy", "reshard_after_forward")]
-    way = next((way for one in ways if "HYBRID" in (way := str(getattr(one, "name", one)))), "")
-    if way and form == "SHARDED_STATE_DICT":
-        message = f"with {way} of FSDP 1 other weights came back from SHARDED_STATE_DICT: use FULL_STATE_DICT, or FSDP2"
+    """torch's reader of an optimizer's parts takes all ranks for one group, where those of a host are one."""
+    chosen = getattr(plugin, "sharding_strategy", None) or getattr(plugin, "reshard_after_forward", None)
+    way = str(getattr(chosen, "name", chosen))
+    if "HYBRID" in way and form == "SHARDED_STATE_DICT":
+        message = f"with {way} of FSDP 1 the optimizer's moments come back wrong: use FULL_STATE_DICT, or FSDP2"
         raise ConfigError(key="fsdp_plugin.state_dict_type", message=message)
 
 
