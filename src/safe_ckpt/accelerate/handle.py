@@ -352,7 +352,7 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
 
 
 def _refuse_hybrid(plugin: Any, form: str) -> None:
-    """torch's reader of an optimizer's parts takes all ranks for one group, where those of a host are one."""
+    """Refuse what was seen to come back wrong, with two hosts of two ranks each. The weights were right."""
     chosen = getattr(plugin, "sharding_strategy", None) or getattr(plugin, "reshard_after_forward", None)
     way = str(getattr(chosen, "name", chosen))
     if "HYBRID" in way and form == "SHARDED_STATE_DICT":
