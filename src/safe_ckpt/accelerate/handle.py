@@ -352,7 +352,7 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
 
 
 def _refuse_hybrid(plugin: Any, form: str) -> None:
-    """Refuse what was seen to come back wrong, with two hosts of two ranks each. The weights were right."""
+    """Refuse what was seen to come back wrong, on four ranks in two groups. The weights were right."""
     chosen = getattr(plugin, "sharding_strategy", None) or getattr(plugin, "reshard_after_forward", None)
     way = str(getattr(chosen, "name", chosen))
     if "HYBRID" in way and form == "SHARDED_STATE_DICT":
