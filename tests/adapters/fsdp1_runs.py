@@ -32,7 +32,7 @@ def on_cpus():
     PartialState._shared_state.update(distributed_type=DistributedType.FSDP, device=torch.device("cpu"))
 
 
-def accelerator(rank, folder, kind="SHARDED_STATE_DICT", *, orig=True, **more):
+def accelerator(rank, folder, kind="SHARDED_STATE_DICT", *, orig=True, strategy="FULL_SHARD", **more):
     forget()
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], ACCELERATE_USE_FSDP="true")
     made = make(folder, **more)
@@ -45,6 +45,7 @@ def accelerator(rank, folder, kind="SHARDED_STATE_DICT", *, orig=True, **more):
         transformer_cls_names_to_wrap=["Linear"],
         cpu_ram_efficient_loading=False,
         use_orig_params=orig,
+        sharding_strategy=strategy,
     )
     if kind == "FULL_STATE_DICT":
         hold_whole_tensors()

@@ -82,7 +82,26 @@ def names(folder):
     return {name for name in found if name != "manifest.json"}
 
 
+def _goes_on_without_parts(rank, folder):
+    made = accelerator(rank, folder / "straight", strategy="NO_SHARD")
+    parts = training(made)
+    train(made, parts, 4)
+    expected = local_state(parts)
+    made = accelerator(rank, folder / "exp", strategy="NO_SHARD")
+    parts = training(made)
+    with register(made, CONFIG):
+        train(made, parts, 2)
+        made.save_state(step=2)
+    made = accelerator(rank, folder / "exp", strategy="NO_SHARD")
+    parts = training(made, number=7)
+    with register(made, CONFIG):
+        made.load_state()
+    train(made, parts, 2)
+    assert equal(local_state(parts), expected), "NO_SHARD"
+
+
 def _goes_in_each_way(rank, folder):
+    _goes_on_without_parts(rank, folder / "NO_SHARD")
     for kind, orig in WAYS:
         _go(rank, folder / f"{kind}-{orig}", kind, orig)
 
@@ -90,7 +109,7 @@ def _goes_in_each_way(rank, folder):
 def test_fsdp1_goes_on_bit_for_bit_and_stock_accelerate_reads_it(tmp_path):
     """Save, resume in place and afresh, weights alone; stock ``load_state`` reads ours, ours reads stock's. The same files.
 
-    In parts and as whole files, with the parameters as they are written and in one flat one.
+    In parts and as whole files, with the parameters as they are written and in one flat one; and where nothing is sharded.
     """
     values(spawn_ranks(_goes_in_each_way, 2, tmp_path, init=False, timeout_s=90))
     for kind, orig in WAYS:
@@ -165,6 +184,9 @@ def _refused(rank, folder):
     made = accelerator(rank, folder, "LOCAL_STATE_DICT")
     with pytest.raises(ConfigError, match="cannot load since torch"):
         register(made, CONFIG)
+    made = accelerator(rank, folder, strategy="HYBRID_SHARD")
+    with pytest.raises(ConfigError, match="HYBRID_SHARD"):
+        register(made, CONFIG)
     made = accelerator(rank, folder)
     parts = training(made)
     train(made, parts, 1)
@@ -179,7 +201,7 @@ def _refused(rank, folder):
 
 
 def test_what_goes_wrong_on_one_rank_reaches_the_others_before_they_gather(tmp_path):
-    """FSDP 1 asks all ranks for each state dict. And LOCAL_STATE_DICT is refused, with the reason."""
+    """FSDP 1 asks all ranks for each state dict. LOCAL_STATE_DICT is refused, with the reason, and parts with HYBRID_SHARD."""
     outcomes = spawn_ranks(_refused, 2, tmp_path, init=False, timeout_s=60)
     values(outcomes)
     assert max(outcome.seconds for outcome in outcomes) < 40, "a rank waited in a collective"

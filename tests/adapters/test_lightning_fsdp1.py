@@ -23,7 +23,8 @@ def ended(folder, kind, epochs, devices=2):
 def test_a_killed_run_goes_on_bit_for_bit_and_stock_lightning_reads_it(tmp_path):
     """A sharded run that is killed ends as an uninterrupted full one, weights and moments; the stock strategy reads both forms.
 
-    The sharded run asks for overlapped snapshots. Three ranks take both, whole. A full file and a sharded directory replace each other.
+    The sharded run asks for overlapped snapshots. Three ranks take both, whole. A full file and a sharded directory replace
+    each other.
     """
     expected = ended(tmp_path / "reference", "full", 4)
     full = tmp_path / "reference/last.ckpt"

@@ -340,6 +340,7 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
             reason = _LOCAL if form == "LOCAL_STATE_DICT" else ""
             message = f"expected SHARDED_STATE_DICT or FULL_STATE_DICT, got {form}{reason}: use one of these"
             raise ConfigError(key="fsdp_plugin.state_dict_type", message=message)
+        _refuse_hybrid(accelerator.state.fsdp_plugin, form)
     project = accelerator.project_configuration
     if project.save_on_each_node:
         message = "is not supported: all ranks commit one checkpoint. Use a file system that they share"
@@ -348,6 +349,15 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
         message = "is missing: automatic_checkpoint_naming puts the checkpoints there. Give one"
         raise ConfigError(key="ProjectConfiguration.project_dir", message=message)
     retention(accelerator, config)
+
+
+def _refuse_hybrid(plugin: Any, form: str) -> None:
+    """Refuse what was seen to come back wrong, on four ranks in two groups. The weights were right."""
+    chosen = getattr(plugin, "sharding_strategy", None) or getattr(plugin, "reshard_after_forward", None)
+    way = str(getattr(chosen, "name", chosen))
+    if "HYBRID" in way and form == "SHARDED_STATE_DICT":
+        message = f"with {way} of FSDP 1 the optimizer's moments come back wrong: use FULL_STATE_DICT, or FSDP2"
+        raise ConfigError(key="fsdp_plugin.state_dict_type", message=message)
 
 
 def retention(accelerator: Any, config: CheckpointConfig) -> Retention:
