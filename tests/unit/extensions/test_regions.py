@@ -181,3 +181,47 @@ def test_rows_of_a_tensor_say_its_type_and_bytes(name):
     (row,) = regions.rows_of("t", tensor, 64)
     assert (row.offset, row.length) == (64, 3 * tensor.element_size())
     assert regions.rows_of("t", torch.zeros(3, dtype=torch.int64), 64) == []
+
+
+ADAM = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": torch.ones(1), "params": [0]}]}
+PLACES = {
+    "an optimizer": (ADAM, {"state.0.exp_avg": True, "param_groups.0.lr": False}),
+    "one within": ({"a": {"b": ADAM}}, {"a.b.state.0.exp_avg": True, "a.b.param_groups.0.lr": False}),
+    "beside a model": ({"o": ADAM, "m": {"state": {"w": T + 1}}}, {"o.state.0.exp_avg": True, "m.state.w": False}),
+    "within one's state": ({**ADAM, "state": {0: {"deep": {"q": T}}}}, {"state.0.deep.q": True}),
+    "in an odd class": (MyDict(ADAM), {"state.0.exp_avg": True, "param_groups.0.lr": False}),
+    "a state alone": ({"state": {0: {"exp_avg": T}}}, {"state.0.exp_avg": False}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_tensor_of_an_optimizers_state_is_told_from_all_others(place):
+    """In an archive it lies below ``state``, beside ``param_groups``; a model's part that is called ``state`` is none."""
+    state, expected = PLACES[place]
+    image, records = plan_of(archive(state))
+    found = {region.name: region.of_optimizer for region in of_file(image, records)}
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["state.w.exp_avg", "param_groups.w.lr"], {"state.w.exp_avg"}),
+        (["o.state.w.exp_avg", "o.param_groups.w.lr", "m.state.w.x"], {"o.state.w.exp_avg"}),
+        (["state.w.exp_avg"], set()),
+    ],
+)
+def test_in_flat_names_an_optimizers_state_is_told_too(names, expected):
+    """As in a safetensors file, whose names are paths."""
+    image, records = plan_of(safetensors.safetensors_plan("x.safetensors", {name: torch.ones(2) for name in names}))
+    assert {region.name for region in of_file(image, records) if region.of_optimizer} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("state.w.exp_avg", True), ("o.state.w.exp_avg", True), ("net.state.w", False), ("state.w", False), ("w", False)],
+)
+def test_a_row_is_an_optimizers_by_its_name(name, expected):
+    """``state``, a parameter, and what of it: a parameter that is called ``state`` has nothing below what is below it."""
+    (row,) = regions.rows_of(name, torch.ones(2), 0)
+    assert row.of_optimizer is expected

@@ -112,3 +112,61 @@ def test_what_is_copied_later_is_asked_anew_when_the_plan_is_another_one(tmp_pat
         assert numbers(state) != expected
         ckpt.resume(state)
         assert numbers(state) == expected
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_what_a_hook_may_change_in_backward_is_copied_at_once(is_saved):
+    """A parameter with a hook of its own, the optimizer's state of it, and what lies in the same memory; all else is left for
+    later. Also where the optimizer alone is saved.
+    """
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    hooked, other = net[0].weight, net[1].weight
+    beside = nn.Parameter(hooked.detach().view(-1)[:4])
+    optimizer = torch.optim.AdamW([*net.parameters(), beside])
+    step(net, optimizer)
+    beside.grad = torch.ones(4)
+    optimizer.step()
+    hooked.register_post_accumulate_grad_hook(sub_gradient)
+    part = nn.ParameterList([beside])
+    plan = OverlapPlan([net, part] if is_saved else [part], [optimizer])
+    assert not plan.covers(hooked)
+    assert not plan.covers(beside)
+    assert plan.covers(other) is is_saved
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert not plan.covers(optimizer.state[hooked][key])
+        assert plan.covers(optimizer.state[other][key])
+        assert plan.covers(optimizer.state[beside][key])
+
+
+def test_what_a_hook_makes_of_an_optimizers_state_is_not_in_the_save_before(tmp_path, monkeypatch):
+    """It changes the moments in backward, while what may be copied later is not copied yet."""
+    state = trained()
+    net, optimizer = state["model"], state["optimizer"]
+
+    def forget(parameter):
+        optimizer.state[parameter]["exp_avg"].data.zero_()
+
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(forget)
+    event = threading.Event()
+    copy_after(monkeypatch, event)
+    with Checkpointer(tmp_path, OVERLAPPED) as ckpt:
+        expected = numbers(state)
+        handle = ckpt.save(1, state)
+        net(torch.randn(8, 4)).square().mean().backward()
+        event.set()
+        handle.result(timeout_s=60)
+        assert numbers(state) != expected
+        ckpt.resume(state)
+        assert numbers(state) == expected
+
+
+def test_a_parameter_without_values_defers_nothing_and_hides_nothing():
+    """One on the meta device has no memory that could be copied later; the others are left for later all the same."""
+    with torch.device("meta"):
+        empty = nn.Linear(4, 4)
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([*empty.parameters(), *net.parameters()], lr=0.1)
+    plan = OverlapPlan([empty, net], [optimizer])
+    assert plan.covers(net.weight)
+    assert not plan.covers(empty.weight)

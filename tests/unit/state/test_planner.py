@@ -528,3 +528,39 @@ def test_small_tensors_that_get_other_memory_before_they_are_copied_are_saved_as
             for number in range(600):
                 assert bool((found[str(number)] == float(number + step)).all()), (step, number)
                 parts[number].data = torch.full((10_000,), float(number + step + 2))
+
+
+@pytest.mark.parametrize("frozen_apart", [True, False])
+@pytest.mark.parametrize("known", [False, True])
+def test_what_of_a_sharded_state_is_not_trained_is_told_by_its_model(frozen_apart, known):
+    """By the names in the state dict: at its top and one level within, whatever else is there; as it is now, also where all
+    else is known. Nothing without the model, and nothing where it is not to be kept apart.
+    """
+    net = Net()
+    states = {
+        "flat": net.state_dict(),
+        "app": {"model": net.state_dict(), "n": {"x": torch.ones(1)}},
+        "other": {"w": Z},
+    }
+    planner = Planner(0, frozen_apart=frozen_apart)
+
+    def told():
+        found = planner.sharded_states(states, {"flat": net, "app": net})
+        return {name: set(item.frozen()) & set(flat_names(states[name])) for name, item in found.items()}
+
+    if known:
+        assert told() == {"flat": set(), "app": set(), "other": set()}
+        kept = [item.known for item in planner.sharded_states(states, {"flat": net, "app": net}).values()]
+    net.first.weight.requires_grad_(False)
+    flat_now, app_now = {"first.weight"}, {"model.first.weight"}
+    assert told() == (
+        {"flat": flat_now, "app": app_now, "other": set()} if frozen_apart else {key: set() for key in states}
+    )
+    if known:
+        now = [item.known for item in planner.sharded_states(states, {"flat": net, "app": net}).values()]
+        assert [one is two for one, two in zip(kept, now, strict=True)] == [not frozen_apart, not frozen_apart, True]
+
+
+def flat_names(state):
+    """Of its tensors, as a plan of a sharded state calls them."""
+    return [path.removeprefix("/").replace("/", ".") for path in flat(state)]

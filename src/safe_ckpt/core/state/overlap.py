@@ -122,7 +122,7 @@ class OverlapPlan:
             in_forward = (part.weight for part in embeddings if part.max_norm is not None)
             changing += [*module.buffers(), *in_forward]
             for name, parameter in module.named_parameters():
-                if id(parameter) in owned and not _steps_in_backward(parameter):
+                if id(parameter) in owned:
                     tensors.append((f"parameter {name}{of}", local_of(parameter)))
                 else:
                     changing.append(parameter)

@@ -200,7 +200,7 @@ class Scan:
         signed = unsigned.view(kind.signed)
         high, low = int(signed.max()), int(unsigned.max())
         negative = low > kind.magnitude
-        odd = high >= kind.odd or (negative and low & kind.magnitude >= kind.odd)
+        odd = high >= kind.odd or low & kind.magnitude >= kind.odd  # without a negative one both are the same
         if odd or (kind.zero_is_nan and int(signed.min()) < -kind.magnitude):
             self._look_closely(region, unsigned, kind, at)
             return

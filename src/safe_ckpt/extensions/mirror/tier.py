@@ -202,16 +202,15 @@ class Tier:
         }
 
     def _retain(self, info: CheckpointInfo) -> None:
-        rules = self._rules
-
-        def due(committed: Sequence[CheckpointInfo]) -> list[Place]:
-            """Weights alone neither count nor go, and what was just committed stays."""
-            counted = [one for one in committed if one.path not in self._weights]
-            return [one.path for one in retention.to_delete(counted, rules) if one.path != info.path] if rules else []
-
-        decision = retention.decide_deletions(info, self._catalog, due if rules else None)
+        due = None if self._rules is None else functools.partial(self._due, self._rules, info)
+        decision = retention.decide_deletions(info, self._catalog, due)
         if decision is not None:
             self._discard(decision.to_delete)
+
+    def _due(self, rules: Retention, new: CheckpointInfo, committed: Sequence[CheckpointInfo]) -> list[Place]:
+        """Weights alone neither count nor go, and what was just committed stays."""
+        counted = [one for one in committed if one.path not in self._weights]
+        return [one.path for one in retention.to_delete(counted, rules) if one.path != new.path]
 
 
 def _rules_of(config: CheckpointConfig) -> Retention | None:
