@@ -244,15 +244,13 @@ char* shadow(const void* address) {
   return world().shadows[device] + (static_cast<const char*>(address) - world().handles[device]);
 }
 
-// What is freed goes to the next tensor of its size on the same stream, at once. It is overwritten in the stream's order.
+// What is freed goes to the next tensor of its size on the same stream, at once, and is overwritten then, in the stream's order.
+// Not before: who frees memory may let the stream wait for its users after that, as FSDP2 does.
 void recycle(char* address) {
   auto& here = world();
   Block& block = here.blocks.at(address);
   block.used_by.clear();
-  char* bytes = shadow(address);
-  size_t size = block.size;
-  here.queues[block.device][block.stream].entries.push_back({[bytes, size] { memset(bytes, POISON, size); }, {}, {}});
-  here.free_blocks[{block.device, block.stream, size}].push_back(address);
+  here.free_blocks[{block.device, block.stream, block.size}].push_back(address);
 }
 
 bool all_done(const std::vector<Mark>& marks) { return std::all_of(marks.begin(), marks.end(), is_done); }
@@ -303,6 +301,8 @@ struct DeviceMemory final : c10::Allocator {
     } else {
       address = same.back();
       same.pop_back();
+      char* bytes = shadow(address);
+      put(device, [bytes, size] { memset(bytes, POISON, size); });
     }
     return {address, address, free_block, on};
   }
