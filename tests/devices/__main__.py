@@ -12,7 +12,9 @@ from devices import runner
 def main() -> int:
     """Returns 1 where something was wrong, or a planted bug was not found."""
     parser = argparse.ArgumentParser(prog="python -m devices", description="programs on an accelerator that runs late")
-    parser.add_argument("--kind", choices=runner.KINDS, default="saved", help="whole programs, snapshots alone, or two ranks")
+    parser.add_argument(
+        "--kind", choices=runner.KINDS, default="saved", help="whole programs, snapshots alone, or two ranks"
+    )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=500, help="how many programs")
     parser.add_argument("--seed", type=int, help="print this program, and run it alone")

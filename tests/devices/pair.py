@@ -59,7 +59,10 @@ def _run(rank: int, first: int, count: int, meeting: str) -> None:
         dist.all_gather_object(both, wrong)
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-            print(f"end {seed} {' | '.join(f'rank {at}: {one}' for at, of in enumerate(both) for one in of)!r}", flush=True)
+            print(
+                f"end {seed} {' | '.join(f'rank {at}: {one}' for at, of in enumerate(both) for one in of)!r}",
+                flush=True,
+            )
     dist.destroy_process_group()
 
 

@@ -46,7 +46,9 @@ class Batches:
     def next(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """One for each rank."""
         chance = self._drawn
-        return [(torch.randn(8, 6, generator=chance), torch.randint(0, 5, (8,), generator=chance)) for _ in range(RANKS)]
+        return [
+            (torch.randn(8, 6, generator=chance), torch.randint(0, 5, (8,), generator=chance)) for _ in range(RANKS)
+        ]
 
 
 @contextlib.contextmanager
@@ -80,7 +82,9 @@ class PairTrainer:
             with standing(device):
                 half.to(device)
                 wrapped.append(
-                    fully_shard(half, mesh=mesh) if plan.wrap == "fsdp" else DistributedDataParallel(half, gradient_as_bucket_view=bool(seed % 2))
+                    fully_shard(half, mesh=mesh)
+                    if plan.wrap == "fsdp"
+                    else DistributedDataParallel(half, gradient_as_bucket_view=bool(seed % 2))
                 )
         self.model = nn.ModuleList(wrapped)
         self.optimizer = _optimizer(plan, self.model)

@@ -213,7 +213,13 @@ class _Gather:
             return False
         barrier.enter(f"gather of {self._names[index]}")
         groups = process_groups.process_groups(dtensor.meshes_of([tensor]))
-        full = gather_transport.watched(lambda: dtensor.reduced(tensor), groups, look=barrier.look, timeout_s=timeout_s)
+        full = gather_transport.watched(
+            lambda: dtensor.reduced(tensor),
+            groups,
+            devices_of=[dtensor.local_of(tensor)],
+            look=barrier.look,
+            timeout_s=timeout_s,
+        )
         barrier.passed()
         self._local = index, full
         return True
