@@ -7,16 +7,19 @@ import copy
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import DeviceMesh
 
 from devices.draw import PairPlan
 from devices.pair_trainer import PairTrainer, PairTwin, plain
 from devices.trainer import differing
 from kit.device.module import Late
 from safe_ckpt import CheckpointConfig, Checkpointer, Timeouts, iter_full_tensors, load
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _LIMITS = Timeouts(barrier_s=60, lengthy_s=60, peer_stall_s=30)  # the same on both ranks, so not those of kit.limits
 

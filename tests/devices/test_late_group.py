@@ -91,7 +91,7 @@ SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or nu
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_planted_bug_of_order_between_ranks_is_found(name):
-    """A wait, a stream or a device of a gather that is left out or is another one: some program of two ranks is wrong with it."""
+    """A wait, a stream or a device of a gather is left out or is another one: some program of two ranks is wrong then."""
     assert runner.first_wrong(name, TRIED, "pair", SEEDS_OF_PLANTED[name]) is not None
 
 

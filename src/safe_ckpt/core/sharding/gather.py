@@ -70,7 +70,8 @@ def iter_full_tensors(
         PeerLostError: a rank died, stopped, or left its loop; on every rank that is alive, named.
         RendezvousTimeout: some ranks did not come for the next round.
 
-    Gloo on the CPU is what this was run on. With NCCL the parts travel over the GPUs; that was never run for this project.
+    Gloo on the CPU is what this was run on, and an accelerator made for the tests. With NCCL the parts travel over the GPUs;
+    that was never run for this project.
 
     Example:
         ```python
