@@ -115,6 +115,9 @@ class PairProgram:
         self._expected[number * 10] = self._twin.seen() | self._generators()
         self._saved = copy.deepcopy(self._twin)
         handle = ckpt.save(number * 10, self._trainer.state)
+        if after in ("gather", "export"):  # of a step that nobody has waited for
+            for one in both:
+                one.step()
         if after == "switch":
             self._switch()
         elif after == "other device":
@@ -158,13 +161,12 @@ class PairProgram:
 
     def _begin_anew(self) -> None:
         """Other objects, with other numbers, go on from the newest checkpoint; the twin is as it was then."""
-        newest = max(self._expected)
         self._trainer = PairTrainer(self._plan, self._plan.seed + 1, self._rank, self._mesh)
         self._trainer.make_fresh(0)
         with Checkpointer(self._folder, self._config()) as ckpt:
             ckpt.resume(self._trainer.state)
-        self._trainer.skip(newest // 10)
         self._twin = self._saved
+        self._trainer.follow(self._twin)
         self._compare("resumed")
         self._trainer.free()
         self._twin.free()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -104,10 +105,9 @@ class PairTrainer:
         own, rng = PerRank(self.own), PerRank(RngState())
         return {"model": self.model, "optimizer": self.optimizer, "beside": self.beside, "own": own, "rng": rng}
 
-    def skip(self, steps: int) -> None:
-        """Batches that were trained on before."""
-        for _ in range(steps):
-            self._batches.next()
+    def follow(self, twin: PairTwin) -> None:
+        """Go on with the batches that the twin comes to next."""
+        self._batches = copy.deepcopy(twin.batches)
 
     def step(self) -> None:
         """Train one step, and change what is beside the model in place."""
@@ -166,7 +166,7 @@ class PairTwin:
         self._plan, self._rank = plan, rank
         self.model = nn.ModuleList(_halves(seed))
         self.optimizer = _optimizer(plan, self.model)
-        self._batches = Batches(plan.seed)
+        self.batches = Batches(plan.seed)
         self.beside: dict[str, Any] = {
             "mean": torch.zeros(12, 16),
             "bytes": torch.arange(3, dtype=torch.uint8),
@@ -177,7 +177,7 @@ class PairTwin:
     def step(self) -> None:
         """As the trainer's, of both ranks."""
         sums: list[torch.Tensor] = []
-        for x, y in self._batches.next():
+        for x, y in self.batches.next():
             front, back = self.model
             nn.functional.cross_entropy(back(front(x)), y).backward()
             found = [one.grad / RANKS for one in self.model.parameters() if one.grad is not None]
