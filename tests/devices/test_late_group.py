@@ -82,10 +82,19 @@ def test_what_two_ranks_save_and_gather_from_late_devices_is_what_the_cpu_has():
     assert not wrong, "\n".join(wrong)
 
 
-SEEDS_OF_PLANTED = {}
+SEEDS_OF_PLANTED = {
+    "a round is neither polled nor waited for": 5,
+    "a reduction begins before what the trainer has queued": 1,
+    "a reduction stands on the device of another": 1,
+    "the caller's stream is taken for a new one": 1,
+    "what rank 0 has itself is copied on another stream": 1,
+    "a part is sent from a stream that does not wait": 5,
+    "the bytes of a round are copied and not waited for": 5,
+    "host tensors travel on the group of the devices": 1,
+}
 """A seed that found each; which rank comes first is no choice of a seed, so the test goes on from there."""
-TRIED = 60
-SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or number == 0]
+TRIED = 30
+SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or number == 1]
 
 
 @pytest.mark.timeout(900)
