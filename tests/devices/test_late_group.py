@@ -90,7 +90,7 @@ SEEDS_OF_PLANTED = {
     "what rank 0 has itself is copied on another stream": 1,
     "a part is sent from a stream that does not wait": 5,
     "the bytes of a round are copied and not waited for": 5,
-    "host tensors travel on the group of the devices": 1,
+    "host tensors travel on the group of the devices": 5,
 }
 """A seed that found each; which rank comes first is no choice of a seed, so the test goes on from there."""
 TRIED = 30
