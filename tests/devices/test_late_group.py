@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not device.HAS_COMPILER, reason="no g++, which builds the accelerator"),
     pytest.mark.slow,
 ]
-COUNT = 200 if THOROUGH else 4
+COUNT = 200 if THOROUGH else 3
 
 
 def _both(name, folder, expendable=()):
@@ -94,7 +94,7 @@ SEEDS_OF_PLANTED = {
 }
 """A seed that found each; which rank comes first is no choice of a seed, so the test goes on from there."""
 TRIED = 30
-SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or number == 1]
+SAMPLE = list(SEEDS_OF_PLANTED) if THOROUGH else []
 
 
 @pytest.mark.timeout(900)
