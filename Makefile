@@ -88,6 +88,7 @@ DEVICE_PROGRAMS ?= 5000
 devices: .venv/ready  ## programs on an accelerator made for the tests, whose streams run late; then bugs of order that they must find
 	cd tests && ../$(BIN)/python -m devices --count $(DEVICE_PROGRAMS) --first $(FIRST)
 	cd tests && ../$(BIN)/python -m devices --kind staged --count 20000 --first $(FIRST)
+	cd tests && ../$(BIN)/python -m devices --kind pair --count 200 --first $(FIRST)
 	cd tests && ../$(BIN)/python -m devices --planted --count 1500
 
 test-deepspeed: RUNNER = $(DEEPSPEED)/python

@@ -47,13 +47,27 @@ def current_device(device_type: str) -> torch.device:
     return torch.device(device_type, module_of(device_type).current_device())
 
 
-def where_the_caller_works() -> list[AbstractContextManager[Any]]:
-    """For another thread, one for each device type: to stand on the caller's device, behind what it has queued on its stream.
+def where_the_caller_works(beside: Sequence[torch.device] = ()) -> list[AbstractContextManager[Any]]:
+    """For another thread: to stand on the caller's device of each type, and to work on its stream, behind what it has queued.
 
-    A new thread stands on device 0, and works on its default stream.
+    A new thread stands on device 0, and works on the default stream of each device.
+
+    Args:
+        beside: other devices that the thread works on. Not all are asked for: each that is used takes memory.
     """
+    others = [module_of(one.type).current_stream(one) for one in beside if has_streams(one.type)]
     modules = [module_of(name) for name in in_use() if has_streams(name)]
-    return [module.stream(module.current_stream()) for module in modules]
+    streams = [
+        *others,
+        *(module.current_stream() for module in modules),
+    ]  # the last of a type is where the thread stands
+    return [module_of(stream.device.type).stream(stream) for stream in streams]
+
+
+def wait_for(device: torch.device) -> None:
+    """Block until what the calling thread has queued on a device is done; at once where nothing is queued."""
+    if has_streams(device.type):
+        module_of(device.type).current_stream(device).synchronize()
 
 
 def generator_states(device_type: str) -> list[torch.Tensor]:

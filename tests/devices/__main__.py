@@ -12,7 +12,9 @@ from devices import runner
 def main() -> int:
     """Returns 1 where something was wrong, or a planted bug was not found."""
     parser = argparse.ArgumentParser(prog="python -m devices", description="programs on an accelerator that runs late")
-    parser.add_argument("--kind", choices=runner.KINDS, default="saved", help="whole programs, or snapshots alone")
+    parser.add_argument(
+        "--kind", choices=runner.KINDS, default="saved", help="whole programs, snapshots alone, or two ranks"
+    )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=500, help="how many programs")
     parser.add_argument("--seed", type=int, help="print this program, and run it alone")
@@ -29,9 +31,10 @@ def main() -> int:
         return planted.print_table(options.planted, options.count)
     first, count = options.first, options.count
     if options.seed is not None:
-        if options.kind == "saved":
-            from devices.draw import drawn
+        from devices import draw
 
+        drawn = {"saved": draw.drawn, "pair": draw.drawn_pair}.get(options.kind)
+        if drawn is not None:
             print(drawn(options.seed))
         first, count = options.seed, 1
     began, wrong = time.monotonic(), 0

@@ -84,3 +84,61 @@ def drawn(seed: int) -> Plan:
         "fails": chance.choice(("allocation", "operation", "copy", "copy", "copy")) if chance.random() < 0.2 else "",
     }
     return Plan(seed=seed, pageable_is_late=chance.random() < 0.5, **plan)
+
+
+AFTER_A_PAIRS_SAVE = ("step", "touch", "free", "gather", "switch", "export", "other device", "wait", "again")
+"""The same of two ranks; and whole tensors are gathered on rank 0, or weights exported, over the group of the devices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairPlan:
+    """A program of two ranks. What is named as in ``Plan`` is the same here.
+
+    Attributes:
+        wrap: "ddp", whose halves may lie on two devices; "fsdp" (fully_shard), on one device.
+        resumes: after so many steps other objects, with other numbers, go on from the newest checkpoint.
+        staging_bytes: of gathers.
+        lags: the rank that waits for its device after each step while the other does not; 2: neither.
+    """
+
+    seed: int
+    chance_percent: int
+    pageable_is_late: bool
+    refuses_registration: bool
+    wrap: str
+    devices: tuple[int, int]
+    stands_on: int
+    on_streams: bool
+    snapshot: str
+    max_in_flight: int
+    optimizer: str
+    resumes: int
+    staging_bytes: int
+    lags: int
+    steps: tuple[str, ...]
+
+
+def drawn_pair(seed: int) -> PairPlan:
+    """The program of two ranks of a seed."""
+    chance = random.Random(seed)
+    wrap = chance.choice(("ddp", "fsdp", "fsdp"))
+    first = chance.randrange(3)
+    return PairPlan(
+        seed=seed,
+        chance_percent=chance.choice((0, 0, 0, 10, 40)),
+        pageable_is_late=chance.random() < 0.5,
+        refuses_registration=chance.random() < 0.3,
+        wrap=wrap,
+        devices=(first, chance.randrange(3)),
+        stands_on=first if chance.random() < 0.5 else chance.randrange(3),
+        on_streams=chance.random() < 0.6,
+        snapshot=chance.choice(("eager", "overlapped", "overlapped")),
+        max_in_flight=chance.choice((1, 1, 2)),
+        optimizer=chance.choice(("AdamW", "AdamW", "SGD")),
+        resumes=chance.choice((0, 1, 2, 3)),
+        staging_bytes=chance.choice((64, 300, 1 << 20)),
+        lags=chance.randrange(3),
+        steps=tuple(
+            chance.choice(AFTER_A_PAIRS_SAVE) if chance.random() < 0.8 else "" for _ in range(chance.randint(2, 4))
+        ),
+    )

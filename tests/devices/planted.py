@@ -142,12 +142,71 @@ PLANTED: dict[str, tuple[str, Patch]] = {
     ),
 }
 
+_TRANSPORT, _GATHER = "safe_ckpt.core.sharding.gather_transport", "safe_ckpt.core.sharding.gather"
+_DEVICES = "safe_ckpt.devices"
+_PLAIN_COPY = "            dtensor.cut(full, own.offsets, own.sizes).copy_(local)\n"
+_TAKEN = "            dtensor.cut(full, chunk.at, chunk.sizes).copy_(piece.view(full.dtype).view(chunk.sizes))\n"
+_WORK = """    _poll(work.is_completed, "gather: a round", [group], look, timeout_s)
+    work.wait()
+"""
+_STANDING = "[module_of(stream.device.type).stream(stream) for stream in streams]"
+
+OF_PAIRS: dict[str, tuple[str, Patch]] = {
+    "a round is neither polled nor waited for": (_TRANSPORT, _swap(_WORK, "    del work, look, timeout_s\n")),
+    "a reduction begins before what the trainer has queued": (
+        _TRANSPORT,
+        _swap("                for place in here:\n", "                for place in here[:0]:\n"),
+    ),
+    "a reduction stands on the device of another": (
+        _TRANSPORT,
+        _swap("([tensor.device for tensor in devices_of])", "()"),
+    ),
+    "the caller's stream is taken for a new one": (
+        _DEVICES,
+        _swap(_STANDING, _STANDING.replace("stream(stream)", "stream(torch.Stream(device=stream.device))")),
+    ),
+    "what rank 0 has itself is copied on another stream": (
+        _GATHER,
+        _swap(
+            _PLAIN_COPY,
+            "            with torch.Stream(device=local.device if not local.is_cpu else 'late'):\n    " + _PLAIN_COPY,
+        ),
+    ),
+    "a part is sent from a stream that does not wait": (
+        _GATHER,
+        _swap(
+            "            parts.append(piece.to(self._device))\n",
+            "            with torch.Stream(device=piece.device if not piece.is_cpu else 'late'):\n"
+            "                parts.append(piece.to(self._device).clone())\n",
+        ),
+    ),
+    "the bytes of a round are copied and not waited for": (
+        _GATHER,
+        _swap(
+            _TAKEN,
+            "            held = piece.view(full.dtype).view(chunk.sizes)\n"
+            "            room = torch.empty(chunk.sizes, dtype=full.dtype, device='cpu', pin_memory=not held.is_cpu)\n"
+            "            dtensor.cut(full, chunk.at, chunk.sizes).copy_(room.copy_(held, non_blocking=True))\n",
+        ),
+    ),
+    "host tensors travel on the group of the devices": (
+        _TRANSPORT,
+        _swap(
+            "    sent = [outgoing.numel(), *[0] * (len(splits) - 1)]\n",
+            "    sent = [outgoing.numel(), *[0] * (len(splits) - 1)]\n    outgoing = outgoing.cpu()\n",
+        ),
+    ),
+}
+"""In gathers, for programs of two ranks."""
+PLANTED |= OF_PAIRS
 
 _IN_A_STAGER = ("files are written before what they hold is computed", "the devices of another are waited for")
 
 
 def kind_for(name: str) -> str:
     """The kind of programs that meets it: snapshots alone have no ``Stager``, and are many in a second."""
+    if name in OF_PAIRS:
+        return "pair"
     return "saved" if name in _IN_A_STAGER else "staged"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -18,8 +19,8 @@ _LIMIT_S = 120.0  # of one program; on a quiet machine it takes a fifth of a sec
 _SHARED = Path("/dev/shm")
 
 
-KINDS = ("saved", "staged")
-"""Whole programs with a ``Checkpointer``; snapshots alone, which are many in a second."""
+KINDS = ("saved", "staged", "pair")
+"""Whole programs with a ``Checkpointer``; snapshots alone, which are many in a second; programs of two ranks."""
 
 
 def one(seed: int, kind: str = "saved") -> list[str]:
@@ -51,6 +52,11 @@ def inside(first: int, count: int, kind: str, bug: str | None) -> None:
         from devices import planted
 
         planted.plant(bug)
+    if kind == "pair":
+        from devices import pair
+
+        pair.begin(first, count, bug)
+        return
     for seed in range(first, first + count):
         print(f"begin {seed}", flush=True)
         wrong = one(seed, kind)
@@ -92,9 +98,9 @@ def _in_a_process(first: int, count: int, kind: str, bug: str | None) -> Iterato
             seed, died = yield from _read(process, first)
             if died:
                 errors.seek(0)
-                yield seed, f"{died}: {errors.read()[-600:]}"
+                yield seed, f"{died}: {errors.read()[-1200:]}"
         finally:
-            if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # its other rank may be left where it has died
                 os.killpg(process.pid, signal.SIGKILL)
 
 

@@ -121,4 +121,4 @@ def test_every_planted_bug_fits_and_has_a_seed():
     """Each changes the module that it is for, as that is today, and some program finds it."""
     for name in planted.PLANTED:
         planted.check(name)
-    assert SEEDS_OF_PLANTED.keys() == planted.PLANTED.keys()
+    assert SEEDS_OF_PLANTED.keys() == planted.PLANTED.keys() - planted.OF_PAIRS.keys()

@@ -99,6 +99,8 @@ class Trainer:
     def replace(self) -> None:
         """Give a parameter other memory, with other numbers."""
         weight = self.model[0][0].weight
+        if weight.device.type != "cpu":  # it was made on another stream, perhaps: what is queued here has it still
+            weight.data.record_stream(torch.accelerator.current_stream(weight.device))
         weight.data = weight.data * 2
         torch.full(weight.shape, -7.0, device=self._devices[0])
 

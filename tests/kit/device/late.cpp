@@ -33,6 +33,8 @@
 #include <mutex>
 #include <random>
 
+#include "late.h"
+
 namespace {
 
 using at::IValue;
@@ -40,6 +42,7 @@ using at::Tensor;
 using c10::Device;
 using c10::DeviceIndex;
 using c10::Stream;
+using late::Mark;
 using torch::jit::Stack;
 
 constexpr auto KIND = c10::DeviceType::PrivateUse1;
@@ -48,14 +51,10 @@ constexpr size_t ARENA_BYTES = size_t(64) << 20, GRANULE_BYTES = 512;
 
 // ---- Streams and events
 
-struct Mark {  // a place in a stream: what was queued up to there
-  int device = -1, stream = 0;
-  uint64_t number = 0;
-};
-
 struct Entry {
   std::function<void()> work;
-  Mark awaited;  // of an entry without work
+  Mark awaited;                      // of an entry without work
+  std::function<bool(bool)> ready;  // of one that other processes have a part in; see late::Shared
 };
 
 struct Queue {
@@ -104,7 +103,28 @@ World& world() {
   return *one;
 }
 
-using Locked = std::lock_guard<std::recursive_mutex>;
+struct Locked {
+  explicit Locked(std::recursive_mutex& lock) : lock_(lock) {
+    lock_.lock();
+    depth++;
+  }
+  ~Locked() {
+    depth--;
+    lock_.unlock();
+  }
+  static void let_others(std::recursive_mutex& lock, int nap_us) {
+    int held = depth;
+    for (int times = 0; times < held; times++) lock.unlock();
+    usleep(nap_us);
+    for (int times = 0; times < held; times++) lock.lock();
+  }
+  static thread_local int depth;
+
+ private:
+  std::recursive_mutex& lock_;
+};
+
+thread_local int Locked::depth = 0;
 
 thread_local int current_device = 0;
 thread_local int current_streams[DEVICES] = {};
@@ -117,11 +137,14 @@ Mark end_of(int device, int stream) { return {device, stream, world().queues[dev
 
 bool runs_out(int64_t& left) { return left >= 0 && left-- == 0; }
 
-void run_until(const Mark& mark);
+bool can_step(const Queue& queue, bool wanted) {
+  if (queue.entries.empty()) return false;
+  const Entry& front = queue.entries.front();
+  return front.work ? !front.ready || front.ready(wanted) : is_done(front.awaited);
+}
 
 void step(Queue& queue) {
   Entry entry = std::move(queue.entries.front());
-  if (!entry.work) run_until(entry.awaited);
   queue.entries.pop_front();
   queue.done++;
   if (!entry.work) return;
@@ -137,8 +160,23 @@ void step(Queue& queue) {
   }
 }
 
-void run_until(const Mark& mark) {
-  while (!is_done(mark)) step(queue_of(mark));
+// One step that lets a mark come nearer. Returns false where there is none without another process.
+bool step_towards(const Mark& mark) {
+  Queue& queue = queue_of(mark);
+  const Entry& front = queue.entries.front();
+  if (!front.work && !is_done(front.awaited)) return step_towards(front.awaited);
+  if (!can_step(queue, true)) return false;
+  step(queue);
+  return true;
+}
+
+void run_until(Mark mark) {
+  int nap_us = 20;
+  while (!is_done(mark))
+    if (step_towards(mark))
+      nap_us = 20;
+    else
+      Locked::let_others(world().lock, nap_us = std::min(2 * nap_us, 1000));
 }
 
 void raise_if_failed() {
@@ -159,19 +197,18 @@ void called() {
     for (auto& device : here.queues)
       for (auto& queue : device)
         // Not one that stands before a wait: to go on there would run what it waits for.
-        if (!queue.entries.empty() && (queue.entries.front().work || is_done(queue.entries.front().awaited)))
-          busy.push_back(&queue);
+        if (can_step(queue, false)) busy.push_back(&queue);
     if (busy.empty()) return;
     step(*busy[here.chance() % busy.size()]);
   }
 }
 
 void put(int device, std::function<void()> work) {
-  world().queues[device][current_streams[device]].entries.push_back({std::move(work), {}});
+  world().queues[device][current_streams[device]].entries.push_back({std::move(work), {}, {}});
 }
 
 void let_wait(int device, int stream, const Mark& mark) {
-  if (!is_done(mark)) world().queues[device][stream].entries.push_back({nullptr, mark});
+  if (!is_done(mark)) world().queues[device][stream].entries.push_back({nullptr, mark, {}});
 }
 
 void wait_for(const Mark& mark) {
@@ -207,15 +244,13 @@ char* shadow(const void* address) {
   return world().shadows[device] + (static_cast<const char*>(address) - world().handles[device]);
 }
 
-// What is freed goes to the next tensor of its size on the same stream, at once. It is overwritten in the stream's order.
+// What is freed goes to the next tensor of its size on the same stream, at once, and is overwritten then, in the stream's order.
+// Not before: who frees memory may let the stream wait for its users after that, as FSDP2 does.
 void recycle(char* address) {
   auto& here = world();
   Block& block = here.blocks.at(address);
   block.used_by.clear();
-  char* bytes = shadow(address);
-  size_t size = block.size;
-  here.queues[block.device][block.stream].entries.push_back({[bytes, size] { memset(bytes, POISON, size); }, {}});
-  here.free_blocks[{block.device, block.stream, size}].push_back(address);
+  here.free_blocks[{block.device, block.stream, block.size}].push_back(address);
 }
 
 bool all_done(const std::vector<Mark>& marks) { return std::all_of(marks.begin(), marks.end(), is_done); }
@@ -266,6 +301,8 @@ struct DeviceMemory final : c10::Allocator {
     } else {
       address = same.back();
       same.pop_back();
+      char* bytes = shadow(address);
+      put(device, [bytes, size] { memset(bytes, POISON, size); });
     }
     return {address, address, free_block, on};
   }
@@ -387,12 +424,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static Stream stream(Device device, int number) {
     return Stream(Stream::UNSAFE, Device(KIND, DeviceIndex(index(device))), number);
   }
+
+ public:
   // Who asks again and again lets time go on.
   static bool is_over(const Mark& mark) {
     Locked held(world().lock);
     called();
     bool over = is_done(mark);
-    if (!over) step(queue_of(mark));
+    if (!over) step_towards(mark);
     return over;
   }
 };
@@ -756,6 +795,46 @@ struct Registered {
 } registered;
 
 }  // namespace
+
+// ---- For the process group
+
+namespace late {
+
+int new_stream(int device) { return int(Guard().getNewStream(Device(KIND, DeviceIndex(device)), 0).id()); }
+
+int current_stream(int device) { return current_streams[device]; }
+
+Mark queue_behind_current(int device, int stream, std::vector<Shared> operations) {
+  Locked held(world().lock);
+  called();
+  let_wait(device, stream, end_of(device, current_streams[device]));
+  for (auto& one : operations)
+    world().queues[device][stream].entries.push_back({std::move(one.work), {}, std::move(one.ready)});
+  return end_of(device, stream);
+}
+
+void let_current_stream_wait(const Mark& mark) {
+  Locked held(world().lock);
+  called();
+  let_wait(mark.device, current_streams[mark.device], mark);
+}
+
+void use_on(const at::Tensor& tensor, int stream) {
+  Guard().recordDataPtrOnStream(tensor.storage().data_ptr(), Stream(Stream::UNSAFE, tensor.device(), stream));
+}
+
+bool is_over(const Mark& mark) { return Guard::is_over(mark); }
+
+bool go_on(const Mark& mark) {
+  Locked held(world().lock);
+  return !is_done(mark) && step_towards(mark);
+}
+
+void block_host_until(const Mark& mark) { wait_for(mark); }
+
+at::Tensor seen_late(const at::Tensor& tensor) { return ::seen_late(tensor); }
+
+}  // namespace late
 
 // ---- For the tests, by ctypes
 

@@ -18,16 +18,18 @@ def test_a_collective_on_a_thread_of_its_own_works_where_the_caller_does(monkeyp
 
     @contextlib.contextmanager
     def stream(of):
-        entered.append((threading.current_thread().name, of))
+        entered.append((threading.current_thread().name, of.of))
         yield
 
     module = getattr(torch, kind)
     monkeypatch.setattr(module, "is_initialized", lambda: True)
-    monkeypatch.setattr(module, "current_stream", lambda: f"of {threading.current_thread().name}")
+    device = torch.device(kind, 0)
+    standing = lambda: SimpleNamespace(device=device, of=threading.current_thread().name)  # noqa: E731
+    monkeypatch.setattr(module, "current_stream", standing)
     monkeypatch.setattr(module, "stream", stream)
     found = gather_transport.watched(lambda: torch.ones(1), [], look=lambda: None, timeout_s=5)
     assert found.tolist() == [1]
-    assert entered == [("safe_ckpt-collective", "of MainThread")]
+    assert entered == [("safe_ckpt-collective", "MainThread")]
 
 
 @pytest.mark.parametrize(

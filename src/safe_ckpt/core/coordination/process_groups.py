@@ -103,7 +103,11 @@ def is_same(one: Backend, other: Backend) -> bool:
 
 def set_backend_timeout(backend: Backend, seconds: float) -> None:
     """From now on a collective that is started on ``backend`` may take so long."""
-    backend._set_default_timeout(timedelta(seconds=seconds))
+    # Gloo and NCCL have the first; the others that are derived from torch's class the second, or none before torch has it.
+    for name in ("_set_default_timeout", "set_timeout"):
+        if (setter := getattr(backend, name, None)) is not None:
+            setter(timedelta(seconds=seconds))
+            return
 
 
 def group_timeout_s(group: ProcessGroup | None) -> float | None:

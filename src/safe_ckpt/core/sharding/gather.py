@@ -70,7 +70,8 @@ def iter_full_tensors(
         PeerLostError: a rank died, stopped, or left its loop; on every rank that is alive, named.
         RendezvousTimeout: some ranks did not come for the next round.
 
-    Gloo on the CPU is what this was run on. With NCCL the parts travel over the GPUs; that was never run for this project.
+    Gloo on the CPU is what this was run on, and an accelerator made for the tests. With NCCL the parts travel over the GPUs;
+    that was never run for this project.
 
     Example:
         ```python
@@ -213,7 +214,13 @@ class _Gather:
             return False
         barrier.enter(f"gather of {self._names[index]}")
         groups = process_groups.process_groups(dtensor.meshes_of([tensor]))
-        full = gather_transport.watched(lambda: dtensor.reduced(tensor), groups, look=barrier.look, timeout_s=timeout_s)
+        full = gather_transport.watched(
+            lambda: dtensor.reduced(tensor),
+            groups,
+            devices_of=[dtensor.local_of(tensor)],
+            look=barrier.look,
+            timeout_s=timeout_s,
+        )
         barrier.passed()
         self._local = index, full
         return True

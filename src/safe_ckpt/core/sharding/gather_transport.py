@@ -54,13 +54,19 @@ def to_rank_0(
 
 
 def watched(
-    action: Callable[[], torch.Tensor], groups: Sequence[ProcessGroup], *, look: Callable[[], None], timeout_s: float
+    action: Callable[[], torch.Tensor],
+    groups: Sequence[ProcessGroup],
+    *,
+    devices_of: Sequence[torch.Tensor] = (),
+    look: Callable[[], None],
+    timeout_s: float,
 ) -> torch.Tensor:
     """Run a collective of torch's own, which cannot be polled, on a thread while this one looks around. It issues no other.
 
     Args:
         action: the collective.
         groups: those that it uses; given up when it does not end.
+        devices_of: plain tensors that it reads, as the caller's stream of each one's device has them.
         look: as for ``to_rank_0``.
         timeout_s: how long it may take.
 
@@ -68,14 +74,17 @@ def watched(
         RendezvousTimeout: it took longer.
     """
     result: Future[torch.Tensor] = Future()
-    here = devices.where_the_caller_works()
+    here = devices.where_the_caller_works([tensor.device for tensor in devices_of])
 
     def run() -> None:
         try:
             with contextlib.ExitStack() as standing:
                 for place in here:
                     standing.enter_context(place)
-                result.set_result(action())
+                reduced = action()
+                # On a device it has only been queued: who reads it then waits for the other ranks, and cannot look around.
+                devices.wait_for(reduced.device)
+                result.set_result(reduced)
         except BaseException as error:  # it belongs to the caller that waits
             result.set_exception(error)
 
