@@ -81,7 +81,9 @@ def found_by(title: str, kinds: tuple[str, ...], count: int, limit_s: float) -> 
         for kind in kinds:
             command = [sys.executable, "-m", "programs_of", kind, "--count", str(count), "--until-wrong"]
             try:
-                said = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit_s, check=False).stdout
+                said = subprocess.run(
+                    command, env=env, capture_output=True, text=True, timeout=limit_s, check=False
+                ).stdout
             except subprocess.TimeoutExpired:
                 continue  # the next kind may be quicker
             if wrong := re.search(rf"{kind}: seed (\d+): (.*)", said):
