@@ -1,5 +1,6 @@
 """Overlapped snapshots in a Trainer: when they were asked for, and never torn."""
 
+import contextlib
 import threading
 import time
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from lightning_runs import PACKAGES, module_class, package, trainer
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.staging.snapshot import StagingCopy
+from safe_ckpt.errors import ConfigError
 from safe_ckpt.lightning import SafeCheckpointCallback, contents, strategies
 
 
@@ -95,6 +97,19 @@ def test_parts_are_asked_for_where_fsdp_has_some(processes, sharding, gathers):
     strategy = kind()
     strategy.sharding_strategy = SimpleNamespace(name=sharding)
     assert strategies.form_of(strategy).gathers is gathers
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("way", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "FULL_SHARD"])
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_hybrid_of_fsdp1_in_parts_is_refused_by_name(tmp_path, way, kind):
+    """Its moments come back wrong under Accelerate, by the function of torch that Lightning calls as well."""
+    pl = package(PACKAGES[0])
+    made = SimpleNamespace(strategy=pl.strategies.FSDPStrategy(state_dict_type=kind, sharding_strategy="FULL_SHARD"))
+    made.strategy.sharding_strategy = SimpleNamespace(name=way)
+    refused = "HYBRID" in way and kind == "sharded"
+    with pytest.raises(ConfigError, match="moments come back wrong") if refused else contextlib.nullcontext():
+        strategies.refuse_hybrid(made.strategy)
 
 
 @pytest.mark.parametrize("name", PACKAGES)

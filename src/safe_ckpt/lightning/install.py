@@ -117,6 +117,7 @@ def _install_io(trainer: Any) -> SafeCheckpointIO:
         supported = "a single device, DDP, ModelParallelStrategy, FSDPStrategy or DeepSpeedStrategy"
         message = f"{type(strategy).__name__} is not supported: it writes its checkpoints itself. Use {supported}"
         raise ConfigError(key="strategy", message=message)
+    strategies.refuse_hybrid(strategy)
     present = strategy.checkpoint_io
     if isinstance(present, SafeCheckpointIO):
         return present

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from safe_ckpt.adapters import Engine, Patch
 from safe_ckpt.adapters.strategy import Strategy
+from safe_ckpt.errors import ConfigError
 from safe_ckpt.layouts.table import LIGHTNING_TAG
 
 if TYPE_CHECKING:
@@ -55,6 +56,18 @@ def form_of(strategy: Any) -> Form | None:
         in_parts = strategy.world_size > 1 and getattr(strategy.sharding_strategy, "name", "") != "NO_SHARD"
         return Form("model", sharded=strategy._state_dict_type == "sharded", gathers=in_parts)
     return None
+
+
+def refuse_hybrid(strategy: Any) -> None:
+    """Refuse parts of FSDP 1 of which each group of ranks has all: torch gives the optimizer's moments back wrong.
+
+    Raises:
+        ConfigError: names the way and what to use.
+    """
+    form, way = form_of(strategy), str(getattr(getattr(strategy, "sharding_strategy", None), "name", ""))
+    if form is not None and form.sharded and "HYBRID" in way:
+        message = f"with {way} in parts the optimizer's moments come back wrong: use state_dict_type='full', or FSDP2"
+        raise ConfigError(key="FSDPStrategy.state_dict_type", message=message)
 
 
 def dump(trainer: Any, form: Form, weights_only: bool | None) -> dict[str, Any]:
