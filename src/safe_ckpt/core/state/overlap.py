@@ -129,7 +129,7 @@ class OverlapPlan:
         for number, optimizer in enumerate(stepped):
             of = _which("optimizer", number, stepped)
             for index, stepped_one in enumerate(_parameters(optimizer)):
-                if _steps_in_backward(stepped_one):
+                if getattr(stepped_one, "_post_accumulate_grad_hooks", None):  # it may be stepped in backward
                     changing.append(stepped_one)
                     continue
                 for key, value in optimizer.state.get(stepped_one, {}).items():
@@ -199,10 +199,6 @@ def _which(kind: str, number: int, among: Sequence[object]) -> str:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _steps_in_backward(parameter: torch.Tensor) -> bool:
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
