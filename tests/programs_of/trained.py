@@ -43,11 +43,11 @@ class TrainedHere:
             warnings.simplefilter("ignore")
             whole = Start(one, folder / "whole", ("", 0))
             whole.run(said)
-            limits, number, due, copies = Limits(one), 0, 0, set[Path]()
+            limits, number, due, copies, signalled = Limits(one), 0, 0, set[Path](), False
             for number, stop in enumerate([*one.stops, ("", 0)]):
                 start = Start(one, folder / "stopped", stop)
                 start.run(said)
-                begun = start.begun
+                begun, signalled = start.begun, signalled or start.signalled
                 if begun != due:
                     return Verdict(came_to="differs", wrong=f"place: begun at step {begun} where {due} was committed")
                 limits.add(begun, start.started.said)
@@ -58,7 +58,12 @@ class TrainedHere:
                     copies.add(start.copy_of(due))
                 if start.is_over:
                     break
-            wrong = [one for one in limits.results(whole.started, start.started) if not whole.lacks_its_best(one)]
+            wrong = [
+                one
+                for one in limits.results(whole.started, start.started)
+                # A signal makes one checkpoint more; which ones stay is said by ``kept``.
+                if not whole.lacks_its_best(one) and not (signalled and one.startswith("result: kept "))
+            ]
             wrong += start.kept()
             wrong += [f"copy: {one.name}, which the user made, is gone" for one in copies if not one.exists()]
         came_to = "as limits.md says" if limits.used else "equal, resumed" if number else "equal"
@@ -124,11 +129,12 @@ class Start:
         is_over: whether it came to its end.
         begun: at which step.
         started: what it told, as ``processes`` has it.
+        signalled: whether a signal stopped it.
     """
 
     def __init__(self, one: SimpleNamespace, folder: Path, stop: tuple[str, int]) -> None:
         self._one, self._folder, self._stop = one, folder, stop
-        self.is_over, self.begun = False, 0
+        self.is_over, self.begun, self.signalled = False, 0, False
         self.started: Any = None
 
     def run(self, said: list[str]) -> None:
@@ -153,6 +159,10 @@ class Start:
             self.is_over = trainer.state.global_step >= steps
             trainers._tell_end(trainer, here)
             here.results["kept"] = [name for name in here.results["kept"] if not name.endswith("-keep")]
+        self.signalled = trainer.stopped_by_signal
+        if self.signalled:  # what follows ends this start, and is none of training
+            last = max(at for at, (_, event) in enumerate(here.events) if event.startswith("on_step_end"))
+            del here.events[last + 1 :]
         self.begun = here.notes.get("begins", [0])[0]
         self.started = here.started("\n".join(said))
         self._best, self._steps = trainer.state.best_global_step, trainer.state.global_step
