@@ -49,7 +49,7 @@ REACHED = {
         f"{OF_DISKS}:_link_tree", f"{OF_DISKS}:publish_directory", f"{OF_DISKS}:exchange",
     ),
     "a pointer, replaced": (f"{OF_A_HOME}:FilePublication._point",),
-    "fetched from a mirror": (f"{OF_A_HOME}:FilePublication._publish",),
+    "fetched from a mirror": (f"{OF_A_HOME}:FilePublication._give_final_name",),
     "fetched by hand": ("tools.inspection.fetch:fetch",),
     "published, the next": (f"{OF_A_HOME}:FilePublication.prepare",),
     "exported, replaces": ("core.home.extra_files:keep_foreign",),

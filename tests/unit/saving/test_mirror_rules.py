@@ -78,6 +78,19 @@ def test_with_required_those_of_an_earlier_job_go_when_a_newer_one_is_in_the_mir
 
 
 @pytest.mark.usefixtures("at_once")
+def test_with_required_one_of_an_earlier_job_stays_while_only_an_older_one_is_in_the_mirror(tmp_path, store):
+    """The job goes on from an older step, which goes up, and the store is away: the newer one is nowhere else."""
+    with Checkpointer(tmp_path, CheckpointConfig(timeouts=PATIENT)) as ckpt:
+        save(ckpt, 1, 2)
+    with Checkpointer(tmp_path, config(store, keep_last=1, required=True)) as ckpt:
+        ckpt.resume({"w": {"t": torch.zeros(4)}}, step=1)
+        assert there(store) == [1]
+        store.before = no_answer
+        save(ckpt, 3, 4)
+        assert here(tmp_path) == [2, 3, 4]
+
+
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_job_that_goes_on_from_what_is_mirrored_takes_and_uploads_nothing(tmp_path, store, saves):
     """It is there: nothing is written to the store, not even who has it, before this job has something new."""

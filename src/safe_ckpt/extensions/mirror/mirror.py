@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+import math
 import os
 import threading
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
+from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
 from safe_ckpt.core.home.candidates import by_commit
 from safe_ckpt.core.home.home import Candidate, Home
 from safe_ckpt.core.home.objects.head import list_objects
@@ -144,7 +145,7 @@ class MirrorUploads:
             return one.info.sequence > self._newest.get(one.root, -1)
         parents = in_files(path).parents  # of an earlier job
         root = next((root for folder, root in self._roots.items() if folder in parents), None)
-        return root is None or root not in self._newest
+        return root is None or _sequence_at(path) > self._newest.get(root, -1)
 
     def candidates(self, home: Home) -> list[Candidate]:
         """The checkpoints of a directory that the mirror has, the newest first.
@@ -305,3 +306,11 @@ class MirrorUploads:
     def _respawned(self, pid: int, ended: str) -> None:
         name = self._current.info.name if self._current is not None else ""
         self._emit(events.Respawned(rank=0, pid=pid, ended=ended, name=name))
+
+
+def _sequence_at(path: Place) -> float:
+    """The place of a checkpoint in the order of commits; behind all others where it cannot be told."""
+    try:
+        return read_manifest(path).sequence
+    except (OSError, SafeCheckpointError):
+        return math.inf
