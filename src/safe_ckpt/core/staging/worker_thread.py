@@ -1,10 +1,11 @@
-"""A thread that does one thing after the other.
+"""A thread that does one thing after the other; and one that does a thing that may never end.
 
-It is kept, because starting a thread waits for the interpreter lock, which takes milliseconds on a busy machine.
+The first is kept, because starting a thread waits for the interpreter lock, which takes milliseconds on a busy machine.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
@@ -12,12 +13,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _LOOK_S = 0.1
+_LEAVE_S = 5.0
 _all: weakref.WeakSet[Background[Any]] = weakref.WeakSet()
+
+
+class StuckError(OSError):
+    """A call did not end in time: a file system, a store or a driver gives no answer."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 class Refused(RuntimeError):
@@ -144,6 +154,39 @@ class Background(Generic[_T]):
             except BaseException:  # later work still needs the thread
                 logger.exception("%s failed", self._name)
             del item  # an idle thread must not keep alive what it worked on
+
+
+def bounded(action: Callable[[], _T], limit_s: float, stop: threading.Event | None = None) -> _T:
+    """Run ``action`` on a thread of its own and wait for it, at most ``limit_s``.
+
+    Args:
+        action: what to do.
+        limit_s: how long.
+        stop: set on Ctrl-C, so that ``action`` ends: what still writes must end before its folder is removed.
+
+    Raises:
+        StuckError: it did not end in time; its thread continues.
+        BaseException: what ``action`` raised.
+    """
+    outcome: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(action())
+        except BaseException as error:  # it belongs to the caller that waits
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="safe_ckpt-bounded", daemon=True).start()
+    try:
+        wait([outcome], limit_s)
+    except BaseException:
+        if stop is not None:
+            stop.set()
+            wait([outcome], _LEAVE_S)
+        raise
+    if not outcome.done():
+        raise StuckError(errno.ETIMEDOUT, f"no answer within {limit_s:g} s")
+    return outcome.result()
 
 
 def _forget_all() -> None:

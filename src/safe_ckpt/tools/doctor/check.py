@@ -18,13 +18,13 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from safe_ckpt.core.home.holders import Held
+from safe_ckpt.core.staging.worker_thread import StuckError, bounded
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.tools.inspection.listing import read_listing
 
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 PREFIX = ".safe_ckpt_doctor-"
 STUCK = "the disk or its server does not answer: look at dmesg and at the mount, before any training"
 _T = TypeVar("_T")
-_LEAVE_S = 5.0
 
 State = Literal["ok", "warn", "fail", "skipped"]
 _ORDER: tuple[State, ...] = ("ok", "skipped", "warn", "fail")
@@ -161,10 +160,6 @@ class Report:
         }
 
 
-class StuckError(OSError):
-    """A call did not end in time."""
-
-
 class UnwritableError(OSError):
     """There is no private folder, so that nothing that writes can be tried."""
 
@@ -225,39 +220,6 @@ Checks = Sequence[tuple[str, Callable[[_T], list[CheckResult]]]]
 """The name of each where it cannot give one itself, and the check; an ``OSError`` that it raises becomes a finding."""
 Judge = Callable[[str, OSError], tuple[CheckResult, str]]
 """The meaning of an error of the check of this name, and why no other is tried after it; "" where they are."""
-
-
-def bounded(action: Callable[[], _T], limit_s: float, stop: threading.Event | None = None) -> _T:
-    """Run ``action`` on a thread of its own and wait for it, at most ``limit_s``.
-
-    Args:
-        action: what to do.
-        limit_s: how long.
-        stop: set on Ctrl-C, so that ``action`` ends: a check that still writes must end before its folder is removed.
-
-    Raises:
-        StuckError: it did not end in time; its thread continues.
-        BaseException: what ``action`` raised.
-    """
-    outcome: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(action())
-        except BaseException as error:  # it belongs to the caller that waits
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="safe_ckpt-doctor", daemon=True).start()
-    try:
-        wait([outcome], limit_s)
-    except BaseException:
-        if stop is not None:
-            stop.set()
-            wait([outcome], _LEAVE_S)
-        raise
-    if not outcome.done():
-        raise StuckError(f"no answer within {limit_s:g} s")
-    return outcome.result()
 
 
 def nearest_existing(path: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from safe_ckpt.core.staging.worker_thread import StuckError
 from safe_ckpt.tools.doctor import disk, durability, machine, speed
 from safe_ckpt.tools.doctor.check import (
     STUCK,
@@ -12,7 +13,6 @@ from safe_ckpt.tools.doctor.check import (
     Checks,
     Examined,
     Report,
-    StuckError,
     UnwritableError,
     examining,
     fail,

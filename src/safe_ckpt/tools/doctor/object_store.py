@@ -16,6 +16,7 @@ import xxhash
 
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.home.objects.head import in_parallel, missing_condition
+from safe_ckpt.core.staging.worker_thread import StuckError, bounded
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.clients import ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath
@@ -29,9 +30,7 @@ from safe_ckpt.tools.doctor.check import (
     Checks,
     Figure,
     Report,
-    StuckError,
     at_a_price,
-    bounded,
     fail,
     held_by,
     not_made,
