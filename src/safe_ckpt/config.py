@@ -171,7 +171,7 @@ class StorageConfig(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Mirror(_Checked):
-    """A second place for committed checkpoints, in an object store. They are uploaded in the background.
+    """A second place for committed checkpoints, in an object store or another directory. They go there in the background.
 
     Example:
         ```python
@@ -183,11 +183,11 @@ class Mirror(_Checked):
     url: str | None = field(
         default=None,
         metadata=limits(
-            pattern=r"^(s3|gs|az)://[^/@?]+(/[^@]*)?$",
-            words="s3://, gs:// or az:// with a bucket, and no user or password",
+            pattern=r"^((s3|gs|az)://[^/@?]+(/[^@]*)?|~?/.*[^/].*)$",
+            words="s3://, gs:// or az:// with a bucket, and no user or password; or the full path of a directory",
         ),
     )
-    """Where the copies go, such as ``s3://bucket/run``. Null: no mirror."""
+    """Where the copies go, such as ``s3://bucket/run`` or ``/lustre/me/run``. Null: no mirror."""
     keep_last: int | None = field(default=None, metadata=limits(at_least=1))
     """Keep this many of the newest copies. Null: keep all."""
     keep_every_steps: int | None = field(default=None, metadata=limits(at_least=1))

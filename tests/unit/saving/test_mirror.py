@@ -14,6 +14,7 @@ import pytest
 import torch
 from small_runs import uploads_of, wait_for_mirror
 
+from kit.far import FarDirectory, damage, listed
 from kit.fault_proxy import FaultProxy
 from kit.inside import home_of
 from kit.patience import scaled, wait_until
@@ -21,10 +22,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention, Storage
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.home.candidates import WEIGHTS
 from safe_ckpt.core.home.file_home import FileHome
-from safe_ckpt.core.home.objects.head import list_objects
 from safe_ckpt.core.storage.objects import bucket as buckets
-from safe_ckpt.core.storage.objects.options import StorageOptions
-from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.core.writer.inline import inline
 from safe_ckpt.errors import CheckpointNotFoundError, DirectoryError
 from safe_ckpt.extensions.mirror.mirror import MirrorUploads as Uploads
@@ -42,15 +40,16 @@ class InMemory:
     def url(self):
         return self._url
 
-    def read(self, key):
-        return open_place(self._url, StorageOptions()).bucket.read(key)[0]
 
-
-@pytest.fixture(params=["memory", pytest.param("server", marks=pytest.mark.server)])
-def store(request, monkeypatch):
-    """In this process, which writes there without a writer, and in one that a server has."""
+@pytest.fixture(params=["memory", "directory", pytest.param("server", marks=pytest.mark.server)])
+def store(request, monkeypatch, tmp_path_factory):
+    """In this process, which writes there without a writer, in a directory, and in one that a server has."""
     if request.param == "server":
         yield request.getfixturevalue("bucket")
+        return
+    if request.param == "directory":
+        with inline():
+            yield FarDirectory(tmp_path_factory.mktemp("far") / "run")
         return
     memory = pytest.importorskip("obstore.store").MemoryStore()
     monkeypatch.setattr(buckets, "connect", lambda *_: memory)
@@ -67,12 +66,8 @@ def config(bucket, keep_last=None, **mirror):
     )
 
 
-def place(bucket):
-    return open_place(bucket.url(), StorageOptions(give_up_after_s=5))
-
-
 def there(bucket):
-    return sorted(one.manifest.step for one in list_objects(place(bucket)) if one.manifest is not None)
+    return sorted(one.manifest.step for one in listed(bucket) if one.manifest is not None)
 
 
 def state(value):
@@ -137,11 +132,8 @@ def test_a_damaged_copy_is_passed_over(tmp_path, store):
     """Bytes that differ in the mirror are found while they are fetched; the one before it is taken."""
     settings = config(store)
     run(tmp_path / "a", settings, [1, 2])
-    (newest,) = [one.path for one in list_objects(place(store)) if one.manifest.step == 2]
-    key = (newest / "model.safetensors").key
-    data = bytearray(store.read(key))
-    data[-5] ^= 1
-    newest.bucket.overwrite(key, bytes(data))
+    (newest,) = [one.path for one in listed(store) if one.manifest.step == 2]
+    damage(newest / "model.safetensors")
     shutil.rmtree(tmp_path / "a")
     assert resumed(tmp_path / "a", settings) == 1
 
@@ -293,7 +285,7 @@ def test_weights_saved_alone_do_not_count_for_the_mirrors_retention(tmp_path, st
         (folder / "manifest.json").write_bytes(manifest.to_bytes())
         mirror.put(CheckpointInfo.of(manifest, folder, 1), home)
         wait_for_mirror(ckpt)
-    assert sorted(one.manifest.name for one in list_objects(place(store))) == ["final", "step-00000001"]
+    assert sorted(one.manifest.name for one in listed(store)) == ["final", "step-00000001"]
 
 
 def test_with_follow_every_kept_checkpoint_is_in_the_mirror_at_the_end(tmp_path, bucket, monkeypatch):

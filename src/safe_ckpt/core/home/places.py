@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME
@@ -40,6 +41,11 @@ def home_at(
     return ObjectHome(place, lease_s=lease_s, owner=owner, unfenced=unfenced)
 
 
+def with_deadline(place: Place, seconds: float, stop: Callable[[], None] | None = None) -> Place:
+    """The same place, with another deadline for each request to a store, see ``ObjectPath.within``. A file system has none."""
+    return place if isinstance(place, Path) else place.within(seconds, stop)
+
+
 def is_one(place: Place) -> bool:
     """Whether a place is one checkpoint, and not a directory of them: it has a manifest, whatever that says, or is a file.
 
@@ -67,6 +73,23 @@ def candidate_at(place: Place) -> Candidate | None:
     from safe_ckpt.core.home.objects.head import object_candidate
 
     return object_candidate(place)
+
+
+def everything_in(place: Place) -> list[Candidate]:
+    """Every checkpoint of ours in a directory, in no order: weights alone, too, which ``Home.look`` leaves out of a folder's.
+
+    Raises:
+        OSError: it could not be listed. A directory that is not there has none.
+        UnsupportedFormatError: one is of a newer format version.
+    """
+    if isinstance(place, Path):
+        from safe_ckpt.core.home.candidates import look_at
+
+        folders = [one for one in presence.entries_in(place) if one.is_dir() and not one.is_symlink()]
+        return [look_at(one) for one in folders if presence.is_there(one / MANIFEST_NAME)]
+    from safe_ckpt.core.home.objects.head import list_objects
+
+    return list_objects(place)
 
 
 def checkpoint_is_gone(place: Place) -> bool:

@@ -18,10 +18,10 @@ from safe_ckpt.core.home.home import EVENTS, Home, around, is_anything_at
 from safe_ckpt.core.home.places import candidate_at, home_at, is_one
 from safe_ckpt.core.saving import set_up as shared
 from safe_ckpt.core.saving.recent import Recent
-from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.objects.place import Place, place_of
 from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.core.writer.inline import saves_inline
-from safe_ckpt.errors import DirectoryError, naming
+from safe_ckpt.errors import ConfigError, DirectoryError, naming
 from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.event_log import JsonlHook
 
@@ -64,11 +64,13 @@ class HeldHomes:
             recorded: whether events go to a file there, as ``record_events`` has it; or the folder in which.
 
         Raises:
+            ConfigError: it lies in its mirror, or that in it.
             DirectoryError: on every rank, naming path and rank.
             DirectoryInUseError: a live job holds it.
             DirectoryNotSharedError: some ranks do not see it.
         """
         config, timeouts = self._config, self._config.timeouts
+        _refuse_its_mirror(place, config)
         home = home_at(
             place,
             lease_s=config.lease_s,
@@ -186,6 +188,16 @@ def _open_through_blips(home: Home, config: CheckpointConfig) -> None:
                 raise
             logger.info("%s: waiting for it", error)
         time.sleep(0.5)
+
+
+def _refuse_its_mirror(place: Place, config: CheckpointConfig) -> None:
+    """What lies in the other would be listed, locked and swept with it."""
+    if config.mirror.url is None:
+        return
+    far = place_of(config.mirror.url, config.storage, config.timeouts.lengthy_s)
+    if place in around(far) or far in around(place):
+        message = f"{far} and the directory that it mirrors, {place}, lie in each other: give one that lies apart"
+        raise ConfigError(key="mirror.url", message=message)
 
 
 def _refuse_checkpoint(home: Home) -> None:

@@ -1,8 +1,9 @@
-"""Bringing a checkpoint from an object store into a directory that is held: fetched, verified, durable, then published."""
+"""Bringing a checkpoint from the mirror into a directory that is held: fetched, verified, durable, then published."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -11,20 +12,30 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from safe_ckpt.config import Timeouts
+from safe_ckpt.config import Timeouts, WriterConfig
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry
 from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, Home, NewCheckpoint
 from safe_ckpt.core.resuming.host_cache import fetch_ranges, ranges_of
+from safe_ckpt.core.staging.worker_thread import bounded
 from safe_ckpt.core.storage import durable
-from safe_ckpt.core.storage.objects.place import ObjectPath
+from safe_ckpt.core.storage.copier import FileCopy, copy_files
+from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
+from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.objects.second_look import look_thrice
-from safe_ckpt.core.storage.presence import checked_name, really_inside
-from safe_ckpt.core.storage.source import in_files
-from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, SafeCheckpointError
+from safe_ckpt.core.storage.presence import Stamp, checked_name, really_inside
+from safe_ckpt.core.storage.source import in_files, size_of
+from safe_ckpt.errors import (
+    CorruptCheckpointError,
+    HostileCheckpointError,
+    IncompleteCheckpointError,
+    SafeCheckpointError,
+)
 
+logger = logging.getLogger(__name__)
 MIRRORED = "mirrored"
 """The entry of a mirrored manifest's notes: where the checkpoint was, its own name, and whether it is a single file."""
+_READS = 3  # one wrong answer of either file system is not enough
 _PLAIN = "=+,@:!~ ()[]"  # besides letters, digits and "_.-"
 
 
@@ -75,7 +86,7 @@ def directory_of(manifest: Manifest) -> str:
     return Path(path.removesuffix(name)).name if path and name else ""
 
 
-def origin(manifest: Manifest, path: ObjectPath) -> tuple[str, bool]:
+def origin(manifest: Manifest, path: Place) -> tuple[str, bool]:
     """The place of a mirrored checkpoint, relative to its directory, and whether it was a single file.
 
     Raises:
@@ -95,12 +106,12 @@ def own_manifest(manifest: Manifest) -> Manifest:
     return dataclasses.replace(manifest, name=name, notes={k: v for k, v in manifest.notes.items() if k != MIRRORED})
 
 
-def fetch_into(home: Home, source: ObjectPath, manifest: Manifest, *, timeouts: Timeouts) -> CheckpointInfo:
+def fetch_into(home: Home, source: Place, manifest: Manifest, *, timeouts: Timeouts) -> CheckpointInfo:
     """Fetch a checkpoint to its place below a directory that this job holds. On rank 0.
 
     Args:
         home: the directory. An older checkpoint at that place is replaced; anything else is quarantined.
-        source: the folder in the store.
+        source: the folder in the mirror.
         manifest: its manifest.
         timeouts: how long to wait until what was fetched is seen.
 
@@ -123,7 +134,7 @@ def fetch_into(home: Home, source: ObjectPath, manifest: Manifest, *, timeouts: 
     try:
         publication.prepare()
         folder = in_files(publication.folder)
-        fetch_verified(source, manifest.files, folder)
+        fetch_verified(source, manifest.files, folder, limit_s=timeouts.lengthy_s)
         make_durable(folder)
         if os.path.lexists(final) and not _is_older(final, own):
             home.quarantine(final)
@@ -136,19 +147,23 @@ def fetch_into(home: Home, source: ObjectPath, manifest: Manifest, *, timeouts: 
     return info
 
 
-def fetch_verified(source: ObjectPath, entries: Sequence[FileEntry], into: Path) -> None:
+def fetch_verified(source: Place, entries: Sequence[FileEntry], into: Path, *, limit_s: float) -> None:
     """Fetch files and compare them. What is not there, or differs, is fetched once more: it may have suffered on its way.
 
     Args:
-        source: the folder in the store.
+        source: the folder in the store, or another one.
         entries: the files.
         into: where they go.
+        limit_s: how long a file system may take. A store has its own deadline.
 
     Raises:
         CorruptCheckpointError: bytes are not those that were written.
         IncompleteCheckpointError: an object is not there.
         OSError: the store gave no answer, or the disk refuses.
     """
+    if isinstance(source, Path):
+        bounded(lambda: _copy_verified(source, entries, into), limit_s)
+        return
     options = source.options
 
     def read(place: ObjectPath, some: Sequence[FileEntry]) -> None:
@@ -167,6 +182,44 @@ def fetch_verified(source: ObjectPath, entries: Sequence[FileEntry], into: Path)
     look_thrice(source, lambda place: read(place, entries))
     for entry in entries:
         look_thrice(source, partial(verified, entry=entry))
+
+
+def _copy_verified(source: Path, entries: Sequence[FileEntry], into: Path) -> None:
+    """Copy files of another file system, and compare what was read. What differs is read once more."""
+    for entry in entries:
+        (into / entry.path).parent.mkdir(parents=True, exist_ok=True)
+    wanted = list(entries)
+    for attempt in range(_READS):
+        copies = [_copy_of(source, entry, into) for entry in wanted]
+        found = copy_files(copies, WriteOptions.of(WriterConfig()), Unwatched())
+        differs = [
+            entry
+            for entry, copy in zip(wanted, found, strict=True)
+            if (copy.size_bytes, copy.xxh3_128) != (entry.size_bytes, entry.xxh3_128)
+        ]
+        if not differs:
+            return
+        if attempt + 1 < _READS:
+            logger.warning(
+                "%s: reading %s once more: its bytes are not those that were written", source, differs[0].path
+            )
+        wanted = differs
+        for entry in wanted:
+            (into / entry.path).unlink()
+    raise CorruptCheckpointError(
+        path=str(source), file=wanted[0].path, message="its bytes are not those that were written"
+    )
+
+
+def _copy_of(source: Path, entry: FileEntry, into: Path) -> FileCopy:
+    file = really_inside(source, entry.path)
+    try:
+        if size_of(file, links=False) < 0:
+            raise CorruptCheckpointError(path=str(source), file=entry.path, message="not a regular file")
+        stamp = Stamp.of(os.stat(file))
+    except FileNotFoundError:
+        raise IncompleteCheckpointError(path=str(source), file=entry.path, message="is missing") from None
+    return FileCopy(source=str(file), path=str(into / entry.path), stamp=stamp)
 
 
 def _is_older(path: Path, new: Manifest) -> bool:

@@ -1,4 +1,4 @@
-"""The mirror: committed checkpoints are uploaded to an object store in the background, by a process of its own.
+"""The mirror: committed checkpoints go to another place in the background, by a process of its own.
 
 Used on rank 0. The process is as nice as can be, so that it gives way to training and to the writer of the next save. Where
 uploads take longer than saves come, only the newest that waits is uploaded, and those that ``keep_every_steps`` names; with
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import logging
 import math
@@ -23,11 +24,11 @@ from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest, read_manifest
 from safe_ckpt.core.home.candidates import by_commit
 from safe_ckpt.core.home.home import Candidate, Home
-from safe_ckpt.core.home.objects.head import list_objects
-from safe_ckpt.core.staging.worker_thread import Background, Refused
+from safe_ckpt.core.home.places import everything_in, with_deadline
+from safe_ckpt.core.staging.worker_thread import Background, Refused, StuckError, bounded
 from safe_ckpt.core.storage.objects.options import StorageOptions
-from safe_ckpt.core.storage.objects.place import ObjectPath, Place, open_place
-from safe_ckpt.core.storage.source import in_files, in_store
+from safe_ckpt.core.storage.objects.place import Place, place_of
+from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import CorruptCheckpointError, SafeCheckpointError, SaveError, named
 from safe_ckpt.extensions.mirror.fetching import directory_of, fetch_into, mirrored_name
@@ -41,7 +42,7 @@ _LETTERS = 8
 
 
 class MirrorUploads:
-    """Uploads what was committed. Called on any thread of rank 0.
+    """Uploads what was committed, to an object store or to another directory. Called on any thread of rank 0.
 
     Args:
         config: settings with a ``mirror.url``.
@@ -53,7 +54,7 @@ class MirrorUploads:
         error: why the newest is not uploaded; None where nothing is wrong.
 
     Raises:
-        ConfigError: the url is none, or obstore is not installed.
+        ConfigError: the address is none, or obstore is not installed.
     """
 
     def __init__(self, config: CheckpointConfig, emit: Callable[[events.Event], None], owner: str) -> None:
@@ -61,8 +62,8 @@ class MirrorUploads:
         self._emit = emit
         self._owner = owner
         options = StorageOptions.of(config.storage, config.timeouts.lengthy_s)
-        top = open_place(config.mirror.url or "", options, key="mirror.url")
-        self._top = top.within(options.give_up_after_s, self._check)
+        top = place_of(config.mirror.url or "", config.storage, config.timeouts.lengthy_s)
+        self._top = with_deadline(top, options.give_up_after_s, self._check)
         writer = dataclasses.replace(config.writer, niceness=_NICENESS, inline_bytes=0)
         self._writer = WriterSupervisor(writer, config.timeouts, self._respawned, options)
         self._background = Background("safe_ckpt-mirror", self._work)
@@ -71,18 +72,18 @@ class MirrorUploads:
         self._current: Waiting | None = None
         self._there: set[str] = set()  # uploaded by an earlier job, by the saves' ids
         self._committed: dict[Place, Waiting] = {}
-        self._deleted: set[tuple[ObjectPath, str]] = set()
-        self._tiers: dict[ObjectPath, Tier] = {}
-        self._roots: dict[Path, ObjectPath] = {}
-        self._verified: dict[ObjectPath, tuple[ObjectPath, Manifest]] = {}  # what was fetched
-        self._newest: dict[ObjectPath, int] = {}  # the highest number in the order of commits that is uploaded
+        self._deleted: set[tuple[Place, str]] = set()
+        self._tiers: dict[Place, Tier] = {}
+        self._roots: dict[Path, Place] = {}
+        self._verified: dict[Place, tuple[Place, Manifest]] = {}  # what was fetched
+        self._newest: dict[Place, int] = {}  # the highest number in the order of commits that is uploaded
         self._closing = threading.Event()
         self._closed = False
         self._rate = 0.0
         self.stop_by: float | None = None
         self.error: SafeCheckpointError | None = None
 
-    def root_of(self, home: Home) -> ObjectPath:
+    def root_of(self, home: Home) -> Place:
         """The place for the checkpoints of a directory: for the first one the url itself, for others a folder in it."""
         if home.is_single_name:
             return self._top / NAMED
@@ -153,7 +154,9 @@ class MirrorUploads:
         Raises:
             OSError: the store gives no answer.
         """
-        found = list_objects(self.root_of(home).within(self._config.timeouts.barrier_s / 2))
+        limit_s = self._config.timeouts.barrier_s
+        root = with_deadline(self.root_of(home), limit_s / 2)
+        found = bounded(lambda: everything_in(root), limit_s)
         self._there |= {one.manifest.op_id for one in found if one.manifest is not None}
         return by_commit(found)
 
@@ -170,8 +173,9 @@ class MirrorUploads:
         if earlier not in ("", home.path.name):
             message = "%s was mirrored from a directory %r: this run, in %s, continues that one. Was that meant?"
             logger.warning(message, candidate.path, earlier, home.path)
-        there, timeouts, begun = in_store(candidate.path), self._config.timeouts, time.monotonic()
-        info = fetch_into(home, there.within(timeouts.lengthy_s), candidate.manifest, timeouts=timeouts)
+        there, timeouts, begun = candidate.path, self._config.timeouts, time.monotonic()
+        source = with_deadline(there, timeouts.lengthy_s)
+        info = fetch_into(home, source, candidate.manifest, timeouts=timeouts)
         seconds, size = time.monotonic() - begun, info.size_bytes
         self._emit(
             events.Fetched(rank=0, path=str(info.path), url=str(candidate.path), size_bytes=size, seconds=seconds)
@@ -231,7 +235,11 @@ class MirrorUploads:
             self._closed = True
             tiers = dict(self._tiers)
         for place, tier in tiers.items():
-            tier.close(self._deleted_from(place) if self.error is None else ())
+            deleted = self._deleted_from(place) if self.error is None else ()
+            try:
+                bounded(functools.partial(tier.close, deleted), self._config.timeouts.shutdown_s)
+            except StuckError as error:
+                logger.warning("%s: %s: its lock is given up when its lease runs out", place, error)
 
     def _known(self) -> list[Waiting]:
         return [*([self._current] if self._current is not None else []), *self._queue]
@@ -280,11 +288,11 @@ class MirrorUploads:
             with self._turn:
                 self._deleted -= {(one.root, name) for name in deleted}
 
-    def _deleted_from(self, place: ObjectPath) -> set[str]:
+    def _deleted_from(self, place: Place) -> set[str]:
         with self._turn:
             return {name for root, name in self._deleted if root == place}
 
-    def _tier(self, place: ObjectPath) -> Tier:
+    def _tier(self, place: Place) -> Tier:
         if place in self._tiers:
             return self._tiers[place]
         verified, keeps_all = self._verified.get(place), place == self._top / NAMED

@@ -9,7 +9,7 @@ import os
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.core.formats.file_plan import LEAST_SHARED_BYTES
@@ -17,13 +17,12 @@ from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, Manifest,
 from safe_ckpt.core.formats.verify import verify_archive
 from safe_ckpt.core.home import retention
 from safe_ckpt.core.home.candidates import holds_weights_alone, newest_sequence
-from safe_ckpt.core.home.home import Home, NewCheckpoint
-from safe_ckpt.core.home.objects.head import list_objects
-from safe_ckpt.core.home.objects.home import ObjectHome
+from safe_ckpt.core.home.home import Home, NewCheckpoint, Publication
+from safe_ckpt.core.home.places import everything_in, home_at
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.storage.copier import FileCopy
-from safe_ckpt.core.storage.durable import WrittenFile
-from safe_ckpt.core.storage.objects.place import ObjectPath, Place
+from safe_ckpt.core.storage.durable import HalfCommittedError, WrittenFile
+from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.presence import Stamp
 from safe_ckpt.core.writer.existing import MOST_BYTES, Adoption
 from safe_ckpt.core.writer.sink import WriteJob
@@ -46,7 +45,7 @@ class Waiting:
         saved: this job saved it, so nothing in the mirror is newer. Otherwise an earlier job did.
     """
 
-    root: ObjectPath
+    root: Place
     home: Home
     info: CheckpointInfo
     saved: bool
@@ -70,17 +69,17 @@ class Tier:
 
     def __init__(
         self,
-        place: ObjectPath,
+        place: Place,
         config: CheckpointConfig,
         owner: str,
         *,
         keeps_all: bool,
-        verified: tuple[ObjectPath, Manifest] | None,
+        verified: tuple[Place, Manifest] | None,
     ) -> None:
-        self._root = ObjectHome(place, lease_s=config.lease_s, owner=owner, unfenced=config.storage.unfenced)
+        self._root = home_at(place, lease_s=config.lease_s, owner=owner, unfenced=config.storage.unfenced)
         self._root.open(config.timeouts.barrier_s + config.lease_s)
         try:
-            candidates = list_objects(place)
+            candidates = everything_in(self._root.path)
         except BaseException:
             self._root.close()
             raise
@@ -124,28 +123,35 @@ class Tier:
             # This host's clock is behind that of an earlier one: in the order it would come before what was there.
             ordered = replace(manifest, sequence=self._root.next_sequence())
         remote = mirrored(ordered, path, one.home, single=not path.is_dir())
-        new = NewCheckpoint(path=self._root.path / name, manifest=remote, op_id=uuid.uuid4().hex)
+        new = NewCheckpoint(
+            path=self._root.path / name,
+            manifest=remote,
+            op_id=uuid.uuid4().hex,
+            needed_bytes=sum(entry.size_bytes for entry in manifest.files) or one.info.size_bytes,
+            folders=_folders_of(manifest),
+        )
         publication = self._root.begin(new, self._timeouts)
         try:
             publication.prepare()
             earlier = self._earlier(manifest)
-            entries = _sent(manifest, path, publication.folder, functools.partial(self._send, send), earlier)
+            entries = _sent(manifest, path, publication, functools.partial(self._send, send), earlier)
             info = publication.commit(entries, {}, lambda: None)
         except BaseException as error:
             told = publication.explain(error, rank=0, phase="mirror")
-            publication.abort()
+            if not isinstance(error, HalfCommittedError):  # as in a save: what it replaced is not deleted
+                publication.abort()
             if isinstance(told, DirectoryInUseError):
                 raise told from error
             raise
-        folder, remote = publication.folder, replace(remote, files=tuple(entries))
+        publication.clean_up()
         self._there.add(manifest.op_id)
-        self._newest = folder, remote
+        self._newest = info.path, replace(remote, files=tuple(entries))
         self._copied = {name: self._copied.get(name, 0) + 1 for name in earlier}
-        self._names[folder] = name
+        self._names[info.path] = name
         if holds_weights_alone(manifest.notes):
-            self._weights.add(folder)
+            self._weights.add(info.path)
         self._retain(info)
-        return str(folder)
+        return str(info.path)
 
     def follow(self, deleted: Collection[str]) -> None:
         """Delete what was deleted locally, by its name here, but never the newest that is there."""
@@ -188,6 +194,8 @@ class Tier:
     def _earlier(self, manifest: Manifest) -> dict[str, str]:
         """The places of files with this one's bytes that this job has uploaded or verified, by their names."""
         self._copies.begin()
+        if self._root.is_mounted:
+            return {}  # no store copies there
         if self._newest is None or not (self._unchanged.share and self._copies.allowed):
             return {}
         folder, newest = self._newest
@@ -221,19 +229,25 @@ def _rules_of(config: CheckpointConfig) -> Retention | None:
     return replace(local, keep_last=mirror.keep_last, keep_every_steps=mirror.keep_every_steps)
 
 
+def _folders_of(manifest: Manifest) -> list[str]:
+    """The folders below a checkpoint in which its files lie: one comes before those in it."""
+    above = {str(folder) for entry in manifest.files for folder in PurePosixPath(entry.path).parents}
+    return sorted(above - {"."})
+
+
 def _sent(
-    manifest: Manifest, path: Path, folder: ObjectPath, send: Send, earlier: Mapping[str, str]
+    manifest: Manifest, path: Path, publication: Publication, send: Send, earlier: Mapping[str, str]
 ) -> list[FileEntry]:
     """Upload the files: the bytes that were written, and no others. Return their entries, as they are in the manifest.
 
     Args:
         manifest: of the checkpoint.
         path: where it is.
-        folder: where it goes.
+        publication: how it gets there.
         send: uploads.
         earlier: objects with the bytes of some of the files, which the store copies.
     """
-    single = not path.is_dir()
+    single, folder = not path.is_dir(), publication.folder
     expected = {entry.path: entry for entry in manifest.files}
     names, base = ([path.name], path.parent) if single else (list(expected), path)
     files = {
@@ -251,7 +265,16 @@ def _sent(
         for name, source in ({} if single else earlier).items()
     ]
     copies = [copy for name, copy in files.items() if single or name not in earlier]
-    written = send(WriteJob(name=folder.name, rank=0, folder=str(folder), copies=copies, adoptions=adoptions))
+    written = send(
+        WriteJob(
+            name=folder.name,
+            rank=0,
+            folder=str(folder),
+            copies=copies,
+            adoptions=adoptions,
+            directories=publication.folders,
+        )
+    )
     entries = [
         FileEntry(path=one.path.removeprefix(f"{folder}/"), size_bytes=one.size_bytes, xxh3_128=one.xxh3_128, rank=0)
         for one in written

@@ -50,7 +50,7 @@ def fetch(source: ObjectPath, directory: Path) -> Path:
         folder = Path(scratch) / "checkpoint"
         folder.mkdir()
         try:
-            fetch_verified(source, manifest.files, folder)
+            fetch_verified(source, manifest.files, folder, limit_s=source.options.give_up_after_s)
         except IncompleteCheckpointError:
             if is_one(source):
                 raise
