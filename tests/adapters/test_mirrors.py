@@ -13,14 +13,12 @@ from transformers_runs import fingerprint as trained
 from transformers_runs import trainer as hugging_face
 
 from accelerate_runs import CONFIG, Training, fresh, registered, stateful
+from kit.far import FarDirectory, listed
 from kit.fault_proxy import FaultProxy
 from kit.patience import scaled, wait_until
 from safe_ckpt import Mirror, StorageConfig, events
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.home.file_home import FileHome
-from safe_ckpt.core.home.objects.head import list_objects
-from safe_ckpt.core.storage.objects.options import StorageOptions
-from safe_ckpt.core.storage.objects.place import open_place
 from safe_ckpt.errors import CheckpointNotFoundError
 from safe_ckpt.extensions.mirror.mirror import MirrorUploads as Uploads
 from safe_ckpt.lightning import SafeCheckpointCallback
@@ -28,16 +26,20 @@ from safe_ckpt.tools.inspection.fetch import fetch
 from support import flip_bit
 
 
+@pytest.fixture(params=["a store", "a directory"])
+def far(request, tmp_path_factory):
+    """Where the copies go."""
+    if request.param == "a store":
+        return request.getfixturevalue("bucket")
+    return FarDirectory(tmp_path_factory.mktemp("far") / "run")
+
+
 def mirroring(config, bucket, **more):
     return dataclasses.replace(config, mirror=Mirror(url=bucket.url(), **more))
 
 
-def stored(bucket):
-    return list_objects(open_place(bucket.url(), StorageOptions()))
-
-
 def mirrored(bucket):
-    return sorted(one.manifest.name for one in stored(bucket))
+    return sorted(one.manifest.name for one in listed(bucket))
 
 
 def lightning(folder, config, *, seed, stop=None, name="lightning.pytorch", hooks=()):
@@ -58,13 +60,13 @@ def lightning(folder, config, *, seed, stop=None, name="lightning.pytorch", hook
     return fingerprint(module)
 
 
-def test_lightning_goes_on_with_an_empty_disk(tmp_path, bucket):
+def test_lightning_goes_on_with_an_empty_disk(tmp_path, far):
     """The single files of a callback come back from the mirror, and training ends bit for bit as if nothing had happened."""
     expected = lightning(tmp_path / "whole", QUICK, seed=1)
-    config, seen = mirroring(QUICK, bucket), []
+    config, seen = mirroring(QUICK, far), []
     lightning(tmp_path / "run", config, seed=1, stop=7)
-    assert mirrored(bucket) == ["epoch=0-step=3.ckpt", "epoch=1-step=6.ckpt"]
-    (newest,) = (one.path for one in stored(bucket) if one.manifest.name == "epoch=1-step=6.ckpt")
+    assert mirrored(far) == ["epoch=0-step=3.ckpt", "epoch=1-step=6.ckpt"]
+    (newest,) = (one.path for one in listed(far) if one.manifest.name == "epoch=1-step=6.ckpt")
     by_command = fetch(newest, tmp_path / "got")
     assert by_command.read_bytes() == (tmp_path / "run" / "epoch=1-step=6.ckpt").read_bytes()
     shutil.rmtree(tmp_path / "run")
@@ -108,9 +110,9 @@ def test_a_slow_mirror_has_the_newest_of_each_of_two_callbacks(tmp_path, object_
     assert len(there) == 3
 
 
-def test_accelerate_goes_on_with_an_empty_disk(tmp_path, bucket):
+def test_accelerate_goes_on_with_an_empty_disk(tmp_path, far):
     """load_state() without a name takes the newest of the mirror where the project's folder is empty."""
-    config = mirroring(CONFIG, bucket)
+    config = mirroring(CONFIG, far)
     with fresh(), registered(tmp_path / "whole", dataloader_config=stateful()) as (accelerator, handle):
         training = Training(accelerator)
         training.epoch()
@@ -121,7 +123,7 @@ def test_accelerate_goes_on_with_an_empty_disk(tmp_path, bucket):
         training = Training(accelerator)
         training.epoch()
         accelerator.save_state()
-    assert mirrored(bucket) == ["checkpoint_0"]
+    assert mirrored(far) == ["checkpoint_0"]
     shutil.rmtree(tmp_path / "run")
     with fresh(), registered(tmp_path / "run", config, dataloader_config=stateful()) as (accelerator, handle):
         training = Training(accelerator, number=5)
@@ -130,17 +132,17 @@ def test_accelerate_goes_on_with_an_empty_disk(tmp_path, bucket):
         assert training.fingerprint() == expected
 
 
-def test_a_trainer_goes_on_with_an_empty_disk(tmp_path, bucket):
+def test_a_trainer_goes_on_with_an_empty_disk(tmp_path, far):
     """``resume_from_checkpoint=True`` takes the newest of the mirror, and the end is that of an uninterrupted run."""
 
     class Mirroring(SafeTrainer):
-        checkpoint_config = mirroring(SafeTrainer.checkpoint_config, bucket)
+        checkpoint_config = mirroring(SafeTrainer.checkpoint_config, far)
 
     whole = hugging_face(tmp_path / "whole")
     whole.train()
     with pytest.raises(KeyboardInterrupt):
         hugging_face(tmp_path / "run", Mirroring, callbacks=[StopTraining(5)]).train()
-    assert mirrored(bucket) == ["checkpoint-2", "checkpoint-4"]
+    assert mirrored(far) == ["checkpoint-2", "checkpoint-4"]
     shutil.rmtree(tmp_path / "run")
     again = hugging_face(tmp_path / "run", Mirroring)
     again.train(resume_from_checkpoint=True)
@@ -190,25 +192,25 @@ def test_a_project_takes_an_address(tmp_path, bucket):
         assert training.fingerprint() == expected
 
 
-def test_a_damaged_single_file_is_not_mirrored(tmp_path, bucket):
+def test_a_damaged_single_file_is_not_mirrored(tmp_path, far):
     """Its own digest is compared before the commit: the sound one that is in the mirror stays, and is the newest."""
     lightning(tmp_path / "run", QUICK, seed=1, stop=7)
     sound, damaged = sorted((tmp_path / "run").glob("*.ckpt"), key=lambda path: read_manifest(path).sequence)[:2]
     flip_bit(damaged, damaged.stat().st_size // 2)
     seen, home = [], FileHome(tmp_path / "run", lease_s=60)
-    mirror = Uploads(mirroring(QUICK, bucket, keep_last=1), seen.append, "a test")
+    mirror = Uploads(mirroring(QUICK, far, keep_last=1), seen.append, "a test")
     for path in (sound, damaged):
         mirror.put(CheckpointInfo.of(read_manifest(path), path, path.stat().st_size), home)
         wait_until(lambda path=path: any(event.path == str(path) for event in seen), 60, f"what became of {path}")
     mirror.drain()
     mirror.close()
     assert [event.error == "" for event in seen] == [True, False]
-    assert mirrored(bucket) == [sound.name]
+    assert mirrored(far) == [sound.name]
 
 
-def test_a_fresh_machine_fetches_a_checkpoint_named_in_accelerate(tmp_path, bucket, monkeypatch):
+def test_a_fresh_machine_fetches_a_checkpoint_named_in_accelerate(tmp_path, far, monkeypatch):
     """save_state and load_state with a path of one's own: a fresh machine fetches it, and equal last names do not mix."""
-    config = mirroring(CONFIG, bucket)
+    config = mirroring(CONFIG, far)
     monkeypatch.chdir(tmp_path)
     with fresh(), registered(tmp_path / "run", config, automatic=False) as (accelerator, _):
         training = Training(accelerator)

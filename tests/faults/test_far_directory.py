@@ -83,8 +83,9 @@ def bindfs(behind, path):
 
 
 @pytest.mark.timeout(180)
-def test_a_mirror_that_gives_no_answer_holds_up_nothing(tmp_path):
-    """A server that stops: saves here are committed, the end comes in time; a start with nothing here is an error, in time.
+def test_a_mirror_that_gives_no_answer_holds_up_nothing(tmp_path, caplog):
+    """A server that stops: saves here are committed, the end comes in time; a start with nothing here is an error, in time,
+    and one with a checkpoint here goes on from that.
 
     Back again, the next job puts the newest there.
     """
@@ -106,6 +107,9 @@ def test_a_mirror_that_gives_no_answer_holds_up_nothing(tmp_path):
         with pytest.raises(OSError, match="no answer"), Checkpointer(tmp_path / "empty", config(far)) as ckpt:
             ckpt.resume(state(0))
         assert time.monotonic() - begun < scaled(3 * TIMES.barrier_s)
+        with Checkpointer(near, config(far)) as ckpt:
+            assert ckpt.resume(state(0)).step == 4
+        assert "the mirror is not looked at" in caplog.text
         server.send_signal(signal.SIGCONT)
         with Checkpointer(near, config(far)) as ckpt:
             ckpt.resume(state(0))

@@ -191,7 +191,7 @@ def _open_through_blips(home: Home, config: CheckpointConfig) -> None:
 
 
 def _refuse_its_mirror(place: Place, config: CheckpointConfig) -> None:
-    """What lies in the other would be listed, locked and swept with it."""
+    """Refuse a directory in the other: it would be listed, locked and swept with it."""
     if config.mirror.url is None:
         return
     far = place_of(config.mirror.url, config.storage, config.timeouts.lengthy_s)

@@ -51,6 +51,11 @@ def in_store(place: Place) -> ObjectPath:
     return place
 
 
+def by_storage(place: Place, files: Callable[[Path], _T], store: Callable[[ObjectPath], _T]) -> _T:
+    """Return what ``files`` makes of a place in a file system, or ``store`` of one in an object store."""
+    return files(place) if isinstance(place, Path) else store(place)
+
+
 def files_in(places: Iterable[Place]) -> list[Path]:
     """Return those of ``places`` that lie in a file system."""
     return [place for place in places if isinstance(place, Path)]

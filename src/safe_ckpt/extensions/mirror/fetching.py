@@ -24,7 +24,7 @@ from safe_ckpt.core.storage.direct_io import Unwatched, WriteOptions
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.objects.second_look import look_thrice
 from safe_ckpt.core.storage.presence import Stamp, checked_name, really_inside
-from safe_ckpt.core.storage.source import in_files, size_of
+from safe_ckpt.core.storage.source import by_storage, in_files, size_of
 from safe_ckpt.errors import (
     CorruptCheckpointError,
     HostileCheckpointError,
@@ -161,9 +161,14 @@ def fetch_verified(source: Place, entries: Sequence[FileEntry], into: Path, *, l
         IncompleteCheckpointError: an object is not there.
         OSError: the store gave no answer, or the disk refuses.
     """
-    if isinstance(source, Path):
-        bounded(lambda: _copy_verified(source, entries, into), limit_s)
-        return
+    by_storage(
+        source,
+        lambda folder: bounded(lambda: _copy_verified(folder, entries, into), limit_s),
+        lambda folder: _download_verified(folder, entries, into),
+    )
+
+
+def _download_verified(source: ObjectPath, entries: Sequence[FileEntry], into: Path) -> None:
     options = source.options
 
     def read(place: ObjectPath, some: Sequence[FileEntry]) -> None:

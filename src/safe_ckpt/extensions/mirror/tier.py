@@ -117,19 +117,8 @@ class Tier:
             return ""
         if not path.exists() or (not one.saved and one.info.sequence <= self._newest_before):
             return None  # retention was faster, or what is there came later
-        manifest, name = read_manifest(path), mirrored_name(path, one.home)
-        ordered = manifest
-        if one.saved and manifest.sequence <= self._newest_before:
-            # This host's clock is behind that of an earlier one: in the order it would come before what was there.
-            ordered = replace(manifest, sequence=self._root.next_sequence())
-        remote = mirrored(ordered, path, one.home, single=not path.is_dir())
-        new = NewCheckpoint(
-            path=self._root.path / name,
-            manifest=remote,
-            op_id=uuid.uuid4().hex,
-            needed_bytes=sum(entry.size_bytes for entry in manifest.files) or one.info.size_bytes,
-            folders=_folders_of(manifest),
-        )
+        manifest = read_manifest(path)
+        new = self._new(one, manifest, path)
         publication = self._root.begin(new, self._timeouts)
         try:
             publication.prepare()
@@ -145,13 +134,27 @@ class Tier:
             raise
         publication.clean_up()
         self._there.add(manifest.op_id)
-        self._newest = info.path, replace(remote, files=tuple(entries))
+        self._newest = info.path, replace(new.manifest, files=tuple(entries))
         self._copied = {name: self._copied.get(name, 0) + 1 for name in earlier}
-        self._names[info.path] = name
+        self._names[info.path] = new.path.name
         if holds_weights_alone(manifest.notes):
             self._weights.add(info.path)
         self._retain(info)
         return str(info.path)
+
+    def _new(self, one: Waiting, manifest: Manifest, path: Path) -> NewCheckpoint:
+        ordered = manifest
+        if one.saved and manifest.sequence <= self._newest_before:
+            # This host's clock is behind that of an earlier one: in the order it would come before what was there.
+            ordered = replace(manifest, sequence=self._root.next_sequence())
+        folders = {str(folder) for entry in manifest.files for folder in PurePosixPath(entry.path).parents}
+        return NewCheckpoint(
+            path=self._root.path / mirrored_name(path, one.home),
+            manifest=mirrored(ordered, path, one.home, single=not path.is_dir()),
+            op_id=uuid.uuid4().hex,
+            needed_bytes=sum(entry.size_bytes for entry in manifest.files) or one.info.size_bytes,
+            folders=sorted(folders - {"."}),  # one comes before those in it
+        )
 
     def follow(self, deleted: Collection[str]) -> None:
         """Delete what was deleted locally, by its name here, but never the newest that is there."""
@@ -227,12 +230,6 @@ def _rules_of(config: CheckpointConfig) -> Retention | None:
     if mirror.keep_last is None and mirror.keep_every_steps is None:
         return None
     return replace(local, keep_last=mirror.keep_last, keep_every_steps=mirror.keep_every_steps)
-
-
-def _folders_of(manifest: Manifest) -> list[str]:
-    """The folders below a checkpoint in which its files lie: one comes before those in it."""
-    above = {str(folder) for entry in manifest.files for folder in PurePosixPath(entry.path).parents}
-    return sorted(above - {"."})
 
 
 def _sent(

@@ -12,10 +12,8 @@ from typing import Annotated
 import typer
 
 from safe_ckpt.core.home.standing import passed_over
-from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.storage.objects.place import Place
-from safe_ckpt.core.storage.source import in_store
-from safe_ckpt.errors import ConfigError, CorruptCheckpointError, DirectoryError
+from safe_ckpt.errors import CorruptCheckpointError, DirectoryError
 from safe_ckpt.tools.cli.output import (
     CANNOT_TELL,
     DAMAGED,
@@ -60,22 +58,20 @@ def resume_path(
     quick: Annotated[bool, typer.Option("--quick", help="Believe the manifests; do not read the payloads.")] = False,
     fetch_to: Annotated[
         Path | None,
-        typer.Option("--fetch", metavar="DIR2", help="Of an address: fetch it into this directory, verified."),
+        typer.Option(
+            "--fetch", metavar="DIR2", help="Of an address or a mirror: fetch it into this directory, verified."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the path of the checkpoint that resume="auto" would take: the newest whose every byte is what was written.
 
     The path alone goes to stdout; why newer ones are passed over to stderr. DIR may be the address of an object store, also
-    that of one checkpoint. With --fetch it is downloaded and the path printed is that of the copy, which appears when it is
-    complete, verified and on the disk. Exit status: 0; 1 when there is none; 3 when the one that it is was written by another
-    tool and cannot be verified.
+    that of one checkpoint. With --fetch it is downloaded, or copied from a mirror; the path printed is that of the copy, which
+    appears when it is complete, verified and on the disk. Exit status: 0; 1 when there is none; 3 when the one that it is was
+    written by another tool and cannot be verified.
     """
     with failing(), ending_on_signals():
-        if fetch_to is not None and not is_url(directory):
-            raise ConfigError(
-                key="--fetch", message="is for an address such as s3://bucket/run: a directory is here already"
-            )
         choice = _chosen(place_given(directory), quick=quick, fetch_to=fetch_to)
     _report(choice, directory, as_json=as_json)
     if choice.path is None:
@@ -123,7 +119,7 @@ def _choose(listing: Listing, *, quick: bool, fetch_to: Path | None) -> _Choice:
         path = candidate.path
         if fetch_to is not None:
             try:
-                choice.path, choice.source, choice.verified = fetch(in_store(path), fetch_to), path, True
+                choice.path, choice.source, choice.verified = fetch(path, fetch_to), path, True
             except CorruptCheckpointError as error:
                 choice.rejected.append((path, f"{error.file} {error.message}".strip()))
                 continue

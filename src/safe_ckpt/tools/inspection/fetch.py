@@ -1,4 +1,4 @@
-"""A checkpoint of an object store as a directory of this machine: as a whole and verified, or not at all."""
+"""A checkpoint of an object store, or of a mirror, as a directory of this machine: as a whole and verified, or not at all."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import os
 import tempfile
 from pathlib import Path
 
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME
+from safe_ckpt.config import Timeouts
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
 from safe_ckpt.core.home.places import is_one
 from safe_ckpt.core.storage import durable
-from safe_ckpt.core.storage.objects.place import ObjectPath
+from safe_ckpt.core.storage.objects.options import is_url
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.source import in_files, in_store
 from safe_ckpt.errors import ConfigError, IncompleteCheckpointError
 from safe_ckpt.extensions.mirror.fetching import MIRRORED, fetch_verified, make_durable, origin, own_manifest
 from safe_ckpt.tools.inspection.check import read_committed
@@ -19,7 +22,7 @@ from safe_ckpt.tools.inspection.files import path_inside
 _START = ".safe_ckpt-fetch-"
 
 
-def fetch(source: ObjectPath, directory: Path) -> Path:
+def fetch(source: Place, directory: Path) -> Path:
     """Fetch a checkpoint to ``directory/<name>``. It gets that name when it is complete, verified and durable.
 
     One that was mirrored has the name that it had in its directory; a single file becomes one again.
@@ -32,14 +35,14 @@ def fetch(source: ObjectPath, directory: Path) -> Path:
         Where it is.
 
     Raises:
-        ConfigError: something has that name already.
+        ConfigError: something has that name already; or it lies in a directory that is no mirror.
         CorruptCheckpointError: its bytes are not those that were written.
         IncompleteCheckpointError: an object is missing.
         UnsupportedFormatError: it is not ours, or was never committed.
         NotEnoughSpaceError: it does not fit.
         OSError: the store gave no answer, the disk refuses, or the checkpoint was deleted meanwhile.
     """
-    manifest, data = read_committed(source)
+    manifest, data = read_committed(in_store(source)) if is_url(source) else (_copy_at(in_files(source)), b"")
     name, single = origin(manifest, source)
     final = path_inside(directory, Path(name).name)
     _refuse_existing(final)
@@ -50,7 +53,7 @@ def fetch(source: ObjectPath, directory: Path) -> Path:
         folder = Path(scratch) / "checkpoint"
         folder.mkdir()
         try:
-            fetch_verified(source, manifest.files, folder, limit_s=source.options.give_up_after_s)
+            fetch_verified(source, manifest.files, folder, limit_s=Timeouts().lengthy_s)
         except IncompleteCheckpointError:
             if is_one(source):
                 raise
@@ -63,6 +66,14 @@ def fetch(source: ObjectPath, directory: Path) -> Path:
         os.rename(folder / final.name if single else folder, final)
     durable.sync_directory(str(directory))
     return final
+
+
+def _copy_at(path: Path) -> Manifest:
+    manifest = read_manifest(path)
+    if MIRRORED in manifest.notes:
+        return manifest
+    message = "is for an address such as s3://bucket/run, or for a mirror: this is a directory of checkpoints itself"
+    raise ConfigError(key="--fetch", message=message)
 
 
 def _refuse_existing(path: Path) -> None:
