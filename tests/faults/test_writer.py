@@ -14,7 +14,7 @@ from trials import sampled
 
 from kit.inside import once_written
 from kit.limits import QUICK
-from kit.patience import scaled
+from kit.patience import scaled, wait_until
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, WriterConfig
 from safe_ckpt.errors import WriterError
@@ -69,8 +69,9 @@ def go_through(rank, folder, name, victim):
                 step += 1
                 entry.save(step).result(timeout_s=50)
                 dist.barrier()
+            wait_until(lambda: not writers_of(os.getpid()), 10, f"the end of the writers after {kind} {moment}")
             respawns = [event.ended for event in events if event.kind == "respawned"]
-            found[kind, moment] = (exact, call_s, respawns, len(writers_of(os.getpid())))
+            found[kind, moment] = (exact, call_s, respawns)
     return found
 
 
@@ -85,10 +86,9 @@ def test_whatever_happens_to_a_writer_the_save_is_committed(tmp_path, matrix, na
     """
     found = values(spawn_ranks(go_through, 2, tmp_path, name, victim, timeout_s=380))
     outcomes = Counter()
-    for (kind, moment), (exact, call_s, respawns, left) in found[victim].items():
+    for (kind, moment), (exact, call_s, respawns) in found[victim].items():
         assert exact, (kind, moment)
-        assert call_s < scaled(1), (kind, moment, call_s)
-        assert left == 0
+        assert call_s < scaled(3), (kind, moment, call_s)  # a writer that makes no progress is waited for longer
         assert respawns, (kind, moment)
         expected = {
             "SIGKILL": r"killed by SIGKILL \(the kernel's out-of-memory killer sends this\)",
@@ -102,7 +102,7 @@ def test_whatever_happens_to_a_writer_the_save_is_committed(tmp_path, matrix, na
             assert re.search(ENTRIES[name].large_files, respawns[0]), respawns
             assert "bytes" in respawns[0], respawns
         outcomes["committed after a respawn"] += 1
-    assert all(not respawns for _, _, respawns, _ in found[1 - victim].values())
+    assert all(not respawns for _, _, respawns in found[1 - victim].values())
     matrix("writer killed, stopped, crashed, out of memory", f"idle, writing, done; rank {victim}; {name}", outcomes)
 
 
