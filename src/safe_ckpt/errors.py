@@ -303,6 +303,24 @@ class UnhealthyStateError(SafeCheckpointError, ArithmeticError):
 
 
 @dataclass(eq=False, kw_only=True)
+class MirrorBehindError(SafeCheckpointError, RuntimeError):
+    """``path`` is committed. ``behind`` saves before it have no copy at ``url``: more than ``mirror.max_behind``, ``limit``.
+
+    ``cause`` says why.
+    """
+
+    path: str
+    url: str
+    behind: int
+    limit: int
+    cause: str
+    _text = (
+        "{0.path} is committed, and {0.behind} saves before it have no copy in {0.url}; mirror.max_behind is {0.limit}: "
+        "{0.cause}"
+    )
+
+
+@dataclass(eq=False, kw_only=True)
 class CommitOutcomeUnknown(SafeCheckpointError, RuntimeError):
     """The save of ``name`` may be committed or not; the next resume decides. No ``SaveError``: that says that nothing was.
 

@@ -8,6 +8,7 @@ from fsdp_runs import CONFIG, build, same, train, whole
 
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import Checkpointer, Mirror
+from safe_ckpt.errors import MirrorBehindError
 
 
 def _sharded(rank, near, far, way):
@@ -21,6 +22,27 @@ def _sharded(rank, near, far, way):
             train(model, optimizer, 1, rank)
             ckpt.save(step, state).result()
         return 2, whole(model, optimizer)
+
+
+def _falls_behind(rank, near, far):
+    found = []
+    with Checkpointer(near, dataclasses.replace(CONFIG, mirror=Mirror(url=str(far), max_behind=1))) as ckpt:
+        for step in (1, 2, 3):
+            try:
+                ckpt.save(step, {"n": step}).result()
+            except MirrorBehindError as error:
+                found.append((step, str(error)))
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_a_mirror_that_is_behind_is_the_same_error_on_every_rank(tmp_path):
+    """Only the first rank knows of the copies: all of them raise its words, at one step."""
+    (tmp_path / "far").write_text("no folder")
+    first, second = values(spawn_ranks(_falls_behind, 2, tmp_path / "near", tmp_path / "far"))
+    assert first == second
+    assert [step for step, _ in first] == [3]
+    assert "2 saves before it have no copy" in first[0][1]
 
 
 @pytest.mark.timeout(120)

@@ -32,6 +32,9 @@ SAMPLES = {
     "because": "it lacks something",
     "step": 3,
     "back": 2,
+    "url": "/far/run",
+    "behind": 5,
+    "limit": 4,
 }
 # What each says of these facts.
 WORDS = {
@@ -50,6 +53,8 @@ WORDS = {
     "use it there, or spawn and open another",
     "HostileCheckpointError": "/runs/exp: what went wrong",
     "IncompleteCheckpointError": "/runs/exp: what went wrong",
+    "MirrorBehindError": "/runs/exp is committed, and 5 saves before it have no copy in /far/run; mirror.max_behind is 4: "
+    "OSError: no",
     "NoValidCheckpointError": "/runs/exp: what went wrong\n  a: cut off",
     "NotEnoughSpaceError": "/runs/exp: not enough space: 0 bytes needed, 0 bytes free. what went wrong (rank 2)",
     "PeerLostError": "commit: lost ranks [1, 2]: gone",
@@ -105,6 +110,7 @@ def test_survives_pickling_and_the_wire(error):
         ("CommitOutcomeUnknown", RuntimeError),
         ("CorruptCheckpointError", ValueError),
         ("UnhealthyStateError", ArithmeticError),
+        ("MirrorBehindError", RuntimeError),
         ("NoValidCheckpointError", FileNotFoundError),
         ("CheckpointNotFoundError", FileNotFoundError),
         ("UnsupportedVersionError", ImportError),

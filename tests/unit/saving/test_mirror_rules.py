@@ -15,6 +15,7 @@ from kit.memory_store import MemoryStore, no_answer
 from kit.patience import wait_until
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention, events
 from safe_ckpt.core.storage.objects.bucket import Bucket
+from safe_ckpt.errors import MirrorBehindError
 from safe_ckpt.testing import inline_saves
 
 PATIENTLY = Bucket._pause  # which a store in this process replaces
@@ -47,6 +48,25 @@ def here(folder):
 
 def there(store):
     return sorted(one["step"] for one in store.manifests().values())
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_mirror_further_behind_than_it_may_be_is_the_error_of_a_save(tmp_path, store):
+    """With how far and why; that save is committed, and so are the next. Where the store answers again, all is well."""
+    with Checkpointer(tmp_path, config(store, max_behind=2)) as ckpt:
+        save(ckpt, 1)
+        store.before = no_answer
+        save(ckpt, 2, 3, 4)
+        with pytest.raises(MirrorBehindError, match="no answer") as caught:
+            save(ckpt, 5)
+        assert (caught.value.behind, caught.value.limit) == (3, 2)
+        assert caught.value.path == str(tmp_path / "step-00000005")
+        assert here(tmp_path) == [1, 2, 3, 4, 5]
+        store.before = None
+        with pytest.raises(MirrorBehindError):
+            save(ckpt, 6)  # it was behind when this was written; after that this one goes up
+        save(ckpt, 7, 8)
+        assert there(store)[-1] == 8
 
 
 @pytest.mark.usefixtures("at_once")

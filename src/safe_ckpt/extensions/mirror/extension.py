@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from safe_ckpt.core.formats.manifest import CheckpointInfo, Manifest
 from safe_ckpt.core.home.home import Candidate, Home
-from safe_ckpt.core.saving.extension import Extension, Outcome, Run
+from safe_ckpt.core.saving.extension import Conclusion, Extension, Outcome, Run
 from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.storage.objects.place import Place
-from safe_ckpt.errors import SafeCheckpointError
+from safe_ckpt.errors import MirrorBehindError, SafeCheckpointError
 from safe_ckpt.extensions.mirror.mirror import MirrorUploads
 
 
@@ -34,11 +34,24 @@ class Mirroring(Extension):
             self.mirror = MirrorUploads(run.config, run.emit, run.owner)
             run.coordinator.progress_sources.append(self.mirror.progress)
 
+    def concluding(self, job: SaveJob, reports: Mapping[int, Any]) -> Conclusion:
+        """See ``Extension``. What rank 0 knows of copies that are late."""
+        limit, mirror = self._run.config.mirror.max_behind, self._of(job.home)
+        if limit is None or mirror is None or (behind := mirror.behind(job.home)) <= limit:
+            return Conclusion()
+        cause = "copies take longer than saves come: save less often" if mirror.error is None else str(mirror.error)
+        return Conclusion(
+            summary={"behind": behind, "limit": limit, "cause": cause, "url": str(mirror.root_of(job.home))}
+        )
+
     def ended(self, job: SaveJob, outcome: Outcome) -> SafeCheckpointError | None:
         """See ``Extension``."""
-        if outcome.info is not None and (mirror := self._of(job.home)) is not None:
+        if outcome.info is None:
+            return None
+        if (mirror := self._of(job.home)) is not None:
             mirror.put(outcome.info, job.home)
-        return None
+        late = outcome.summary.get(self.name)
+        return MirrorBehindError(path=str(outcome.info.path), **late) if late else None
 
     def keeps(self, home: Home, places: Sequence[Place]) -> Collection[Place]:
         """See ``Extension``."""

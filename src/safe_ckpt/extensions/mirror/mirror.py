@@ -76,6 +76,7 @@ class MirrorUploads:
         self._tiers: dict[Place, Tier] = {}
         self._roots: dict[Path, Place] = {}
         self._verified: dict[Place, tuple[Place, Manifest]] = {}  # what was fetched
+        self._behind: dict[Place, list[int]] = {}  # what this job saved since, by its number in the order of commits
         self._newest: dict[Place, int] = {}  # the highest number in the order of commits that is uploaded
         self._closing = threading.Event()
         self._closed = False
@@ -114,6 +115,8 @@ class MirrorUploads:
             passed = [one for one in self._queue if self._gives_way(one, waiting)]
             self._queue = [*(one for one in self._queue if one not in passed), waiting]
             self._committed[info.path] = waiting
+            if saved:
+                self._behind.setdefault(waiting.root, []).append(info.sequence)
             self._deleted.discard((waiting.root, mirrored_name(info.file_path, home)))
         for one in passed:
             logger.info("%s is not mirrored: a newer one is there, and the mirror is behind", one.info.path)
@@ -127,6 +130,14 @@ class MirrorUploads:
         kept = follow or (every is not None and one.info.step % every == 0)
         may = one.root == newer.root and one.root.name != NAMED and one.info.sequence <= newer.info.sequence
         return may and (not kept or one.info.path == newer.info.path)
+
+    def behind(self, home: Home) -> int:
+        """How many saves of this job neither have a copy, nor does a newer one."""
+        root = self.root_of(home)
+        with self._turn:
+            newest = self._newest.get(root, -1)
+            self._behind[root] = [one for one in self._behind.get(root, []) if one > newest]
+            return len(self._behind[root])
 
     def holding(self, paths: Sequence[Place]) -> set[Place]:
         """The ``paths`` that must not be deleted now: one that is being uploaded, and what ``required`` protects."""
