@@ -1,11 +1,14 @@
 import os
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from kit.inside import exchange_no_names
+from safe_ckpt import machine
 from safe_ckpt.core.storage import durable
+from safe_ckpt.errors import NotEnoughSpaceError
 
 
 def folder(path, word):
@@ -320,3 +323,35 @@ def test_a_directory_gets_a_further_name(tmp_path):
     durable.publish_link(tmp_path / "a", tmp_path / "staged", link, lambda: tmp_path / ".last.old")
     assert os.path.samefile(tmp_path / "a/f", tmp_path / "last/f")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "last"]
+
+
+@pytest.mark.skipif(not machine.is_in_memory(Path("/dev/shm")), reason="no file system in memory here")
+def test_what_is_free_in_memory_is_what_the_host_and_the_control_group_have_left(tmp_path, monkeypatch):
+    """A tmpfs says that half of the host is free: who takes it is killed. On a disk memory is not asked."""
+    monkeypatch.setattr(machine, "available_bytes", lambda: 1000)
+    on_disk = durable.free_bytes(tmp_path)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        assert durable.free_bytes(Path(folder)) == 1000
+        with pytest.raises(NotEnoughSpaceError) as caught:
+            durable.require_space(Path(folder), 1001, "why")
+        assert (caught.value.needed_bytes, caught.value.free_bytes) == (1001, 1000)
+    assert machine.is_in_memory(tmp_path) or on_disk > 1000
+    monkeypatch.setattr(machine, "available_bytes", lambda: None)
+    assert durable.free_bytes(Path("/dev/shm")) > 1000
+
+
+def test_the_kind_of_a_file_system_is_that_of_its_device(tmp_path):
+    """Mounts are told by their numbers: a path may be anything, and other lines say nothing of it."""
+    device = os.stat(tmp_path).st_dev
+    number, other = f"{os.major(device)}:{os.minor(device)}", "0:9999"
+    line = "{} 1 {} / /a rw,relatime shared:1 - {} source rw"
+    for rows, expected in (
+        ([line.format(20, other, "tmpfs"), line.format(21, number, "ext4")], False),
+        ([line.format(20, other, "ext4"), "broken", line.format(21, number, "tmpfs")], True),
+        ([line.format(21, number, "ramfs")], True),
+        ([line.format(21, number, "tmpfs").replace("shared:1 ", "")], True),
+        ([], False),
+    ):
+        table = tmp_path / "table"
+        table.write_text("\n".join(rows))
+        assert machine.is_in_memory(tmp_path, table) is expected

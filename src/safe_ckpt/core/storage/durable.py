@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from safe_ckpt import machine as host_memory
 from safe_ckpt.core.storage.presence import opened
 from safe_ckpt.errors import NotEnoughSpaceError
 
@@ -429,6 +430,8 @@ _NOT_TOLD = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EOVERFLOW)
 def free_bytes(path: Path) -> int | None:
     """Free bytes for this user; None where that is not known: some file systems answer with zeros, or not at all.
 
+    Of one in memory at most what the host, and the control groups of this process, have left: who takes more is killed.
+
     Raises:
         OSError: any other reason.
     """
@@ -438,7 +441,10 @@ def free_bytes(path: Path) -> int | None:
         if error.errno in _NOT_TOLD:
             return None
         raise
-    return usage.free if usage.total else None  # a full file system has a size; without a size nothing is known
+    if not usage.total:  # a full file system has a size; without a size nothing is known
+        return None
+    left = host_memory.available_bytes() if host_memory.is_in_memory(path) else None
+    return usage.free if left is None else min(usage.free, left)
 
 
 def out_of_space(error: OSError, folder: Path, **facts: Any) -> NotEnoughSpaceError | None:

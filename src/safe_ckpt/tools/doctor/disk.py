@@ -95,7 +95,8 @@ def judge_file_system(mount: Mount) -> CheckResult:
     advice = NETWORK.get(mount.kind, "")
     if mount.in_memory:
         advice = (
-            "it is memory: what is saved there is gone after a reboot or with the job. Choose a directory on a disk"
+            "it is memory: what is saved there is gone after a reboot or with the job. Choose a directory on a disk, or set "
+            "mirror.url to one"
         )
     elif mount.kind == "overlay":
         advice = "it is the container's own layer, which is deleted with the container: mount a volume and save there"
