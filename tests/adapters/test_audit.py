@@ -50,11 +50,7 @@ LOOPS = {
     "accelerate, skipping": (["with_accelerate", "--skip"], PLACE),
     "transformers": (["with_transformers"], OF_TRAINER),
 }
-SOME = [
-    *(("plain", name) for name in ("optimizer", "average", "twice", "best")),
-    ("ddp", "torch of rank 1"),
-    ("lightning", "scheduler"),
-]
+SOME = [*(("plain", name) for name in ("optimizer", "average", "twice", "best")), ("lightning", "scheduler")]
 ALL = [(loop, name) for loop, (_, names) in LOOPS.items() for name in names]
 
 

@@ -89,7 +89,12 @@ def test_a_script_that_does_not_resume_differs_though_its_steps_are_those_of_the
     [
         ("raise SystemExit('no data here')", {}, "the script ended with 1; the last lines of .*no data here"),
         ("print('done')", {}, "made no step with an optimizer"),
-        (SCRIPT.replace("step < 30", "step < 5"), {}, "makes 5 optimizer steps: stop it behind fewer"),
+        pytest.param(
+            SCRIPT.replace("step < 30", "step < 5"),
+            {},
+            "makes 5 optimizer steps: stop it behind fewer",
+            marks=pytest.mark.thorough,
+        ),
         (
             SCRIPT.replace("% 4", "% 99"),
             {},
@@ -122,7 +127,7 @@ def test_what_is_wrong_before_anything_runs_is_told(words, options, said):
 @pytest.mark.parametrize(
     ("logged", "stop", "until"),
     [
-        ("", 4, 7),
+        pytest.param("", 4, 7, marks=pytest.mark.thorough),
         pytest.param("", 2, 12, marks=pytest.mark.thorough),
         (LOGS, 2, 12),
         pytest.param(LOGS, 4, 7, marks=pytest.mark.thorough),

@@ -34,7 +34,7 @@ TABLE = {**SCENARIOS, **ROWS}
 LENGTHY = list(SCENARIOS).index("directory, shares without hard links")  # it verifies five checkpoints each time
 CASES = sampled(
     [(name,) for name in TABLE],
-    lambda number: (number % 3 == 1 and number != LENGTHY) or number >= len(SCENARIOS),
+    lambda number: (number % 5 == 1 and number != LENGTHY) or number >= len(SCENARIOS),
 )
 OF_A_HOME, OF_DISKS = "core.home.file_home", "core.storage.durable"
 # Which functions of the package that give a name a row comes through: at least one row for each of them.

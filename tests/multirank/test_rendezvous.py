@@ -172,7 +172,7 @@ def _come_late(rank, late):
         (1, signal.SIGKILL),
         (0, signal.SIGKILL),
         pytest.param(1, signal.SIGSTOP, marks=pytest.mark.thorough),
-        (0, signal.SIGSTOP),
+        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.thorough),
     ],
 )
 def test_a_lost_rank_is_named_long_before_the_deadline(victim, number):

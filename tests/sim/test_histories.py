@@ -57,7 +57,7 @@ def test_a_planted_bug_fits_the_source(name):
 @pytest.mark.timeout(900)
 def test_simulated_histories_violate_no_rule():
     """Nothing durable is lost or torn, no two owners commit, ranks agree, every wait ends; saves succeed, but for faults."""
-    count, processes = (20_000, os.cpu_count() or 1) if THOROUGH else (500, 2)
+    count, processes = (20_000, os.cpu_count() or 1) if THOROUGH else (300, 2)
     ended = sim("--count", count, "--processes", processes)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
     print(ended.stdout[-1500:])

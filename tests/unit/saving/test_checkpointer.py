@@ -399,8 +399,17 @@ def test_every_error_is_catchable_as_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["returns", "closes", "raises"])
-@pytest.mark.parametrize("where", ["the writer process", "here"])
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [
+        ("the writer process", "closes"),
+        ("the writer process", "raises"),
+        ("here", "returns"),
+        pytest.param("the writer process", "returns", marks=pytest.mark.thorough),
+        pytest.param("here", "closes", marks=pytest.mark.thorough),
+        pytest.param("here", "raises", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_save_that_moves_bytes_is_not_given_up_at_the_end(tmp_path, how, where):
     """It takes longer than shutdown_s, in the writer process and in this one: committed, but after an exception given up."""
     failed = how == "raises"
