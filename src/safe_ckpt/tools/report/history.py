@@ -91,6 +91,19 @@ class Removal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MirrorHistory:
+    """The copies of committed checkpoints.
+
+    Attributes:
+        path: of the last one that was copied; "" for none.
+        error: why the last try failed; "" where it did not.
+    """
+
+    path: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunHistory:
     """One run: from the start of a process (or its resume) to the last thing that it recorded."""
 
@@ -113,6 +126,7 @@ class History:
     """The history of a directory, oldest first.
 
     Attributes:
+        mirror: what became of copies; None where there are none.
         freed_bytes: what the removals freed, where that was recorded.
         events: how many were read; ``skipped`` and ``earlier`` as in ``Recording``.
     """
@@ -121,6 +135,7 @@ class History:
     saves: tuple[SaveHistory, ...] = ()
     notices: tuple[Notice, ...] = ()
     removals: tuple[Removal, ...] = ()
+    mirror: MirrorHistory | None = None
     freed_bytes: int | None = None
     events: int = 0
     skipped: int = 0
@@ -144,6 +159,7 @@ class _Builder:
         self._saves: list[SaveHistory] = []
         self._notices: list[Notice] = []
         self._removals: list[Removal] = []
+        self._mirror: MirrorHistory | None = None
         self._open: dict[tuple[str, int | None], SaveHistory] = {}
         self._disk = Disk()
         self._safe_since: float | None = None  # work before this moment is on the disk
@@ -171,6 +187,7 @@ class _Builder:
             saves=(*self._saves, *self._open.values()),
             notices=tuple(self._notices),
             removals=tuple(self._removals),
+            mirror=self._mirror,
             freed_bytes=self._freed_bytes,
             events=len(self._recording.events),
             skipped=self._recording.skipped,
@@ -258,6 +275,15 @@ class _Builder:
     def _on_unhealthy(self, event: Recorded) -> None:
         counts = "unhealthy" if event.facts.get("marked") is True else "counts like any other"
         self._notice(event, f"{event.text('path')} ({counts}): {event.text('what')}", event.count("step"))
+
+    def _on_mirrored(self, event: Recorded) -> None:
+        path, error, before = event.text("path"), event.text("error"), self._mirror or MirrorHistory()
+        self._mirror = replace(before, error=error) if error else MirrorHistory(path=path)
+        if error and not before.error:  # each save tries again
+            self._notice(event, f"{path} has no copy in {event.text('url')}: {error}")
+
+    def _on_fetched(self, event: Recorded) -> None:
+        self._notice(event, f"{event.text('path')} was fetched from {event.text('url')}")
 
     def _on_respawned(self, event: Recorded) -> None:
         self._notice(event, f"the writer process was replaced on rank {event.rank}: {event.text('ended')}")

@@ -21,6 +21,7 @@ class Totals:
         stall_s: how long saves held training within that time.
         stall_share: ``stall_s`` divided by ``spanned_s``.
         at_risk_s: the most work that a kill at the worst moment would have cost.
+        behind: how many saves were committed after the newest that has a copy in the mirror; None without a mirror.
         removed: how many checkpoints retention deleted.
         freed_bytes: what that freed, as far as their sizes were read.
     """
@@ -42,6 +43,7 @@ class Totals:
     longest_total_s: float | None
     median_at_risk_s: float | None
     at_risk_s: float | None
+    behind: int | None
     removed: int
     freed_bytes: int
 
@@ -74,6 +76,7 @@ def total(history: History) -> Totals:
         longest_total_s=max(totals, default=None),
         median_at_risk_s=_median(risks),
         at_risk_s=max(risks, default=None),
+        behind=_behind(history),
         removed=len(history.removals),
         freed_bytes=known_bytes if history.freed_bytes is None else history.freed_bytes,
     )
@@ -105,9 +108,20 @@ def sentences(totals: Totals, now: float) -> list[str]:
     if (last := totals.last) is not None:
         which = f"step {last.step}" if last.step is not None else last.name
         lines.append(f"Last committed: {which}, {text.age(max(0.0, now - last.ended))} ago.")
+    if totals.behind is not None:
+        late = f"is {text.counted(totals.behind, 'save')} behind" if totals.behind else "has a copy of it"
+        lines.append(f"The mirror {late}.")
     if totals.stall_share is not None:
         lines.append(f"Stalls took {text.percent(totals.stall_share)} of the time.")
     return lines
+
+
+def _behind(history: History) -> int | None:
+    if history.mirror is None:
+        return None
+    paths = [save.path for save in history.of("committed") if not save.weights_only]
+    copied = history.mirror.path
+    return paths[::-1].index(copied) if copied in paths else len(paths)
 
 
 def _spanned(history: History) -> tuple[float, float]:

@@ -234,6 +234,28 @@ def test_the_report_tells_what_became_of_each_save():
     assert "1 passed over" in whole.notices[0].text
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "says"),
+    [
+        ([], None),
+        ([(10, "")], "The mirror is 2 saves behind."),
+        ([(10, ""), (20, "no answer"), (30, "no answer")], "The mirror is 2 saves behind."),
+        ([(20, "no answer")], "The mirror is 3 saves behind."),
+        ([(20, "no answer"), (30, "")], "The mirror has a copy of it."),
+    ],
+)
+def test_how_far_a_mirror_is_behind_is_told(outcomes, says):
+    """In the sentences of every view; that copies fail is told once, until one succeeds."""
+    copies = [
+        line("mirrored", 100 + at, path=f"/r/step-{step}", url=f"/far/step-{step}", error=error)
+        for at, (step, error) in enumerate(outcomes)
+    ]
+    whole = told([*a_save(10, 20), *a_save(20, 30), *a_save(30, 40), *copies])
+    found = [one for one in summary.sentences(summary.total(whole), START + 230) if "mirror" in one]
+    assert found == ([says] if says else [])
+    assert [notice.kind for notice in whole.notices] == ["mirrored"] * any(error for _, error in outcomes)
+
+
 def test_what_a_killed_job_deleted_and_did_not_record_is_not_counted():
     """What retention kept is what is there; checkpoints in other folders are none of its business."""
     other = {**a_save(1, 5)[-1], "path": "/other/step-1"}
