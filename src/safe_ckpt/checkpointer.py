@@ -435,13 +435,18 @@ class Checkpointer:
         """
         return self._engine.stop_requested()
 
-    def wait(self) -> None:
-        """Wait until everything in flight is committed.
+    def wait(self, *, mirrored: bool = False) -> None:
+        """Wait until everything in flight is committed. Every rank calls this.
+
+        Args:
+            mirrored: wait, too, until each save or a newer one has its copy in the mirror: for ``lengthy_s`` at most.
 
         Raises:
+            ConfigError: there is no mirror.
+            MirrorBehindError: the copies did not come; the same on every rank.
             SafeCheckpointError: a save failed and that was not reported yet; the same on every rank.
         """
-        self._engine.wait()
+        self._engine.wait(mirrored=mirrored)
 
     def close(self) -> None:
         """Finish what is in flight, end the writer process, free the memory, give the directory back.

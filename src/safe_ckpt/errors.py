@@ -304,10 +304,7 @@ class UnhealthyStateError(SafeCheckpointError, ArithmeticError):
 
 @dataclass(eq=False, kw_only=True)
 class MirrorBehindError(SafeCheckpointError, RuntimeError):
-    """``path`` is committed. ``behind`` saves before it have no copy at ``url``: more than ``mirror.max_behind``, ``limit``.
-
-    ``cause`` says why.
-    """
+    """``path`` is committed, and ``behind`` saves have no copy at ``url``: more than ``limit``, for the reason of ``cause``."""
 
     path: str
     url: str
@@ -315,8 +312,7 @@ class MirrorBehindError(SafeCheckpointError, RuntimeError):
     limit: int
     cause: str
     _text = (
-        "{0.path} is committed, and {0.behind} saves before it have no copy in {0.url}; mirror.max_behind is {0.limit}: "
-        "{0.cause}"
+        "{0.path} is committed, but {0.behind} saves have no copy in {0.url}, and {0.limit} may have none: {0.cause}"
     )
 
 

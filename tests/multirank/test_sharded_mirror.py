@@ -32,6 +32,10 @@ def _falls_behind(rank, near, far):
                 ckpt.save(step, {"n": step}).result()
             except MirrorBehindError as error:
                 found.append((step, str(error)))
+        if rank == 0:
+            far.unlink()
+        ckpt.wait(mirrored=True)
+        found.append((far / "step-00000003").exists())
     return found
 
 
@@ -41,8 +45,9 @@ def test_a_mirror_that_is_behind_is_the_same_error_on_every_rank(tmp_path):
     (tmp_path / "far").write_text("no folder")
     first, second = values(spawn_ranks(_falls_behind, 2, tmp_path / "near", tmp_path / "far"))
     assert first == second
-    assert [step for step, _ in first] == [3]
-    assert "2 saves before it have no copy" in first[0][1]
+    (step, _), is_there = first
+    assert (step, is_there) == (3, True)
+    assert "2 saves have no copy" in first[0][1]
 
 
 @pytest.mark.timeout(120)

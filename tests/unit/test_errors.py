@@ -53,8 +53,7 @@ WORDS = {
     "use it there, or spawn and open another",
     "HostileCheckpointError": "/runs/exp: what went wrong",
     "IncompleteCheckpointError": "/runs/exp: what went wrong",
-    "MirrorBehindError": "/runs/exp is committed, and 5 saves before it have no copy in /far/run; mirror.max_behind is 4: "
-    "OSError: no",
+    "MirrorBehindError": "/runs/exp is committed, but 5 saves have no copy in /far/run, and 4 may have none: OSError: no",
     "NoValidCheckpointError": "/runs/exp: what went wrong\n  a: cut off",
     "NotEnoughSpaceError": "/runs/exp: not enough space: 0 bytes needed, 0 bytes free. what went wrong (rank 2)",
     "PeerLostError": "commit: lost ranks [1, 2]: gone",

@@ -279,15 +279,20 @@ class Handle(AttachedHandle):
             objects = self._stock["free_memory"](*objects)
         return objects
 
-    def wait(self) -> None:
-        """Wait until everything in flight is committed.
+    def wait(self, *, mirrored: bool = False) -> None:
+        """Wait until everything in flight is committed. Every rank calls this.
+
+        Args:
+            mirrored: wait, too, until each save or a newer one has its copy in the mirror: for ``lengthy_s`` at most.
 
         Raises:
+            ConfigError: there is no mirror.
+            MirrorBehindError: the copies did not come; the same on every rank.
             SafeCheckpointError: a save failed, and its error was not raised yet; the same on every rank.
         """
         self._refuse_copy("wait")
         if not self.closed:
-            super().wait()
+            super().wait(mirrored=mirrored)
 
     def prepare(self) -> None:
         """Make host memory for snapshots of what ``prepare()`` was given ready, in the background.

@@ -120,13 +120,18 @@ class AttachedHandle:
         self._refuse_ended("stop_requested")
         return self.saver.engine.stop_requested()
 
-    def wait(self) -> None:
-        """Wait until everything in flight is committed.
+    def wait(self, *, mirrored: bool = False) -> None:
+        """Wait until everything in flight is committed. Every rank calls this.
+
+        Args:
+            mirrored: wait, too, until each save or a newer one has its copy in the mirror: for ``lengthy_s`` at most.
 
         Raises:
+            ConfigError: there is no mirror.
+            MirrorBehindError: the copies did not come; the same on every rank.
             SafeCheckpointError: a save failed, and its error was not raised yet; the same on every rank.
         """
-        self.saver.wait()
+        self.saver.wait(mirrored=mirrored)
 
     def remove(self) -> None:
         """Finish what is in flight and leave the object as it was. Again: nothing happens.

@@ -344,14 +344,14 @@ class Saver:
         if timeout_s is None:
             self.engine.wait_until_over()
 
-    def wait(self) -> None:
-        """Wait until everything in flight is committed, and report it.
+    def wait(self, *, mirrored: bool = False) -> None:
+        """Wait until everything in flight is committed, and report it; see ``Engine.wait``.
 
         Raises:
             SafeCheckpointError: a save failed, and its error was not raised yet; the same on every rank.
         """
         self.land()
-        self.engine.raise_unreported()
+        self.engine.wait(mirrored=mirrored)
 
     def close(self, *, quiet: bool = False, within_s: float | None = None) -> None:
         """Finish what is in flight and give the directories back.

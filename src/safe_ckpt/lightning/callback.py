@@ -428,16 +428,21 @@ class SafeCheckpointCallback(ModelCheckpoint):
 
     # ------------------------------------------------------------------ outcomes
 
-    def wait(self) -> None:
+    def wait(self, *, mirrored: bool = False) -> None:
         """Wait until what this Trainer has saved is committed: ``best_model_path`` and the rest name files that are there.
 
         Every rank calls this, on the thread that trains; outside of ``fit`` there is nothing to wait for.
 
+        Args:
+            mirrored: wait, too, until each save or a newer one has its copy in the mirror: for ``lengthy_s`` at most.
+
         Raises:
+            ConfigError: there is no mirror.
+            MirrorBehindError: the copies did not come; the same on every rank.
             SafeCheckpointError: a save failed, the same on every rank.
         """
         if self._saver is not None:
-            self._saver.wait()
+            self._saver.wait(mirrored=mirrored)
 
     @property
     def _came_from(self) -> Path | None:

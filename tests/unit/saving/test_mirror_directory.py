@@ -1,5 +1,6 @@
 """A directory as the mirror of another one: what differs from an object store in its place."""
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from kit.limits import PATIENT
 from kit.patience import wait_until
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.errors import ConfigError, DirectoryInUseError
+from safe_ckpt.errors import ConfigError, DirectoryInUseError, MirrorBehindError
 from safe_ckpt.extensions.mirror import fetching
 from safe_ckpt.testing import inline_saves
 
@@ -129,6 +130,33 @@ def test_a_job_is_refused_the_mirror_that_another_one_holds(tmp_path):
         assert str(far) in str(error)
         assert steps(near) == ["step-00000002"]
     assert steps(far) == ["step-00000001"]
+
+
+def test_one_can_wait_until_the_newest_is_far(tmp_path):
+    """``wait(mirrored=True)`` comes back when each save, or a newer one, has its copy; without a mirror it is refused."""
+    with Checkpointer(tmp_path / "near", config(tmp_path / "far")) as ckpt:
+        ckpt.wait(mirrored=True)  # nothing was saved
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step))
+        ckpt.wait(mirrored=True)
+        assert steps(tmp_path / "far")[-1] == "step-00000003"
+    with Checkpointer(tmp_path / "alone") as ckpt, pytest.raises(ConfigError, match="no mirror to wait for"):
+        ckpt.wait(mirrored=True)
+
+
+def test_waiting_for_a_mirror_that_cannot_be_used_ends_with_its_error(tmp_path):
+    """After ``lengthy_s``, with the newest that is not there; when it can be used again, the next call succeeds."""
+    far, times = tmp_path / "far", dataclasses.replace(PATIENT, lengthy_s=1)
+    far.write_text("no folder")
+    with Checkpointer(tmp_path / "near", dataclasses.replace(config(far), timeouts=times)) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step)).result()
+        with pytest.raises(MirrorBehindError, match="Not a directory") as caught:
+            ckpt.wait(mirrored=True)
+        assert (caught.value.behind, caught.value.path) == (2, str(tmp_path / "near" / "step-00000002"))
+        far.unlink()
+        ckpt.wait(mirrored=True)
+        assert steps(far) == ["step-00000002"]
 
 
 @pytest.mark.parametrize("way", ["the same", "mirror in it", "it in the mirror", "through a parent"])

@@ -255,14 +255,26 @@ class Engine:
             )
         return wanted
 
-    def wait(self) -> None:
-        """Wait until everything in flight is over.
+    def wait(self, *, mirrored: bool = False) -> None:
+        """Wait until everything in flight is over. ``mirrored``: and the newest has its copy in the mirror.
 
         Raises:
-            SafeCheckpointError: the error of a save that was not reported yet, the same on every rank.
+            ConfigError: there is no mirror.
+            SafeCheckpointError: the error of a save that was not reported yet, or of the mirror; the same on every rank.
         """
+        if mirrored and self.config.mirror.url is None:
+            raise ConfigError(key="mirror.url", message="is not set: there is no mirror to wait for")
         self.wait_until_over()
         self.raise_unreported()
+        if mirrored:
+            limit_s = self.config.timeouts.lengthy_s
+
+            def await_copies(_: object) -> None:
+                for one in self.extensions:
+                    one.awaited(limit_s)
+
+            timeout_s = limit_s + self.config.timeouts.barrier_s
+            self.coordinator.agree("wait for the mirror", timeout_s=timeout_s, decide=await_copies)
 
     def wait_until_over(self, within: Home | None = None) -> None:
         """Wait until everything in flight is over, or what goes to one directory, whatever came of it."""

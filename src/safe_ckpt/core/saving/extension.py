@@ -204,6 +204,13 @@ class Extension:
     def training(self, modules: Callable[[], Mapping[str, torch.nn.Module]]) -> None:
         """On every rank: training of these models begins, or goes on after a resume; "" is the name of the only one."""
 
+    def awaited(self, limit_s: float) -> None:
+        """On rank 0, on the caller's thread: waits for what follows the saves that are over.
+
+        Raises:
+            SafeCheckpointError: it did not come within ``limit_s``, or there is no such thing.
+        """
+
     def stopping(self, until: float) -> None:
         """On every rank: the job must be over by then, on the monotonic clock."""
 

@@ -39,7 +39,8 @@ class Mirroring(Extension):
         limit, mirror = self._run.config.mirror.max_behind, self._of(job.home)
         if limit is None or mirror is None or (behind := mirror.behind(job.home)) <= limit:
             return Conclusion()
-        cause = "copies take longer than saves come: save less often" if mirror.error is None else str(mirror.error)
+        slow = "copies take longer than saves come: save less often, or raise mirror.max_behind"
+        cause = slow if mirror.error is None else str(mirror.error)
         return Conclusion(
             summary={"behind": behind, "limit": limit, "cause": cause, "url": str(mirror.root_of(job.home))}
         )
@@ -81,6 +82,11 @@ class Mirroring(Extension):
     def _of(self, home: Home) -> MirrorUploads | None:
         """The mirror of this directory; None on other ranks, and for a directory that is in a store itself."""
         return self.mirror if home.is_mounted else None
+
+    def awaited(self, limit_s: float) -> None:
+        """See ``Extension``."""
+        if self.mirror is not None:
+            self.mirror.await_copies(limit_s)
 
     def stopping(self, until: float) -> None:
         """See ``Extension``."""

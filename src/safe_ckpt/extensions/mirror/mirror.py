@@ -30,7 +30,7 @@ from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import Place, place_of
 from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
-from safe_ckpt.errors import CorruptCheckpointError, SafeCheckpointError, SaveError, named
+from safe_ckpt.errors import CorruptCheckpointError, MirrorBehindError, SafeCheckpointError, SaveError, named
 from safe_ckpt.extensions.mirror.fetching import directory_of, fetch_into, mirrored_name
 from safe_ckpt.extensions.mirror.tier import Tier, Waiting
 
@@ -39,6 +39,7 @@ NAMED = "named"
 _NICENESS = 19
 _LAST_WORDS_S = 5.0
 _LETTERS = 8
+_LOOK_S = 0.2
 
 
 class MirrorUploads:
@@ -76,7 +77,9 @@ class MirrorUploads:
         self._tiers: dict[Place, Tier] = {}
         self._roots: dict[Path, Place] = {}
         self._verified: dict[Place, tuple[Place, Manifest]] = {}  # what was fetched
-        self._behind: dict[Place, list[int]] = {}  # what this job saved since, by its number in the order of commits
+        self._behind: dict[
+            Place, dict[int, str]
+        ] = {}  # what this job saved since, by its number in the order of commits
         self._newest: dict[Place, int] = {}  # the highest number in the order of commits that is uploaded
         self._closing = threading.Event()
         self._closed = False
@@ -116,7 +119,7 @@ class MirrorUploads:
             self._queue = [*(one for one in self._queue if one not in passed), waiting]
             self._committed[info.path] = waiting
             if saved:
-                self._behind.setdefault(waiting.root, []).append(info.sequence)
+                self._behind.setdefault(waiting.root, {})[info.sequence] = str(info.path)
             self._deleted.discard((waiting.root, mirrored_name(info.file_path, home)))
         for one in passed:
             logger.info("%s is not mirrored: a newer one is there, and the mirror is behind", one.info.path)
@@ -133,11 +136,31 @@ class MirrorUploads:
 
     def behind(self, home: Home) -> int:
         """How many saves of this job neither have a copy, nor does a newer one."""
-        root = self.root_of(home)
+        return len(self._late(self.root_of(home)))
+
+    def await_copies(self, limit_s: float) -> None:
+        """Wait until each save of this job, or a newer one, has its copy.
+
+        Raises:
+            MirrorBehindError: it has none after ``limit_s``, or the job is over.
+        """
+        deadline = time.monotonic() + limit_s
+        for root in list(self._behind):
+            while late := self._late(root):
+                if time.monotonic() > deadline or self._is_late():
+                    cause = f"it took longer than {limit_s:.0f} s" if self.error is None else str(self.error)
+                    raise MirrorBehindError(path=late[-1], url=str(root), behind=len(late), limit=0, cause=cause)
+                if self._current is None:
+                    with contextlib.suppress(Refused):
+                        self._background.put("once more")  # what has failed
+                time.sleep(_LOOK_S)
+
+    def _late(self, root: Place) -> list[str]:
+        """The saves of this job without a copy, in the order of their commits."""
         with self._turn:
-            newest = self._newest.get(root, -1)
-            self._behind[root] = [one for one in self._behind.get(root, []) if one > newest]
-            return len(self._behind[root])
+            newest, saves = self._newest.get(root, -1), self._behind.get(root, {})
+            self._behind[root] = {number: path for number, path in saves.items() if number > newest}
+            return list(self._behind[root].values())
 
     def holding(self, paths: Sequence[Place]) -> set[Place]:
         """The ``paths`` that must not be deleted now: one that is being uploaded, and what ``required`` protects."""
