@@ -20,6 +20,7 @@ SafeCheckpointError
 │   └── SaveSkippedError                   the save was not started: another one was in flight
 ├── CommitOutcomeUnknown(RuntimeError)     a save may be committed or not: rank 0 was lost between commit and verdict
 ├── UnhealthyStateError(ArithmeticError)   what was saved has numbers that are NaN or infinite
+├── MirrorBehindError(RuntimeError)        it is committed, and copies are further behind than they may be
 ├── CorruptCheckpointError(ValueError)     bytes on disk are not the bytes that were written
 │   ├── HostileCheckpointError             no tool writes such a file: it could run code, exhaust or mislead the reader
 │   └── IncompleteCheckpointError          a file of it is not there; nothing says that bytes are wrong

@@ -70,7 +70,6 @@ def machine_id() -> str:
 
 
 _MEMINFO = Path("/proc/meminfo")
-_MOUNTS = Path("/proc/self/mountinfo")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 _PAGES = Path("/proc/self/statm")
@@ -97,20 +96,6 @@ def available_bytes(
     sizes = [int(row[1]) * 1024 for row in rows if len(row) > 1 and row[1].isdigit()]
     sizes += [left for group in _groups(membership, cgroups) for _, left in _memory(group)]
     return max(0, min(sizes)) if sizes else None
-
-
-def is_in_memory(path: Path, table: Path = _MOUNTS) -> bool:
-    """Whether the file system of ``path`` is memory of this host, such as ``/dev/shm``. ``table``: the kernel's, for tests.
-
-    Raises:
-        OSError: it cannot be looked at.
-    """
-    device = os.stat(path).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for row in (line.split() for line in _text(table).splitlines()):
-        if len(row) > 2 and row[2] == number and "-" in row:
-            return row[row.index("-") + 1] in ("tmpfs", "ramfs")
-    return False
 
 
 def memory_limit_bytes(membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> int | None:

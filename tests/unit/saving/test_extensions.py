@@ -67,7 +67,7 @@ def test_an_extension_that_raises_at_every_moment_costs_no_save(tmp_path, monkey
     with caplog.at_level(logging.ERROR):
         there, came_back = three_saves(tmp_path)
     assert (there, came_back) == ([f"step-0000000{step}" for step in (1, 2, 3)], (3, 3))
-    assert set(failing.asked) == ASKED - {"deleted", "named", "stopping"}
+    assert set(failing.asked) == ASKED - {"deleted", "named", "stopping", "awaited"}
     assert "this goes on without it" in caplog.text
 
 

@@ -184,7 +184,7 @@ def test_every_setting_is_among_the_deviations():
             cache_dir="/c",
             unfenced=True,
         ),
-        "mirror": Mirror(url="s3://b/c", keep_last=1, keep_every_steps=1, required=True, follow=True),
+        "mirror": Mirror(url="s3://b/c", keep_last=1, keep_every_steps=1, required=True, follow=True, max_behind=1),
         "health": Health(action="stop", norm_jump=10.0, ignore=("*.mask",)),
         "unchanged": Unchanged(share=False, full_every=1),
         "snapshot": "eager",
@@ -202,7 +202,9 @@ def test_every_setting_is_among_the_deviations():
     assert sum(text.count("=") for text in texts) == len(keys(CheckpointConfig))
 
 
-@pytest.mark.parametrize("rule", [{"keep_last": 3}, {"keep_every_steps": 5}, {"required": True}, {"follow": True}])
+@pytest.mark.parametrize(
+    "rule", [{"keep_last": 3}, {"keep_every_steps": 5}, {"required": True}, {"follow": True}, {"max_behind": 1}]
+)
 def test_a_mirror_needs_an_address(rule):
     """What would do nothing without ``mirror.url`` is refused, and says so."""
     with pytest.raises(ConfigError, match="set that, too") as caught:

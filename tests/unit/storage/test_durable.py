@@ -325,7 +325,7 @@ def test_a_directory_gets_a_further_name(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "last"]
 
 
-@pytest.mark.skipif(not machine.is_in_memory(Path("/dev/shm")), reason="no file system in memory here")
+@pytest.mark.skipif(not durable.is_in_memory(Path("/dev/shm")), reason="no file system in memory here")
 def test_what_is_free_in_memory_is_what_the_host_and_the_control_group_have_left(tmp_path, monkeypatch):
     """A tmpfs says that half of the host is free: who takes it is killed. On a disk memory is not asked."""
     monkeypatch.setattr(machine, "available_bytes", lambda: 1000)
@@ -335,7 +335,7 @@ def test_what_is_free_in_memory_is_what_the_host_and_the_control_group_have_left
         with pytest.raises(NotEnoughSpaceError) as caught:
             durable.require_space(Path(folder), 1001, "why")
         assert (caught.value.needed_bytes, caught.value.free_bytes) == (1001, 1000)
-    assert machine.is_in_memory(tmp_path) or on_disk > 1000
+    assert durable.is_in_memory(tmp_path) or on_disk > 1000
     monkeypatch.setattr(machine, "available_bytes", lambda: None)
     assert durable.free_bytes(Path("/dev/shm")) > 1000
 
@@ -354,4 +354,4 @@ def test_the_kind_of_a_file_system_is_that_of_its_device(tmp_path):
     ):
         table = tmp_path / "table"
         table.write_text("\n".join(rows))
-        assert machine.is_in_memory(tmp_path, table) is expected
+        assert durable.is_in_memory(tmp_path, table) is expected

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from safe_ckpt import machine as host_memory
 from safe_ckpt.core.storage.presence import opened
 from safe_ckpt.errors import NotEnoughSpaceError
 
@@ -424,7 +423,26 @@ def remove_tree(path: Path) -> None:
         pass
 
 
+_MOUNTS = Path("/proc/self/mountinfo")
 _NOT_TOLD = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EOVERFLOW)
+
+
+def is_in_memory(path: Path, table: Path = _MOUNTS) -> bool:
+    """Whether the file system of ``path`` is memory of this host, such as ``/dev/shm``. ``table``: the kernel's, for tests.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    device = os.stat(path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        rows = [line.split() for line in table.read_text(errors="replace").splitlines()]
+    except OSError:  # without /proc
+        return False
+    for row in rows:
+        if len(row) > 2 and row[2] == number and "-" in row:
+            return row[row.index("-") + 1] in ("tmpfs", "ramfs")
+    return False
 
 
 def free_bytes(path: Path) -> int | None:
@@ -443,7 +461,11 @@ def free_bytes(path: Path) -> int | None:
         raise
     if not usage.total:  # a full file system has a size; without a size nothing is known
         return None
-    left = host_memory.available_bytes() if host_memory.is_in_memory(path) else None
+    if not is_in_memory(path):
+        return usage.free
+    from safe_ckpt import machine as host_memory
+
+    left = host_memory.available_bytes()
     return usage.free if left is None else min(usage.free, left)
 
 
