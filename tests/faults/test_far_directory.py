@@ -3,20 +3,27 @@
 import contextlib
 import dataclasses
 import os
+import random
 import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
 
+from kit import warm
 from kit.faults import small_disk
 from kit.limits import QUICK
 from kit.patience import scaled, wait_until
+from kit.thorough import THOROUGH
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention, events
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify_files
+from support import flip_bit, program_path
 
 TIMES = dataclasses.replace(QUICK, barrier_s=4, shutdown_s=2)
 
@@ -115,3 +122,56 @@ def test_a_mirror_that_gives_no_answer_holds_up_nothing(tmp_path, caplog):
             ckpt.resume(state(0))
             ckpt.save(5, state(5)).result()
         assert steps(tmp_path / "behind" / "run")[-1] == 5
+
+
+def _goes_on_until_killed(near, far, after_s):
+    """What a job says before it is killed: (word, step) each, and whether its numbers are those of the step it resumed."""
+    command = [sys.executable, str(program_path("saves_near_and_far")), str(near), str(far)]
+    with warm.Popen(command, stdout=subprocess.PIPE, text=True) as job:
+        said = [job.stdout.readline().split()]
+        while said[-1] and said[-1][0] != "resumed":
+            said.append(job.stdout.readline().split())
+        killer = threading.Timer(after_s, job.kill)
+        killer.start()
+        said += [line.split() for line in job.stdout]
+        killer.join()
+    assert any(words and words[0] == "resumed" for words in said), said
+    return said
+
+
+def _damaged(near, chance):
+    """One bit of the newest near checkpoint's tensors differs. Whether there is one."""
+    newest = sorted(near.glob("step-*/*.safetensors"))[-1:]
+    for file in newest:
+        flip_bit(file, file.stat().st_size - 1 - chance.randrange(100_000))
+    return bool(newest)
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_kills_lost_disks_and_flipped_bits_lose_nothing_that_was_far(tmp_path, matrix, seed):
+    """A job is killed at a random moment; then its near disk is lost, or a bit flips there, or neither.
+
+    The next one goes on from what was told to be near, or after a loss far, or newer; and each number is that step's.
+    """
+    near, far = tmp_path / "near", tmp_path / "far"
+    chance, outcomes, known, safely_far = random.Random(seed), Counter(), 0, 0
+    for _ in range(250 if THOROUGH else 6):
+        said = _goes_on_until_killed(near, far, chance.uniform(0.0, 0.4))
+        (came_back,) = [words for words in said if words[0] == "resumed"]
+        assert int(came_back[1]) >= known, (said, known)
+        assert came_back[2] == "True", said
+        told = {word: max((int(words[1]) for words in said if words[0] == word), default=0) for word in ("near", "far")}
+        safely_far = max(
+            safely_far, told["far"], int(came_back[1]) if any(words[0] == "fetched" for words in said) else 0
+        )
+        harm = chance.choice(["none", "lost", "flipped"])
+        if harm == "lost":
+            shutil.rmtree(near)
+            known = safely_far
+        elif harm == "flipped" and _damaged(near, chance):
+            known = safely_far  # or an older one that is near
+        else:
+            known = max(told["near"], int(came_back[1]))
+        outcomes[f"{harm}: went on from what was told"] += 1
+    matrix("near disk lost, damaged or neither behind a kill", f"a far directory, seed {seed}", outcomes)

@@ -1,0 +1,33 @@
+"""Goes on in NEAR, with a mirror in FAR: says where from, whether each number is that step's, and what is near and far since."""
+
+import sys
+
+import torch
+
+from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention, Timeouts, events
+
+near, far = sys.argv[1], sys.argv[2]
+state = {"model": {"w": torch.zeros(200_000)}, "step": 0}
+
+
+def tell(event):
+    if isinstance(event, events.Mirrored) and not event.error:
+        print("far", int(event.path[-8:]), flush=True)
+    if isinstance(event, events.Fetched):
+        print("fetched", int(event.path[-8:]), flush=True)
+
+
+config = CheckpointConfig(
+    mirror=Mirror(url=far, keep_last=2),
+    retention=Retention(keep_last=2),
+    timeouts=Timeouts(lengthy_s=60, barrier_s=20),
+)
+with Checkpointer(near, config, hooks=[tell]) as ckpt:
+    ckpt.resume(state)
+    exact = bool((state["model"]["w"] == state["step"]).all())
+    print("resumed", state["step"], exact, flush=True)
+    while state["step"] < 100_000:
+        state["step"] += 1
+        state["model"]["w"] += 1
+        ckpt.save(state["step"], state).result()
+        print("near", state["step"], flush=True)
