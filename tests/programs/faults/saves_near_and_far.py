@@ -1,4 +1,4 @@
-"""Goes on in NEAR, with a mirror in FAR: says where from, whether each number is that step's, and what is near and far since."""
+"""Goes on in NEAR, with a mirror in FAR: says where from, whether each number is that step's, and what is near and far."""
 
 import sys
 
