@@ -145,8 +145,8 @@ def drawn_pair(seed: int) -> PairPlan:
 
 
 WHERE = ("next", "committed", "forward", "stepping")
-"""Where a run is killed: at the start of a batch; there, when the last save is committed; when the forward pass is queued; before
-the optimizer changes anything."""
+"""Where a run is killed: at the start of a batch; there, when the last save is committed; when the forward pass is queued;
+before the optimizer changes anything."""
 
 
 @dataclass(frozen=True, kw_only=True)

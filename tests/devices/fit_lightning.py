@@ -18,6 +18,7 @@ from safe_ckpt.data import resumable
 from safe_ckpt.lightning import SafeCheckpointCallback
 
 warnings.filterwarnings("ignore")
+ALSO_SAVED: frozenset[int] = frozenset()
 
 
 class _Module(pl.LightningModule):

@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
 from types import ModuleType
@@ -60,6 +59,9 @@ class _Fit:
         """Once without saves, then with them: killed, and started again."""
         if not self._start("reference", None):
             return self._wrong
+        states = self._states("reference", 0)
+        if "model.back.weight" not in differing(dict(states[1]), dict(states[STEPS])):
+            self._wrong.append("the run without saves does not train")
         for number, stop in enumerate((*self._plan.stops, None)):
             before = max(self._framework.saved(self._out, self._plan), default=0)
             self._is_fresh = not before
@@ -100,7 +102,7 @@ class _Fit:
             codes[pids.pop(pid)] = os.waitstatus_to_exitcode(status)
             for other in pids if status else ():
                 os.kill(other, signal.SIGKILL)
-        killed = stop is not None and self._told(name, who)[-1][0] == "killed"
+        killed = stop is not None and ["killed", stop[0]] in self._told(name, who)
         expected = {-signal.SIGKILL} if killed else {0}
         if set(codes.values()) == expected:
             return True
@@ -159,13 +161,13 @@ class _Fit:
     def _look_at_checkpoints(self) -> None:
         states = self._states("reference", 0)
         found = self._framework.saved(self._out, self._plan)
-        due = set(range(self._plan.every, STEPS + 1, self._plan.every))
+        due = set(range(self._plan.every, STEPS + 1, self._plan.every)) | self._framework.ALSO_SAVED
         if found.keys() != due:  # what was in flight at a kill is saved again
             self._wrong.append(f"there are checkpoints of steps {sorted(found)} instead of {sorted(due)}")
         for step in sorted(found.keys() & states.keys()):
             expected = {key: value for key, value in states[step].items() if key in found[step]}
             if wrong := differing(dict(found[step]), dict(expected)):
-                self._wrong.append(f"the checkpoint of step {step}: {wrong}")
+                self._wrong.append(f"the checkpoint of step {step}: {_short(wrong)}")
 
     def _look_at_the_end(self) -> None:
         for rank in range(self._plan.ranks):
@@ -173,4 +175,8 @@ class _Fit:
             if max(expected) != STEPS or max(found) != STEPS:
                 self._wrong.append(f"rank {rank}: ended after {max(found)} and {max(expected)} steps")
             elif wrong := differing(dict(found[STEPS]), dict(expected[STEPS])):
-                self._wrong.append(f"the end, on rank {rank}: {wrong}")
+                self._wrong.append(f"the end, on rank {rank}: {_short(wrong)}")
+
+
+def _short(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
