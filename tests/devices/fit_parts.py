@@ -142,7 +142,9 @@ class Here:
         if not plan.on_stream:
             yield
             return
-        with torch.Stream(device=self.device):
+        stream = torch.Stream(device=self.device)
+        stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with stream:
             yield
 
     def begins(self, step: int) -> None:
