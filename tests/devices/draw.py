@@ -146,7 +146,8 @@ def drawn_pair(seed: int) -> PairPlan:
 
 WHERE = ("next", "committed", "forward", "stepping")
 """Where a run is killed: at the start of a batch; there, when the last save is committed; when the forward pass is queued;
-before the optimizer changes anything."""
+before the optimizer changes anything. A run of Lightning may also raise at the start of a batch: it saves then.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,14 +186,15 @@ class FitPlan:
     stops: tuple[tuple[int, str], ...]
 
 
-STEPS = 7
-"""Of each such run: two epochs of three, and one."""
+STEPS = 8
+"""Of each such run: two epochs of three, and two."""
 
 
 def drawn_fit(seed: int, kind: str) -> FitPlan:
     """The run of a framework of a seed."""
     chance = random.Random(f"{kind} {seed}")
     starts = chance.choice((1, 1, 2))
+    where = (*WHERE, "raises") if kind == "lightning" else WHERE
     return FitPlan(
         seed=seed,
         kind=kind,
@@ -210,5 +212,5 @@ def drawn_fit(seed: int, kind: str) -> FitPlan:
         acts=chance.random() < 0.3,
         drops=chance.random() < 0.3,
         large=chance.random() < 0.3,
-        stops=tuple(sorted((chance.randrange(1, STEPS), chance.choice(WHERE)) for _ in range(starts))),
+        stops=tuple(sorted((chance.randrange(1, STEPS), chance.choice(where)) for _ in range(starts))),
     )

@@ -37,7 +37,7 @@ class _Module(pl.LightningModule):
     def training_step(self, batch: dict[str, Any], number: int) -> torch.Tensor:
         loss = self.net(**batch)["loss"]
         if self._plan.logs:
-            self.log("loss", loss)
+            self.log("loss", loss, on_step=False, on_epoch=True)
         self._here.meets("forward", self.trainer.global_step)
         return loss
 
@@ -89,6 +89,7 @@ def run(here: Here) -> None:
             filename="{step}",
             every_n_train_steps=plan.every,
             save_top_k=-1,
+            save_on_exception=any(where == "raises" for _, where in plan.stops),
             config=here.config,
             resume="auto",
         )
@@ -109,7 +110,8 @@ def run(here: Here) -> None:
     loader = resumable(DataLoader(Rows(plan.seed), BATCH // plan.ranks, shuffle=True, collate_fn=collate))
     with here.behaving():
         trainer.fit(module, loader)
-        here.ends(trainer.global_step, _seen(here, trainer, module))
+        logged = {f"logged.{name}": value.cpu() for name, value in trainer.callback_metrics.items()}
+        here.ends(trainer.global_step, _seen(here, trainer, module) | logged)
 
 
 def saved(folder: Path, plan: FitPlan) -> dict[int, dict[str, torch.Tensor]]:

@@ -90,6 +90,10 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {**tensors, "rows": [row["rows"] for row in rows]}
 
 
+class Planned(Exception):
+    """A run is broken off by it."""
+
+
 class Here:
     """One start of a run, in a process of its own.
 
@@ -159,6 +163,9 @@ class Here:
         """So many steps are done: it may be the place where this process is killed."""
         if self._stop is None or self._stop[0] != steps:
             return
+        if self._stop[1] == "raises" and where == "next":
+            self._tell("killed", steps)
+            raise Planned
         if self._stop[1] == "committed" and where == "next":
             if steps % self.plan.every == 0:
                 self._tell("waiting", self._late.waiting())
