@@ -156,6 +156,7 @@ class FitPlan:
 
     Attributes:
         kind: the framework.
+        wait_us: each wait for the device takes so long at least: what waits on a thread is overtaken by the next step.
         ranks: 1, or 2 with DDP, one of which is killed, and then the other.
         device: where the first rank trains; the second has the next one.
         on_stream: the trainer works on a stream of its own.
@@ -172,6 +173,7 @@ class FitPlan:
     chance_percent: int
     pageable_is_late: bool
     refuses_registration: bool
+    wait_us: int
     ranks: int
     device: int
     on_stream: bool
@@ -201,6 +203,7 @@ def drawn_fit(seed: int, kind: str) -> FitPlan:
         chance_percent=chance.choice((0, 0, 0, 10, 40)),
         pageable_is_late=chance.random() < 0.5,
         refuses_registration=chance.random() < 0.3,
+        wait_us=chance.choice((0, 0, 1000, 10_000)),
         ranks=chance.choice((1, 1, 1, 2)),
         device=chance.randrange(3),
         on_stream=chance.random() < 0.3,

@@ -142,6 +142,7 @@ class Here:
                 chance_percent=plan.chance_percent,
                 pageable_is_late=plan.pageable_is_late,
                 refuses_registration=plan.refuses_registration,
+                wait_us=plan.wait_us,
             )
         if not plan.on_stream:
             yield
