@@ -212,10 +212,6 @@ OF_FITS: dict[str, tuple[str, Patch]] = {
         _OVERLAP,
         _swap("    wrapped = _then_pass(closure)\n", "    wrapped = closure\n"),
     ),
-    "a step with a closure passes the gate before it": (
-        _OVERLAP,
-        _swap("        result = closure()\n        _pass()\n", "        _pass()\n        result = closure()\n"),
-    ),
     "buffers are copied later, as parameters are": (
         _OVERLAP,
         _swap(
