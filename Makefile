@@ -89,6 +89,7 @@ devices: .venv/ready  ## programs on an accelerator made for the tests, whose st
 	cd tests && ../$(BIN)/python -m devices --count $(DEVICE_PROGRAMS) --first $(FIRST)
 	cd tests && ../$(BIN)/python -m devices --kind staged --count 20000 --first $(FIRST)
 	cd tests && ../$(BIN)/python -m devices --kind pair --count 200 --first $(FIRST)
+	cd tests && for kind in lightning accelerate transformers; do ../$(BIN)/python -m devices --kind $$kind --count 60 --first $(FIRST) || exit 1; done
 	cd tests && ../$(BIN)/python -m devices --planted --count 1500
 
 test-deepspeed: RUNNER = $(DEEPSPEED)/python

@@ -13,7 +13,10 @@ def main() -> int:
     """Returns 1 where something was wrong, or a planted bug was not found."""
     parser = argparse.ArgumentParser(prog="python -m devices", description="programs on an accelerator that runs late")
     parser.add_argument(
-        "--kind", choices=runner.KINDS, default="saved", help="whole programs, snapshots alone, or two ranks"
+        "--kind",
+        choices=runner.KINDS,
+        default="saved",
+        help="whole programs, snapshots alone, two ranks, or a framework",
     )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=500, help="how many programs")
@@ -34,7 +37,9 @@ def main() -> int:
         from devices import draw
 
         drawn = {"saved": draw.drawn, "pair": draw.drawn_pair}.get(options.kind)
-        if drawn is not None:
+        if options.kind in runner.FRAMEWORKS:
+            print(draw.drawn_fit(options.seed, options.kind))
+        elif drawn is not None:
             print(drawn(options.seed))
         first, count = options.seed, 1
     began, wrong = time.monotonic(), 0

@@ -142,3 +142,78 @@ def drawn_pair(seed: int) -> PairPlan:
             chance.choice(AFTER_A_PAIRS_SAVE) if chance.random() < 0.8 else "" for _ in range(chance.randint(2, 4))
         ),
     )
+
+
+WHERE = ("next", "committed", "forward", "stepping")
+"""Where a run is killed: at the start of a batch; there, when the last save is committed; when the forward pass is queued;
+before the optimizer changes anything. A run of Lightning may also raise at the start of a batch: it saves then.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitPlan:
+    """A run of a framework that is killed and started again. What is named as in ``Plan`` is the same here.
+
+    Attributes:
+        kind: the framework.
+        wait_us: each wait for the device takes so long at least: what waits on a thread is overtaken by the next step.
+        ranks: 1, or 2 with DDP, one of which is killed, and then the other.
+        device: where the first rank trains; the second has the next one.
+        on_stream: the trainer works on a stream of its own.
+        every: steps from save to save.
+        logs: a number is logged at each step, which a save or the framework waits for.
+        acts: the module changes a buffer once more when its step is done, if the framework has a hook for that.
+        drops: there is dropout, for whose mask the accelerator waits.
+        large: there is a parameter of some size, so that a copy takes some time.
+        stops: for each start but the last: after how many steps, and where, it is killed.
+    """
+
+    seed: int
+    kind: str
+    chance_percent: int
+    pageable_is_late: bool
+    refuses_registration: bool
+    wait_us: int
+    ranks: int
+    device: int
+    on_stream: bool
+    snapshot: str
+    through_writer: bool
+    optimizer: str
+    every: int
+    logs: bool
+    acts: bool
+    drops: bool
+    large: bool
+    stops: tuple[tuple[int, str], ...]
+
+
+STEPS = 8
+"""Of each such run: two epochs of three, and two."""
+
+
+def drawn_fit(seed: int, kind: str) -> FitPlan:
+    """The run of a framework of a seed."""
+    chance = random.Random(f"{kind} {seed}")
+    starts = chance.choice((1, 1, 2))
+    where = (*WHERE, "raises") if kind == "lightning" else WHERE
+    return FitPlan(
+        seed=seed,
+        kind=kind,
+        chance_percent=chance.choice((0, 0, 0, 10, 40)),
+        pageable_is_late=chance.random() < 0.5,
+        refuses_registration=chance.random() < 0.3,
+        wait_us=chance.choice((0, 0, 1000, 10_000)),
+        ranks=chance.choice((1, 1, 1, 2)),
+        device=chance.randrange(3),
+        on_stream=chance.random() < 0.3,
+        snapshot=chance.choice(("eager", "overlapped", "overlapped")),
+        through_writer=chance.random() < 0.1,
+        optimizer=chance.choice(("AdamW", "AdamW", "SGD")),
+        every=chance.choice((1, 1, 2)),
+        logs=chance.random() < 0.3,
+        acts=chance.random() < 0.3,
+        drops=chance.random() < 0.3,
+        large=chance.random() < 0.3,
+        stops=tuple(sorted((chance.randrange(1, STEPS), chance.choice(where)) for _ in range(starts))),
+    )

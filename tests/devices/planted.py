@@ -200,6 +200,47 @@ OF_PAIRS: dict[str, tuple[str, Patch]] = {
 """In gathers, for programs of two ranks."""
 PLANTED |= OF_PAIRS
 
+_OVERLAP, _CALLBACK = "safe_ckpt.core.state.overlap", "safe_ckpt.lightning.callback"
+_RESULTS, _PLACE = "safe_ckpt.lightning.results", "safe_ckpt.lightning.loop_state"
+_NAMED = """            changing += [*module.buffers(), *in_forward]
+            for name, parameter in module.named_parameters():
+                if id(parameter) in owned:
+"""
+
+OF_FITS: dict[str, tuple[str, Patch]] = {
+    "a step with a closure passes no gate": (
+        _OVERLAP,
+        _swap("    wrapped = _then_pass(closure)\n", "    wrapped = closure\n"),
+    ),
+    "buffers are copied later, as parameters are": (
+        _OVERLAP,
+        _swap(
+            _NAMED,
+            _NAMED.replace("*module.buffers(), ", "")
+            .replace("module.named_parameters()", "[*module.named_parameters(), *module.named_buffers()]")
+            .replace("in owned", "in owned or not isinstance(parameter, torch.nn.Parameter)"),
+        ),
+    ),
+    "a save comes before the module's own hook": (
+        _CALLBACK,
+        _swap("self._saver is not None and self._saver.module_acts_at_batch_ends", "False"),
+    ),
+    "logged values are read before they are there": (
+        _RESULTS,
+        _swap("one.detach().to(device, copy=True)", "one.detach().to(device, copy=True, non_blocking=True)"),
+    ),
+    "what was logged before a batch is what is logged in it": (
+        _RESULTS,
+        _swap("one.detach().to(device, copy=True)", "one.detach().to(device)"),
+    ),
+    "the generators of a batch are noted behind it": (
+        _PLACE,
+        _swap('            self.batch = {"rng": get_rng_state(), "results"', '            self.batch = {"results"'),
+    ),
+}
+"""On the ways of Lightning to a state, for runs of it."""
+PLANTED |= OF_FITS
+
 _IN_A_STAGER = ("files are written before what they hold is computed", "the devices of another are waited for")
 
 
@@ -207,6 +248,8 @@ def kind_for(name: str) -> str:
     """The kind of programs that meets it: snapshots alone have no ``Stager``, and are many in a second."""
     if name in OF_PAIRS:
         return "pair"
+    if name in OF_FITS:
+        return "lightning"
     return "saved" if name in _IN_A_STAGER else "staged"
 
 

@@ -19,8 +19,11 @@ _LIMIT_S = 120.0  # of one program; on a quiet machine it takes a fifth of a sec
 _SHARED = Path("/dev/shm")
 
 
-KINDS = ("saved", "staged", "pair")
-"""Whole programs with a ``Checkpointer``; snapshots alone, which are many in a second; programs of two ranks."""
+FRAMEWORKS = ("lightning", "accelerate", "transformers")
+KINDS = ("saved", "staged", "pair", *FRAMEWORKS)
+"""Whole programs with a ``Checkpointer``; snapshots alone, which are many in a second; programs of two ranks; runs of a
+framework, which are killed and started again.
+"""
 
 
 def one(seed: int, kind: str = "saved") -> list[str]:
@@ -56,6 +59,11 @@ def inside(first: int, count: int, kind: str, bug: str | None) -> None:
         from devices import pair
 
         pair.begin(first, count, bug)
+        return
+    if kind in FRAMEWORKS:
+        from devices import fits
+
+        fits.begin(kind, first, count)
         return
     for seed in range(first, first + count):
         print(f"begin {seed}", flush=True)

@@ -93,7 +93,7 @@ SEEDS_OF_PLANTED = {
     "asynchronous copies of one device alone are waited for": 10,
     "the step does not wait for the copies": 74,
     "the step waits on one device alone": 126,
-    "the step waits on a stream that is not the trainer's": 65,
+    "the step waits on a stream that is not the trainer's": 126,
     "a copy that was given up goes on": 0,
     "a copy is over before its devices are": 0,
     "the gate is open while the thread copies": 3,
@@ -101,8 +101,8 @@ SEEDS_OF_PLANTED = {
     "files are written before what they hold is computed": 44,
     "the devices of another are waited for": 44,
 }
-"""A seed that found each; ``python -m devices --planted`` prints the first ones. Which of two threads comes first
-is no choice of a seed, so the test goes on from there.
+"""A seed that found each, most times. Which of two threads comes first is no choice of a seed: an earlier one may find it, too
+(``python -m devices --planted`` prints the first), and where this one does not, the test goes on from there.
 """
 TRIED = {"staged": 400, "saved": 60}
 SAMPLE = [name for number, name in enumerate(SEEDS_OF_PLANTED) if THOROUGH or number in (4, 9, 14)]
@@ -121,4 +121,4 @@ def test_every_planted_bug_fits_and_has_a_seed():
     """Each changes the module that it is for, as that is today, and some program finds it."""
     for name in planted.PLANTED:
         planted.check(name)
-    assert SEEDS_OF_PLANTED.keys() == planted.PLANTED.keys() - planted.OF_PAIRS.keys()
+    assert SEEDS_OF_PLANTED.keys() == planted.PLANTED.keys() - planted.OF_PAIRS.keys() - planted.OF_FITS.keys()

@@ -17,6 +17,7 @@ from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard, S
 from safe_ckpt.accelerate import strategies
 from safe_ckpt.adapters import FilePlan, torch_file
 from safe_ckpt.adapters.extras import file_plan, is_divided, is_short, refuse_short, safetensors
+from safe_ckpt.devices import generator_states, in_use, set_generator_states, types
 from safe_ckpt.errors import StateError
 
 _DEVICES = ("xpu", "mlu", "sdaa", "musa", "hpu", "neuron", "cuda")  # as Accelerate, in whose files they are
@@ -106,7 +107,10 @@ def samplers(accelerator: Any) -> list[tuple[int, Any]]:
 
 
 def random_states(step: int, *, devices: bool = True) -> dict[str, Any]:
-    """The state of every random generator of this process, under Accelerate's keys; of the host's alone if not ``devices``."""
+    """The state of every random generator of this process, under Accelerate's keys; of the host's alone if not ``devices``.
+
+    Those of devices that Accelerate does not save (NPU, MTIA, other plug-ins) are under keys of the same form.
+    """
     states = {
         "step": step,
         "random_state": random.getstate(),
@@ -116,7 +120,10 @@ def random_states(step: int, *, devices: bool = True) -> dict[str, Any]:
     for device in _DEVICES if devices else ():
         available = getattr(utils, f"is_{device}_available", None)
         if available is not None and available():
-            states[f"torch_{device}_manual_seed"] = getattr(torch, device).get_rng_state_all()
+            states[_key(device)] = getattr(torch, device).get_rng_state_all()
+    for device in in_use() if devices else ():
+        if device not in _DEVICES and (seeds := generator_states(device)):
+            states[_key(device)] = seeds
     return states
 
 
@@ -126,8 +133,20 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
     np.random.set_state(states["numpy_random_seed"])  # noqa: NPY002 - as above
     torch.set_rng_state(states["torch_manual_seed"])
     for device in _DEVICES:
-        if (seeds := states.get(f"torch_{device}_manual_seed")) is not None:
+        if (seeds := states.get(_key(device))) is not None:
             getattr(torch, device).set_rng_state_all(seeds)
+    restore_other_devices(states)
+
+
+def restore_other_devices(states: Mapping[str, Any]) -> None:
+    """Put back the generators of those devices that Accelerate does not restore."""
+    for device in types():
+        if device not in _DEVICES and (seeds := states.get(_key(device))) is not None:
+            set_generator_states(device, seeds)
+
+
+def _key(device: str) -> str:
+    return f"torch_{device}_manual_seed"
 
 
 def numbered(name: str, index: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from accelerate import utils
 
+from safe_ckpt.accelerate import contents
 from safe_ckpt.accelerate.dataloaders import KEY
 from safe_ckpt.accelerate.directories import BY_NAME, AcceleratorSaver, names_below, next_number
 from safe_ckpt.accelerate.strategies import plain_optimizers, scaler_apart
@@ -56,10 +57,12 @@ def load(
         logger.warning("%s holds no random state of rank %d: it does not continue exactly there", path, engine.rank)
 
     def apply() -> None:
-        loader_states = utils.load(random_states).get(KEY, ()) if is_known else ()
+        states = utils.load(random_states) if is_known else {}
+        loader_states = states.get(KEY, ())
         saver.loaders.refuse_unused(accelerator._dataloaders, loader_states)
         with scaler_apart(accelerator, path):
             restore(str(path))
+        contents.restore_other_devices(states)
         saver.loaders.resume(accelerator._dataloaders, loader_states)
 
     with saver.parts.loading(path, arguments), keeping_types(plain_optimizers(accelerator)):

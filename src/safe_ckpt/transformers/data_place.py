@@ -25,12 +25,15 @@ from safe_ckpt.adapters.extras import get_rng_state, set_rng_state
 from safe_ckpt.adapters.planning import versions_of_buffers
 from safe_ckpt.data.loader import Skip
 from safe_ckpt.data.order import loses_its_buffer
+from safe_ckpt.devices import generator_states, in_use, set_generator_states, types
 from safe_ckpt.errors import RestoreError
 from safe_ckpt.transformers import missing
 
 logger = logging.getLogger(__name__)
 _FILE = "train_loader_{rank}.pth"
 _SUM = "losses"
+_DEVICES = "devices"
+_OF_THE_TRAINER = ("cuda", "npu", "hpu", "mlu", "musa")  # the devices whose generators it saves
 _TR_LOSS = "_tr_loss"
 _PICKLED = (RuntimeError, ValueError, OSError, EOFError)
 
@@ -51,7 +54,9 @@ class TrainerDataPlace:
         self._within = getattr(arguments, "enable_jit_checkpoint", False)
         self._step: _Step | None = None
         self._skips, self._folder = not arguments.ignore_data_skip, folder
-        self._summed: tuple[Any, int] | None = (self._read() or {}).get(_SUM)
+        saved = self._read() or {}
+        self._summed: tuple[Any, int] | None = saved.get(_SUM)
+        self._generators: Mapping[str, Sequence[torch.Tensor]] = saved.get(_DEVICES, {})
         self._placed: placed_loaders.Placed | None = None
         self._is_there = False
 
@@ -111,8 +116,10 @@ class TrainerDataPlace:
         now = get_rng_state()
         set_rng_state((within and within.generators) or now)
         trainer._save_rng_state(folder)
+        others = {name: generator_states(name) for name in in_use() if name not in _OF_THE_TRAINER}
         set_rng_state(now)
         state = {_SUM: within.losses if within is not None else _losses(trainer)}
+        state |= {_DEVICES: others} if others else {}
         if self._placed is not None:
             state |= self._placed.state(within.batches if within is not None else 0)
         torch.save(state, Path(folder) / _FILE.format(rank=self._rank))
@@ -178,6 +185,12 @@ class TrainerDataPlace:
         """Whether the generators were set already, before the next batch was fetched. Once."""
         there, self._is_there = self._is_there, False
         return there
+
+    def set_other_generators(self) -> None:
+        """Put back those of devices whose generators the Trainer does not save (XPU, MTIA, a plug-in)."""
+        for name in types():
+            if name in self._generators:
+                set_generator_states(name, self._generators[name])
 
     def _state(self) -> dict[str, Any] | None:
         found = self._read() if self._skips else None

@@ -214,6 +214,8 @@ class SafeCheckpointMixin(_Base):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._data_place is None or not self._data_place.rng_is_there():
             super()._load_rng_state(checkpoint)
+            if self._data_place is not None:
+                self._data_place.set_other_generators()
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self._safe_saver is None:  # not within train(): nothing is held

@@ -67,6 +67,7 @@ struct Settings {
   bool pageable_is_late = false;  // asynchronous copies to pageable memory: torch promises nothing, CUDA's block
   bool refuses_registration = false;
   int chance_percent = 0;       // at each call: of one step of some stream
+  int wait_us = 0;              // each wait takes at least so long, in which other threads go on
   int64_t allocations_left = -1, operations_left = -1, copies_left = -1;  // until one fails; -1: none does
 };
 
@@ -172,6 +173,7 @@ bool step_towards(const Mark& mark) {
 
 void run_until(Mark mark) {
   int nap_us = 20;
+  if (!is_done(mark) && world().settings.wait_us) Locked::let_others(world().lock, world().settings.wait_us);
   while (!is_done(mark))
     if (step_towards(mark))
       nap_us = 20;
@@ -840,9 +842,9 @@ at::Tensor seen_late(const at::Tensor& tensor) { return ::seen_late(tensor); }
 
 extern "C" {
 
-void late_set(uint64_t seed, int chance_percent, bool pageable_is_late, bool refuses_registration) {
+void late_set(uint64_t seed, int chance_percent, bool pageable_is_late, bool refuses_registration, int wait_us) {
   Locked held(world().lock);
-  world().settings = {pageable_is_late, refuses_registration, chance_percent};
+  world().settings = {pageable_is_late, refuses_registration, chance_percent, wait_us};
   world().chance.seed(seed);
 }
 

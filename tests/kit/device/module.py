@@ -33,6 +33,7 @@ class Late(types.ModuleType):
         chance_percent: int = 0,
         pageable_is_late: bool = False,
         refuses_registration: bool = False,
+        wait_us: int = 0,
     ) -> None:
         """Set how it behaves from now on.
 
@@ -41,9 +42,10 @@ class Late(types.ModuleType):
             chance_percent: at each call, of one step of some stream; 0: nothing is done before somebody waits for it.
             pageable_is_late: asynchronous copies to pageable memory do not wait, which torch allows; else they do, as CUDA's.
             refuses_registration: of host memory by address.
+            wait_us: each wait takes at least so long, in which other threads go on.
         """
         late, refuses = ctypes.c_bool(pageable_is_late), ctypes.c_bool(refuses_registration)
-        self._library.late_set(ctypes.c_uint64(seed), chance_percent, late, refuses)
+        self._library.late_set(ctypes.c_uint64(seed), chance_percent, late, refuses, wait_us)
 
     def fail(self, *, allocations: int = -1, operations: int = -1, copies: int = -1) -> None:
         """Let one call fail when so many have gone well; -1: none.
