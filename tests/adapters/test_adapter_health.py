@@ -15,7 +15,7 @@ from transformers_runs import trainer as trainer_of
 
 from accelerate_runs import CONFIG, Training, fresh, make
 from kit.inside import save_in_flight
-from programs_of.here import full_disk
+from programs_of.here import StoppedError, full_disk
 from safe_ckpt import Health
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.formats.manifest import read_manifest
@@ -172,11 +172,11 @@ class Score(TrainerCallback):
             next(iter(inner.state.values()))["exp_avg_sq"].view(-1)[0] = math.inf
 
 
-def scored(folder, scores, **more):
+def scored(folder, scores, bad_step=2, **more):
     """A Trainer that evaluates and saves at each of four steps, and loads the best at its end."""
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_score", "greater_is_better": True}
     each = {"save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "save_total_limit": 2, "max_steps": 4}
-    return trainer_of(folder, callbacks=[Score(scores, **more)], **each, **best)
+    return trainer_of(folder, callbacks=[Score(scores, bad_step)], **{**each, **best, **more})
 
 
 def test_the_best_of_a_trainer_is_a_healthy_one(tmp_path):
@@ -201,6 +201,30 @@ def test_the_best_of_a_trainer_is_one_that_was_saved(tmp_path, failing):
     assert made.state.best_metric == saved[best_step]
     assert Path(made.state.best_model_checkpoint).name == f"checkpoint-{best_step}"
     assert trainer_names(tmp_path) == sorted({f"checkpoint-{best_step}", "checkpoint-4"})
+
+
+class SavesBetween(TrainerCallback):
+    """Behind a step that is not evaluated; the next one raises."""
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 6:
+            raise StoppedError
+        control.should_save |= state.global_step == 5
+
+
+def test_a_save_without_an_evaluation_names_no_best_that_was_not_saved(tmp_path):
+    """Behind a best whose save failed: the best of those that are there stays, and who resumes finds it as without a stop."""
+    more = {"bad_step": None, "save_total_limit": 1, "save_steps": 2, "eval_steps": 2, "max_steps": 8}
+    stopped = scored(tmp_path, [0.5, 0.9, 0.7], **more)
+    stopped.add_callback(SavesBetween())
+    stopped.checkpoint_config = dataclasses.replace(QUICK, on_failure="warn", max_consecutive_failures=100)
+    with full_disk(lambda: stopped.state.global_step == 4), contextlib.suppress(StoppedError):
+        stopped.train()
+    assert trainer_names(tmp_path) == ["checkpoint-2", "checkpoint-5"]
+    resumed = scored(tmp_path, [0.7, 0.2], **more)
+    resumed.train(resume_from_checkpoint=True)
+    assert (resumed.state.best_global_step, resumed.state.best_metric) == (6, 0.7)
+    assert trainer_names(tmp_path) == ["checkpoint-6", "checkpoint-8"]
 
 
 class SlowCommit(TrainerCallback):

@@ -122,11 +122,18 @@ def test_rotation_keeps_the_best_and_the_newest(tmp_path):
 LOSSES = {2: 1.0, 4: 5.0, 6: 2.0}
 
 
-@pytest.mark.parametrize(("limit", "greater", "kept"), [(1, False, {2, 6}), (2, True, {4, 6})])
+@pytest.mark.parametrize(
+    ("limit", "best", "kept"),
+    [
+        (1, {"metric_for_best_model": "eval_loss", "greater_is_better": False}, {2, 6}),
+        (2, {"metric_for_best_model": "eval_loss", "greater_is_better": True}, {4, 6}),
+        (1, {"lr_scheduler_type": "reduce_lr_on_plateau"}, {2, 6}),
+    ],
+)
 @pytest.mark.quick
-def test_a_limit_keeps_the_best_that_is_not_loaded_at_the_end(tmp_path, limit, greater, kept):
-    """With a ``metric_for_best_model``, at every moment, as with a plain Trainer. The metrics of a save are those of an
-    evaluation at its step: a save without one has none.
+def test_a_limit_keeps_the_best_that_is_not_loaded_at_the_end(tmp_path, limit, best, kept):
+    """With a ``metric_for_best_model``, or a scheduler that follows one, at every moment, as with a plain Trainer. The metrics
+    of a save are those of an evaluation at its step: a save without one has none.
     """
     told, there = {}, []
 
@@ -148,8 +155,7 @@ def test_a_limit_keeps_the_best_that_is_not_loaded_at_the_end(tmp_path, limit, g
             there.append(state.best_global_step is None or f"checkpoint-{state.best_global_step}" in names(tmp_path))
 
     made = trainer(
-        tmp_path, Scored, save_steps=1, save_total_limit=limit, eval_strategy="steps", eval_steps=2,
-        metric_for_best_model="eval_loss", greater_is_better=greater, callbacks=[Look()],
+        tmp_path, Scored, save_steps=1, save_total_limit=limit, eval_strategy="steps", eval_steps=2, callbacks=[Look()], **best
     )  # fmt: skip
     made.train()
     assert names(tmp_path) == [f"checkpoint-{step}" for step in sorted(kept)]

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 _LOADERS, _PLACE = "accelerate/dataloaders.py", "transformers/data_place.py"
 
-PLANTED = {
+ACCELERATE = {
     "an evaluation that was left is a place": (
         "accelerate/loops.py",
         "        self._left = self._steps == _steps\n",
         "        self._left = False\n",
-    ),
-    "a training that is over goes on by a step": (
-        "transformers/mixin.py",
-        "        return (0, *values[1:]) if is_over else values\n",
-        "        return values\n",
     ),
     "loaders that are read side by side lose an epoch": (
         _LOADERS,
@@ -30,6 +25,13 @@ PLANTED = {
         '        with self.drawing_nothing(begun["ready"] or begun.get("warm")):\n',
         '        with self.drawing_nothing(begun["ready"]):\n',
     ),
+}
+TRANSFORMERS = {
+    "a training that is over goes on by a step": (
+        "transformers/mixin.py",
+        "        return (0, *values[1:]) if is_over else values\n",
+        "        return values\n",
+    ),
     "the buffer of a shuffled stream is left out": (
         _PLACE,
         '        skip: Skip = "read" if type(inner) is DataLoader and loses_its_buffer(inner) else None\n',
@@ -39,5 +41,12 @@ PLANTED = {
         _PLACE,
         "        if summed is not None and hasattr(trainer, _TR_LOSS):\n",
         "        if False:\n",
+    ),
+}
+TRAINED = {
+    "a save before the next evaluation names a best that was not saved": (
+        "transformers/mixin.py",
+        "            saver.spare_spoilt(self.state)  # what is saved names the best, and the limit spares it\n",
+        "            pass\n",
     ),
 }

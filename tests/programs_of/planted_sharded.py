@@ -1,31 +1,6 @@
-"""Mends turned back, which programs of the kinds "sharded" and "ranks" find: module of the package, old text, new text."""
+"""Bugs that programs of plain torch find: title -> the module below src/safe_ckpt, old text, new text."""
 
-FOUND_BY = {
-    "dcp.load asks for what a fresh optimizer has": ("sharded", 0, {"door": 1}),
-    "dcp.load wants state of parameters that had none": ("sharded", 0, {"door": 1, "handed": 2, "unused": 2}),
-    "dcp.load leaves the state that torch has made for a parameter that had none": (
-        "sharded", 0, {"door": 1, "handed": 4, "unused": 3},
-    ),
-    "a flattened state begins anew with zeros": ("sharded", 0, {"door": 1, "handed": 4, "unused": 3, "optimizer": 10}),
-    "dcp.load puts text beside numbers that are keys": ("sharded", 0, {"door": 1, "scheduler": 2}),
-    "no resume takes a list of DTensors": ("sharded", 0, {"more": 2}),
-    "ranks that are new draw what rank 0 draws": (
-        "ranks", 0, {"ranks": 2, "order": 0, "elsewhere": 2, "ranks again": 2, "signal": 2, "kills": 0},
-    ),
-    "a loader of a rank that is new begins its epoch": (
-        "ranks", 0, {
-            "ranks": 2, "order": 0, "elsewhere": 2, "ranks again": 1, "signal": 2, "kills": 0, "per rank": 1,
-            "breaks behind": 0, "every": 0, "saves": 0,
-        },
-    ),
-    "workers that would have gone on running are seeded again": (
-        "loops", 7, {"workers": 2, "persistent": 1, "draws": 1, "order": 1, "breaks behind": 0, "saves": 1},
-    ),
-}  # fmt: skip
-"""Title -> the kind, seed and choices of a program that finds it; of "sharded" ones, with ``IN_PLACE`` besides."""
-IN_PLACE = {"stop": 0, "door": 0, "handed": 0, "optimizer": 0, "elsewhere": 0, "groups": 0, "wrap": 0, "ranks": 0}
-
-PLANTED = {
+SHARDED = {
     "dcp.load asks for what a fresh optimizer has": (
         "core/sharding/dcp_load.py",
         "        state.update({name: _all_of(one, name, metadata, paths) for name, one in optimizers.items()})\n",
@@ -56,6 +31,8 @@ PLANTED = {
         "if not isinstance(self.value, dict | list):",
         "if not isinstance(self.value, dict):",
     ),
+}
+RANKS = {
     "ranks that are new draw what rank 0 draws": (
         "core/state/rng.py",
         "salt=str(rank).encode()",
@@ -66,6 +43,8 @@ PLANTED = {
         "        del rank\n        self.load_state_dict(state)",
         "        del rank",
     ),
+}
+LOOPS = {
     "workers that would have gone on running are seeded again": (
         "data/loader.py",
         "        if pending is not None and pending.warm and not order.is_warm(self):",

@@ -113,6 +113,8 @@ def _choose(draw: Draw) -> dict[str, Any]:
         "again": draw.among("computed again", "", "", "always", "first", "later"),
         "export": draw.flag("export", of=4),
     }  # fmt: skip
+    if draw.flag("begins later", of=6):  # what a flattened state has for it is not zero
+        found |= {"handed": "flattened", "unused": "later", "optimizer": draw.among("that begins", "ASGD", "NAdam")}
     if {wrap, found["wrap again"]} & {"tensor parallel", "both"}:
         found["inner"] = 12  # torch has no uneven ones
     if "last dimension" in {wrap, found["wrap again"]}:

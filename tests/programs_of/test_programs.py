@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from programs_of import runner
-from programs_of.planted import PLANTED, planted_in
+from programs_of.planted import FOUND_AT, PLANTED, found_by, planted_in
 
 STATES = 200
 HERE = ("loaders", "fits", "prepared", "trained")
@@ -39,3 +39,13 @@ def test_a_planted_bug_still_fits(title):
     text = (planted_in() / file).read_text(encoding="utf-8")
     assert text.count(old) == 1
     assert new != old
+
+
+@pytest.mark.thorough
+@pytest.mark.framework
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("title", FOUND_AT)
+def test_a_planted_bug_is_found_by_the_program_that_is_known_for_it(title):
+    """Programs that find a bug no more look at something less than they did."""
+    seed, told = found_by(title, FOUND_AT[title], 1, 500)
+    assert seed is not None, told

@@ -199,13 +199,19 @@ class Start:
                 return [f"best: {name or None}, and the best step is {self._best}"]
         if due and (not there or there[-1] != due[-1]):
             return [f"kept: {there}, and the newest that was saved is {due[-1]}"]
-        spared = {self._best} if one.best else set()
+        spared = self._spared()
         if spared & set(due) and not spared <= set(there):
             return [f"kept: {there} without the best, {spared}"]
         spared &= set(there)
         if one.limit and len(set(there) - spared) > max(1, one.limit - len(spared & set(there[:-1]))):
             return [f"kept: {there}, with a limit of {one.limit} and {spared} as the best"]
         return []
+
+    def _spared(self) -> set[int]:
+        """The best step. A scheduler that follows a metric has one, too, which need not be saved: the path says which was."""
+        if self._one.best:
+            return {self._best} if self._best else set()
+        return {int(self._best_path.rpartition("-")[2])} if self._best_path else set()
 
     def _saved(self) -> list[int]:
         """The steps at which a save is due, where that is easily said."""

@@ -228,7 +228,7 @@ class Resumable:
     def _begun(self, given: Counter) -> Iterator[Any]:
         pending, self._pending, self._ended = self._pending, None, None
         if pending is not None and not order.is_still_meant(self, pending):
-            pending = None
+            pending = pending.at_end()  # what draws is where it was, as without a resume
         if pending is not None and not pending.begun:
             order.put_back(self, pending.now)
         if pending is not None and pending.warm and not order.is_warm(self):

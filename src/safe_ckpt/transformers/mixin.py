@@ -242,6 +242,8 @@ class SafeCheckpointMixin(_Base):
 
     def _save_safely(self, saver: TransformersSaver, trial: Any) -> None:
         run = Path(os.path.normpath(os.path.join(self._begun_in, self._get_output_dir(trial=trial))))
+        if self.state.best_global_step != self.state.global_step:
+            saver.spare_spoilt(self.state)  # what is saved names the best, and the limit spares it
         best = self.state.best_global_step
         if best and self.args.save_strategy in ("steps", "epoch", "best"):
             folder = run / f"{PREFIX_CHECKPOINT_DIR}-{best}"

@@ -99,6 +99,32 @@ def test_workers_go_on_drawing_where_they_were(kinds, persistent):
     is_exact(make, (1, 2, 7, 13, 14, 15, 20), epochs=3)
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["global", "own"])
+@pytest.mark.parametrize(("stop_at", "persistent"), [(14, False), (14, True), (5, False)])
+def test_an_epoch_that_begins_by_its_number_draws_what_it_would_have_drawn(stop_at, persistent, own):
+    """``set_epoch`` behind a resume at the last batch of the epoch before, or within one that was broken off there."""
+
+    def make():
+        more = {"generator": torch.Generator().manual_seed(3)} if own else {}
+        more |= {"num_workers": 1, "persistent_workers": persistent}
+        sampler = DistributedSampler(range(SIZE), num_replicas=1, rank=0)
+        return resumable(DataLoader(Draws(("torch",)), batch_size=4, sampler=sampler, collate_fn=list, **more))
+
+    def epoch(loader, number, stop_at=None):
+        loader.sampler.set_epoch(number)
+        return list(itertools.islice(loader, stop_at))
+
+    torch.manual_seed(1)
+    loader = make()
+    assert len(epoch(loader, 0, stop_at)) == stop_at
+    state, drawn = loader.state_dict(), torch.get_rng_state()
+    expected = epoch(loader, 1)
+    again = make()
+    again.load_state_dict(state)
+    torch.set_rng_state(drawn)
+    assert epoch(again, 1) == expected
+
+
 def test_draws_of_collate_fn_go_on_where_they_were():
     """What collate_fn draws counts, too, and batch_size=None has batches of one."""
 
