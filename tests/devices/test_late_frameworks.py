@@ -1,8 +1,8 @@
-"""Lightning, Accelerate and the Trainer of Transformers on the late accelerator; and bugs of order that plain loops do not meet."""
+"""Lightning, Accelerate and the Trainer on the late accelerator; and bugs of order that plain loops do not meet."""
 
 import pytest
 
-from devices import planted, runner
+from devices import runner
 from kit import device
 from kit.thorough import THOROUGH
 

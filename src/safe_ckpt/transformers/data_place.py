@@ -118,7 +118,7 @@ class TrainerDataPlace:
         trainer._save_rng_state(folder)
         others = {name: generator_states(name) for name in in_use() if name not in _OF_THE_TRAINER}
         set_rng_state(now)
-        state = {_SUM: within.losses if within is not None else _losses(trainer)}
+        state: dict[str, Any] = {_SUM: within.losses if within is not None else _losses(trainer)}
         state |= {_DEVICES: others} if others else {}
         if self._placed is not None:
             state |= self._placed.state(within.batches if within is not None else 0)
