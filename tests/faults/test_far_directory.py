@@ -169,8 +169,8 @@ def test_kills_lost_disks_and_flipped_bits_lose_nothing_that_was_far(tmp_path, m
         if harm == "lost":
             shutil.rmtree(near)
             known = safely_far
-        elif harm == "flipped" and _damaged(near, chance):
-            known = safely_far  # or an older one that is near
+        elif harm == "flipped" and safely_far and _damaged(near, chance):
+            known = safely_far  # or an older one that is near. The only one of all, damaged, would be an error
         else:
             known = max(told["near"], int(came_back[1]))
         outcomes[f"{harm}: went on from what was told"] += 1
