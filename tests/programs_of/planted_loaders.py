@@ -46,7 +46,7 @@ TRANSFORMERS = {
 TRAINED = {
     "a save before the next evaluation names a best that was not saved": (
         "transformers/mixin.py",
-        "            saver.spare_spoilt(self.state)  # what is saved names the best, and the limit spares it\n",
+        "            saver.spare_spoilt(self.state)  # its save is over then; what is saved names it\n",
         "            pass\n",
     ),
 }

@@ -84,6 +84,13 @@ def _choose(draw: Draw) -> dict[str, Any]:
         "signal": draw.among("signal", 0, 0, 3, 5),
         "batch again": draw.among("batch again", 0, 0, 0, 1),
     }  # fmt: skip
+    if draw.flag("more ranks", of=6):  # what a rank that has saved nothing goes on with
+        found |= {
+            "ranks": draw.among("fewer ranks", 1, 2),
+            "order": draw.among("order of all", "shared", "shared in order"),
+            "per rank": True,
+        }
+        found |= {"ranks again": 3, "ranks at last": 3}
     most = max(found["ranks"], 3)
     found["second"] &= found["rows"] // (most * max(1, found["workers"])) >= found["batch"]  # it has batches
     if found["breaks"]:
@@ -91,7 +98,7 @@ def _choose(draw: Draw) -> dict[str, Any]:
         found["persistent"] = False  # what such workers draw ahead is not exact
     if not found["order"].startswith("shared") or found["batch again"] == found["batch"]:
         found["batch again"] = 0
-    return {**found, **_elsewhere(draw, found)}
+    return {**_elsewhere(draw, found), **found}
 
 
 def _elsewhere(draw: Draw, chosen: Mapping[str, Any]) -> dict[str, Any]:

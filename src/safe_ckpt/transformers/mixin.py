@@ -243,11 +243,11 @@ class SafeCheckpointMixin(_Base):
     def _save_safely(self, saver: TransformersSaver, trial: Any) -> None:
         run = Path(os.path.normpath(os.path.join(self._begun_in, self._get_output_dir(trial=trial))))
         if self.state.best_global_step != self.state.global_step:
-            saver.spare_spoilt(self.state)  # what is saved names the best, and the limit spares it
+            saver.spare_spoilt(self.state)  # its save is over then; what is saved names it
         best = self.state.best_global_step
         if best and self.args.save_strategy in ("steps", "epoch", "best"):
             folder = run / f"{PREFIX_CHECKPOINT_DIR}-{best}"
-            if best == self.state.global_step or saver.is_saved(best, folder):
+            if best == self.state.global_step or folder.exists():
                 self.state.best_model_checkpoint = str(folder)
         counts = self.hp_search_backend is None and trial is None
         path = saver.save_trainer(self, run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", counts=counts)

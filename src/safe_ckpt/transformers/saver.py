@@ -122,12 +122,6 @@ class TransformersSaver(Saver):
             self._best = state.best_metric, state.best_global_step, state.best_model_checkpoint
         self._keep_best(state)
 
-    def is_saved(self, step: int, folder: Path) -> bool:
-        """Whether the checkpoint of an earlier step is there. Waits for its save, if that is still in flight."""
-        if (handle := self._handles.get(step)) is not None:
-            handle.wait_until_over()
-        return folder.exists()
-
     def _is_spoilt(self, handle: OpenSave) -> bool:
         handle.wait_until_over()
         # Agreed: where a commit's outcome is not known, one rank may hold for failed what another one knows to be there.
