@@ -86,6 +86,7 @@ class _Fit:
 
     def _start(self, name: str, stop: tuple[int, str] | None) -> bool:
         """Start all ranks. Returns whether they ended as they should."""
+        print(f"start {name}", flush=True)  # whoever waits for this process sees that it goes on
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

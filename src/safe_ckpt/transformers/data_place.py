@@ -119,7 +119,8 @@ class TrainerDataPlace:
         others = {name: generator_states(name) for name in in_use() if name not in _OF_THE_TRAINER}
         set_rng_state(now)
         state: dict[str, Any] = {_SUM: within.losses if within is not None else _losses(trainer)}
-        state |= {_DEVICES: others} if others else {}
+        if others:
+            state[_DEVICES] = others
         if self._placed is not None:
             state |= self._placed.state(within.batches if within is not None else 0)
         torch.save(state, Path(folder) / _FILE.format(rank=self._rank))
