@@ -35,7 +35,9 @@ def _falls_behind(rank, near, far):
         if rank == 0:
             far.unlink()
         ckpt.wait(mirrored=True)
-        found.append((far / "step-00000003").exists())
+        ckpt.save(4, {"n": 4})
+        ckpt.wait(mirrored=True)  # also for what is in flight
+        found.append((far / "step-00000004").exists())
     return found
 
 

@@ -38,7 +38,8 @@ def save(near, settings, *numbers):
     with Checkpointer(near, settings) as ckpt:
         for step in numbers:
             ckpt.save(step, state(step)).result(timeout_s=60)
-            wait_for_mirror(ckpt)
+            if settings is not None:
+                wait_for_mirror(ckpt)
 
 
 def resumed(near, settings=None, **more):
@@ -130,6 +131,22 @@ def test_a_job_is_refused_the_mirror_that_another_one_holds(tmp_path):
         assert str(far) in str(error)
         assert steps(near) == ["step-00000002"]
     assert steps(far) == ["step-00000001"]
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_mirror_that_cannot_be_listed_is_no_empty_one(tmp_path, here, caplog):
+    """With nothing near, whether this run is new is not known: an error. With a checkpoint near it goes on, with a warning."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    if here:
+        save(near, None, 1)
+    far.write_text("no folder")
+    with Checkpointer(near, config(far)) as ckpt:
+        if here:
+            assert ckpt.resume(state(0)).step == 1
+            assert "the mirror is not looked at" in caplog.text
+        else:
+            with pytest.raises(OSError, match="Not a directory"):
+                ckpt.resume(state(0))
 
 
 def test_one_can_wait_until_the_newest_is_far(tmp_path):
