@@ -88,6 +88,7 @@ FOUND_AT = {
     "loaders that are read side by side lose an epoch": 15,
     "persistent workers are started anew, and draw": 103,
     "a training that is over goes on by a step": 6,
+    "the losses that were summed up are lost": 1,
     "a save before the next evaluation names a best that was not saved": 348,
 }
 """Title -> a seed of its kind that is wrong with it, and not without."""
