@@ -66,10 +66,14 @@ class Accelerated:
 def _choose(draw: Draw) -> SimpleNamespace:
     """The choices of both sides."""
     one = SimpleNamespace(ranks=draw.among("ranks", 1, 1, 1, 1, 1, 1, 2))
-    one.loader = draw.among("loader", "stateful", "resumable", "plain")
+    stays = draw.flag("workers stay", of=8)  # and what they draw first is shuffled by
+    one.loader = draw.among("loader", "stateful", "resumable", "plain") if not stays else "stateful"
     one.data = draw.among("data", "map", "draws", "placed", "stream") if one.loader == "resumable" else "map"
     _choose_loading(draw, one)
     _choose_saves(draw, one)
+    if stays:
+        one.workers, one.saves = 2, "steps"
+        one.stay, one.shuffle, one.generator, one.seedable = True, True, False, False
     one.micro = draw.among("micro", 1, 2, 3)
     one.accumulation = draw.among("accumulation", "accumulate", "not at the end", "by hand") if one.micro > 1 else ""
     one.scheduler = draw.among("scheduler", "", "prepared", "registered", "apart")

@@ -101,6 +101,8 @@ def _choose(draw: Draw) -> dict[str, Any]:
         "export": draw.flag("exports between", of=4),
         "resumes": draw.among("resumes", "once", "twice"),
     }  # fmt: skip
+    if draw.flag("workers stay", of=6):  # over the ends of several epochs
+        found |= {"rows": 7, "workers": 2, "persistent": True, "draws": "torch", "order": "shuffle", "breaks": 0}
     if found["optimizer"] == "LBFGS":
         found["micro"], found["within"] = 1, False
     if found["order"].startswith("stream") or found["order"] == "no batches":

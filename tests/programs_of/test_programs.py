@@ -39,6 +39,7 @@ def test_a_planted_bug_still_fits(title):
     text = (planted_in() / file).read_text(encoding="utf-8")
     assert text.count(old) == 1
     assert new != old
+    compile(text.replace(old, new), file, "exec")  # else every program is wrong, or none comes to anything
 
 
 @pytest.mark.thorough
