@@ -275,10 +275,11 @@ class _Changed(importlib.machinery.SourceFileLoader):
 def check(name: str) -> None:
     """Raises ValueError if it does not fit the module that it is for any more."""
     module, patch = PLANTED[name]
-    spec = importlib.util.find_spec(module)
+    package, *names = module.split(".")
+    spec = importlib.util.find_spec(package)  # not the module: its framework would be loaded
     if spec is None or spec.origin is None:
-        raise ValueError(f"{module} is not there")
-    patch(Path(spec.origin).read_text(encoding="utf-8"))
+        raise ValueError(f"{package} is not there")
+    patch(Path(spec.origin).parent.joinpath(*names).with_suffix(".py").read_text(encoding="utf-8"))
 
 
 def plant(name: str) -> None:
