@@ -201,7 +201,7 @@ OF_PAIRS: dict[str, tuple[str, Patch]] = {
 PLANTED |= OF_PAIRS
 
 _OVERLAP, _CALLBACK = "safe_ckpt.core.state.overlap", "safe_ckpt.lightning.callback"
-_RESULTS, _PLACE = "safe_ckpt.lightning.results", "safe_ckpt.lightning.loop_state"
+_RESULTS = "safe_ckpt.lightning.results"
 _NAMED = """            changing += [*module.buffers(), *in_forward]
             for name, parameter in module.named_parameters():
                 if id(parameter) in owned:
@@ -228,14 +228,6 @@ OF_FITS: dict[str, tuple[str, Patch]] = {
     "logged values are read before they are there": (
         _RESULTS,
         _swap("one.detach().to(device, copy=True)", "one.detach().to(device, copy=True, non_blocking=True)"),
-    ),
-    "what was logged before a batch is what is logged in it": (
-        _RESULTS,
-        _swap("one.detach().to(device, copy=True)", "one.detach().to(device)"),
-    ),
-    "the generators of a batch are noted behind it": (
-        _PLACE,
-        _swap('            self.batch = {"rng": get_rng_state(), "results"', '            self.batch = {"results"'),
     ),
 }
 """On the ways of Lightning to a state, for runs of it."""
@@ -283,10 +275,11 @@ class _Changed(importlib.machinery.SourceFileLoader):
 def check(name: str) -> None:
     """Raises ValueError if it does not fit the module that it is for any more."""
     module, patch = PLANTED[name]
-    spec = importlib.util.find_spec(module)
+    package, *names = module.split(".")
+    spec = importlib.util.find_spec(package)  # not the module: its framework would be loaded
     if spec is None or spec.origin is None:
-        raise ValueError(f"{module} is not there")
-    patch(Path(spec.origin).read_text(encoding="utf-8"))
+        raise ValueError(f"{package} is not there")
+    patch(Path(spec.origin).parent.joinpath(*names).with_suffix(".py").read_text(encoding="utf-8"))
 
 
 def plant(name: str) -> None:

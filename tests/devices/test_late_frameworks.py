@@ -10,9 +10,9 @@ pytestmark = [
     pytest.mark.skipif(not device.HAS_COMPILER, reason="no g++, which builds the accelerator"),
     pytest.mark.slow,
 ]
-COUNT = 60 if THOROUGH else 2
-FIRST = {"lightning": 3, "accelerate": 0, "transformers": 1}
-"""Of the short run: one that raises, one with two ranks, among others."""
+COUNT = 60 if THOROUGH else 1
+FIRST = {"lightning": 7, "accelerate": 0, "transformers": 2}
+"""Of the short run: with Lightning's overlapped saves, two ranks of Accelerate, the Trainer."""
 
 
 @pytest.mark.timeout(1800)
@@ -30,10 +30,8 @@ def test_a_run_that_is_killed_and_started_again_is_one_that_was_not(kind):
 SEEDS_OF_PLANTED = {
     "a step with a closure passes no gate": 7,
     "buffers are copied later, as parameters are": 0,
-    "a save comes before the module's own hook": 5,
-    "logged values are read before they are there": 0,
-    "what was logged before a batch is what is logged in it": 0,
-    "the generators of a batch are noted behind it": 0,
+    "a save comes before the module's own hook": 6,
+    "logged values are read before they are there": 23,
 }
 """A seed that found each; which of two threads comes first is no choice of a seed, so the test goes on from there."""
 TRIED = 30
