@@ -1,8 +1,10 @@
-"""Faults at requests to what behaves as the S3 endpoint of Hugging Face Buckets: ``python hub_faults.py FAULTS SEED``.
+"""Faults at requests to what behaves as the S3 endpoint of Hugging Face Buckets.
 
-Two jobs save after each other through a proxy, in front of the gateway; what a 302 leads to is asked through it, too. Each such life
-has several faults. What was reported as committed must be there, whole, after each deletion and at the end; a start without faults
-goes on from it. A broken promise is printed, and ends with status 1.
+    PYTHONPATH=tests:tests/faults python -m hub_faults FAULTS SEED
+
+Two jobs save after each other through a proxy, in front of the gateway; what a 302 leads to is asked through it, too. Each
+such life has several faults. What was reported as committed must be there, whole, after each deletion and at the end; a start
+without faults goes on from it. A broken promise raises.
 """
 
 import collections
@@ -10,10 +12,7 @@ import random
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
 from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from object_job import check, outcome
 from object_sweep import FAULTS, Point, count_of, two_jobs
@@ -26,15 +25,8 @@ HUB_FAULTS = [*FAULTS, ("flipped", "after")]
 EACH = 12
 
 
-@contextmanager
-def a_hub(folder, **how):
-    """A gateway, and the server behind it."""
-    with start("ministack", folder) as server, HubGateway(server, **how) as hub:
-        yield hub
-
-
 def lives(hub, count, seed, each=EACH):
-    """Go through at least so many faults, ``each`` in a life. Yields, of each life, its points, those that came, and the outcome."""
+    """Go through at least so many faults, ``each`` in a life. Yields the faults that came in each, and what followed."""
     chance = random.Random(seed)
     with FaultProxy(hub.endpoint) as proxy:
         proxy.hold_s, proxy.later_s = 1.3, 0.1
@@ -54,14 +46,14 @@ def lives(hub, count, seed, each=EACH):
                 error.add_note(f"at {points}")
                 raise
             done += len(came)
-            yield points, came, outcome(said)
+            yield came, outcome(said)
 
 
 def main(count, seed):
-    """Say what came of them; whether a promise was broken."""
+    """Say what came of them."""
     outcomes, kinds, begun = collections.Counter(), collections.Counter(), time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, a_hub(Path(folder)) as hub:
-        for _, came, word in lives(hub, count, seed):
+    with tempfile.TemporaryDirectory() as folder, start("ministack", Path(folder)) as server, HubGateway(server) as hub:
+        for came, word in lives(hub, count, seed):
             outcomes[word] += 1
             kinds.update(came)
             print(f"{kinds.total()} faults, {time.monotonic() - begun:.0f} s: {dict(outcomes)}", flush=True)

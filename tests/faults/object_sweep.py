@@ -40,7 +40,7 @@ def new_store(server):
 
 
 def two_jobs(server, proxy, points=(), match=None):
-    """Both jobs, in this process, with faults at these points, perhaps only of requests that match. What they said, and where."""
+    """Both jobs, in this process, with faults at these points, perhaps of requests that match. What they said, and where."""
     store, said = new_store(server), []
     watch = Watch(store, lambda: list(said))
     proxy.reset()
@@ -205,4 +205,15 @@ def train_here(store, server, lines):
         )
 
 
-__all__ = ["FAULTS", "Point", "count_of", "end_of", "fault_sweep", "kill_point", "new_store", "sample", "start", "two_jobs"]
+__all__ = [
+    "FAULTS",
+    "Point",
+    "count_of",
+    "end_of",
+    "fault_sweep",
+    "kill_point",
+    "new_store",
+    "sample",
+    "start",
+    "two_jobs",
+]

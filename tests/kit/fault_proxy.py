@@ -166,8 +166,8 @@ class FaultProxy:
             fault: "drop": the connection is closed in order, without an answer. "reset": by a reset; before, without having
                 read the body. "400" (ExpiredToken), "404" (NoSuchKey), "500", "501", "503", "409": an answer of S3.
                 "timeout": nothing for ``hold_s``, then as "drop". "truncated": the head of the answer and half of its body;
-                without a body as "drop". "flipped": a bit of its body is another one; without a body as "drop". "duplicate": the answer as usual, and ``later_s`` after it the same request once
-                more. The last three are always after.
+                without a body as "drop". "flipped": a bit of its body is another one; without a body as "drop". "duplicate":
+                the answer as usual, and ``later_s`` after it the same request once more. The last three are always after.
             when: "before": the request does not reach the server. "after": the server has answered, but not to the client.
             match: a predicate on the record, which has neither size nor status yet.
         """

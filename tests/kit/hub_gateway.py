@@ -4,14 +4,16 @@
         os.environ.update(hub.environment())
         obstore.store.from_url(hub.url())
 
-Read in "S3 Compatibility" of the Hub's documentation: the namespace stands in the endpoint, buckets in the path; ``GetObject`` is
-answered by 302 unless the client says that it is one of ``PROXIED``; ``If-Match`` and ``If-None-Match`` hold for ``PutObject`` and
-the source of a copy, not for ``GetObject``; ``ListObjects`` of version 1, delimiters but ``/``, ``UploadPartCopy`` and
-``aws-chunked`` are refused; keys are restricted; metadata is not stored.
+Read in "S3 Compatibility" of the Hub's documentation: the namespace stands in the endpoint, buckets in the path; ``GetObject``
+is answered by 302 unless the client says that it is one of ``PROXIED``; ``If-Match`` and ``If-None-Match`` hold for
+``PutObject`` and the source of a copy, not for ``GetObject``; ``ListObjects`` of version 1, delimiters but ``/``,
+``UploadPartCopy`` and ``aws-chunked`` are refused; keys are restricted; metadata is not stored.
 
 Guessed: which errors it answers; that ``HeadObject`` is answered directly, with the ETag of ``PutObject``; that checksums are
-ignored; that ``DeleteObjects`` is there (``bulk_delete``); that the address of a 302 is signed, refuses other credentials, takes
-ranges, and has the same ETags (``edge_etags``).
+ignored; that ``DeleteObjects`` is there (``bulk_delete``); that the address of a 302 is signed, refuses other credentials,
+takes ranges, and has the same ETags (``edge_etags``).
+
+With ``conditions`` it does with those of a PUT what is reported of other stores.
 """
 
 from __future__ import annotations
@@ -48,16 +50,20 @@ class HubGateway(ObjectServer):
         server: speaks S3, and keeps the objects.
         bulk_delete: whether there is ``DeleteObjects``.
         edge_etags: whether what a 302 leads to has the ETags that the gateway names.
+        conditions: of a PUT: "honoured"; "ignored"; "refused", by 501; "304" for those that do not hold, instead of 412;
+            "unquoted": an ETag in quotes, as HTTP has it, is none that holds.
 
     Attributes:
         redirects: how many requests were answered by 302.
         refused: method, path and code of what was refused.
     """
 
-    def __init__(self, server: ObjectServer, *, bulk_delete: bool = True, edge_etags: bool = True) -> None:
+    def __init__(
+        self, server: ObjectServer, *, bulk_delete: bool = True, edge_etags: bool = True, conditions: str = "honoured"
+    ) -> None:
         super().__init__("hub", "", server._process, server.bucket)
         self._server = server
-        self.bulk_delete, self.edge_etags = bulk_delete, edge_etags
+        self.bulk_delete, self.edge_etags, self.conditions = bulk_delete, edge_etags, conditions
         self.redirects = 0
         self.refused: list[tuple[str, str, str]] = []
         self._client = server._s3()
@@ -80,7 +86,7 @@ class HubGateway(ObjectServer):
         return super().environment(f"{endpoint or self.endpoint}/{NAMESPACE}")
 
     def edge_of(self, asked: str) -> str:
-        """Where a 302 leads for who asked this host and port: to the edge. Whoever asks a proxy stays with it, by another name."""
+        """Where a 302 leads for who asked this host and port: to the edge. Who asks a proxy stays with it, by another name."""
         port = int(asked.rpartition(":")[2])
         return f"http://{_EDGE_HOST}:{self._edge.server_port if port == self._gateway.server_port else port}"
 
@@ -119,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve  # noqa: N815 - the names that the base class calls
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, *args: object) -> None:
         """Say nothing."""
 
     def _at_gateway(self, path: str, query: str, words: dict[str, str], body: bytes) -> None:
@@ -140,7 +146,9 @@ class _Handler(BaseHTTPRequestHandler):
         if "aws-chunked" in self.headers.get("content-encoding", "") or "x-amz-trailer" in self.headers:
             raise _Refused("501", "NotImplemented")
         if key and (
-            key.endswith(("/", "..")) or key.startswith(("/", "./")) or any(bad in key for bad in ("//", "../", "\\", "\0"))
+            key.endswith(("/", ".."))
+            or key.startswith(("/", "./"))
+            or any(bad in key for bad in ("//", "../", "\\", "\0"))
         ):
             raise _Refused("400", "InvalidArgument")
         if self.command == "GET" and not key:
@@ -180,8 +188,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self, target: str, body: bytes) -> None:
         headers = {name: value for name, value in self.headers.items() if not name.lower().startswith(_DROPPED)}
-        if self.command == "GET":  # no conditions hold for it
-            headers = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
+        if any(name.lower().startswith("if-") for name in headers):
+            if self.command == "PUT" and self.server.hub.conditions == "refused":
+                raise _Refused("501", "NotImplemented")
+            if self.server.hub.conditions == "unquoted" and headers.get("if-match", "").startswith('"'):
+                raise _Refused("412", "PreconditionFailed")
+            if self.command == "GET" or self.server.hub.conditions == "ignored":
+                headers = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
         if source := self.headers.get("x-amz-copy-source"):
             namespace, _, rest = source.removeprefix("/").partition("/")
             headers["x-amz-copy-source"] = f"/{rest}" if namespace == NAMESPACE else source
@@ -189,9 +202,14 @@ class _Handler(BaseHTTPRequestHandler):
         kept = {name: value for name, value in answer.getheaders() if name.lower() in _ANSWERED}
         if self.headers["host"].startswith(_EDGE_HOST) and not self.server.hub.edge_etags:
             kept = {name: value for name, value in kept.items() if name.lower() != "etag"} | {"ETag": '"of-the-edge"'}
+        if answer.status == 412 and self.server.hub.conditions == "304":
+            self._answer(304, {}, b"")
+            return
         self._answer(answer.status, kept, found)
 
-    def _ask(self, method: str, target: str, headers: dict[str, str], body: bytes) -> tuple[http.client.HTTPResponse, bytes]:
+    def _ask(
+        self, method: str, target: str, headers: dict[str, str], body: bytes
+    ) -> tuple[http.client.HTTPResponse, bytes]:
         connection = http.client.HTTPConnection(self.server.target, timeout=30)
         try:
             given = {**headers, "Host": self.server.target, "Content-Length": str(len(body))}
