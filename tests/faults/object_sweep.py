@@ -39,15 +39,15 @@ def new_store(server):
     return Store(server, f"t{next(_prefixes)}")
 
 
-def two_jobs(server, proxy, point=None, match=None):
-    """Both jobs, in this process, with one fault or none, perhaps only at requests that match. What they said, and where."""
+def two_jobs(server, proxy, points=(), match=None):
+    """Both jobs, in this process, with faults at these points, perhaps of requests that match. What they said, and where."""
     store, said = new_store(server), []
     watch = Watch(store, lambda: list(said))
     proxy.reset()
     proxy.on_answer = watch.on_answer
-    if point is not None:
+    for point in points:
         proxy.plan(point.number, point.fault, when=point.when, match=match)
-    config = config_of(server, proxy.endpoint, inline=point is None or point.inline)
+    config = config_of(server, proxy.endpoint, inline=all(point.inline for point in points))
 
     def say(*words):
         said.append(words)
@@ -76,7 +76,7 @@ def fault_sweep(server, points, report=lambda point, error: None, match=None):
         proxy.hold_s, proxy.later_s = 1.3, 0.1
         for point in points:
             try:
-                store, said, watch = two_jobs(server, proxy, point, match)
+                store, said, watch = two_jobs(server, proxy, [point], match)
                 hit = bool(proxy.hits)
                 try:
                     check(store, said, problems=watch.problems)
@@ -92,10 +92,10 @@ def fault_sweep(server, points, report=lambda point, error: None, match=None):
     return outcomes
 
 
-def sample(total, count, seed):
+def sample(total, count, seed, faults=FAULTS):
     """Points of all kinds, chosen with this seed."""
     chance = random.Random(seed)
-    return [Point(chance.randint(1, total), *chance.choice(FAULTS), inline=chance.random() < 0.8) for _ in range(count)]
+    return [Point(chance.randint(1, total), *chance.choice(faults), inline=chance.random() < 0.8) for _ in range(count)]
 
 
 class Killer:
@@ -205,4 +205,15 @@ def train_here(store, server, lines):
         )
 
 
-__all__ = ["FAULTS", "Point", "count_of", "end_of", "fault_sweep", "kill_point", "new_store", "sample", "start"]
+__all__ = [
+    "FAULTS",
+    "Point",
+    "count_of",
+    "end_of",
+    "fault_sweep",
+    "kill_point",
+    "new_store",
+    "sample",
+    "start",
+    "two_jobs",
+]

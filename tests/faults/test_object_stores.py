@@ -2,12 +2,15 @@
 
 import os
 import random
+from collections import Counter
 
 import pytest
+from hub_faults import HUB_FAULTS, lives
 from object_sweep import FAULTS, Point, count_of, fault_sweep, kill_point, sample
 
 from kit import object_servers
 from kit.fault_proxy import FaultProxy
+from kit.hub_gateway import HubGateway
 from kit.thorough import THOROUGH
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -66,6 +69,20 @@ def test_a_fault_at_each_request_loses_no_reported_checkpoint(kind, fault, when,
     """The same for every request of the two jobs; every seventh time with a writer process."""
     points = [Point(number, fault, when, number % 7 > 0) for number in range(1, total_of(server(kind)) + 1)]
     matrix(f"a request fails, {kind}", f"{fault} {when} it reached the server", fault_sweep(server(kind), points))
+
+
+def test_faults_at_requests_to_hugging_face_buckets_lose_no_reported_checkpoint(server, matrix):
+    """Its gateway and what it redirects to fail twelve times in the life of two jobs: what was reported is there, whole.
+
+    Wrong bytes are among the faults. The 2,000 are this test with ``--all``, or ``hub_faults``.
+    """
+    found = Counter()
+    with HubGateway(server("ministack").new_bucket()) as hub:
+        for came, word in lives(hub, 2000 if THOROUGH else 12, seed()):
+            assert {*came} <= {fault for fault, _ in HUB_FAULTS}
+            found[word] += 1
+        assert hub.redirects > 0
+    matrix("requests fail, Hugging Face's gateway", "twelve in a life", found)
 
 
 REQUESTS = {"first": 75, "resume": 50, "sweep": 65}

@@ -27,7 +27,7 @@ from kit.http_pieces import OPEN, PIECE, GoneError, Head, Side, close_with_reset
 
 _CONNECT_S = 5.0
 _STALE_S = 2.0  # servers close connections that are idle; none is used again after that long
-_AFTER_ONLY = ("truncated", "duplicate")
+_AFTER_ONLY = ("truncated", "flipped", "duplicate")
 _ERRORS = {
     "400": ("Bad Request", "ExpiredToken"),
     "404": ("Not Found", "NoSuchKey"),
@@ -166,8 +166,8 @@ class FaultProxy:
             fault: "drop": the connection is closed in order, without an answer. "reset": by a reset; before, without having
                 read the body. "400" (ExpiredToken), "404" (NoSuchKey), "500", "501", "503", "409": an answer of S3.
                 "timeout": nothing for ``hold_s``, then as "drop". "truncated": the head of the answer and half of its body;
-                without a body as "drop". "duplicate": the answer as usual, and ``later_s`` after it the same request once
-                more. The last two are always after.
+                without a body as "drop". "flipped": a bit of its body is another one; without a body as "drop". "duplicate":
+                the answer as usual, and ``later_s`` after it the same request once more. The last three are always after.
             when: "before": the request does not reach the server. "after": the server has answered, but not to the client.
             match: a predicate on the record, which has neither size nor status yet.
         """
@@ -369,9 +369,13 @@ class _Connection:
             for piece in body:
                 self._near.send(piece)
             return not answer.ends_connection
-        whole = b"".join(map(bytes, body)) if record.fault == "truncated" else b""
+        whole = b"".join(map(bytes, body)) if record.fault in {"truncated", "flipped"} else b""
         for _ in body:
             pass
+        if whole and record.fault == "flipped":
+            middle = len(whole) // 2
+            self._near.send(answer.raw + whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+            return not answer.ends_connection
         if whole:
             self._near.send(answer.raw + whole[: len(whole) // 2])
         return self._fail(record)

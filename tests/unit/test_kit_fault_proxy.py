@@ -237,6 +237,17 @@ def test_the_fault_proxy_sends_half_of_an_answer(proxy, client, server, path):
     assert (proxy.hits[0].fault, proxy.hits[0].when) == ("truncated", "after")
 
 
+def test_the_fault_proxy_flips_a_bit_of_an_answer(proxy, client):
+    """One bit of the body is another one; of an answer without a body there is none, as with "drop"."""
+    proxy.plan(1, "flipped")
+    _, body = ask(client, body=BODY)
+    assert len(body) == len(BODY)
+    assert sum((one ^ other).bit_count() for one, other in zip(body, BODY, strict=True)) == 1
+    proxy.plan(2, "flipped")
+    with pytest.raises(http.client.RemoteDisconnected):
+        ask(client, "HEAD")
+
+
 @pytest.mark.parametrize(("method", "path"), [("HEAD", "/a"), ("PUT", "/none")])
 def test_half_of_an_answer_without_body_is_none(proxy, client, method, path):
     """It is as "drop", not an answer that is whole."""

@@ -8,6 +8,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
+from kit.hub_gateway import HubGateway
 from kit.object_servers import missing, start
 from kit.patience import scaled
 from safe_ckpt import Checkpointer
@@ -102,6 +103,30 @@ def test_a_store_without_conditions_fails(store, monkeypatch, breaking, says):
         Checkpointer(store.url())
     monkeypatch.setenv("SAFE_CKPT__STORAGE__UNFENCED", "true")
     assert findings(run(store.url(), "--mebibytes", "0", "--json"))["conditions"]["state"] == "warn"
+
+
+WAYS = [
+    ("creates an object only where there is none", {}),
+    ("also for one of 8 at a time", {"conditions": "304"}),
+    ("creates an object where there is one already", {"conditions": "ignored"}),
+    ("takes no conditional requests", {"conditions": "refused"}),
+    ("by the version with which it is read", {"edge_etags": False}),
+    ("by the version with which it is read", {"conditions": "unquoted"}),
+]
+
+
+@pytest.mark.parametrize(("says", "how"), WAYS, ids=[str(how) for _, how in WAYS])
+def test_doctor_tells_of_a_store_that_redirects_what_it_does_with_conditions(store, monkeypatch, says, how):
+    """Reads answered by 302, lists of one kind alone, no request that deletes several: all is right but what is named."""
+    with HubGateway(store, bulk_delete=False, **how) as gateway:
+        for name, value in gateway.environment().items():
+            monkeypatch.setenv(name, value)
+        found = findings(run(gateway.url(), "--mebibytes", "6", "--json"))
+        assert gateway.redirects > 0
+    assert says in found["conditions"]["measured"]
+    assert found["conditions"]["state"] == ("ok" if how in ({}, {"conditions": "304"}) else "fail")
+    assert {found["listing"]["state"], found["speed"]["state"]} <= {"ok", "warn"}
+    assert store.keys() == {}
 
 
 def test_a_store_whose_condition_is_not_atomic_fails(store, monkeypatch):

@@ -23,6 +23,10 @@ from safe_ckpt.errors import DirectoryError
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS = 10
+_AT_ALL_TIMES = (
+    "its head changes all the time; or the store does not replace an object by the version with which it is read"
+)
+_AT_ALL_TIMES += " (If-Match, ETag): safe-ckpt doctor tells. Then use another one, or set storage.unfenced"
 _TAKE_AWAYS = 20
 _LAST_WORD_S = 5.0
 _SHORTEST_S = 0.5
@@ -85,7 +89,7 @@ class ObjectOwner(LeaseLock):
                     continue
                 del self._later[: len(later)]
                 return
-            raise DirectoryError(path=str(self._path), message="its head changes all the time", rank=0)
+            raise DirectoryError(path=str(self._path), message=_AT_ALL_TIMES, rank=0)
 
     def later(self, change: Change) -> None:
         """Make this change together with the next one. If there is none, the next owner finds out by itself."""

@@ -24,6 +24,7 @@ from safe_ckpt.core.storage.objects.clients import (
     connect,
     is_bucket_missing,
     is_expired,
+    is_not_offered,
     is_panic,
     secrets_of,
     store_error,
@@ -38,6 +39,7 @@ _LONGEST_PAUSE_S = 10.0
 _MOST_PARTS = 9_000  # S3 and GCS take 10,000
 _CONFLICTS = 20
 _UPLOADS = 4
+_SINGLY = "disable_bulk_delete=true"
 _Result = TypeVar("_Result")
 _used_by: list[int] = []  # the process that made the first request
 
@@ -301,9 +303,25 @@ class Bucket:
                     with contextlib.suppress(FileNotFoundError):
                         _obstore().delete(self._store, key)
 
+        def answered(some: Sequence[str]) -> None:
+            try:
+                request(some)
+            except _obstore().exceptions.BaseError as error:
+                if (
+                    self.scheme != "s3"
+                    or _SINGLY in self.options.options
+                    or is_expired(error)
+                    or not is_not_offered(error)
+                ):
+                    raise
+                # Google's answer to S3's requests, and others, know none that deletes several objects.
+                self.options = dataclasses.replace(self.options, options=(*self.options.options, _SINGLY))
+                self._store = self._connect(0)
+                request(some)
+
         for at in range(0, len(keys), 1000):
             some = keys[at : at + 1000]
-            self._again(functools.partial(request, some), some[0], "delete")
+            self._again(functools.partial(answered, some), some[0], "delete")
 
     def entries(self, prefix: str) -> list[ObjectEntry]:
         """All objects below ``prefix``, which ends where a name between two slashes does.

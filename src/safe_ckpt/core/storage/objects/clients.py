@@ -93,6 +93,7 @@ def _check_endpoints(scheme: str, given: Mapping[str, str]) -> None:
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _REFUSED = ("400", "405", "411", "413", "414", "416", "501")
+_NOT_OFFERED = ("400", "405", "501")
 _NO_ACCESS = ("401", "403")
 _NEVER = ("NotSupportedError", "InvalidPathError", "UnknownConfigurationKeyError")
 # The answer to a HEAD has no body that would say why it is refused.
@@ -126,6 +127,12 @@ def is_bucket_missing(error: BaseException) -> bool:
     return _NO_BUCKET.search(str(error)) is not None
 
 
+def is_not_offered(error: BaseException) -> bool:
+    """Whether the store has no such request, or takes it for another one."""
+    found = _STATUS.search(str(error))
+    return found is not None and found.group(1) in _NOT_OFFERED
+
+
 def is_panic(error: BaseException) -> bool:
     """Whether obstore failed within: of a class that cannot be imported, and is no ``Exception``."""
     return type(error).__name__ == _PANIC
@@ -142,15 +149,19 @@ def store_error(error: BaseException, path: str, verb: str, secrets: Sequence[st
     """
     kind, text = type(error).__name__, cleaned(str(error), secrets)
     status = found.group(1) if (found := _STATUS.search(text)) else ""
-    if kind == "AlreadyExistsError" and verb == "create":
+    unmet = kind == "NotModifiedError"  # some answer a condition that does not hold by 304, as if it were one of a read
+    if verb == "create" and (unmet or kind == "AlreadyExistsError"):
         return ExistsError(errno.EEXIST, "is there already", path)
-    if kind == "PreconditionError" and status != "409":
+    if unmet or (kind == "PreconditionError" and status != "409"):
         return ChangedError(errno.ESTALE, "is another one by now", path)
     if kind in ("PermissionDeniedError", "UnauthenticatedError") or status in _NO_ACCESS:
         return PermissionError(errno.EACCES, f"the store refuses to {verb} it: {text}", path)
     if isinstance(error, OSError) and error.errno is not None:
         return error
-    return _not_done(error, path, f"could not {verb} it: {text}", status)
+    said = f"could not {verb} it: {text}"
+    if status == "501" and verb in ("create", "replace"):
+        said = f"{said}: if the store takes no conditional requests, use another one, or set storage.unfenced"
+    return _not_done(error, path, said, status)
 
 
 def _not_done(error: BaseException, path: str, said: str, status: str) -> OSError:
