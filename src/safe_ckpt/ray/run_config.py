@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from ray.train import RunConfig
 
-from safe_ckpt.adapters.extras import durable
+from safe_ckpt.adapters.extras import durable, presence
 from safe_ckpt.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -86,11 +85,15 @@ def mend(run: Path) -> None:
     except (ValueError, KeyError, TypeError, AttributeError):  # torn, or of a release that writes another form
         aside = snapshot.with_name(f"{SNAPSHOT}.unreadable-{time.time_ns()}")
         snapshot.rename(aside)
-        logger.warning("Ray's list of checkpoints could not be read: it is %s now, and a resume looks for itself", aside)
+        logger.warning(
+            "Ray's list of checkpoints could not be read: it is %s now, and a resume looks for itself", aside
+        )
         return
     if mended != listed:
         logger.info("taken out of %s: checkpoints that are not there any more", snapshot)
-        durable.replace_text(snapshot, json.dumps(mended))
+        staged = snapshot.with_name(f"{SNAPSHOT}.mended")
+        durable.write_durably(staged, json.dumps(mended).encode())
+        durable.publish_file(staged, snapshot)
 
 
 def what_is_there(listed: Mapping[str, Any], run: Path) -> dict[str, Any]:
@@ -102,7 +105,7 @@ def what_is_there(listed: Mapping[str, Any], run: Path) -> dict[str, Any]:
     """
     results, indices = listed["checkpoint_results"], listed["checkpoint_report_indices"]
     last = {one["checkpoint_dir_name"]: number for number, one in enumerate(results)}
-    kept = [number for name, number in last.items() if os.path.lexists(run / name)]
+    kept = [number for name, number in last.items() if presence.is_there(presence.inside(run, name))]
     kept.sort()
     there = [results[number] for number in kept]
     names = {one["checkpoint_dir_name"] for one in there}
