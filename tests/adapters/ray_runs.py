@@ -48,7 +48,7 @@ def step_of(state):
     state["optimizer"].zero_grad()
     loss.backward()
     state["optimizer"].step()
-    return float(loss)
+    return loss.item()
 
 
 def told(options, rank, text):
