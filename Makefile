@@ -15,7 +15,7 @@ TORCHTITAN := .venv/with-torchtitan/bin
 
 # Ray starts its processes with the Python of the driver. It reports nothing to anybody, and listens on this machine alone.
 RAY := .venv/with-ray/bin
-RAY_ENV := RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=disabled
+RAY_ENV := RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=disabled RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 RAY_worker_niceness=0
 
 .PHONY: demo mutants test test-full test-short test-long test-schedulers test-thorough test-versions test-deepspeed test-upstream test-torchtitan test-ray faults simulate programs devices lint package release-check docs docs-reference bench gpu-check examples clean
 

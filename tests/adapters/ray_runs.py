@@ -15,6 +15,7 @@ from pathlib import Path
 
 os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
+    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # on Linux, too: Ray listens on this machine alone
     RAY_AUTH_MODE="disabled",  # else a token is written into the home directory
     RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.1",  # a report waits for the next look of Ray at its workers
     RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S="0.2",

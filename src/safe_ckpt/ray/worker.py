@@ -100,8 +100,14 @@ class RayCheckpointer(Checkpointer):
         """
         info = super().resume(state, step=step)
         self._report()
-        if info is not None:
-            self._tell(lambda: [] if self._is_newest_to_ray(info) else [_facts(info)])
+        if info is None:
+            return None
+
+        def not_told() -> list[dict[str, Any] | None]:
+            newest = ray.train.get_checkpoint()
+            return [] if newest is not None and newest.path == self._path(info.name) else [_facts(info)]
+
+        self._tell(not_told)
         return info
 
     def wait(self) -> None:
@@ -182,10 +188,6 @@ class RayCheckpointer(Checkpointer):
                     checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
                 )
         return len(rows)
-
-    def _is_newest_to_ray(self, info: CheckpointInfo) -> bool:
-        newest = ray.train.get_checkpoint()
-        return newest is not None and newest.path == self._path(info.name)
 
     def _path(self, name: str = "") -> str:
         """A path below the folder of the run as Ray spells that: it takes nothing else for a part of the run."""

@@ -48,7 +48,7 @@ class SaveHandle:
 
     @property
     def committed(self) -> CheckpointInfo | None:
-        """What was committed; None while that is not known, and when the save failed. Neither waits nor raises."""
+        """The committed checkpoint; None while that is not known, and when the save failed. Neither waits nor raises."""
         return None if self._save.failed else self._save.outcome
 
     def result(self, timeout_s: float | None = None) -> CheckpointInfo:
