@@ -13,7 +13,11 @@ DEEPSPEED_ENV := PATH="$(CURDIR)/$(DEEPSPEED):$(CURDIR)/$(BIN):$$PATH" DS_ACCELE
 
 TORCHTITAN := .venv/with-torchtitan/bin
 
-.PHONY: demo mutants test test-full test-short test-long test-schedulers test-thorough test-versions test-deepspeed test-upstream test-torchtitan faults simulate programs devices lint package release-check docs docs-reference bench gpu-check examples clean
+# Ray starts its processes with the Python of the driver. It reports nothing to anybody, and listens on this machine alone.
+RAY := .venv/with-ray/bin
+RAY_ENV := RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=disabled RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 RAY_worker_niceness=0
+
+.PHONY: demo mutants test test-full test-short test-long test-schedulers test-thorough test-versions test-deepspeed test-upstream test-torchtitan test-ray faults simulate programs devices lint package release-check docs docs-reference bench gpu-check examples clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -115,6 +119,21 @@ test-torchtitan: .venv/torchtitan  ## torchtitan's manager with its own Trainer 
 	  > "$$($(TORCHTITAN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 	$(TORCHTITAN)/pip install --quiet --disable-pip-version-check --no-deps torchtitan==0.3.0 torch_checkpointing==0.1.1 \
 	  spmd_types==0.2.3 tyro typeguard einops tensorboard protobuf absl-py pillow
+	touch $@
+
+test-ray: RUNNER = $(RAY)/python
+test-ray: .venv/ray  ## Ray Train's TorchTrainer on this machine, with workers and drivers that are killed
+	export $(RAY_ENV); $(call tests,-n 2 --dist worksteal,tests/adapters/test_ray*.py tests/docs/test_ray_page.py)
+	rm -rf runs/examples/ray
+	STEPS=20 $(RAY_ENV) $(RAY)/python -W ignore examples/ray_train.py runs/examples/ray
+	STEPS=40 $(RAY_ENV) $(RAY)/python -W ignore examples/ray_train.py runs/examples/ray
+
+# An environment on top of .venv: Ray takes 80 MB, and Lightning would import it everywhere.
+.venv/ray: .venv/ready
+	$(BIN)/python -m venv .venv/with-ray
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(RAY)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	$(RAY)/pip install --quiet --disable-pip-version-check 'ray[train]==2.60.0'
 	touch $@
 
 # Nothing is fetched: UPSTREAM_TORCH, _LIGHTNING, _ACCELERATE, _TRANSFORMERS, _TORCHTITAN and _DEEPSPEED are checkouts of the installed versions; any of

@@ -69,6 +69,7 @@ SUPPORTED: Mapping[str, Supported] = {
         extra="torchtitan",
     ),
     "deepspeed": Supported(lowest="0.17.5", newest="0.19.8", extra="deepspeed"),
+    "ray": Supported(lowest="2.60.0", newest="2.60.0", extra="ray"),
 }
 
 

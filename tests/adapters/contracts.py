@@ -43,6 +43,7 @@ OURS = {
     "_reconstruct": "the name by which numpy pickles arrays; torch_reading asks numpy for the function",
     "_asked_in_vain": "of data/loader.py",
     "_detach": "of adapters/handle.py",
+    "_engine": "of Checkpointer, for ray/worker.py, which derives from it",
     "_lock": "of hooks/event_log.py",
     **dict.fromkeys(["_total", "_result", "_s", "_bytes", "_steps"], "ends of names"),
 }

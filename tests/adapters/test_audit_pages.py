@@ -40,6 +40,7 @@ NOT_AUDITED = {
     "deepspeed_zero3_nvme": "needs DeepSpeed, whose environment is another one",
     "demo": "kills its own processes",
     "evaluate_run": "trains nothing",
+    "ray_train": "needs Ray, whose environment is another one",
     "torchtitan_debug": "needs torchtitan, whose environment is another one",
 }
 

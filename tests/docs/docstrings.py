@@ -113,6 +113,14 @@ if importlib.util.find_spec("triton") is None:  # torchtitan imports kernels for
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from safe_ckpt.torchtitan import *
 """,
+    "ray": """
+from ray.train import FailureConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from safe_ckpt.ray import *
+
+def train(config):
+    pass
+""",
 }
 
 

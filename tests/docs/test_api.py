@@ -17,7 +17,7 @@ TOGETHER = {
     "lightning": ("lightning",),
     "hugging face": ("accelerate", "transformers", "peft"),
 }
-ELSEWHERE = ("deepspeed", "torchtitan")  # test_deepspeed_page.py, test_torchtitan_page.py
+ELSEWHERE = ("deepspeed", "torchtitan", "ray")  # test_deepspeed_page.py, test_torchtitan_page.py, test_ray_page.py
 LONGEST = 8
 MEETING = (
     "checkpointer.Checkpointer.save",

@@ -37,7 +37,7 @@ _ON_PAGES = {
     "ranks": ("torchrun", "torch.distributed.run"),
     "framework": ("lightning", "accelerate", "transformers", "peft"),
 }
-_FRAMEWORKS = {"lightning", "pytorch_lightning", "accelerate", "transformers", "peft", "deepspeed", "torchtitan"}
+_FRAMEWORKS = {"lightning", "pytorch_lightning", "accelerate", "transformers", "peft", "deepspeed", "torchtitan", "ray"}
 _FOLDERS = {"multirank": "ranks", "adapters": "framework", "faults": "faults", "schedulers": "hosts"}
 _SLOW_FROM_S = 600
 # The tests of the README's promises: quick ones, although they start ranks and mount a disk.

@@ -49,7 +49,7 @@ if __name__ == "__main__":
     with Checkpointer("run") as checkpoints:
         assert checkpoints.resume(second).step == 1
     assert second["model"].weight.equal(first["model"].weight)
-    for adapter in ("lightning", "accelerate", "transformers", "deepspeed", "torchtitan"):
+    for adapter in ("lightning", "accelerate", "transformers", "deepspeed", "torchtitan", "ray"):
         try:
             __import__("safe_ckpt." + adapter)
         except UnsupportedVersionError as error:

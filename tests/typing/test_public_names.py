@@ -10,7 +10,7 @@ import pytest
 import safe_ckpt
 
 SOURCES = Path(safe_ckpt.__file__).parent
-MODULES = ("", "lightning", "accelerate", "deepspeed", "transformers", "torchtitan")
+MODULES = ("", "lightning", "accelerate", "deepspeed", "transformers", "torchtitan", "ray")
 
 
 def parsed(path):

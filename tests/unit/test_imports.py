@@ -9,7 +9,7 @@ from support import run_program, run_script
 
 ROOT = Path(__file__).parents[2]
 
-FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "deepspeed", "transformers", "torchtitan")
+FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "deepspeed", "transformers", "torchtitan", "ray")
 
 
 def test_the_package_imports_no_framework():
@@ -67,7 +67,11 @@ def exists(module, name):
 @pytest.mark.slow
 def test_every_import_of_ours_finds_its_name():
     """An import in a function, or of a lazy name, that leads nowhere is found here and not by a user; mypy does not see it."""
-    elsewhere = ("safe_ckpt.deepspeed", "safe_ckpt.torchtitan")  # what they derive from may not be installed
+    elsewhere = (
+        "safe_ckpt.deepspeed",
+        "safe_ckpt.torchtitan",
+        "safe_ckpt.ray",
+    )  # what they derive from may not be installed
     asked = {pair for pair in imported_of_ours() if not pair[0].startswith(elsewhere)}
     assert len(asked) > 400
     assert [pair for pair in sorted(asked) if not exists(*pair)] == []

@@ -48,8 +48,8 @@ def files_of(names):
 
 
 def of_own_environments():
-    """The tests of ``make test-deepspeed`` and ``make test-torchtitan``, which this one cannot import, but those marked."""
-    files = [file for word in ("deepspeed", "torchtitan") for file in (ROOT / "tests").rglob(f"test_{word}*.py")]
+    """The tests of ``make test-deepspeed``, ``-torchtitan`` and ``-ray``, which this one cannot import, but those marked."""
+    files = [file for word in ("deepspeed", "torchtitan", "ray") for file in (ROOT / "tests").rglob(f"test_{word}*.py")]
     return {
         node.name
         for file in files

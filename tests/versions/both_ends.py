@@ -110,12 +110,12 @@ def _project() -> dict[str, Any]:
 
 
 def _ours() -> list[str]:
-    """What a user may install with this package, but DeepSpeed and torchtitan: they have environments of their own."""
+    """What a user may install with this package, but DeepSpeed, torchtitan and Ray: they have environments of their own."""
     extras = _project()["optional-dependencies"]
     rows = [
         row
         for name in extras
-        if name not in ("dev", "docs", "bench", "deepspeed", "torchtitan")
+        if name not in ("dev", "docs", "bench", "deepspeed", "torchtitan", "ray")
         for row in extras[name]
     ]
     (lightning,) = extras["lightning"]

@@ -20,6 +20,7 @@ from safe_ckpt.core.home.retention import delete_listed, keep_newest, policy_of
 from safe_ckpt.core.home.standing import Catalog, is_of, named_by, standing_of
 from safe_ckpt.core.resuming import one_resume
 from safe_ckpt.core.resuming.named import names_in, not_found
+from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.names import refuse
 from safe_ckpt.core.saving.request import Destination, Facts, SaveRequest, check_step, checked_metrics
 from safe_ckpt.core.sharding import dtensor

@@ -46,6 +46,11 @@ class SaveHandle:
         """Whether the outcome is known."""
         return self._save.done()
 
+    @property
+    def committed(self) -> CheckpointInfo | None:
+        """The committed checkpoint; None while that is not known, and when the save failed. Neither waits nor raises."""
+        return None if self._save.failed else self._save.outcome
+
     def result(self, timeout_s: float | None = None) -> CheckpointInfo:
         """Wait for the outcome and return what was committed.
 
