@@ -28,9 +28,6 @@ class SafeRunConfig(RunConfig):
     whose list of reported checkpoints names one that is not there any more, or is torn because its controller was killed.
     This takes out of the list what is not there. A list that cannot be read is moved aside; a resume looks into the folder.
 
-    Args:
-        stock: see ``RunConfig``.
-
     Raises:
         ConfigError: the storage is in an object store, or Ray is to delete checkpoints (``num_to_keep``).
 
