@@ -208,6 +208,23 @@ def test_a_damaged_single_file_is_not_mirrored(tmp_path, far):
     assert mirrored(far) == [sound.name]
 
 
+def test_named_checkpoints_that_wait_do_not_push_each_other_out(tmp_path, monkeypatch):
+    """Each that was saved by a name has its copy, however many wait; ``wait(mirrored=True)`` waits for all of them."""
+    far = tmp_path / "far"
+    far.write_text("no folder")
+    monkeypatch.chdir(tmp_path)
+    config = dataclasses.replace(CONFIG, mirror=Mirror(url=str(far)))
+    with fresh(), registered(tmp_path / "run", config, automatic=False) as (accelerator, handle):
+        Training(accelerator)
+        for name in ("gen/step_1", "disc/step_1", "gen/step_2"):
+            accelerator.save_state(name)
+            handle.wait()
+        far.unlink()
+        handle.wait(mirrored=True)
+        copies = sorted(path.name for path in (far / "named").iterdir() if path.name.startswith(("gen", "disc")))
+    assert copies == ["disc%2Fstep_1", "gen%2Fstep_1", "gen%2Fstep_2"]
+
+
 def test_a_fresh_machine_fetches_a_checkpoint_named_in_accelerate(tmp_path, far, monkeypatch):
     """save_state and load_state with a path of one's own: a fresh machine fetches it, and equal last names do not mix."""
     config = mirroring(CONFIG, far)

@@ -206,7 +206,8 @@ def test_directories_do_not_mix(tmp_path, store):
     roots = {str(mirror.root_of(home)) for home in workspaces.values()}
     assert len(roots) == 3
     other = Uploads(settings, seen.append, "a test")  # another machine, the same layout
-    assert {str(other.root_of(home)) for home in workspaces.values()} == roots
+    there = [FileHome(tmp_path / "another" / "machine" / folder, lease_s=60) for folder in workspaces]
+    assert {str(other.root_of(home)) for home in there} == roots
     for one in (mirror, other):
         one.drain()
         one.close()

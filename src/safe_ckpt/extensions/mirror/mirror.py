@@ -158,7 +158,9 @@ class MirrorUploads:
     def _late(self, root: Place) -> list[str]:
         """The saves of this job without a copy, in the order of their commits."""
         with self._turn:
-            newest, saves = self._newest.get(root, -1), self._behind.get(root, {})
+            # Of those that the user names one by one none stands for another.
+            newest = -1 if root.name == NAMED else self._newest.get(root, -1)
+            saves = self._behind.get(root, {})
             self._behind[root] = {number: path for number, path in saves.items() if number > newest}
             return list(self._behind[root].values())
 
@@ -309,6 +311,8 @@ class MirrorUploads:
 
     def _uploaded(self, one: Waiting, url: str | None, seconds: float) -> None:
         self.error = None
+        with self._turn:
+            self._behind.get(one.root, {}).pop(one.info.sequence, None)
         if url is not None:
             with self._turn:
                 self._newest[one.root] = max(self._newest.get(one.root, -1), one.info.sequence)
