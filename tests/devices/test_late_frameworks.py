@@ -16,7 +16,10 @@ FIRST = {"lightning": 7, "accelerate": 0, "transformers": 2}
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", runner.FRAMEWORKS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind == "lightning" else [pytest.mark.thorough]) for kind in runner.FRAMEWORKS],
+)
 def test_a_run_that_is_killed_and_started_again_is_one_that_was_not(kind):
     """Killed behind saves and within them, with steps queued: batches, each checkpoint, and the end are equal to the bit.
 

@@ -78,7 +78,7 @@ def test_faults_at_requests_to_hugging_face_buckets_lose_no_reported_checkpoint(
     """
     found = Counter()
     with HubGateway(server("ministack").new_bucket()) as hub:
-        for came, word in lives(hub, 2000 if THOROUGH else 12, seed()):
+        for came, word in lives(hub, 2000 if THOROUGH else 6, seed(), each=12 if THOROUGH else 6):
             assert {*came} <= {fault for fault, _ in HUB_FAULTS}
             found[word] += 1
         assert hub.redirects > 0
