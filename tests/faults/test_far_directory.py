@@ -73,11 +73,13 @@ def test_a_mirror_that_is_full_fails_no_save(tmp_path):
 @contextlib.contextmanager
 def bindfs(behind, path):
     """A file system that can be stopped: then every call into it waits."""
-    if shutil.which("bindfs") is None or os.getuid() != 0:
+    if None in map(shutil.which, ("bindfs", "setpriv")) or os.getuid() != 0:
         pytest.skip("no bindfs here")
     behind.mkdir()
     path.mkdir()
-    server = subprocess.Popen(["bindfs", "-f", "-o", "attr_timeout=0,entry_timeout=0", behind, path])
+    # It ends with this process: who looks at what a stopped one serves would wait for ever.
+    command = ["setpriv", "--pdeathsig", "KILL", "bindfs", "-f", "-o", "attr_timeout=0,entry_timeout=0", behind, path]
+    server = subprocess.Popen(command)
     try:
         wait_until(lambda: os.path.ismount(path) or server.poll() is not None, 30)
         if server.poll() is not None:
