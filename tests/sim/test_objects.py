@@ -11,17 +11,17 @@ pytestmark = pytest.mark.slow
 SEEDS_OF_PLANTED = {
     "no tombstone is set": 292,
     "a lost answer of a creation is a failure": 346,
-    "the owner sleeps long after an outage": 214,
     "a save is not announced": 4,
     "a deletion is not noted": 4,
     "the head is replaced whatever it is": 22,
     "a manifest is put whatever is there": 40,
     "one list is believed": 670,
-    "one read of a manifest is believed": 250,
+    "one read of a manifest is believed": 550,
 }
 """A seed that finds a planted bug; ``python -m sim --planted`` prints the first ones. Other plans have other seeds.
 
-Two had one until a start asked the store more, and were not found again: another owner's tombstone, and a rank that gives up.
+Three had one until a start asked the store more, and were not found again: another owner's tombstone, a rank that gives up, and
+an owner who sleeps long after an outage (none of the first 1,200).
 """
 SAMPLE = list(SEEDS_OF_PLANTED)[: None if THOROUGH else 3]
 
