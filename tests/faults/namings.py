@@ -185,7 +185,7 @@ class Pointed(Row):
 def copied_from(store):
     """In the place of what fetches from a store: the files of a checkpoint on another disk, and nothing made durable."""
 
-    def fetch_verified(source, entries, into):
+    def fetch_verified(source, entries, into, *, limit_s):
         for entry in entries:
             (into / entry.path).parent.mkdir(parents=True, exist_ok=True)
             (into / entry.path).write_bytes((store / entry.path).read_bytes())
@@ -248,10 +248,10 @@ class FetchedByHand(FromMirror):
 
     def act(self, folder, reported):
         store = self.outside(folder, "store/step-00000001")
-        manifest = read_manifest(store)
-        seen = manifest, (store / "manifest.json").read_bytes()
+        notes = {fetching.MIRRORED: {"name": "step-00000001"}}
+        manifest = dataclasses.replace(read_manifest(store), notes=notes)
         with (
-            mock.patch.object(fetched, "read_committed", return_value=seen),
+            mock.patch.object(fetched, "_copy_at", return_value=manifest),
             mock.patch.object(fetched, "fetch_verified", copied_from(store)),
         ):
             fetched.fetch(store, folder)
