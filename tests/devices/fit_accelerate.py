@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
-from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from devices.draw import STEPS, FitPlan
-from devices.fit_parts import BATCH, Here, Net, Rows, collate, optimizer_of
+from devices.fit_parts import BATCH, Here, Net, Rows, collate, loaded, optimizer_of, weights_and_moments
 from safe_ckpt.accelerate import register
 from safe_ckpt.errors import NoValidCheckpointError
 
@@ -101,13 +100,6 @@ def saved(folder: Path, plan: FitPlan) -> dict[int, dict[str, torch.Tensor]]:
 
 
 def _content(path: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    def loaded(name: str) -> Any:
-        return torch.load(path / name, map_location="cpu", weights_only=False)
-
-    found = {f"model.{name}": value for name, value in load_file(path / "model.safetensors").items()}
-    for number, values in loaded("optimizer.bin")["state"].items():
-        found |= {
-            f"optimizer.{number}.{key}": torch.as_tensor(value) for key, value in values.items() if value is not None
-        }
-    found["lr"] = torch.tensor(loaded("custom_checkpoint_1.pkl")["_last_lr"])
-    return loaded("custom_checkpoint_0.pkl")["steps"], found
+    found = weights_and_moments(path, "optimizer.bin")
+    found["lr"] = torch.tensor(loaded(path / "custom_checkpoint_1.pkl")["_last_lr"])
+    return loaded(path / "custom_checkpoint_0.pkl")["steps"], found

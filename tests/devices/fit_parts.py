@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from devices.draw import FitPlan
@@ -204,3 +205,18 @@ class Here:
 
     def _tell(self, *words: Any) -> None:
         os.write(self._told, f"{json.dumps(words)}\n".encode())  # it may be killed right behind this
+
+
+def weights_and_moments(path: Path, optimizer_file: str) -> dict[str, torch.Tensor]:
+    """What a checkpoint of Accelerate's or the Trainer's has of the model and its optimizer."""
+    found = {f"model.{name}": value for name, value in load_file(path / "model.safetensors").items()}
+    for number, values in loaded(path / optimizer_file)["state"].items():
+        found |= {
+            f"optimizer.{number}.{key}": torch.as_tensor(value) for key, value in values.items() if value is not None
+        }
+    return found
+
+
+def loaded(file: Path) -> Any:
+    """What ``torch.save`` has written there."""
+    return torch.load(file, map_location="cpu", weights_only=False)

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from devices.draw import STEPS, FitPlan
-from devices.fit_parts import BATCH, Here, Net, Rows, collate, optimizer_of
+from devices.fit_parts import BATCH, Here, Net, Rows, collate, loaded, optimizer_of, weights_and_moments
 from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.transformers import SafeCheckpointMixin
 
@@ -114,13 +113,6 @@ def saved(folder: Path, plan: FitPlan) -> dict[int, dict[str, torch.Tensor]]:
 
 
 def _content(path: Path) -> dict[str, torch.Tensor]:
-    def loaded(name: str) -> Any:
-        return torch.load(path / name, map_location="cpu", weights_only=False)
-
-    found = {f"model.{name}": value for name, value in load_file(path / "model.safetensors").items()}
-    for number, values in loaded("optimizer.pt")["state"].items():
-        found |= {
-            f"optimizer.{number}.{key}": torch.as_tensor(value) for key, value in values.items() if value is not None
-        }
-    found["lr"] = torch.tensor(loaded("scheduler.pt")["_last_lr"])
+    found = weights_and_moments(path, "optimizer.pt")
+    found["lr"] = torch.tensor(loaded(path / "scheduler.pt")["_last_lr"])
     return found

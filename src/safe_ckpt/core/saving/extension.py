@@ -208,7 +208,7 @@ class Extension:
         """On rank 0, on the caller's thread: waits for what follows the saves that are over.
 
         Raises:
-            SafeCheckpointError: it did not come within ``limit_s``, or there is no such thing.
+            SafeCheckpointError: it did not come within ``limit_s``.
         """
 
     def stopping(self, until: float) -> None:

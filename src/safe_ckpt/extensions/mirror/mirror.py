@@ -77,9 +77,8 @@ class MirrorUploads:
         self._tiers: dict[Place, Tier] = {}
         self._roots: dict[Path, Place] = {}
         self._verified: dict[Place, tuple[Place, Manifest]] = {}  # what was fetched
-        self._behind: dict[
-            Place, dict[int, str]
-        ] = {}  # what this job saved since, by its number in the order of commits
+        # What this job saved that has neither a copy nor a newer one there, by its number in the order of commits.
+        self._behind: dict[Place, dict[int, str]] = {}
         self._newest: dict[Place, int] = {}  # the highest number in the order of commits that is uploaded
         self._closing = threading.Event()
         self._closed = False
@@ -158,11 +157,7 @@ class MirrorUploads:
     def _late(self, root: Place) -> list[str]:
         """The saves of this job without a copy, in the order of their commits."""
         with self._turn:
-            # Of those that the user names one by one none stands for another.
-            newest = -1 if root.name == NAMED else self._newest.get(root, -1)
-            saves = self._behind.get(root, {})
-            self._behind[root] = {number: path for number, path in saves.items() if number > newest}
-            return list(self._behind[root].values())
+            return list(self._behind.get(root, {}).values())
 
     def holding(self, paths: Sequence[Place]) -> set[Place]:
         """The ``paths`` that must not be deleted now: one that is being uploaded, and what ``required`` protects."""
@@ -312,10 +307,13 @@ class MirrorUploads:
     def _uploaded(self, one: Waiting, url: str | None, seconds: float) -> None:
         self.error = None
         with self._turn:
-            self._behind.get(one.root, {}).pop(one.info.sequence, None)
-        if url is not None:
-            with self._turn:
-                self._newest[one.root] = max(self._newest.get(one.root, -1), one.info.sequence)
+            number, late = one.info.sequence, self._behind.get(one.root, {})
+            late.pop(number, None)
+            if url is not None:
+                self._newest[one.root] = max(self._newest.get(one.root, -1), number)
+                # Of those that the user names one by one none stands for another.
+                for older in [] if one.root.name == NAMED else [other for other in late if other < number]:
+                    del late[older]
         if url:
             self._rate = one.info.size_bytes / max(seconds, 1e-3)
             size = one.info.size_bytes

@@ -11,9 +11,8 @@ from safe_ckpt.config import Timeouts
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
 from safe_ckpt.core.home.places import is_one
 from safe_ckpt.core.storage import durable
-from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.storage.objects.place import Place
-from safe_ckpt.core.storage.source import in_files, in_store
+from safe_ckpt.core.storage.source import by_storage
 from safe_ckpt.errors import ConfigError, IncompleteCheckpointError
 from safe_ckpt.extensions.mirror.fetching import MIRRORED, fetch_verified, make_durable, origin, own_manifest
 from safe_ckpt.tools.inspection.check import read_committed
@@ -42,7 +41,7 @@ def fetch(source: Place, directory: Path) -> Path:
         NotEnoughSpaceError: it does not fit.
         OSError: the store gave no answer, the disk refuses, or the checkpoint was deleted meanwhile.
     """
-    manifest, data = read_committed(in_store(source)) if is_url(source) else (_copy_at(in_files(source)), b"")
+    manifest, data = by_storage(source, lambda path: (_copy_at(path), b""), read_committed)
     name, single = origin(manifest, source)
     final = path_inside(directory, Path(name).name)
     _refuse_existing(final)
