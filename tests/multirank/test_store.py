@@ -6,8 +6,10 @@ import os
 import pickle
 import random
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -19,11 +21,11 @@ from kit.limits import QUICK
 from kit.patience import wait_until
 from kit.ranks import free_port, spawn_ranks, values
 from safe_ckpt import CheckpointConfig, Checkpointer, Network
-from safe_ckpt.core.coordination import network, process_groups
+from safe_ckpt.core.coordination import network, process_groups, rendezvous
 from safe_ckpt.core.coordination import store as store_module
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.store import SealedStore
-from safe_ckpt.errors import ConfigError, SafeCheckpointError, StateError, TamperedError
+from safe_ckpt.errors import ConfigError, PeerLostError, SafeCheckpointError, StateError, TamperedError
 from support import run_program
 
 
@@ -234,6 +236,27 @@ def test_a_store_on_an_ipv4_or_ipv6_address_is_reached(address):
     assert network.addresses(address) == [address]
     assert next(network.reachable([address], port)) == address
     assert process_groups.connect_store(address, port, 5.0).get("a") == b"1"
+
+
+def test_a_rank_0_that_dies_behind_the_knock_is_noticed_at_once():
+    """A process that ends between its answer to a knock and a connection: it is said in seconds (torch tries 20 s)."""
+    listening = socket.create_server(("127.0.0.1", 0), backlog=8)
+    port = listening.getsockname()[1]
+
+    def die_at_the_second() -> None:
+        listening.accept()[0].close()  # the knock
+        second, _ = listening.accept()
+        listening.close()
+        second.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        second.close()
+
+    dying = threading.Thread(target=die_at_the_second)
+    dying.start()
+    begun = time.monotonic()
+    with pytest.raises(PeerLostError, match="nobody listens there any more"):
+        rendezvous._Connector(["127.0.0.1"], port, "token", "secret")()
+    assert time.monotonic() - begun < 15  # torch alone: 20
+    dying.join()
 
 
 def test_a_masters_address_that_is_not_ours_is_not_offered(monkeypatch):

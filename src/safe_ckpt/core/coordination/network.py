@@ -158,6 +158,18 @@ def reachable(hosts: Sequence[str], port: int, within_s: float = CONNECT_S) -> I
             return
 
 
+def refuses(host: str, port: int) -> bool:
+    """Whether nobody listens on ``port`` there: its host says so at once. One that gives no answer has not said it."""
+    try:
+        address: Any = (host.encode(), port)  # the stubs know text only
+        socket.create_connection(address, timeout=2.0).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def ensure_descriptors(needed: int) -> str:
     """Raise this process's soft limit of file descriptors if ``needed`` more would not fit. Returns what stays wrong, or ""."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

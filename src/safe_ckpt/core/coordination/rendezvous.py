@@ -14,9 +14,12 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,7 +28,14 @@ import torch.distributed as dist
 from safe_ckpt.config import Network, Timeouts
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.heartbeat import Peer
-from safe_ckpt.core.coordination.network import addresses, ensure_descriptors, listen, out_of_descriptors, reachable
+from safe_ckpt.core.coordination.network import (
+    addresses,
+    ensure_descriptors,
+    listen,
+    out_of_descriptors,
+    reachable,
+    refuses,
+)
 from safe_ckpt.core.coordination.reminder import Reminder
 from safe_ckpt.core.coordination.rounds import from_wire, to_wire
 from safe_ckpt.core.coordination.store import KeyTimeout, KeyValues, SealedStore, StoreClient
@@ -41,6 +51,7 @@ _WAITING = (
 _READ_S = 2.0
 # Behind a knock that was answered. The server may look up names, and a lookup that fails takes 5 s or 10.
 _CONNECT_S = 20.0
+_LOOK_S = 1.0
 _CONNECTIONS = 4  # of one rank: calls, heartbeat, saves, and one for signals or a gather
 _SPARE = 128  # file descriptors for everything else that this process will open
 _answered: dict[tuple[str, int], str] = {}  # the last word of each rank that was answered: it may still stand there
@@ -294,7 +305,7 @@ class _Connector:
         problems: list[str] = []
         for host in reachable(self._hosts, self._port):
             try:
-                store = SealedStore(process_groups.connect_store(host, self._port, _CONNECT_S), self._secret)
+                store = SealedStore(_connect(host, self._port), self._secret)
                 # Another program may listen there: on another host a name can mean something else.
                 if not store.check(["token"]) or store.get("token").decode() != self._token:
                     problems.append(f"{host}: not our store")
@@ -307,3 +318,24 @@ class _Connector:
         reason = "; ".join(problems) or f"nobody answers at {', '.join(self._hosts)}"
         reason = out_of_descriptors() or f"its store on port {self._port} cannot be reached: {reason}"
         raise PeerLostError(phase=_PHASE, ranks=(0,), reason=reason)
+
+
+def _connect(host: str, port: int) -> process_groups.Store:
+    """Connect to the store there. torch tries again for all its time where a process is gone that had just answered a knock.
+
+    Raises:
+        torch.distributed.DistNetworkError: nobody listens there, any more, or it does not answer.
+    """
+    connected: Future[process_groups.Store] = Future()
+
+    def connect() -> None:
+        try:
+            connected.set_result(process_groups.connect_store(host, port, _CONNECT_S))
+        except BaseException as error:  # raised in the caller that waits
+            connected.set_exception(error)
+
+    threading.Thread(target=connect, name="safe_ckpt-connect", daemon=True).start()
+    while not futures.wait([connected], timeout=_LOOK_S).done:
+        if refuses(host, port):
+            raise dist.DistNetworkError("its process has ended: nobody listens there any more")
+    return connected.result()
