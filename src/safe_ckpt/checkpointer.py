@@ -118,7 +118,7 @@ class Checkpointer:
             extensions=assemble(self.config),
         )
         try:
-            self._home: Home = self._engine.hold(self.directory)
+            self._home: Home = self._engine.hold(self.directory, per_host=True)
             self._catalog = Catalog()
             # A plain loop may change its parameters between two steps, so "auto" is eager here.
             self._planner = Planner(
@@ -311,9 +311,8 @@ class Checkpointer:
 
         view = {"names": ", ".join(map(str, state)), "step": step}
         wanted = None if step is None else lambda one: is_of_step(one, step)
-        reader = StoredItems(state, self._engine.rank, self._engine.coordinator.size).reader(
-            self._engine, mounted=self._home.is_mounted
-        )
+        items = StoredItems(state, self._engine.rank, self._engine.coordinator.size)
+        reader = items.reader(self._engine, self._home)
         try:
             request = one_resume.ResumeRequest(
                 home=self._home,
