@@ -4,6 +4,8 @@ import ctypes
 import subprocess
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from safe_ckpt import CheckpointConfig, Mirror, PerRank, Retention, Timeouts
 
@@ -56,3 +58,18 @@ def same(state, rank, step):
     own, expected = state["own"], wanted["own"].value
     own = own.value if isinstance(own, PerRank) else own
     return wrong + ([] if torch.equal(own, expected) else ["own"])
+
+
+def shards_of(step, mesh_shape, dimension):
+    """A tensor that is cut over the ranks: along this dimension, over this mesh; over a second dimension of it, whole."""
+    names = ("data", "model")[: len(mesh_shape)]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    whole = torch.arange(480.0).reshape(24, 20) + step
+    placements = [Shard(dimension), *[Replicate()] * (len(mesh_shape) - 1)]
+    return {"sharded": distribute_tensor(whole, mesh, placements), "step": step}
+
+
+def same_shards(state, step):
+    """Whether every part is that of ``step``, and the number of the step."""
+    whole = state["sharded"].full_tensor()
+    return state["step"] == step and torch.equal(whole, torch.arange(480.0).reshape(24, 20) + step)
