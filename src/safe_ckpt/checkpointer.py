@@ -45,7 +45,7 @@ from safe_ckpt.core.state.items import Restoring, expected_bytes, items_of, modu
 from safe_ckpt.core.state.planner import Plan, Planner
 from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.storage.objects.place import Place, place_of
-from safe_ckpt.errors import ConfigError
+from safe_ckpt.errors import ConfigError, RestoreError
 from safe_ckpt.extensions.assemble import assemble
 
 if TYPE_CHECKING:
@@ -325,6 +325,11 @@ class Checkpointer:
                 others=lambda: of_frameworks(self._home),
             )
             chosen = one_resume.choose(self._engine, request)
+            try:
+                return self._restore(chosen, state, step)
+            except RestoreError:  # of a shard that lies on another host, too
+                if chosen is None or not reader.rest(chosen.info.path):
+                    raise
             return self._restore(chosen, state, step)
         finally:
             reader.close()

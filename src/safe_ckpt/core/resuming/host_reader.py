@@ -13,7 +13,7 @@ from safe_ckpt.core.resuming.host_cache import Host
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.reader import drop_cache
 from safe_ckpt.core.storage.source import in_files
-from safe_ckpt.errors import CorruptCheckpointError, IncompleteCheckpointError, RestoreError, naming
+from safe_ckpt.errors import CorruptCheckpointError, naming
 
 
 class HostReader:
@@ -35,7 +35,7 @@ class HostReader:
         ranks: Ranks,
         home: HostHome,
         needs: Needs,
-        load: Callable[[Path, Host, Needs], Any],
+        load: Callable[[Path, Host], Any],
         verified: Callable[[], Manifest | None],
     ) -> None:
         self._ranks = ranks
@@ -47,24 +47,26 @@ class HostReader:
     def close(self) -> None:
         """See ``Reader``."""
 
-    def try_one(self, place: Place, *, ours: bool) -> tuple[Any, dict[str, Any] | None]:
-        """See ``Reader``. Shards may be cut in another way now: then a rank lacks one, and every host gets all files."""
-        del ours  # nothing else has a part on each host
-        path = in_files(place)
-        loaded, verdict = self._try_with(path, self._needs)
-        if verdict is not None and verdict["kind"] == "missing":
-            loaded, verdict = self._try_with(path, _everything)
-        return loaded, verdict
+    def rest(self, place: Place) -> bool:
+        """See ``Reader``. Shards are cut in another way now, and a rank lacks one: every host gets all files."""
+        return self._agree_files(in_files(place), _everything) is None
 
-    def _try_with(self, path: Path, needs: Needs) -> tuple[Any, dict[str, Any] | None]:
+    def _agree_files(self, path: Path, needs: Needs) -> dict[str, Any] | None:
         limit_s = self._ranks.config.timeouts.lengthy_s
-        verdict = self._ranks.coordinator.agree(
+        verdict: dict[str, Any] | None = self._ranks.coordinator.agree(
             "files of the hosts",
             timeout_s=limit_s,
             must_match={"path": path},
             decide=lambda _: self._home.complete(path, needs, limit_s=limit_s),
             phase=f"reading {path}",
         )
+        return verdict
+
+    def try_one(self, place: Place, *, ours: bool) -> tuple[Any, dict[str, Any] | None]:
+        """See ``Reader``."""
+        del ours  # nothing else has a part on each host
+        path, limit_s = in_files(place), self._ranks.config.timeouts.lengthy_s
+        verdict = self._agree_files(path, self._needs)
         if verdict is not None:
             return None, verdict
         loaded: Any = None
@@ -75,13 +77,7 @@ class HostReader:
             nonlocal loaded
             try:
                 with naming(rank=self._ranks.rank, phase=f"reading {path}"):
-                    loaded = self._read(path, host, needs)
-            except IncompleteCheckpointError as error:
-                return {"missing": str(error)}
-            except (FileNotFoundError, RestoreError) as error:
-                if needs is _everything:
-                    raise
-                return {"missing": str(error)}
+                    loaded = self._read(path, host)
             except CorruptCheckpointError as error:
                 return {problem_kind(error): str(error)}
             return {}
@@ -91,14 +87,12 @@ class HostReader:
         )
         return loaded, verdict
 
-    def _read(self, path: Path, host: Host, needs: Needs) -> Any:
+    def _read(self, path: Path, host: Host) -> Any:
         try:
-            return self._load(path, host, needs)
-        except IncompleteCheckpointError:
-            raise
+            return self._load(path, host)
         except CorruptCheckpointError:
             drop_cache(path)  # the memory may be at fault
-            return self._load(path, host, needs)
+            return self._load(path, host)
 
 
 def _everything(manifest: Manifest, _: Sequence[int]) -> set[str]:

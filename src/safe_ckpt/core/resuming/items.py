@@ -16,7 +16,7 @@ from safe_ckpt.core.formats.dtypes import ORDER_KEY
 from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.core.home.home import Home
-from safe_ckpt.core.home.host_home import HostHome, Needs
+from safe_ckpt.core.home.host_home import HostHome
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Ranks, Reader
 from safe_ckpt.core.resuming.host_cache import Host
 from safe_ckpt.core.resuming.host_reader import HostReader
@@ -124,13 +124,8 @@ class StoredItems:
             needed.update(part for file in whole for part in files_of(file, manifest))
         return needed
 
-    def load_here(self, path: Path, host: Host, needs: Needs) -> dict[str, Any]:
+    def load_here(self, path: Path, host: Host) -> dict[str, Any]:
         """Read from this host's own directory, which has what its ranks need, verified.
-
-        Args:
-            path: the checkpoint.
-            host: this rank's.
-            needs: which files are here.
 
         Raises:
             RestoreError: the checkpoint does not fit the state.
@@ -139,7 +134,7 @@ class StoredItems:
             OSError: one could not be read.
         """
         manifest = read_manifest(path)
-        here = set(needs(manifest, host.ranks))
+        here = self.needed_on(manifest, host.ranks)
         part = dataclasses.replace(manifest, files=tuple(one for one in manifest.files if one.path in here))
         loaded, _ = self._load(path, part, path, host, here)
         self.verified = part
