@@ -16,9 +16,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, PerRank, Retention
 
 folder, rank, meeting = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 near = move_to_host(rank, folder)
-dist.init_process_group(
-    "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-)
+dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
 state = {"model": {"w": torch.zeros(100_000)}, "own": PerRank(torch.zeros(100_000)), "step": 0}
 
 

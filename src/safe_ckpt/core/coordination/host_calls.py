@@ -39,7 +39,7 @@ class HostCalls:
         self._name = name
         self._leaders = tuple(leaders)
         self._store_client = coordinator.store_client("hosts")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._number = 0
 
     def call(
@@ -133,8 +133,9 @@ class HostAgent:
         self._thread = threading.Thread(target=self._serve, name="safe_ckpt-host", daemon=True)
         self._thread.start()
 
-    def wait(self, limit_s: float, progress: Callable[[], int]) -> None:
+    def wait(self, limit_s: float) -> None:
         """Wait until rank 0 has let it end: as long as something moves, and ``limit_s`` for what does not."""
+        progress = self._coordinator.progress
         seen, until = (self.calls, progress()), time.monotonic() + limit_s
         while self._thread.is_alive() and time.monotonic() < until:
             self._thread.join(timeout=0.1)

@@ -228,11 +228,13 @@ class Home(Protocol):
         path: where it is.
         last_sequence: the last place in the order of commits that was given out.
         is_mounted: ranks read its files where they lie; from another one a host fetches them.
+        is_on_each_host: each host has one of its own, with what its ranks have written; every rank gives it back.
         unsupported: what a checkpoint cannot have here, by the names of the fields of ``Additions``; ``"file"`` is the
             kind.
     """
 
     is_mounted: ClassVar[bool]
+    is_on_each_host: ClassVar[bool]
     unsupported: ClassVar[frozenset[str]]
     last_sequence: int
 
@@ -351,6 +353,8 @@ class HeldHome(Generic[SomePlace]):
     Attributes:
         last_sequence: see ``Home``.
     """
+
+    is_on_each_host: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.last_sequence = 0

@@ -24,11 +24,9 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, Protocol, cast
 
 from safe_ckpt.config import Timeouts
-from safe_ckpt.core.coordination.coordinator import Coordinator
-from safe_ckpt.core.coordination.host_calls import Action, HostAgent, HostCalls
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_entry
 from safe_ckpt.core.home.candidates import list_directories
@@ -37,7 +35,6 @@ from safe_ckpt.core.home.home import Copies, NewCheckpoint, Publication
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.presence import entries_in, really_inside
-from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
@@ -50,6 +47,49 @@ _PART_BYTES = 2 << 20  # of a file that goes from host to host; as text it is be
 _FILLING = "filling-"
 Needs = Callable[[Manifest, Sequence[int]], Collection[str]]
 """Which files of a checkpoint these ranks read."""
+Action = Callable[[Mapping[str, Any]], Any]
+
+
+class Calls(Protocol):
+    """Rank 0's calls of the leaders of the other hosts; ``HostCalls``."""
+
+    def call(
+        self,
+        action: str,
+        args: Mapping[str, Any] | None = None,
+        *,
+        limit_s: float,
+        only: Sequence[int] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> dict[int, Any]:
+        """Have ``action`` done on each other host, and wait for it. Returns the answers, by leader."""
+
+    def close(self, *, limit_s: float) -> None:
+        """Let the others end. Never raises."""
+
+
+class Answering(Protocol):
+    """A leader's answers; ``HostAgent``."""
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until rank 0 has let it end."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """How rank 0 and the leaders of the other hosts reach each other.
+
+    Attributes:
+        rank: this one.
+        hosts: the ranks of each host, by its first one, which leads it.
+        calls: on rank 0 makes the calls under a name.
+        answer: on a leader answers those under a name, by these actions, and calls the last one at the end.
+    """
+
+    rank: int
+    hosts: Mapping[int, Sequence[int]]
+    calls: Callable[[str], Calls]
+    answer: Callable[[str, Mapping[str, Action], Callable[[], None]], Answering]
 
 
 class HostHome(FileHome):
@@ -59,16 +99,16 @@ class HostHome(FileHome):
         path: the directory, on each host.
         lease_s: see ``CheckpointConfig``.
         owner: what holds it within this process and how to free it, for messages.
-        coordinator: where the ranks meet.
-        hosts: the ranks of each host, by its first one, which leads it.
+        meeting: how the hosts reach each other.
         name: unique to this directory in this session.
         timeouts: how long to wait.
 
     Attributes:
-        hosts: as given.
+        hosts: the ranks of each host, by its first one.
         needs: which files of a checkpoint ranks read, for what is fetched; None for all of them.
     """
 
+    is_on_each_host: ClassVar[bool] = True
     unsupported = frozenset({"file", "prefilled", "stamps", "keep_foreign", "links", "pointers"})
 
     def __init__(
@@ -77,32 +117,27 @@ class HostHome(FileHome):
         *,
         lease_s: float,
         owner: str,
-        coordinator: Coordinator,
-        hosts: Mapping[int, Sequence[int]],
+        meeting: Meeting,
         name: str,
         timeouts: Timeouts,
     ) -> None:
         super().__init__(path, lease_s=lease_s, owner=owner)
-        self.hosts = {leader: tuple(ranks) for leader, ranks in hosts.items()}
+        self.hosts = {leader: tuple(ranks) for leader, ranks in meeting.hosts.items()}
         self._timeouts = timeouts
-        self._coordinator = coordinator
-        self._rank = coordinator.rank
+        self._rank = meeting.rank
         self._committed: Collection[str] = ()
         self._under_way: dict[str, FilePublication] = {}
         self._served = self._actions()
         # What is copied to or from a far place may take long, and no save waits for it.
         names = (name, f"{name}-copies")
-        self._calls: tuple[HostCalls, ...] = ()
-        self._agents: tuple[HostAgent, ...] = ()
+        self._calls: tuple[Calls, ...] = ()
+        self._agents: tuple[Answering, ...] = ()
         self.needs: Needs | None = None
         if self._rank == 0:
-            leaders = [leader for leader in hosts if leader]
-            self._calls = tuple(HostCalls(coordinator, one, leaders) for one in names)
-        elif self._rank in hosts:
+            self._calls = tuple(meeting.calls(one) for one in names)
+        elif self._rank in self.hosts:
             ends = (super().close, lambda: None)
-            self._agents = tuple(
-                HostAgent(coordinator, one, self._served, ended) for one, ended in zip(names, ends, strict=True)
-            )
+            self._agents = tuple(meeting.answer(one, self._served, end) for one, end in zip(names, ends, strict=True))
 
     @property
     def own_ranks(self) -> Sequence[int]:
@@ -118,7 +153,7 @@ class HostHome(FileHome):
             "finish": self._finish_here,
             "abort": self._abort_here,
             "clean up": self._clean_up_here,
-            "discard": lambda args: self._discard_here(args["names"]),
+            "discard": lambda args: FileHome.discard(self, self._there(args["names"])),
             "quarantine": self._quarantine_here,
             "confirm": lambda _: FileHome.confirm(self),
             "have": self._have_here,
@@ -144,7 +179,8 @@ class HostHome(FileHome):
 
         def located(args: Mapping[str, Any]) -> Any:
             under_way = self._under_way.get(args.get("attempt", ""))
-            return answer(args if under_way is None else {**args, "folder": str(under_way.folder)})
+            inside = {"path": str(self.path / args["name"])} if under_way is None else {"folder": str(under_way.folder)}
+            return answer({**args, **inside})
 
         self._served[action] = located
 
@@ -168,7 +204,7 @@ class HostHome(FileHome):
         super().open(args["patience_s"])
 
     def _op_ids(self) -> list[str]:
-        """What this host has committed."""
+        """The checkpoints that this host has committed."""
         with contextlib.suppress(FileNotFoundError):
             found = list_directories(self.path, on_error=lambda path, error: logger.warning("%s: %s", path, error))
             return [one.manifest.op_id for one in found if one.manifest is not None]
@@ -179,7 +215,10 @@ class HostHome(FileHome):
         for attempt in entries_in(self.pending):
             for sealed in entries_in(attempt) if attempt.is_dir() and not attempt.is_symlink() else ():
                 manifest = _manifest_of(sealed)
-                if manifest is None or manifest.op_id not in self._committed or not _is_newer(manifest, self.path):
+                if manifest is None or manifest.op_id not in self._committed:
+                    continue
+                there = _manifest_of(self.path / manifest.name)
+                if there is not None and there.sequence >= manifest.sequence:
                     continue
                 self.confirm()
                 final = self.path / manifest.name
@@ -192,18 +231,19 @@ class HostHome(FileHome):
         for calls in reversed(self._calls):
             calls.close(limit_s=self._timeouts.shutdown_s)
         for agent in reversed(self._agents):
-            agent.wait(self._timeouts.shutdown_s, self._coordinator.progress)
+            agent.wait(self._timeouts.shutdown_s)
         super().close()
 
     # ---- saved
 
     def begin(self, new: NewCheckpoint, timeouts: Timeouts) -> FilePublication:
         """See ``Home``."""
+        path = self.path / self.name_of(new.path)
         if self._rank:
-            return FilePublication(new, self, in_files(new.path), timeouts)
+            return FilePublication(new, self, path, timeouts)
         if new.needed_by_rank:
             new = dataclasses.replace(new, needed_bytes=sum(new.needed_by_rank[rank] for rank in self.own_ranks))
-        return HostPublication(new, self, in_files(new.path), timeouts)
+        return HostPublication(new, self, path, timeouts)
 
     def _prepare_here(self, args: Mapping[str, Any]) -> None:
         path = self.path / args["name"]
@@ -234,7 +274,7 @@ class HostHome(FileHome):
         self.drop_pending(args["attempt"])
 
     def _clean_up_here(self, args: Mapping[str, Any]) -> None:
-        """What rank 0's host does not have, and is older than what was just committed, is of no use: its part is lost."""
+        """Delete what rank 0's host does not have and is older than what was just committed: a part of it is lost."""
         self._abort_here(args)
         kept = set(args["names"])
         left = [one for one in self.look(lambda *_: None) if one.manifest is not None and one.path.name not in kept]
@@ -292,17 +332,16 @@ class HostHome(FileHome):
             self.call("discard", {"names": [self.name_of(path) for path in gone]})
         return gone
 
-    def _discard_here(self, names: Sequence[str]) -> None:
-        FileHome.discard(self, [path for name in names if os.path.lexists(path := really_inside(self.path, name))])
-
     def quarantine(self, place: Place) -> Path:
         """See ``Home``. On all hosts that have it."""
         self.call("quarantine", {"name": self.name_of(place)})
         return super().quarantine(place)
 
+    def _there(self, names: Sequence[str]) -> list[Path]:
+        return [path for name in names if os.path.lexists(path := really_inside(self.path, name))]
+
     def _quarantine_here(self, args: Mapping[str, Any]) -> None:
-        path = really_inside(self.path, args["name"])
-        if os.path.lexists(path):
+        for path in self._there([args["name"]]):
             FileHome.quarantine(self, path)
 
     # ---- read
@@ -506,15 +545,10 @@ def _manifest_of(path: Path) -> Manifest | None:
         return None
 
 
-def _is_newer(manifest: Manifest, folder: Path) -> bool:
-    there = _manifest_of(folder / manifest.name)
-    return there is None or there.sequence < manifest.sequence
-
-
-def _adopt(there: Path, folder: Place, entries: Iterable[FileEntry]) -> None:
+def _adopt(there: Path, folder: Path, entries: Iterable[FileEntry]) -> None:
     """A copy of a checkpoint replaces what is left of it here: what is in order of that stays."""
     for entry in entries:
-        new = in_files(folder) / entry.path
+        new = folder / entry.path
         if os.path.lexists(new):
             continue
         with contextlib.suppress(CorruptCheckpointError, FileNotFoundError):

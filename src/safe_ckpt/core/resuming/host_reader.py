@@ -12,7 +12,6 @@ from safe_ckpt.core.resuming.candidate import Ranks, problem_kind, verdict_of
 from safe_ckpt.core.resuming.host_cache import Host
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.reader import drop_cache
-from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.errors import CorruptCheckpointError, naming
 
 
@@ -47,9 +46,12 @@ class HostReader:
     def close(self) -> None:
         """See ``Reader``."""
 
+    def _path(self, place: Place) -> Path:
+        return self._home.path / self._home.name_of(place)
+
     def rest(self, place: Place) -> bool:
         """See ``Reader``. Shards are cut in another way now, and a rank lacks one: every host gets all files."""
-        return self._agree_files(in_files(place), _everything) is None
+        return self._agree_files(self._path(place), _everything) is None
 
     def _agree_files(self, path: Path, needs: Needs) -> dict[str, Any] | None:
         limit_s = self._ranks.config.timeouts.lengthy_s
@@ -65,7 +67,7 @@ class HostReader:
     def try_one(self, place: Place, *, ours: bool) -> tuple[Any, dict[str, Any] | None]:
         """See ``Reader``."""
         del ours  # nothing else has a part on each host
-        path, limit_s = in_files(place), self._ranks.config.timeouts.lengthy_s
+        path, limit_s = self._path(place), self._ranks.config.timeouts.lengthy_s
         verdict = self._agree_files(path, self._needs)
         if verdict is not None:
             return None, verdict

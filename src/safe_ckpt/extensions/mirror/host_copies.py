@@ -1,4 +1,4 @@
-"""What a host copies when rank 0 asks, where each host has a directory of its own: its files to the mirror, and back."""
+"""Copies of one host, made when rank 0 asks, where each host has a directory of its own: its files to the mirror, and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from safe_ckpt.core.storage.copier import FileCopy
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import place_of
 from safe_ckpt.core.storage.presence import Stamp
-from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.core.writer.sink import WriteJob
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.extensions.mirror.fetching import fetch_verified, make_durable
@@ -43,7 +42,7 @@ class CopiesOfHost:
         Raises:
             OSError: one could not be read, or the store gave no answer.
         """
-        path, folder = in_files(self._home.path / args["name"]), args["folder"]
+        path, folder = Path(args["path"]), args["folder"]
         names = args["files"].get(str(self._run.rank), [])
         copies = [
             FileCopy(source=str(path / name), path=f"{folder}/{name}", stamp=Stamp.of(os.stat(path / name)))
