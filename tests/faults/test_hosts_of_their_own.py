@@ -1,17 +1,27 @@
 """A directory on each host's own disk, under kills, lost disks and flipped bits."""
 
+import dataclasses
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 
 import pytest
+import torch.distributed as dist
 
 from kit import warm
+from kit.far import bindfs
+from kit.limits import QUICK
+from kit.patience import scaled
+from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
-from multirank.host_runs import why_no_mounts
+from multirank.host_runs import config, empty, move_to_host, same, state_of, why_no_mounts
+from safe_ckpt import Checkpointer
 from support import flip_bit, program_path
 
 pytestmark = pytest.mark.skipif(bool(why_no_mounts()), reason=f"mounts of one's own: {why_no_mounts()}")
@@ -87,3 +97,47 @@ def test_kills_lost_disks_and_flipped_bits_of_hosts_lose_nothing_that_was_far(tm
         f"a directory on each host, seed {seed}",
         outcomes,
     )
+
+
+TIMES = dataclasses.replace(QUICK, barrier_s=4, shutdown_s=2)
+
+
+def _save_while_far_stands_still(rank, folder, server):
+    """Seconds of each save while the far end gives no answer, and of the end."""
+    near, took = move_to_host(rank, folder), []
+    with Checkpointer(near, config(folder, far="disk/run", timeouts=TIMES)) as ckpt:
+        ckpt.save(1, state_of(rank, 1)).result()
+        ckpt.wait(mirrored=True)
+        if rank == 0:
+            os.kill(server, signal.SIGSTOP)
+        dist.barrier()
+        for step in (2, 3, 4):
+            begun = time.monotonic()
+            ckpt.save(step, state_of(rank, step)).result()
+            took.append(time.monotonic() - begun)
+        begun = time.monotonic()
+    return max(took), time.monotonic() - begun
+
+
+def _go_on(rank, folder, far):
+    near, state = move_to_host(rank, folder), empty()
+    with Checkpointer(near, config(folder, far=far, timeouts=TIMES)) as ckpt:
+        step = ckpt.resume(state).step
+        wrong = same(state, rank, step)
+        ckpt.save(step + 1, state_of(rank, step + 1)).result()
+    return step, wrong
+
+
+@pytest.mark.timeout(180)
+def test_a_far_end_that_gives_no_answer_holds_up_no_host(tmp_path):
+    """A server that stops: two hosts save near, and end in time; both go on from there, and the far end gets the newest."""
+    with bindfs(tmp_path / "behind", tmp_path / "disk") as server:
+        for save_s, end_s in values(spawn_ranks(_save_while_far_stands_still, 2, tmp_path, server.pid)):
+            assert save_s < scaled(3)
+            assert end_s < scaled(6 * TIMES.shutdown_s)
+        assert values(spawn_ranks(_go_on, 2, tmp_path, "disk/run")) == [(4, []), (4, [])]
+        server.send_signal(signal.SIGCONT)
+        assert values(spawn_ranks(_go_on, 2, tmp_path, "disk/run")) == [(5, []), (5, [])]
+        for host in (0, 1):
+            shutil.rmtree(tmp_path / f"host{host}")
+        assert values(spawn_ranks(_go_on, 2, tmp_path, "disk/run")) == [(6, []), (6, [])]

@@ -32,9 +32,9 @@ def move_to_host(number, folder):
     return near
 
 
-def config(folder, **more):
-    mirror = Mirror(url=str(folder / "far"), near="per-host", **more.pop("mirror", {}))
-    return CheckpointConfig(mirror=mirror, timeouts=TIMEOUTS, retention=Retention(keep_last=2), **more)
+def config(folder, *, far="far", timeouts=TIMEOUTS, keep_last=2):
+    mirror = Mirror(url=str(folder / far), near="per-host")
+    return CheckpointConfig(mirror=mirror, timeouts=timeouts, retention=Retention(keep_last=keep_last))
 
 
 def state_of(rank, step):

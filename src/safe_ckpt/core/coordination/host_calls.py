@@ -176,7 +176,9 @@ class HostAgent:
         if asked["action"] == _END or (only is not None and rank not in only):
             return {"ok": None}
         try:
-            return {"ok": self._actions[asked["action"]](asked["args"])}
+            answer = {"ok": self._actions[asked["action"]](asked["args"])}
+            json.dumps(answer)  # else this thread would end by it, and rank 0 would wait
+            return answer
         except Exception as error:  # raised on rank 0, which asked
             return {"error": to_wire(error, rank=rank, phase=asked["action"])}
 

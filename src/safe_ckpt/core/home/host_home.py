@@ -153,7 +153,7 @@ class HostHome(FileHome):
             "finish": self._finish_here,
             "abort": self._abort_here,
             "clean up": self._clean_up_here,
-            "discard": lambda args: FileHome.discard(self, self._there(args["names"])),
+            "discard": lambda args: len(FileHome.discard(self, self._there(args["names"]))),
             "quarantine": self._quarantine_here,
             "confirm": lambda _: FileHome.confirm(self),
             "have": self._have_here,
