@@ -45,7 +45,7 @@ from safe_ckpt.core.state.items import Restoring, expected_bytes, items_of, modu
 from safe_ckpt.core.state.planner import Plan, Planner
 from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.storage.objects.place import Place, place_of
-from safe_ckpt.errors import ConfigError
+from safe_ckpt.errors import ConfigError, RestoreError
 from safe_ckpt.extensions.assemble import assemble
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Checkpointer:
             extensions=assemble(self.config),
         )
         try:
-            self._home: Home = self._engine.hold(self.directory)
+            self._home: Home = self._engine.hold(self.directory, per_host=True)
             self._catalog = Catalog()
             # A plain loop may change its parameters between two steps, so "auto" is eager here.
             self._planner = Planner(
@@ -311,9 +311,8 @@ class Checkpointer:
 
         view = {"names": ", ".join(map(str, state)), "step": step}
         wanted = None if step is None else lambda one: is_of_step(one, step)
-        reader = StoredItems(state, self._engine.rank, self._engine.coordinator.size).reader(
-            self._engine, mounted=self._home.is_mounted
-        )
+        items = StoredItems(state, self._engine.rank, self._engine.coordinator.size)
+        reader = items.reader(self._engine, self._home)
         try:
             request = one_resume.ResumeRequest(
                 home=self._home,
@@ -326,6 +325,11 @@ class Checkpointer:
                 others=lambda: of_frameworks(self._home),
             )
             chosen = one_resume.choose(self._engine, request)
+            try:
+                return self._restore(chosen, state, step)
+            except RestoreError:  # of a shard that lies on another host, too
+                if chosen is None or not reader.rest(chosen.info.path):
+                    raise
             return self._restore(chosen, state, step)
         finally:
             reader.close()

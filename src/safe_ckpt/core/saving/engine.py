@@ -103,10 +103,10 @@ class Engine:
         self.rank = self.coordinator.rank
         self._pid = os.getpid()
         self._inline = saves_inline()
-        self._held_homes = HeldHomes(self.coordinator, config, self.emit, owner)
+        self.extensions = Extensions(extensions)
+        self._held_homes = HeldHomes(self.coordinator, config, self.emit, owner, self.extensions.held)
         self.hold, self.release = self._held_homes.hold, self._held_homes.release
         self.list_held, self.tell = self._held_homes.list_held, self._held_homes.tell
-        self.extensions = Extensions(extensions)
         self._pipeline = pipeline = self._parts()
         self._stager, self._save_queue, self._handles = pipeline.stager, pipeline.queue, pipeline.handles
         self._closed = False
