@@ -20,10 +20,10 @@ from typing import Any, Literal
 import jinja2
 
 from safe_ckpt import text
+from safe_ckpt.ledger.history import UNCOMMITTED, History, RunHistory, SaveHistory
 from safe_ckpt.text import bytes_text, counted, duration, rate
 from safe_ckpt.tools.inspection.listing import Row
 from safe_ckpt.tools.report import summary
-from safe_ckpt.tools.report.history import UNCOMMITTED, History, RunHistory, SaveHistory
 
 CSS = resources.files("safe_ckpt.tools.report").joinpath("page.css").read_text(encoding="utf-8")
 _MOST_FAILURES, _MOST_NOTICES, _MOST_SAVES, _MOST_EXISTING = 30, 60, 200, 100
