@@ -13,7 +13,7 @@ def sentences(told: Account) -> list[str]:
     lines = []
     if told.goodput is not None:
         kept = _span(told.goodput, percent)
-        lines.append(f"Goodput {kept}: so much of {_span(told.wall_s, duration)} went into steps that were kept.")
+        lines.append(f"Goodput {kept}: the part of {_span(told.wall_s, duration)} whose steps were kept.")
     if told.losses:
         lost_s = _total([loss.lost_s for loss in told.losses])
         steps = [loss.lost_steps for loss in told.losses if loss.lost_steps is not None]
@@ -50,13 +50,27 @@ def of_loss(loss: Loss) -> str:
     return f"run {loss.run} {how}: {', '.join(facts)}"
 
 
+def cells(loss: Loss) -> tuple[str, ...]:
+    """The same as the cells of a table: the run, how it ended, and the figures."""
+
+    def cell(span: Span | None, say: Callable[[float], str]) -> str:
+        return "" if span is None else _span(span, say, "{} to {}")
+
+    times = (cell(one, duration) for one in (loss.since_commit_s, loss.resume_s))
+    how = "killed" if loss.killed else "ended"
+    return str(loss.run), how, cell(loss.lost_s, duration), cell(loss.lost_steps, _steps), *times
+
+
 def _total(spans: list[Span]) -> Span:
     return Span(least=sum(one.least for one in spans), most=sum(one.most for one in spans))
 
 
-def _span(span: Span, say: Callable[[float], str]) -> str:
+def _span(span: Span, say: Callable[[float], str], words: str = "between {} and {}") -> str:
     least, most = say(span.least), say(span.most)
-    return least if least == most else f"between {least} and {most}"
+    if least == most:
+        return least
+    number, _, unit = least.partition(" ")
+    return words.format(number if unit == most.partition(" ")[2] else least, most)
 
 
 def _steps(count: float) -> str:

@@ -179,10 +179,12 @@ def test_what_a_kill_cost_is_said():
     assert (loss.lost_steps.least, loss.lost_steps.most) == (29, 62)
     assert loss.resume_s == ledger.Span(least=47, most=80)
     assert account.goodput == ledger.Span(least=(95 + 90) / 310, most=(95 + 90) / 310)
-    assert words.of_loss(loss).startswith("run 1 killed: between 29 s and 62 s of training lost, between 29 steps and ")
+    assert words.of_loss(loss).startswith(
+        "run 1 killed: between 29 and 62 s of training lost, between 29 and 62 steps lost"
+    )
     text = " ".join(words.sentences(account))
     assert "Goodput 60 %" in text
-    assert "1 interruption cost between 29 s and 62 s" in text
+    assert "1 interruption cost between 29 and 62 s" in text
 
 
 def test_a_run_that_saved_all_lost_nothing():

@@ -22,7 +22,7 @@ from safe_ckpt.ledger.history import History, Notice, SaveHistory, build_history
 from safe_ckpt.text import clean, clock, duration, rate
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, console, failing, local_directory, print_json, say, tell
 from safe_ckpt.tools.inspection.listing import list_existing
-from safe_ckpt.tools.report import page, summary
+from safe_ckpt.tools.report import page, restart, summary
 from safe_ckpt.tools.report.follow import Follower
 from safe_ckpt.tools.report.page import Subject
 
@@ -61,10 +61,13 @@ def report(directory: AnyDirectory, output: Output = Path("report.html"), as_jso
         raise typer.Exit(DAMAGED)
     history, now = build_history(recording), time.time()
     if as_json:
-        print_json({"ledger": dataclasses.asdict(account(history, now)), **as_data(history)})
+        there = restart.look(directory)
+        found = {"restart": dataclasses.asdict(there) if there is not None else None}
+        print_json({**found, "ledger": dataclasses.asdict(account(history, now)), **as_data(history)})
         return
     existing, problem = list_existing(directory)
-    subject = Subject(directory=str(directory), made_at=now, existing=existing, problem=problem)
+    there = restart.look(directory)
+    subject = Subject(directory=str(directory), made_at=now, existing=existing, problem=problem, restart=there)
     text = page.render(history, subject)
     if str(output) == "-":
         sys.stdout.buffer.write(text.encode())  # the page says that it is UTF-8, whatever this terminal is
@@ -73,7 +76,8 @@ def report(directory: AnyDirectory, output: Output = Path("report.html"), as_jso
     with failing(f"{output} could not be written: ", ". Give another place with --output"):
         _replace(output, text)
     told = account(history, now)
-    for one in (*words.sentences(told), *map(words.of_loss, told.losses[-_SHOWN_LOSSES:])):
+    head = [] if there is None else [restart.sentence(there, now), *(f"not {one}" for one in there.passed_over)]
+    for one in (*head, *words.sentences(told), *map(words.of_loss, told.losses[-_SHOWN_LOSSES:])):
         tell(one)
     tell(f"{output}: {summary.verdict(summary.total(history))}")
 
