@@ -22,6 +22,7 @@ def short(monkeypatch):
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
 def test_lightning_saves_when_it_is_due(tmp_path, short):
     """At the steps that are due and no others; the run goes on from the last with the callback's state."""
 

@@ -43,6 +43,7 @@ from safe_ckpt.errors import (
     SafeCheckpointError,
 )
 from safe_ckpt.hooks import asked_for
+from safe_ckpt.hooks.disk import DiskHook
 from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.logging_hook import LoggingHook
 
@@ -155,6 +156,7 @@ class Engine:
             extension.opened(run)
         if self.rank != 0:
             return
+        self.emit.add(DiskHook())
         try:
             for hook in asked_for(self.config.telemetry):
                 self.emit.add(hook)
