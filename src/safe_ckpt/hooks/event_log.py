@@ -71,7 +71,13 @@ class JsonlHook:
             failed: by an exception.
         """
         if self._begun:
-            facts = {"event": "end", "rank": 0, "at": time.time(), "optimizer_steps": steps.counted(), "failed": failed}
+            facts = {
+                "event": "end",
+                "rank": 0,
+                "at": time.time(),
+                "optimizer_steps": steps.counted(),
+                "in_order": not failed,
+            }
             self._write(time.time(), _line(facts))
             self._begun = False  # what comes in spite of that is another run's
 

@@ -248,7 +248,7 @@ class _Builder:
 
     def _on_end(self, event: Recorded) -> None:
         self._count(event.at, event.count("optimizer_steps"))
-        self._runs[-1] = replace(self._runs[-1], over=True, failed=event.facts.get("failed") is True)
+        self._runs[-1] = replace(self._runs[-1], over=True, failed=event.facts.get("in_order") is False)
 
     def _count(self, at: float, made: int | None) -> None:
         """The optimizers of the run had made so many steps by then."""

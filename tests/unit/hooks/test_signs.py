@@ -80,10 +80,10 @@ def test_a_job_records_its_opening_its_steps_and_its_end(tmp_path):
         *("run", "end", "run", "agreed", "snapshotted", "written", "committed", "end")
     ]
     assert [one["optimizer_steps"] - before for one in (found[3], found[-1])] == [steps.counted() - before] * 2
-    assert not found[-1]["failed"]
+    assert found[-1]["in_order"]
     try:
         with Checkpointer(tmp_path):
             raise KeyError
     except KeyError:
         pass
-    assert lines(tmp_path / ".safe_ckpt/events.jsonl")[-1]["failed"]
+    assert not lines(tmp_path / ".safe_ckpt/events.jsonl")[-1]["in_order"]

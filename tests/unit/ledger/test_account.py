@@ -169,7 +169,7 @@ def test_what_a_kill_cost_is_said():
         (200, "run", {**RUN, "pid": 2, "began": START + 190}),
         (210, "resumed", {"path": "/r/s95", "step": 95, "seconds": 3.0}),
         *saved(300, 90),
-        (310, "end", {"optimizer_steps": 90, "failed": False}),
+        (310, "end", {"optimizer_steps": 90, "in_order": True}),
     ]
     account = ledger.account(told(events), now=START + 1000)
     (loss,) = account.losses
@@ -190,7 +190,7 @@ def test_what_a_kill_cost_is_said():
 def test_a_run_that_saved_all_lost_nothing():
     """It ended in order behind its last save; a live run's unsaved work counts neither way."""
     events = [(5, "run", {**RUN, "pid": 1, "began": START}), *saved(100, 95)]
-    done = [*events, (103, "end", {"optimizer_steps": 95, "failed": False})]
+    done = [*events, (103, "end", {"optimizer_steps": 95, "in_order": True})]
     assert ledger.account(told(done), now=START + 500).losses == ()
     live = ledger.account(told([*events, (130, "alive", {"optimizer_steps": 120})]), now=START + 140)
     assert (live.is_live, live.losses, live.wall_s.least) == (True, (), 100)
