@@ -47,6 +47,7 @@ from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.storage.objects.place import Place, place_of
 from safe_ckpt.errors import ConfigError, RestoreError
 from safe_ckpt.extensions.assemble import assemble
+from safe_ckpt.ledger.pace import LEAST_S, MOST_S, Pace, pace_of
 
 if TYPE_CHECKING:
     import torch
@@ -129,6 +130,7 @@ class Checkpointer:
             )
             self._shards: ShardPlanner | None = None
             self._exporter: Exporter | None = None
+            self._pace: Pace | None = None
             # A checkpoint that is not visible for a moment must still count in the order of commits.
             timeouts = self.config.timeouts
             self._engine.agree(
@@ -438,6 +440,36 @@ class Checkpointer:
             ```
         """
         return self._engine.stop_requested()
+
+    def due(self, *, least_s: float = LEAST_S, most_s: float = MOST_S) -> bool:
+        """Whether it is time to save: Daly's interval, from what saves and crashes have cost in this directory so far.
+
+        Look once per step, on every rank, on the thread that trains; all ranks get the same answer at the same step. Rank 0
+        decides. The ranks meet for it at most every half minute, and a few times before a save is due. With few crashes of its
+        own one a day is taken for granted. See ``safe-ckpt report``, which says what the interval costs.
+
+        Args:
+            least_s: no more often than this. The first save comes then; it shows what a save costs. As of the first call.
+            most_s: no less often than this. As of the first call.
+
+        Raises:
+            ConfigError: ``least_s`` is above ``most_s``, or negative.
+            RendezvousTimeout: some ranks did not look within ``barrier_s``.
+            PeerLostError: a rank died or stopped.
+
+        Example:
+            ```python
+            with Checkpointer("runs/exp") as ckpt:
+                for step in range(101, 201):
+                    train_one_step(model, optimizer)
+                    if ckpt.due(least_s=30, most_s=1800):
+                        ckpt.save(step, {"model": model})
+            ```
+        """
+        self._engine.coordinator.refuse_fork("due")
+        if self._pace is None:
+            self._pace = pace_of(self._engine, self.directory, least_s=least_s, most_s=most_s)
+        return self._pace.due()
 
     def wait(self, *, mirrored: bool = False) -> None:
         """Wait until everything in flight is committed. Every rank calls this.

@@ -59,9 +59,9 @@ class HeldHomes:
         self._emit = emit
         self._owner = owner
         self._held: list[Home] = []
-        self._recorders: dict[Home, events.Hook] = {}
+        self._recorders: dict[Home, JsonlHook] = {}
         self._unrecorded: list[events.Event] = []
-        self._records: Recent[Path, events.Hook] = Recent(lambda hook: hook in self._recorders.values())
+        self._records: Recent[Path, JsonlHook] = Recent(lambda hook: hook in self._recorders.values())
 
     @overload
     def hold(
@@ -162,7 +162,7 @@ class HeldHomes:
         self._emit(event)
 
     def _record(self, home: Home, folder: Path) -> None:
-        def record() -> events.Hook:
+        def record() -> JsonlHook:
             return JsonlHook(
                 folder / EVENTS,
                 record_bytes=self._config.telemetry.record_bytes,
@@ -176,6 +176,7 @@ class HeldHomes:
         if hook not in self._recorders.values():
             self._emit.add(hook)
         self._recorders[home] = hook
+        hook.begin()
 
     def list_held(
         self,
@@ -215,8 +216,14 @@ class HeldHomes:
             if self._coordinator.rank == 0 or home.is_on_each_host:
                 home.close()
 
-    def close(self) -> None:
-        """Give all of them back. What one refuses is logged."""
+    def close(self, *, failed: bool = False) -> None:
+        """Give all of them back. What one refuses is logged.
+
+        Args:
+            failed: the job ends by an exception.
+        """
+        for hook in {id(hook): hook for hook in self._recorders.values()}.values():
+            hook.end(failed=failed)
         for home in self._held:
             if self._coordinator.rank and not home.is_on_each_host:
                 continue
