@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from safe_ckpt import versions
 from safe_ckpt.adapters.export import Exporter
-from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.config import CheckpointConfig, ConfigLike
 from safe_ckpt.core.coordination.agreed_config import agree_on_settings
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo
@@ -70,7 +70,8 @@ class Checkpointer:
     Args:
         directory: where the checkpoints go, and no checkpoint itself: on a file system that all ranks share, created when
             missing; or the address of an object store, such as ``s3://bucket/run`` (``safe-ckpt[remote]``).
-        config: settings, equal on all ranks; None takes what the environment says (``SAFE_CKPT_CONFIG``), or the defaults.
+        config: settings, equal on all ranks: a ``CheckpointConfig``, a mapping of its keys, or the path of a YAML file. None
+            takes what the environment says (``SAFE_CKPT_CONFIG``), or the defaults.
         group: the ranks; None means WORLD, or this process alone when there is no process group.
         hooks: called with what happens; see ``safe_ckpt.events``.
 
@@ -103,7 +104,7 @@ class Checkpointer:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        config: CheckpointConfig | None = None,
+        config: ConfigLike | None = None,
         *,
         group: ProcessGroup | None = None,
         hooks: Iterable[Hook] = (),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from safe_ckpt.adapters.planning import Attempt, note_models
 from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
 from safe_ckpt.adapters.strategy import Sharded
-from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.config import CheckpointConfig, ConfigLike, settings_of
 from safe_ckpt.core.coordination.agreed_config import agree_on_settings
 from safe_ckpt.core.coordination.process_groups import ALONE, ProcessGroup, group_of
 from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME
@@ -40,13 +40,13 @@ _savers: list[DcpSaver] = []
 _given: list[CheckpointConfig] = []
 
 
-def configure(config: CheckpointConfig | None = None, **parts: Any) -> CheckpointConfig:
+def configure(config: ConfigLike | None = None, **parts: Any) -> CheckpointConfig:
     """Settings of this process for what is saved and loaded from now on. Every rank calls this alike, between saves.
 
     What is in flight is finished first.
 
     Args:
-        config: all settings; None for those that hold now, which are what the environment says (``SAFE_CKPT_CONFIG``) until
+        config: all settings, as a ``CheckpointConfig``, a mapping of its keys, or the path of a YAML file; None for those that hold now, which are what the environment says (``SAFE_CKPT_CONFIG``) until
             this was called.
         parts: fields of ``CheckpointConfig`` that replace those of ``config``.
 
@@ -68,7 +68,7 @@ def configure(config: CheckpointConfig | None = None, **parts: Any) -> Checkpoin
     known = {field.name for field in dataclasses.fields(CheckpointConfig)}
     if unknown := sorted(parts.keys() - known):
         raise ConfigError(key=unknown[0], message=f"there is no such setting; there are: {', '.join(sorted(known))}")
-    base = config or (_given[0] if _given else CheckpointConfig.from_environment())
+    base = settings_of(config) or (_given[0] if _given else CheckpointConfig.from_environment())
     settings = dataclasses.replace(base, **parts)
     _check(settings)
     _given[:] = [settings]

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from safe_ckpt.adapters import AttachedHandle
 from safe_ckpt.adapters.handle import begin
-from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.config import CheckpointConfig, ConfigLike
 from safe_ckpt.deepspeed import load, save
 from safe_ckpt.deepspeed.arguments import check_engine, check_settings, default_tag
 from safe_ckpt.deepspeed.data_place import EngineDataPlace, refuse_without_place
@@ -24,7 +24,7 @@ _ENDED = "this engine's checkpoints were closed, by destroy() or remove()"
 
 def install(
     engine: Any,
-    config: CheckpointConfig | None = None,
+    config: ConfigLike | None = None,
     *,
     async_save: bool = True,
     resume_data: bool = False,
@@ -37,7 +37,8 @@ def install(
 
     Args:
         engine: a ``DeepSpeedEngine``, ZeRO 0 to 3, with or without offload.
-        config: settings, equal on all ranks; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the defaults.
+        config: settings, equal on all ranks: a ``CheckpointConfig``, a mapping of its keys, or the path of a YAML file. None
+            reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the defaults.
         async_save: return from ``save_checkpoint`` when the snapshot is taken; False waits until it is durable.
         resume_data: save the random generators and the place of ``engine.training_dataloader`` in its data, and go on there
             after ``load_checkpoint``. Leave it out where your script leaves out batches itself.

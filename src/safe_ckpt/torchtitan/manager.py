@@ -17,7 +17,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 from safe_ckpt.adapters import OpenSave
 from safe_ckpt.adapters.extras import agree_on_settings, policy_of, refused_retention
-from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.config import CheckpointConfig, ConfigLike, settings_of
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.layouts.table import TORCHTITAN
 from safe_ckpt.torchtitan.saver import ManagerSaver
@@ -58,13 +58,14 @@ class SafeCheckpointManager(CheckpointManager):
         returns, and a process of its own writes it.
         """
 
-        settings: Annotated[CheckpointConfig | None, tyro.conf.Suppress] = None
+        settings: Annotated[ConfigLike | None, tyro.conf.Suppress] = None
         """Settings of safe_ckpt, equal on all ranks; None takes what the environment says (``SAFE_CKPT_CONFIG``)."""
 
         def to_dict(self) -> dict[str, Any]:
             """For logs: the settings as they differ from the defaults, without what is secret."""
             plain: dict[str, Any] = CheckpointManager.Config.to_dict(replace(self, settings=None))
-            return plain | {"settings": self.settings.deviations() if self.settings is not None else None}
+            settings = settings_of(self.settings, "settings")
+            return plain | {"settings": settings.deviations() if settings is not None else None}
 
     def __init__(self, config: Config, *, base_folder: str = "", **stock: Any) -> None:
         # With these two torchtitan's own makes a process group and a thread, which nobody would use.
@@ -73,7 +74,7 @@ class SafeCheckpointManager(CheckpointManager):
         if not self.enable:
             return
         self.async_mode = AsyncMode.DISABLED if config.async_mode == "disabled" else AsyncMode.ASYNC
-        settings, _ = agree_on_settings(config.settings, functools.partial(_check, config, self.folder))
+        settings, _ = agree_on_settings(config.settings, functools.partial(_check, config, self.folder), key="settings")
         self._folder = Path(os.path.abspath(self.folder))
         self._saver = ManagerSaver(settings, self.states[MODEL].model, config.keep_latest_k)
         try:

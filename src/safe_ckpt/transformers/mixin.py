@@ -25,7 +25,7 @@ from safe_ckpt.adapters.extras import (
 )
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.spool import refuse_url
-from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.config import CheckpointConfig, ConfigLike
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
 from safe_ckpt.transformers import at_load, missing, reference, strategies
@@ -70,7 +70,7 @@ class SafeCheckpointMixin(_Base):
         ```
     """
 
-    checkpoint_config: CheckpointConfig | None = None
+    checkpoint_config: ConfigLike | None = None
     checkpoint_hooks: Sequence[Hook] = ()
     stopped_by_signal = False
     _safe_saver: TransformersSaver | None = None
@@ -121,7 +121,7 @@ class SafeCheckpointMixin(_Base):
             SafeCheckpointError: a save failed, and its error was not raised yet.
         """
         check = functools.partial(_check, self, resume_from_checkpoint)
-        config, _ = agree_on_settings(self.checkpoint_config, check)
+        config, _ = agree_on_settings(self.checkpoint_config, check, key="checkpoint_config")
         with TransformersSaver(config, self.checkpoint_hooks) as saver, saver.sharing.loading(self):
             self._safe_saver = saver
             self._begun_in = os.getcwd()  # a relative output_dir means the place that it names now
