@@ -392,7 +392,7 @@ class CheckpointConfig(_Checked):
 
 
 ConfigLike: TypeAlias = CheckpointConfig | Mapping[str, Any] | str | os.PathLike[str]
-"""What stands for settings where a door takes ``config``: they themselves, their keys and values, or the path of a YAML file."""
+"""What a door takes as its settings: these, a mapping of their keys, or the path of a YAML file."""
 
 
 def settings_of(given: ConfigLike | None, key: str = "config") -> CheckpointConfig | None:

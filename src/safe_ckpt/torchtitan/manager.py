@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,9 @@ class SafeCheckpointManager(CheckpointManager):
     this manager has committed, and nothing is deleted before its successor is there.
 
     Every rank makes one, and calls every method, on the thread that trains. ``close`` frees the folder.
+
+    Attributes:
+        metrics: numbers that the next saves are to have, such as the loss: torchtitan's Trainer gives none.
 
     Args:
         config: see ``Config``.
@@ -71,6 +75,8 @@ class SafeCheckpointManager(CheckpointManager):
         # With these two torchtitan's own makes a process group and a thread, which nobody would use.
         without: dict[str, Any] = {"async_mode": "disabled", "keep_latest_k": 0}
         super().__init__(replace(config, **without), base_folder=base_folder, **stock)
+        self.metrics: Mapping[str, Any] = {}
+        self._of_this_save: Mapping[str, Any] = {}
         if not self.enable:
             return
         self.async_mode = AsyncMode.DISABLED if config.async_mode == "disabled" else AsyncMode.ASYNC
@@ -84,6 +90,20 @@ class SafeCheckpointManager(CheckpointManager):
         except BaseException:
             self._saver.close(quiet=True)
             raise
+
+    def save(self, curr_step: int, last_step: bool = False, *, metrics: Mapping[str, Any] | None = None) -> bool:
+        """See ``CheckpointManager.save``: whether to save is torchtitan's decision.
+
+        Args:
+            curr_step: the step.
+            last_step: see there.
+            metrics: numbers for ``safe-ckpt list``; None for the attribute ``metrics``.
+
+        Raises:
+            SafeCheckpointError: it failed, or an earlier one did; the same on every rank.
+        """
+        self._of_this_save = self.metrics if metrics is None else metrics
+        return bool(super().save(curr_step, last_step))
 
     def dcp_save(
         self,
@@ -107,7 +127,7 @@ class SafeCheckpointManager(CheckpointManager):
             stock = functools.partial(super().dcp_save, state_dict, async_mode=AsyncMode.DISABLED, to_hf=True)
             handle = self._saver.save_others(path, lambda folder: stock(checkpoint_id=str(folder)), step)
         else:
-            handle = self._saver.save_states(path, state_dict, step)
+            handle = self._saver.save_states(path, state_dict, step, self._of_this_save)
         if async_mode == AsyncMode.DISABLED:
             self._saver.wait()
         if enable_garbage_collection:

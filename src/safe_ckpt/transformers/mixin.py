@@ -39,6 +39,7 @@ else:
     _Base = object
 
 logger = logging.getLogger(__name__)
+AUTO = "auto"
 
 
 class SafeCheckpointMixin(_Base):
@@ -65,8 +66,7 @@ class SafeCheckpointMixin(_Base):
 
 
         trainer = SafeTrainer(model, args, train_dataset=data)
-        trainer.train()
-        trainer.train(resume_from_checkpoint=True)  # from the newest valid one
+        trainer.train(resume_from_checkpoint="auto")  # from the newest valid one, or from the start
         ```
     """
 
@@ -114,9 +114,15 @@ class SafeCheckpointMixin(_Base):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """See ``Trainer.train``. When it returns, everything that was saved is committed. See ``stopped_by_signal``.
 
+        Args:
+            resume_from_checkpoint: ``"auto"``: from the newest valid checkpoint, or from the start where there is none at all.
+                True: the same, but without one it raises. A path: that one (``"./auto"`` for a folder of this name).
+            args: as for the Trainer.
+            kwargs: the same.
+
         Raises:
             ConfigError: a setting is not allowed, or the kind of training is not covered.
-            NoValidCheckpointError: ``resume_from_checkpoint=True`` and there is no usable checkpoint.
+            NoValidCheckpointError: there are checkpoints and none is usable; with True also if there is none.
             CorruptCheckpointError: the one at the given path is damaged.
             SafeCheckpointError: a save failed, and its error was not raised yet.
         """
@@ -128,8 +134,11 @@ class SafeCheckpointMixin(_Base):
             stopper = self._stopper = self._watch_signals(saver)
             try:
                 path: str | None = None
-                if resume_from_checkpoint is True:
-                    path = str(saver.resume_from(absolute(self.args.output_dir or ".")))
+                if resume_from_checkpoint is True or resume_from_checkpoint == AUTO:
+                    found = saver.resume_from(
+                        absolute(self.args.output_dir or "."), needs_one=resume_from_checkpoint is True
+                    )
+                    path = str(found) if found is not None else None
                 elif resume_from_checkpoint:
                     path, begun = str(absolute(resume_from_checkpoint)), time.monotonic()
                     if saver.verify_if_there(Path(path)):
@@ -289,7 +298,7 @@ class SafeCheckpointMixin(_Base):
 
 def _check(trainer: Any, resumed: str | bool | None, config: CheckpointConfig) -> None:
     refuse_url(trainer.args.output_dir or ".", "output_dir")
-    if resumed is not None and not isinstance(resumed, bool):
+    if resumed is not None and not isinstance(resumed, bool) and resumed != AUTO:
         refuse_url(resumed, "resume_from_checkpoint")
     strategies.check(trainer, config)
     if trainer.args.save_on_each_node:

@@ -53,7 +53,7 @@ def test_anything_else_in_their_place_is_an_error_that_says_what_was_meant(door,
     }.items():
         with pytest.raises(ConfigError, match=said):
             door(tmp_path / "run", given)
-    with pytest.raises(ConfigError, match="keep_last: unknown key; .*belongs under .retention"):
+    with pytest.raises(ConfigError, match=r"keep_last: unknown key; .*belongs under .retention"):
         door(tmp_path / "run", {"keep_last": 2})
     assert not (tmp_path / "run").exists()
 
