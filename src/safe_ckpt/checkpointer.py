@@ -76,7 +76,7 @@ class Checkpointer:
 
     Args:
         directory: where the checkpoints go, and no checkpoint itself: on a file system that all ranks share, created when
-            missing; or the address of an object store, such as ``s3://bucket/run`` (``safe-ckpt[remote]``).
+            missing; or the address of an object store, such as ``s3://bucket/run``, which needs obstore.
         config: settings, equal on all ranks: a ``CheckpointConfig``, a mapping of its keys, or the path of a YAML file. None
             takes what the environment says (``SAFE_CKPT_CONFIG``), or the defaults.
         group: the ranks; None means WORLD, or this process alone when there is no process group.
