@@ -83,7 +83,9 @@ def test_a_framework_that_works_in_part_is_one_warning(installed, caplog):
 
 def test_a_framework_that_is_not_installed_is_named_with_what_installs_it(installed):
     """The command that installs it today is in the message."""
-    with pytest.raises(UnsupportedVersionError, match=r"deepspeed is not installed: .*pip install --upgrade .deepspeed>="):
+    with pytest.raises(
+        UnsupportedVersionError, match=r"deepspeed is not installed: .*pip install --upgrade .deepspeed>="
+    ):
         versions.refuse_old_releases("deepspeed")
 
 
