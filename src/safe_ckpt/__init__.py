@@ -105,6 +105,11 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def __dir__() -> list[str]:
+    # What a notebook completes: the names that are not loaded yet, too.
+    return sorted({*globals(), *__all__})
+
+
 def _imported(home: str) -> ModuleType:
     # Behind ``import torch`` a full collection is due, which takes longer than this and would find nothing: it comes later.
     collecting = gc.isenabled()

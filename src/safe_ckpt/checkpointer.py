@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from types import TracebackType
@@ -13,8 +15,9 @@ from typing_extensions import Self
 
 from safe_ckpt import versions
 from safe_ckpt.adapters.export import Exporter
-from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.config import CheckpointConfig, ConfigLike
 from safe_ckpt.core.coordination.agreed_config import agree_on_settings
+from safe_ckpt.core.coordination.process_groups import group_of
 from safe_ckpt.core.formats.file_plan import FilePlan
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.formats.torch_reading import outside_inference_mode
@@ -45,7 +48,7 @@ from safe_ckpt.core.state.items import Restoring, expected_bytes, items_of, modu
 from safe_ckpt.core.state.planner import Plan, Planner
 from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.storage.objects.place import Place, place_of
-from safe_ckpt.errors import ConfigError, RestoreError
+from safe_ckpt.errors import ClosedError, ConfigError, RestoreError
 from safe_ckpt.extensions.assemble import assemble
 from safe_ckpt.ledger.pace import LEAST_S, MOST_S, Pace, pace_of
 
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from safe_ckpt.events import Hook
 
 versions.refuse_old_releases()
+logger = logging.getLogger(__name__)
 
 
 _BY_NAME = "resume(state, step=...)"
@@ -68,10 +72,14 @@ class Checkpointer:
     Every method is called on every rank, in the same order, on the thread that trains. Use it as a context manager: leaving
     the block finishes what is in flight.
 
+    Made again for the same directory and ranks in one process, as when a notebook's cell is run again, it takes the directory
+    over: the earlier one finishes what is in flight, and raises ``ClosedError`` from then on.
+
     Args:
         directory: where the checkpoints go, and no checkpoint itself: on a file system that all ranks share, created when
-            missing; or the address of an object store, such as ``s3://bucket/run`` (``safe-ckpt[remote]``).
-        config: settings, equal on all ranks; None takes what the environment says (``SAFE_CKPT_CONFIG``), or the defaults.
+            missing; or the address of an object store, such as ``s3://bucket/run``, which needs obstore.
+        config: settings, equal on all ranks: a ``CheckpointConfig``, a mapping of its keys, or the path of a YAML file. None
+            takes what the environment says (``SAFE_CKPT_CONFIG``), or the defaults.
         group: the ranks; None means WORLD, or this process alone when there is no process group.
         hooks: called with what happens; see ``safe_ckpt.events``.
 
@@ -79,6 +87,7 @@ class Checkpointer:
         ConfigError: a setting, or what the environment of one rank says, is not allowed. On every rank.
         DirectoryError: the directory cannot be used, or is a checkpoint; names path and rank. On every rank.
         DirectoryInUseError: a live job holds it; names host, pid and start. On every rank.
+        SaveError: a save of the earlier one in this process failed, and nobody was told yet; made once more, this opens.
         DirectoryNotSharedError: some ranks do not see the directory that rank 0 sees; names them. On every rank.
         UnsupportedFormatError: it holds a checkpoint of a newer format version. On every rank.
         DesyncError: the ranks were given different directories or settings, or have other versions of torch or safe_ckpt. On
@@ -104,13 +113,14 @@ class Checkpointer:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        config: CheckpointConfig | None = None,
+        config: ConfigLike | None = None,
         *,
         group: ProcessGroup | None = None,
         hooks: Iterable[Hook] = (),
     ) -> None:
         self.directory: Place
-        self.config, self.directory = agree_on_settings(config, functools.partial(_place, directory), group)
+        self.taken_over = False
+        self.config, self.directory = agree_on_settings(config, functools.partial(_place, directory, group), group)
         self._engine = Engine(
             self.config,
             group=group,
@@ -139,6 +149,7 @@ class Checkpointer:
                 decide=lambda _: self._list_held(list_patiently(self._home.look, timeouts)),
             )
             self._engine.watch_signals()
+            _living.add(self)
         except BaseException:
             self._engine.close(quiet=True)
             raise
@@ -190,6 +201,7 @@ class Checkpointer:
             …runs/exp/step-00000100
             ```
         """
+        self._refuse_taken_over("save")
         with self._engine.together("save"):
             return self._save(step, state, metrics or {})
 
@@ -305,6 +317,7 @@ class Checkpointer:
             goes on after step 20
             ```
         """
+        self._refuse_taken_over("resume")
         self._engine.wait()
 
         def candidates() -> list[Candidate]:
@@ -410,6 +423,7 @@ class Checkpointer:
             ['manifest.json', 'model.safetensors']
             ```
         """
+        self._refuse_taken_over("export")
         if self._exporter is None:
             self._exporter = Exporter(self._engine, NamedHomes(self._engine))
         adapter: Any = import_module("safe_ckpt.peft.adapter") if adapters_only else None
@@ -501,6 +515,25 @@ class Checkpointer:
         within_s = None if error is None else self.config.timeouts.shutdown_s
         self._engine.close(quiet=error is not None, within_s=within_s)
 
+    def _refuse_taken_over(self, call: str) -> None:
+        if self.taken_over:
+            message = f"{call}: a later Checkpointer of this process took {self.directory} over: use that one"
+            raise ClosedError(message=message)
+
+    def _take_over(self) -> None:
+        """End this one for a later one of this process: finish what is in flight first, and raise what was not raised yet."""
+        logger.warning("the earlier Checkpointer of %s in this process ends: this one takes its place", self.directory)
+        self.taken_over = True
+        self._engine.close()
+
+    @classmethod
+    def _end_earlier(cls, place: Place, group: ProcessGroup | None) -> None:
+        """End the one that this process has for these ranks and this directory, as when a notebook's cell is run again."""
+        facts = group_of(group)
+        for one in list(_living):
+            if one.directory == place and not one._engine.closed and one._engine.coordinator.serves(facts):
+                one._take_over()
+
     def _list_held(self, candidates: Sequence[Candidate]) -> None:
         # What another door saved here, such as ``publishing``, is not counted by this one's rules, and stays.
         self._catalog = Catalog(
@@ -509,8 +542,13 @@ class Checkpointer:
         self._home.start_after(newest_sequence(candidates))
 
 
-def _place(directory: str | os.PathLike[str], config: CheckpointConfig) -> Place:
+_living: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def _place(directory: str | os.PathLike[str], group: ProcessGroup | None, config: CheckpointConfig) -> Place:
     if is_url(directory) and config.mirror.url is not None:
         message = f"{directory} is in an object store itself: leave mirror.url out, or give a directory"
         raise ConfigError(key="mirror.url", message=message)
-    return place_of(directory, config.storage, config.timeouts.lengthy_s)
+    place = place_of(directory, config.storage, config.timeouts.lengthy_s)
+    Checkpointer._end_earlier(place, group)
+    return place

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.settings.fields import build, check_values, deviations, limits
@@ -392,3 +392,48 @@ class CheckpointConfig(_Checked):
         from safe_ckpt.settings.sources import load_effective
 
         return load_effective(cls, os.environ).settings
+
+
+ConfigLike: TypeAlias = CheckpointConfig | Mapping[str, Any] | str | os.PathLike[str]
+"""What a door takes as its settings: these, a mapping of their keys, or the path of a YAML file."""
+
+
+def settings_of(given: ConfigLike | None, key: str = "config") -> CheckpointConfig | None:
+    """The settings that ``given`` stands for; None where it is None. Of this process alone.
+
+    Args:
+        given: what a door was given.
+        key: the name of the argument there.
+
+    Raises:
+        ConfigError: it is none of these, and what was meant, if that is known; or what it holds is not allowed.
+    """
+    if given is None or isinstance(given, CheckpointConfig):
+        return given
+    if isinstance(given, Mapping):
+        return CheckpointConfig.from_mapping(given, source=key)
+    if isinstance(given, str | os.PathLike):
+        return CheckpointConfig.from_yaml(given)
+    raise ConfigError(key=key, message=_meant(given))
+
+
+def _meant(given: object) -> str:
+    kind = type(given).__name__
+    if type(given) in _SECTIONS:
+        return f"got a {kind}: write CheckpointConfig({_SECTIONS[type(given)]}={kind}(...))"
+    hint = "; a process group is given as group=" if hasattr(given, "group_name") else ""
+    expected = "a CheckpointConfig, a mapping of its keys, the path of a YAML file, or None"
+    return f"expected {expected}, got {kind}{hint}"
+
+
+_SECTIONS: Mapping[type, str] = {
+    Timeouts: "timeouts",
+    Retention: "retention",
+    WriterConfig: "writer",
+    Network: "network",
+    Telemetry: "telemetry",
+    StorageConfig: "storage",
+    Mirror: "mirror",
+    Health: "health",
+    Unchanged: "unchanged",
+}

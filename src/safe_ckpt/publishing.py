@@ -41,7 +41,7 @@ from safe_ckpt.errors import ClosedError, SafeCheckpointError, SaveError, StateE
 from safe_ckpt.extensions.assemble import assemble
 
 if TYPE_CHECKING:
-    from safe_ckpt.config import CheckpointConfig
+    from safe_ckpt.config import CheckpointConfig, ConfigLike
     from safe_ckpt.core.coordination.process_groups import ProcessGroup
     from safe_ckpt.core.formats.manifest import CheckpointInfo
 
@@ -69,8 +69,8 @@ class publishing:  # noqa: N801 - it is used as a function
         directory: where the checkpoints are, on a file system that all ranks share. It is held from entering the block until
             the commit, so that no other job saves there meanwhile.
         step: the training step; names the folder. Publishing a step again replaces it as a whole.
+        config: settings, equal on all ranks: see ``Checkpointer``.
         group: the ranks; None means WORLD, or this process alone when there is no process group.
-        config: settings, equal on all ranks; None takes what the environment says (``SAFE_CKPT_CONFIG``), or the defaults.
         metrics: numbers for ``Retention(keep_best=...)``.
         asynchronous: leave the block at once; the files are made durable and hashed in the background. ``result()`` waits, and
             so does the next ``publishing`` in this directory, which raises the error of this one if nobody has.
@@ -115,10 +115,10 @@ class publishing:  # noqa: N801 - it is used as a function
         self,
         directory: str | os.PathLike[str],
         step: int,
-        group: ProcessGroup | None = None,
-        config: CheckpointConfig | None = None,
-        metrics: Mapping[str, Any] | None = None,
+        config: ConfigLike | None = None,
         *,
+        group: ProcessGroup | None = None,
+        metrics: Mapping[str, Any] | None = None,
         asynchronous: bool = False,
     ) -> None:
         self._given = directory

@@ -33,7 +33,6 @@ class Supported:
         lowest: the oldest that is supported; an older one is refused.
         newest: the newest that was tested. Releases in between are accepted; not all of them were tested.
         because: why older ones are not supported.
-        extra: the extra of ours that installs it; "" for what is always installed.
         reduced_below: with releases older than this one, something does not work; "" for none.
         reduced: what.
     """
@@ -41,14 +40,11 @@ class Supported:
     lowest: str
     newest: str
     because: str = "older releases were not run"
-    extra: str = ""
     reduced_below: str = ""
     reduced: str = ""
 
 
-_LIGHTNING = Supported(
-    lowest="2.5.3", newest="2.6.6", because="ModelCheckpoint has no save_on_exception", extra="lightning"
-)
+_LIGHTNING = Supported(lowest="2.5.3", newest="2.6.6", because="ModelCheckpoint has no save_on_exception")
 SUPPORTED: Mapping[str, Supported] = {
     "python": Supported(lowest="3.10", newest="3.13", because="it is written for that one"),
     "torch": Supported(
@@ -60,16 +56,15 @@ SUPPORTED: Mapping[str, Supported] = {
     ),
     "lightning": _LIGHTNING,
     "pytorch-lightning": _LIGHTNING,
-    "accelerate": Supported(lowest="1.8", newest="1.15.0", extra="accelerate"),
-    "transformers": Supported(lowest="4.50", newest="5.24.0", extra="transformers"),
+    "accelerate": Supported(lowest="1.8", newest="1.15.0"),
+    "transformers": Supported(lowest="4.50", newest="5.24.0"),
     "torchtitan": Supported(
         lowest="0.3.0",
         newest="0.3.0",
         because="they have no BaseCheckpointManager that a Config chooses",
-        extra="torchtitan",
     ),
-    "deepspeed": Supported(lowest="0.17.5", newest="0.19.8", extra="deepspeed"),
-    "ray": Supported(lowest="2.60.0", newest="2.60.0", extra="ray"),
+    "deepspeed": Supported(lowest="0.17.5", newest="0.19.8"),
+    "ray": Supported(lowest="2.60.0", newest="2.60.0"),
 }
 
 
@@ -148,6 +143,10 @@ def _compare(package: str, installed: str | None) -> None:
         logger.log(level, "%s %s is %s", package, installed, text)
 
 
+_WHOLE = {"ray": "ray[train]"}
+"""A package -> with the extras of its own that are used."""
+
+
 def _installed(package: str) -> str | None:
     """The release that is installed; "" for an importable package without metadata, None for none."""
     try:
@@ -160,5 +159,7 @@ def _remedy(package: str) -> str:
     supported = SUPPORTED[package]
     if package == "python":
         return f"use Python {supported.lowest} or later"
-    what = f'"safe-ckpt[{supported.extra}]"' if supported.extra else "safe-ckpt"
-    return f'pip install --upgrade {what} "{package}>={supported.lowest}"'
+    what = [f'"{_WHOLE.get(package, package)}>={supported.lowest}"']
+    if package == "transformers":  # its Trainer needs it
+        what.append(f'"accelerate>={SUPPORTED["accelerate"].lowest}"')
+    return f"pip install --upgrade {' '.join(what)}"

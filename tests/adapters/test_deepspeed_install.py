@@ -25,6 +25,7 @@ from deepspeed_runs import has_nvme, spawn
 from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention, Timeouts, WriterConfig
+from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import (
     CheckpointNotFoundError,
     ClosedError,
@@ -143,6 +144,7 @@ def using(rank, folder):
     handle = installed(run, retention=Retention(keep_last=2))  # again, as a notebook does
     assert first.closed
     assert run.load_checkpoint(str(out)) == (None, None)
+    assert handle.resume(out) is None  # a fresh run
     check_saving(run, handle, rank, out)
     check_loading(run, handle, rank, out)
     check_names(run, handle, rank, out)
@@ -196,8 +198,6 @@ def check_destroy(run, out):
 
 
 def check_settings(run):
-    with pytest.raises(ConfigError, match="keep_best"):
-        installed(run, retention=Retention(keep_best=1, metric="loss"))
     with pytest.raises(ConfigError, match="snapshot"):
         installed(run, snapshot="overlapped")
 
@@ -238,8 +238,14 @@ def check_saving(run, handle, rank, out):
 
 def check_loading(run, handle, rank, out):
     run.save_checkpoint(out, tag="a", client_state={"n": 10})
-    run.save_checkpoint(out, tag="b", client_state={"n": 11})
+    run.save_checkpoint(out, tag="b", client_state={"n": 11}, metrics={"loss": 0.5})
     assert seen(handle, out) == ("b", ["a", "b"])
+    assert (handle.resume(out)["n"], handle.resume(out / "a")["n"]) == (11, 10)
+    assert [read_manifest(out / name).metrics for name in "ab"] == [{}, {"loss": 0.5}]
+    with pytest.raises(CheckpointNotFoundError, match="no such checkpoint"):
+        handle.resume(out / "c")
+    with pytest.raises(StateError, match="loss"):
+        run.save_checkpoint(out, tag="c", metrics={"loss": "low"})
     assert run.load_checkpoint(str(out))[1]["n"] == 11
     path, client = run.load_checkpoint(str(out), tag="a")
     assert (Path(path).parent.name, client["n"]) == ("a", 10)
@@ -268,7 +274,7 @@ def check_loading(run, handle, rank, out):
         flip_bit(out / "a" / "mp_rank_00_model_states.pt", 5000)
     torch.distributed.barrier()
     with pytest.raises(NoValidCheckpointError) as caught:
-        run.load_checkpoint(str(out))
+        handle.resume(out)
     assert {"a", "b"} <= set(caught.value.rejected)
     assert tags(out) == ["a", "b"]  # nothing was moved away
     run.save_checkpoint(out, tag="c")

@@ -238,6 +238,19 @@ def test_a_folder_has_one_manager_at_a_time(tmp_path, cpu):
     disabled.close()
 
 
+def test_a_save_has_the_metrics_that_it_is_given(tmp_path, cpu):
+    """``save(step, metrics=...)``, or the attribute ``metrics``, which torchtitan's own Trainer leaves to a subclass."""
+    manager, *_ = build(tmp_path)
+    manager.metrics = {"loss": 2.0}
+    assert manager.save(curr_step=1)
+    assert manager.save(curr_step=2, metrics={"loss": torch.tensor(1.0)})
+    with pytest.raises(StateError, match="loss"):
+        manager.save(curr_step=3, metrics={"loss": "low"})
+    manager.close()
+    told = {n: json.loads((tmp_path / f"run/step-{n}/manifest.json").read_text())["metrics"] for n in (1, 2)}
+    assert told == {1: {"loss": 2.0}, 2: {"loss": 1.0}}
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_stock_reads_what_is_saved_and_a_seed_is_the_model_alone(tmp_path, cpu):
     """DCP itself reads a checkpoint under torchtitan's names; a last save of the model alone has the type that is asked for."""

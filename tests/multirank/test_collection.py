@@ -16,7 +16,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, set_up_directory
 from safe_ckpt.accelerate import register
 from safe_ckpt.core.coordination.coordinator import _open, open_coordinator
 from safe_ckpt.core.formats.manifest import read_manifest
-from safe_ckpt.errors import ClosedError, DirectoryInUseError
+from safe_ckpt.errors import ClosedError
 
 CONFIG = CheckpointConfig(timeouts=QUICK)
 
@@ -43,18 +43,16 @@ def test_a_dropped_checkpointer_may_be_collected_when_it_likes(tmp_path, early):
 
 def _hold_on(rank, folder):
     first = Checkpointer(folder, CONFIG)
-    with pytest.raises(DirectoryInUseError) as caught:
-        Checkpointer(folder, CONFIG)
-    step = first.save(1, {"x": 1}).result(timeout_s=20).step
-    first.close()
-    return str(caught.value), step
+    handle = first.save(1, {"x": 1})
+    if rank == 1:
+        first.close()  # not the same on all ranks, as where the interpreter collects one of them
+    with Checkpointer(folder, CONFIG) as second:
+        return handle.committed.step, second.save(2, {"x": 2}).result(timeout_s=20).step
 
 
-def test_a_second_checkpointer_is_refused_with_the_call_that_frees_the_first(tmp_path):
-    """A second one beside one that lives: refused on every rank, with what holds it and the call that frees it."""
-    for said, step in values(spawn_ranks(_hold_on, 2, tmp_path)):
-        assert "a Checkpointer; its close() frees it" in said
-        assert step == 1
+def test_a_second_checkpointer_takes_over_on_every_rank(tmp_path):
+    """A second one beside one that lives, on some ranks or on all: the first finishes what is in flight and has ended."""
+    assert values(spawn_ranks(_hold_on, 2, tmp_path)) == [(1, 2)] * 2
 
 
 def _one_has_it_no_more(rank):

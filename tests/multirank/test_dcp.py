@@ -450,12 +450,29 @@ def test_arguments_of_dcp_that_cannot_be_honoured_are_refused_by_name(tmp_path):
         dcp.load({"a": 1}, checkpoint_id=path, storage_reader=stock.FileSystemReader(path))
     with pytest.raises(ConfigError, match="there is no such setting"):
         dcp.configure(retain=3)
-    with pytest.raises(ConfigError, match="takes no metrics"):
-        dcp.configure(retention=Retention(keep_best=1, metric="loss"))
+    with pytest.raises(StateError, match="loss"):
+        dcp.save({"a": 1}, checkpoint_id=path, metrics={"loss": "low"})
     with pytest.raises(AttributeError, match="use save"):
         dcp.save_state_dict  # noqa: B018
     assert dcp.FileSystemReader is stock.FileSystemReader
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.quick
+def test_the_best_is_kept_by_the_metrics_of_a_save(tmp_path):
+    """``metrics=`` of ``save`` and ``async_save`` is in the manifest, and ``keep_best`` goes by it."""
+    dcp.configure(retention=Retention(keep_last=1, keep_best=1, metric="loss"))
+    try:
+        for step, loss in enumerate((3.0, 1.0, 2.0, 2.5), start=1):
+            metrics = {"loss": torch.tensor(loss)}
+            if step % 2:
+                dcp.async_save({"n": step}, checkpoint_id=tmp_path / f"step-{step}", metrics=metrics).result()
+            else:
+                dcp.save({"n": step}, checkpoint_id=tmp_path / f"step-{step}", metrics=metrics)
+        assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-2", "step-4"]
+        assert read_manifest(tmp_path / "step-4").metrics == {"loss": 2.5}
+    finally:
+        dcp.configure(CheckpointConfig())
 
 
 @pytest.mark.quick

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from safe_ckpt.adapters.extras import (
     absolute,
     by_commit,
     is_of,
+    look_at,
     policy_of,
     presence,
     refuse,
+    refuse_missing,
 )
 from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
 from safe_ckpt.adapters.spool import refuse_url
@@ -249,6 +251,33 @@ class AcceleratorSaver(Saver):
 def candidates(folder: Path) -> list[Candidate]:
     """Everything in ``folder`` that may be a checkpoint of an Accelerator, stock ones included, in no order."""
     return candidates_in(folder, ADAPTER, ACCELERATE)
+
+
+def look(path: Path) -> tuple[Sequence[Candidate], bool]:
+    """The checkpoints in a directory, whatever their names, those of stock Accelerate too; and whether it is one itself.
+
+    On rank 0.
+
+    Raises:
+        CheckpointNotFoundError: it names a checkpoint that is not there.
+    """
+    if presence.is_there(path / MANIFEST_NAME):
+        return [look_at(path)], True
+    if ACCELERATE.is_one(path):
+        return [_stock(path)], True
+    refuse_missing(path)
+    if not presence.is_directory(path):
+        return [], False
+    found = candidates(path)
+    known = {one.path for one in found}
+    others = (one for one in path.iterdir() if one not in known and not one.is_symlink())
+    stock = [_stock(one) for one in others if ACCELERATE.is_one(one) and not presence.is_there(one / MANIFEST_NAME)]
+    return [*found, *stock], False
+
+
+def _stock(path: Path) -> Candidate:
+    number = _STEP.search(path.name)
+    return Candidate(path=path, foreign=True, step=int(number[1]) if number else -1, problem=ACCELERATE.problem(path))
 
 
 def names_below(path: Path) -> list[str]:

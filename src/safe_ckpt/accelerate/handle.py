@@ -24,6 +24,8 @@ from safe_ckpt.events import Hook
 if TYPE_CHECKING:
     import torch
 
+    from safe_ckpt import CheckpointInfo
+
 logger = logging.getLogger(__name__)
 _OTHERS = ("MEGATRON_LM", "XLA")
 """They write their checkpoints with functions that are not replaced here."""
@@ -194,6 +196,48 @@ class Handle(AttachedHandle):
             self.saver.land()  # one that failed is no reason not to go back to the one before it; its error stays to be raised
             load.load(self.saver, input_dir, restore, load_model_func_kwargs)
         self.prepare()
+
+    def resume(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> CheckpointInfo | None:
+        """Load the newest valid checkpoint, if there is one: the start of a script that may run for the first time.
+
+        Args:
+            directory: where the checkpoints are that you name yourself, such as ``"out"`` for ``out/step_90``; of one
+                checkpoint, that one alone is taken. None for those that Accelerate names.
+            load_kwargs: as for ``load_state``.
+            load_model_func_kwargs: the same.
+
+        Returns:
+            What was loaded; None on a fresh run, which is one without any checkpoint.
+
+        Raises:
+            NoValidCheckpointError: there are checkpoints and none is usable; says why not, one by one.
+            CheckpointNotFoundError: ``directory`` names a checkpoint that is not there.
+            ConfigError: neither ``directory`` nor automatic naming says where to look; or there is a mirror and ``directory``.
+            SafeCheckpointError: it does not fit what is restored; the same on every rank.
+
+        Example:
+            ```python
+            project = ProjectConfiguration("runs/accelerate", automatic_checkpoint_naming=True)
+            accelerator = Accelerator(cpu=True, project_config=project)
+            model = accelerator.prepare(model)
+            info = register(accelerator).resume()
+            print("fresh run" if info is None else f"goes on from {info.name}")
+            ```
+        """
+
+        def restore(path: str) -> None:
+            self._stock["load_state"](path, load_kwargs, **load_model_func_kwargs)
+
+        with self._call("resume"):
+            self.saver.land()
+            info = load.resume(self.saver, directory, restore, load_model_func_kwargs)
+        self.prepare()
+        return info
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in for ``Accelerator.prepare_data_loader``, which ``prepare`` calls: the same, and the loader is watched."""

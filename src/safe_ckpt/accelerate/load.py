@@ -7,20 +7,23 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import utils
 
 from safe_ckpt.accelerate import contents
 from safe_ckpt.accelerate.dataloaders import KEY
-from safe_ckpt.accelerate.directories import BY_NAME, AcceleratorSaver, names_below, next_number
+from safe_ckpt.accelerate.directories import BY_NAME, AcceleratorSaver, look, names_below, next_number
 from safe_ckpt.accelerate.strategies import plain_optimizers, scaler_apart
 from safe_ckpt.adapters.extras import absolute, keeping_types, names_in, not_found, one_resume, presence
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.saver import manifest_of
 from safe_ckpt.adapters.spool import refuse_url
-from safe_ckpt.errors import NoValidCheckpointError, UnsupportedFormatError
+from safe_ckpt.errors import ConfigError, NoValidCheckpointError, UnsupportedFormatError
 from safe_ckpt.text import listed
+
+if TYPE_CHECKING:
+    from safe_ckpt import CheckpointInfo
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ def load(
     Raises:
         SafeCheckpointError: see ``Handle.load_state``.
     """
-    begun, engine, accelerator = time.monotonic(), saver.engine, saver.accelerator
+    begun, engine = time.monotonic(), saver.engine
     if input_dir is None:
         path = _newest(saver)
     else:
@@ -51,6 +54,49 @@ def load(
         saver.fetch_path(path)
         engine.agree("load_state", must_match={"path": path}, decide=lambda _: _expect(path))
         saver.verify(path)
+    _apply(saver, path, restore, arguments)
+    if input_dir is not None:
+        saver.resumed(path, begun)
+    _go_on_counting(saver, path)
+
+
+def resume(
+    saver: AcceleratorSaver,
+    directory: str | os.PathLike[str] | None,
+    restore: Callable[[str], None],
+    arguments: Mapping[str, Any],
+) -> CheckpointInfo | None:
+    """Restore the newest valid checkpoint, if there is one. Every rank calls this.
+
+    Args:
+        saver: see ``load``.
+        directory: where the checkpoints are, or one of them; None for those that Accelerate names.
+        restore: see ``load``.
+        arguments: see ``load``.
+
+    Returns:
+        What was restored; None on a fresh run.
+
+    Raises:
+        SafeCheckpointError: see ``Handle.resume``.
+    """
+    begun = time.monotonic()
+    if directory is None:
+        info = _newest_if_any(saver)
+    else:
+        refuse_url(directory, "resume: directory")
+        info = _newest_in(saver, absolute(directory))
+    if info is not None:
+        _apply(saver, info.file_path, restore, arguments)
+        if directory is not None:
+            saver.resumed(info.file_path, begun)
+        _go_on_counting(saver, info.file_path)
+    return info
+
+
+def _apply(saver: AcceleratorSaver, path: Path, restore: Callable[[str], None], arguments: Mapping[str, Any]) -> None:
+    """Restore what was verified."""
+    engine, accelerator = saver.engine, saver.accelerator
     random_states = path / f"{utils.RNG_STATE_NAME}_{engine.rank}.pkl"
     is_known = presence.is_there(random_states)
     if not is_known:
@@ -68,10 +114,12 @@ def load(
     with saver.parts.loading(path, arguments), keeping_types(plain_optimizers(accelerator)):
         one_resume.apply(engine, apply, path, BY_NAME)
     go_on(engine, lambda: accelerator._models)
-    if input_dir is not None:
-        saver.resumed(path, begun)
-    own = accelerator.project_configuration.iteration
-    accelerator.project_configuration.iteration = engine.agree(
+
+
+def _go_on_counting(saver: AcceleratorSaver, path: Path) -> None:
+    project = saver.accelerator.project_configuration
+    own = project.iteration
+    project.iteration = saver.engine.agree(
         "iteration", must_match={"path": path}, decide=lambda _: max(own, _next(saver, path))
     )
 
@@ -80,9 +128,29 @@ def _newest(saver: AcceleratorSaver) -> Path:
     home = saver.for_load()
     info = saver.newest(home, lambda: saver.loadable(home))
     if info is None:
-        message = "there is no checkpoint: save one first, or do not load on a fresh run"
+        message = "there is no checkpoint: save one first, or let handle.resume() begin a fresh run"
         raise NoValidCheckpointError(path=str(home.held.path), message=message)
     return info.file_path
+
+
+def _newest_if_any(saver: AcceleratorSaver) -> CheckpointInfo | None:
+    home = saver.hold_automatic()
+    if home is None:
+        message = (
+            "is missing: without automatic_checkpoint_naming give the directory that the checkpoints are in, such as "
+            '"out" for out/step_90'
+        )
+        raise ConfigError(key="resume: directory", message=message)
+    return saver.newest(home, lambda: saver.loadable(home))
+
+
+def _newest_in(saver: AcceleratorSaver, directory: Path) -> CheckpointInfo | None:
+    if saver.config.mirror.url is not None:
+        message = (
+            "a directory of checkpoints that you name yourself is not looked for in the mirror: load_state(path) is"
+        )
+        raise ConfigError(key="resume: directory", message=message)
+    return saver.newest_beside(directory, lambda: look(directory))
 
 
 def _expect(path: Path) -> None:

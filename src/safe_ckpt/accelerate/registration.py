@@ -13,14 +13,14 @@ from typing import Any
 from safe_ckpt.accelerate.handle import Handle, check
 from safe_ckpt.adapters.handle import begin
 from safe_ckpt.adapters.spool import is_url, spooled
-from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.config import ConfigLike
 from safe_ckpt.events import Hook
 
 logger = logging.getLogger(__name__)
 _registered: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
-def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks: Iterable[Hook] = ()) -> Handle:
+def register(accelerator: Any, config: ConfigLike | None = None, *, hooks: Iterable[Hook] = ()) -> Handle:
     """Make an Accelerator's checkpoints safe and asynchronous. Every rank calls this, before or after ``prepare()``.
 
     ``save_state``, ``load_state``, ``save_model``, ``end_training`` and ``free_memory`` of this one object are replaced until
@@ -33,7 +33,8 @@ def register(accelerator: Any, config: CheckpointConfig | None = None, *, hooks:
 
     Args:
         accelerator: an ``accelerate.Accelerator``.
-        config: settings, equal on all ranks; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the defaults.
+        config: settings, equal on all ranks: a ``CheckpointConfig``, a mapping of its keys, or the path of a YAML file. None
+            reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the defaults.
         hooks: called with what happens; see ``safe_ckpt.events``.
 
     Returns:
@@ -110,7 +111,7 @@ class SafeCheckpointPlugin:
         ```
     """
 
-    config: CheckpointConfig | None = None
+    config: ConfigLike | None = None
     hooks: Sequence[Hook] = ()
 
     def register(self, accelerator: Any) -> Handle:

@@ -13,13 +13,13 @@ from safe_ckpt.core.formats.manifest import MANIFEST_NAME, read_manifest
 from safe_ckpt.core.formats.names import wrapped
 from safe_ckpt.core.formats.refusals import is_short, refuse_short
 from safe_ckpt.core.formats.verify import is_marked, verify_if_ours
-from safe_ckpt.core.home.candidates import WEIGHTS, by_commit, list_files
+from safe_ckpt.core.home.candidates import WEIGHTS, by_commit, list_files, look_at
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.home import HIDDEN, HIDDEN_TOO, NAMES, Additions, Candidate, NewCheckpoint, Pointer
 from safe_ckpt.core.home.retention import delete_listed, keep_newest, policy_of
 from safe_ckpt.core.home.standing import Catalog, is_of, named_by, standing_of
 from safe_ckpt.core.resuming import one_resume
-from safe_ckpt.core.resuming.named import names_in, not_found
+from safe_ckpt.core.resuming.named import names_in, not_found, refuse_missing
 from safe_ckpt.core.saving.handle import SaveHandle
 from safe_ckpt.core.saving.names import refuse
 from safe_ckpt.core.saving.request import Destination, Facts, SaveRequest, check_step, checked_metrics

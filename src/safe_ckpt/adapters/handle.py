@@ -15,14 +15,12 @@ from typing_extensions import Self
 
 from safe_ckpt.adapters.patch import MARK, Patch
 from safe_ckpt.adapters.saver import Saver
-from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.config import CheckpointConfig, ConfigLike
 from safe_ckpt.core.coordination.agreed_config import agree_on_settings
 from safe_ckpt.errors import ClosedError
 
 
-def begin(
-    owner: Any, config: CheckpointConfig | None, check: Callable[[Any, CheckpointConfig], None]
-) -> CheckpointConfig:
+def begin(owner: Any, config: ConfigLike | None, check: Callable[[Any, CheckpointConfig], None]) -> CheckpointConfig:
     """Agree on the settings, check them, and remove an earlier handle from ``owner``. Every rank calls this.
 
     What is refused changes nothing: the earlier handle stays in use.

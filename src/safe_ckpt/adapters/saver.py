@@ -28,6 +28,7 @@ from safe_ckpt.core.home.visibility import list_patiently
 from safe_ckpt.core.resuming import one_resume
 from safe_ckpt.core.resuming.candidate import FileReader
 from safe_ckpt.core.resuming.one_resume import Offered
+from safe_ckpt.core.resuming.visit import Visit, Visitors
 from safe_ckpt.core.saving.engine import Engine
 from safe_ckpt.core.saving.names import NamedHomes, open_folder
 from safe_ckpt.core.saving.request import Destination, Facts, OnCommit, Payload, SaveRequest
@@ -199,6 +200,30 @@ class Saver:
         if chosen is not None and self.engine.rank == 0 and not chosen.info.verified:
             logger.warning(_FOREIGN, chosen.info.file_path)
         return chosen.info if chosen is not None else None
+
+    def newest_beside(self, place: Path, look: Callable[[], tuple[Sequence[Candidate], bool]]) -> CheckpointInfo | None:
+        """The newest checkpoint that every rank has verified a share of, in a directory that is not held and only read.
+
+        Args:
+            place: the directory, or one checkpoint.
+            look: lists what there is on rank 0, and says whether that is one checkpoint.
+
+        Returns:
+            None when there never was one.
+
+        Raises:
+            NoValidCheckpointError: there are checkpoints and none is usable.
+            SafeCheckpointError: one could not be read; on every rank.
+        """
+        visit = Visit(ranks=Visitors(config=self.config, coordinator=self.engine.coordinator), place=place, look=look)
+        reader = FileReader(self.engine, self.verify_share, held=False)
+        try:
+            info = visit.first_if_any(lambda info: reader.try_one(info.path, ours=info.verified)[1])
+        finally:
+            reader.close()
+        if info is not None and self.engine.rank == 0 and not info.verified:
+            logger.warning(_FOREIGN, info.file_path)
+        return info
 
     def fetch(self, home: OpenHome, name: str | None) -> None:
         """With a mirror, bring what is newer there into a directory, or one by its name.

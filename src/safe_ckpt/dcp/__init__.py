@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from safe_ckpt.dcp.loading import load
+from safe_ckpt.dcp.loading import load, resume
 from safe_ckpt.dcp.saver import configure
 from safe_ckpt.dcp.saving import async_save, save
 
-__all__ = ["async_save", "configure", "load", "save"]
+__all__ = ["async_save", "configure", "load", "resume", "save"]
 
 _OLD = {"save_state_dict": "save", "load_state_dict": "load"}
 

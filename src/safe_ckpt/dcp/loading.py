@@ -90,7 +90,61 @@ def load(
         model.load_state_dict(state["model"])
         ```
     """
-    group = ranks_of(process_group, no_dist=no_dist)
+    _load_from(state_dict, checkpoint_id, storage_reader, planner, ranks_of(process_group, no_dist=no_dist), "load")
+
+
+def resume(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str],
+    planner: LoadPlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> CheckpointInfo | None:
+    """Load the newest checkpoint that is in order, if there is one. Every rank calls this.
+
+    A fresh run is one without any checkpoint, where no ``state_dict()`` is called and nothing changes. Where there are some and
+    none can be used, or where the path names one that is not there, this raises.
+
+    Args:
+        state_dict: see ``load``.
+        checkpoint_id: the directory of the run; of one checkpoint, that one alone is taken.
+        planner: see ``load``.
+        process_group: see ``load``.
+        no_dist: see ``load``.
+
+    Returns:
+        What was loaded; None on a fresh run.
+
+    Raises:
+        NoValidCheckpointError: there are checkpoints and none is usable; says why, name by name. On every rank.
+        CheckpointNotFoundError: the checkpoint that ``checkpoint_id`` names is not there. On every rank.
+        SafeCheckpointError: all else that ``load`` raises.
+
+    Example:
+        ```python
+        from safe_ckpt import dcp
+
+        state = {"model": model, "step": 0}
+        info = dcp.resume(state, checkpoint_id="runs/dcp")
+        print("fresh run" if info is None else f"goes on after step {state['step']}")
+        ```
+    """
+    return _load_from(
+        state_dict, checkpoint_id, None, planner, ranks_of(process_group, no_dist=no_dist), "resume", needs_one=False
+    )
+
+
+def _load_from(
+    state_dict: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_reader: StorageReader | None,
+    planner: LoadPlanner | None,
+    group: ProcessGroup | None,
+    call: str,
+    *,
+    needs_one: bool = True,
+) -> CheckpointInfo | None:
     wait_until_over()
     facts = group_of(group)
 
@@ -98,14 +152,17 @@ def load(
         with named_rank(facts.rank, facts.size):
             check_loading(storage_reader, planner)
             check_state(state_dict)
-            return path_of(checkpoint_id, "load")
+            return path_of(checkpoint_id, call)
 
     config, path = agree_on_settings(given_config(), check, group)
-    with visiting(config, group) as ranks, ranks.coordinator.together("load"):
+    with visiting(config, group) as ranks, ranks.coordinator.together(call):
         visit = Visit(ranks=ranks, place=path, look=lambda: _look(path, config))
         states: list[dict[str, Any]] = []
-        visit.first(lambda info: _load(visit, info, state_dict, states, planner))
-        ranks.agree("taken", local=lambda: give_back(states[0], state_dict), phase="restore")
+        first = visit.first if needs_one else visit.first_if_any
+        info = first(lambda info: _load(visit, info, state_dict, states, planner))
+        if info is not None:
+            ranks.agree("taken", local=lambda: give_back(states[0], state_dict), phase="restore")
+        return info
 
 
 def _look(path: Path, config: CheckpointConfig) -> tuple[Sequence[Candidate], bool]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from safe_ckpt.adapters.planning import Attempt, note_models
 from safe_ckpt.adapters.saver import OpenHome, Saver, candidates_in
 from safe_ckpt.adapters.strategy import Sharded
-from safe_ckpt.config import CheckpointConfig
-from safe_ckpt.core.coordination.agreed_config import agree_on_settings
+from safe_ckpt.config import CheckpointConfig, ConfigLike, settings_of
+from safe_ckpt.core.coordination.agreed_config import config_of_all
 from safe_ckpt.core.coordination.process_groups import ALONE, ProcessGroup, group_of
 from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME
 from safe_ckpt.core.home import retention
@@ -21,13 +21,13 @@ from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.home.visibility import list_patiently
 from safe_ckpt.core.saving.handle import OpenSave
 from safe_ckpt.core.saving.names import refuse
-from safe_ckpt.core.saving.request import OnCommit
+from safe_ckpt.core.saving.request import OnCommit, checked_metrics
 from safe_ckpt.core.sharding.dcp_load import warn_of_refused
 from safe_ckpt.core.storage import presence
 from safe_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -40,14 +40,15 @@ _savers: list[DcpSaver] = []
 _given: list[CheckpointConfig] = []
 
 
-def configure(config: CheckpointConfig | None = None, **parts: Any) -> CheckpointConfig:
+def configure(config: ConfigLike | None = None, **parts: Any) -> CheckpointConfig:
     """Settings of this process for what is saved and loaded from now on. Every rank calls this alike, between saves.
 
     What is in flight is finished first.
 
     Args:
-        config: all settings; None for those that hold now, which are what the environment says (``SAFE_CKPT_CONFIG``) until
-            this was called.
+        config: all settings: a ``CheckpointConfig``, a mapping of its keys, or the path of a YAML file. None for those that
+            hold now, which are what the environment says (``SAFE_CKPT_CONFIG``) until this was
+            called.
         parts: fields of ``CheckpointConfig`` that replace those of ``config``.
 
     Returns:
@@ -68,21 +69,13 @@ def configure(config: CheckpointConfig | None = None, **parts: Any) -> Checkpoin
     known = {field.name for field in dataclasses.fields(CheckpointConfig)}
     if unknown := sorted(parts.keys() - known):
         raise ConfigError(key=unknown[0], message=f"there is no such setting; there are: {', '.join(sorted(known))}")
-    base = config or (_given[0] if _given else CheckpointConfig.from_environment())
+    base = settings_of(config) or (_given[0] if _given else CheckpointConfig.from_environment())
     settings = dataclasses.replace(base, **parts)
-    _check(settings)
     _given[:] = [settings]
     savers, _savers[:] = list(_savers), []
     for one in savers:
         one.close()
     return settings
-
-
-def _check(settings: CheckpointConfig) -> None:
-    """Refuse settings that mean nothing here."""
-    if settings.retention.keep_best is not None:
-        message = "dcp.save takes no metrics, so there is no best one: use keep_last or keep_every_steps"
-        raise ConfigError(key="retention.keep_best", message=message)
 
 
 def given_config() -> CheckpointConfig | None:
@@ -103,7 +96,7 @@ def saver_for(group: ProcessGroup | None) -> DcpSaver:
     facts = group_of(group)
     found = next((one for one in _savers if not one.closed and one.engine.coordinator.serves(facts)), None)
     if found is None:
-        settings, _ = agree_on_settings(given_config(), _check, group)
+        settings = config_of_all(given_config(), group)
         found = DcpSaver(settings, ADAPTER, owner=_OWNER, group=group)
         _savers.append(found)
     return found
@@ -128,6 +121,7 @@ class DcpSaver(Saver):
         check: Callable[[], Path],
         state_of: Callable[[], dict[str, Any]],
         modules: Callable[[], list[torch.nn.Module]],
+        metrics: Mapping[str, Any],
     ) -> tuple[Path, OpenSave]:
         """Take a snapshot and have it written. Every rank calls this.
 
@@ -135,6 +129,7 @@ class DcpSaver(Saver):
             check: the path; refuses what this rank cannot save. Every rank raises what it raises.
             state_of: the state dict.
             modules: the modules in it that are known.
+            metrics: numbers for retention, as they were given.
 
         Returns:
             Where it will be, and the handle.
@@ -148,6 +143,7 @@ class DcpSaver(Saver):
 
         def look() -> None:
             found.append(check())
+            checked_metrics(metrics)
             values["checkpoint_id"] = found[0]
 
         with engine.together("save"):
@@ -155,7 +151,7 @@ class DcpSaver(Saver):
             path = found[0]
             home = self._hold(path)
             try:
-                return path, self._save(home, path, state_of, modules)
+                return path, self._save(home, path, state_of, modules, metrics)
             except Exception:  # nothing of it is in flight: others may save there
                 self.names.release(path)
                 raise
@@ -166,6 +162,7 @@ class DcpSaver(Saver):
         path: Path,
         state_of: Callable[[], dict[str, Any]],
         modules: Callable[[], list[torch.nn.Module]],
+        metrics: Mapping[str, Any],
     ) -> OpenSave:
         attempt, state = Attempt(), dict[str, Any]()
         with attempt:  # a state_dict() of the user's may raise anything
@@ -178,6 +175,7 @@ class DcpSaver(Saver):
             path,
             planned.payload(),
             step=step_of(path.name),
+            metrics=checked_metrics(metrics),
             # Of the folder that is replaced all is kept but stock DCP's own.
             on_commit=OnCommit(
                 keep_foreign=lambda name: not _OF_DCP.fullmatch(name),

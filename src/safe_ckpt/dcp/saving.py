@@ -22,6 +22,8 @@ from safe_ckpt.dcp.arguments import check_saving, check_state, named_rank, path_
 from safe_ckpt.dcp.saver import DcpSaver, ranks_of, saver_for
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed.checkpoint.planner import SavePlanner
     from torch.distributed.checkpoint.staging import AsyncStager
     from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -43,6 +45,7 @@ def save(
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    metrics: Mapping[str, Any] | None = None,
 ) -> Metadata:
     """Save a state dict of which every rank has a part, as ``torch.distributed.checkpoint.save`` does. Every rank calls this.
 
@@ -59,6 +62,7 @@ def save(
         process_group: the ranks; None means WORLD.
         no_dist: this rank alone.
         use_collectives: False is refused. There are no collectives here in any case.
+        metrics: numbers for ``Retention(keep_best=...)`` and for ``safe-ckpt list``; rank 0's count.
 
     Returns:
         What the folder's ``.metadata`` says.
@@ -93,7 +97,15 @@ def save(
         ```
     """
     saver = saver_for(ranks_of(process_group, no_dist=no_dist))
-    path, handle = _begin(saver, state_dict, checkpoint_id, storage_writer, planner, use_collectives=use_collectives)
+    path, handle = _begin(
+        saver,
+        state_dict,
+        checkpoint_id,
+        storage_writer,
+        planner,
+        use_collectives=use_collectives,
+        metrics=metrics or {},
+    )
     try:
         handle.result()
     finally:
@@ -112,6 +124,7 @@ def async_save(
     async_stager: AsyncStager | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    metrics: Mapping[str, Any] | None = None,
 ) -> Future[Metadata] | AsyncSaveResponse:
     """As ``save``; returns when the copy is taken, and writes it in the background. The state may change then.
 
@@ -129,6 +142,7 @@ def async_save(
             returns is saved; where it returns a future, this waits for it.
         no_dist: see ``save``.
         use_collectives: see ``save``.
+        metrics: see ``save``.
 
     Returns:
         A future of what ``save`` returns. With a stager that stages asynchronously an ``AsyncSaveResponse``, of which the
@@ -154,7 +168,14 @@ def async_save(
     saver = saver_for(ranks_of(process_group, no_dist=no_dist))
     staged = _Staged(async_stager)
     path, handle = _begin(
-        saver, state_dict, checkpoint_id, storage_writer, planner, use_collectives=use_collectives, staged=staged
+        saver,
+        state_dict,
+        checkpoint_id,
+        storage_writer,
+        planner,
+        use_collectives=use_collectives,
+        metrics=metrics or {},
+        staged=staged,
     )
     upload = _Upload(handle)
     follow = threading.Thread(target=_follow, args=(saver, path, upload), name="safe_ckpt.dcp", daemon=True)
@@ -234,6 +255,7 @@ def _begin(
     planner: SavePlanner | None,
     *,
     use_collectives: bool,
+    metrics: Mapping[str, Any],
     staged: _Staged | None = None,
 ) -> tuple[Path, OpenSave]:
     def check() -> Path:
@@ -249,7 +271,7 @@ def _begin(
     def modules() -> list[torch.nn.Module]:
         return [value for value in state_dict.values() if isinstance(value, torch.nn.Module)]
 
-    return saver.save_state(check, state, modules)
+    return saver.save_state(check, state, modules, metrics)
 
 
 def _metadata(saver: DcpSaver, path: Path) -> Metadata:

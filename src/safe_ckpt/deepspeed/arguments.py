@@ -107,9 +107,6 @@ def check_settings(config: CheckpointConfig) -> None:
     Raises:
         ConfigError: names the setting.
     """
-    if config.retention.keep_best is not None:
-        message = "save_checkpoint takes no metrics, so there is no best one: use keep_last or keep_every_steps"
-        raise ConfigError(key="retention.keep_best", message=message)
     if config.snapshot == "overlapped":
         message = 'DeepSpeed\'s optimizers may change parameters outside of step(): use "eager" or "auto"'
         raise ConfigError(key="snapshot", message=message)

@@ -10,11 +10,12 @@ from typing import Any, cast
 
 from safe_ckpt.adapters import AttachedHandle
 from safe_ckpt.adapters.handle import begin
-from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.config import CheckpointConfig, ConfigLike
 from safe_ckpt.deepspeed import load, save
 from safe_ckpt.deepspeed.arguments import check_engine, check_settings, default_tag
 from safe_ckpt.deepspeed.data_place import EngineDataPlace, refuse_without_place
 from safe_ckpt.deepspeed.directories import TagSaver
+from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.events import Hook
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ _ENDED = "this engine's checkpoints were closed, by destroy() or remove()"
 
 def install(
     engine: Any,
-    config: CheckpointConfig | None = None,
+    config: ConfigLike | None = None,
     *,
     async_save: bool = True,
     resume_data: bool = False,
@@ -37,7 +38,8 @@ def install(
 
     Args:
         engine: a ``DeepSpeedEngine``, ZeRO 0 to 3, with or without offload.
-        config: settings, equal on all ranks; None reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the defaults.
+        config: settings, equal on all ranks: a ``CheckpointConfig``, a mapping of its keys, or the path of a YAML file. None
+            reads the file that ``SAFE_CKPT_CONFIG`` names, or takes the defaults.
         async_save: return from ``save_checkpoint`` when the snapshot is taken; False waits until it is durable.
         resume_data: save the random generators and the place of ``engine.training_dataloader`` in its data, and go on there
             after ``load_checkpoint``. Leave it out where your script leaves out batches itself.
@@ -110,6 +112,8 @@ class Handle(AttachedHandle):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        metrics: Mapping[str, Any] | None = None,
     ) -> bool:
         """Stands in for ``DeepSpeedEngine.save_checkpoint``. When this returns, training may go on.
 
@@ -124,6 +128,7 @@ class Handle(AttachedHandle):
             client_state: as for DeepSpeed. A name that DeepSpeed uses itself takes the place of its own, with a warning.
             save_latest: whether ``latest`` is to name it.
             exclude_frozen_parameters: as for DeepSpeed.
+            metrics: numbers for ``Retention(keep_best=...)`` and for ``safe-ckpt list``; rank 0's count.
 
         Returns:
             True.
@@ -131,7 +136,7 @@ class Handle(AttachedHandle):
         Raises:
             ClosedError: ``destroy`` or ``remove`` was called.
             ConfigError: ``save_dir`` is none, or the tag no name of a directory, on any rank.
-            StateError: something cannot be saved; names it, on every rank. Nothing was started.
+            StateError: a metric or something else cannot be saved; names it, on every rank. Nothing was started.
             SourceChangedError: a swap file changed while it was copied.
             DirectoryError: something that is no checkpoint of DeepSpeed stands where the tag goes.
             DirectoryInUseError: a live job holds ``save_dir``.
@@ -148,6 +153,7 @@ class Handle(AttachedHandle):
                 client_state or {},
                 save_latest=save_latest,
                 exclude_frozen_parameters=exclude_frozen_parameters,
+                metrics=metrics or {},
             )
         if not self._async_save:
             handle.result()
@@ -207,6 +213,36 @@ class Handle(AttachedHandle):
             optimizer_states = load_optimizer_states and not load_module_only
             loaded = load.load(self.saver, load_dir, tag, restore, optimizer_states=optimizer_states)
         return cast("tuple[str | None, Any]", loaded)
+
+    def resume(self, load_dir: str | os.PathLike[str], **arguments: Any) -> Any:
+        """Load what ``latest`` names, or the newest good tag before it, if there is one. Every rank calls this.
+
+        Args:
+            load_dir: the directory of tags; of one tag, that one alone is taken.
+            arguments: further ones of ``load_checkpoint``.
+
+        Returns:
+            The client state, a dict; None on a fresh run, which is one without any tag.
+
+        Raises:
+            NoValidCheckpointError: there are tags and none is usable; says why not, one by one.
+            CheckpointNotFoundError: ``load_dir`` names a tag that is not there.
+            SafeCheckpointError: all else that ``load_checkpoint`` raises.
+
+        Example:
+            ```python
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+            client_state = install(engine).resume("runs/deepspeed")
+            first = client_state["epoch"] if client_state is not None else 0
+            ```
+        """
+        with self._call("resume"):
+            folder, tag, is_fresh = load.run_of(self.saver, load_dir)
+            path, client_state = self.load_checkpoint(folder, tag, **arguments)
+        if path is None and not is_fresh:
+            message = "there are tags, and DeepSpeed loaded none of them. Name one: load_checkpoint(load_dir, tag)"
+            raise NoValidCheckpointError(path=str(folder), message=message)
+        return client_state if path is not None else None
 
     def save_16bit_model(
         self,

@@ -14,13 +14,14 @@ import deepspeed.runtime.engine as upstream
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from safe_ckpt.adapters import Engine, Patch
-from safe_ckpt.adapters.extras import HIDDEN, not_found, one_resume, presence
+from safe_ckpt.adapters.extras import HIDDEN, not_found, one_resume, presence, refuse_missing
 from safe_ckpt.adapters.pickles import refuse_code
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.deepspeed import arguments, directories, nvme, universal
 from safe_ckpt.deepspeed.data_place import EngineDataPlace
 from safe_ckpt.deepspeed.directories import TagSaver
 from safe_ckpt.errors import CorruptCheckpointError, NoValidCheckpointError
+from safe_ckpt.layouts.table import DEEPSPEED
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,28 @@ def load(
         go_on(core, lambda: [engine.module])
         saver.resumed(path, begun, rejected)
     return result
+
+
+def run_of(saver: TagSaver, load_dir: object) -> tuple[Path, str | None, bool]:
+    """The directory of tags, the tag where ``load_dir`` is one, and whether there is none at all. Every rank calls this.
+
+    Raises:
+        CheckpointNotFoundError: ``load_dir`` names a tag that is not there.
+        SafeCheckpointError: see ``Handle.resume``.
+    """
+
+    def look(folder: Path) -> dict[str, Any]:
+        if presence.is_directory(folder) and DEEPSPEED.is_one(folder):
+            return {"tag": folder.name, "fresh": False}
+        refuse_missing(folder)
+        return {"tag": None, "fresh": not directories.order(folder, None)}
+
+    def check() -> dict[str, object]:
+        return {"directory": arguments.checked_directory(load_dir, "load_dir")}
+
+    folder: Path = arguments.agree(saver.engine, "resume", check)["directory"]
+    found = saver.engine.agree("resume", must_match={"directory": folder}, decide=lambda _: look(folder))
+    return (folder.parent if found["tag"] else folder), found["tag"], found["fresh"]
 
 
 def _restored(core: Engine, engine: Any, restore: Callable[[], Any], path: Path | None = None) -> Any:

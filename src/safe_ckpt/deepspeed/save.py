@@ -23,7 +23,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.utils import groups
 
 from safe_ckpt.adapters import Attempt, Engine, FilePlan, OnCommit, OpenSave, Patch, Planned, torch_file
-from safe_ckpt.adapters.extras import Pointer, export, file_plan, presence
+from safe_ckpt.adapters.extras import Pointer, checked_metrics, export, file_plan, presence
 from safe_ckpt.adapters.planning import note_models
 from safe_ckpt.deepspeed import arguments, directories, nvme
 from safe_ckpt.deepspeed.directories import TagSaver
@@ -43,6 +43,7 @@ def save(
     *,
     save_latest: bool,
     exclude_frozen_parameters: bool,
+    metrics: Mapping[str, Any],
 ) -> OpenSave:
     """Take a snapshot and have it written as ``tag`` in ``save_dir``. Every rank calls this.
 
@@ -57,6 +58,7 @@ def save(
     def check() -> dict[str, object]:
         top, name = checked()
         saver.wait_above(top / name)
+        checked_metrics(metrics)
         options = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
         return {"path": top / name, **options}
 
@@ -76,6 +78,7 @@ def save(
         planned.payload(),
         step=engine.global_steps,
         notes={"latest": save_latest, "tag": name, **planned.notes},
+        metrics=checked_metrics(metrics),
         on_commit=OnCommit(
             keep_foreign=lambda name: not directories.is_state(name),
             pointers=pointers,

@@ -41,7 +41,7 @@ class OpenTelemetryHook(SaveHook):
         self, tracer_provider: trace.TracerProvider | None = None, meter_provider: metrics.MeterProvider | None = None
     ) -> None:
         if _missing is not None:
-            message = 'needs opentelemetry-api: pip install "safe-ckpt[opentelemetry]"'
+            message = "needs opentelemetry-api: pip install opentelemetry-api"
             raise ConfigError(key="opentelemetry", message=message) from _missing
         super().__init__()
         self._tracer = trace.get_tracer(_SCOPE, __version__, tracer_provider)

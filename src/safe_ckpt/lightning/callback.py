@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from safe_ckpt.adapters.extras import HIDDEN, hugging_face, is_marked
 from safe_ckpt.adapters.patch import Patch
 from safe_ckpt.adapters.spool import is_url, refuse_url, spooled
-from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.config import CheckpointConfig, settings_of
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
 from safe_ckpt.ledger.pace import Pace, pace_of
@@ -59,7 +59,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
         every_n_epochs: see there.
         save_on_train_epoch_end: see there.
         enable_version_counter: see there.
-        config: timeouts and the like; None takes what the environment says (``SAFE_CKPT_CONFIG``), or the defaults.
+        config: all other settings: a ``CheckpointConfig``, a mapping of its keys, or the path of a YAML file; None reads
+            ``SAFE_CKPT_CONFIG``, or takes the defaults.
         resume: ``"auto"``: ``fit`` without a ``ckpt_path`` continues from the newest valid checkpoint in ``dirpath``, verified
             and agreed by all ranks, or starts afresh when there never was one; a Trainer that has trained goes on as it is.
             Where a second ``fit`` was killed the second one continues. Needs an explicit ``dirpath``. Of several callbacks in a
@@ -121,11 +122,12 @@ class SafeCheckpointCallback(ModelCheckpoint):
                 raise ConfigError(key="every", message=message)
             every_n_train_steps = _NEVER
         hugging_face.parse_size(export_max_shard_size, "export_max_shard_size")
-        self._given = dirpath, config
-        self.config = config or install.settings_of_this_process()
+        given = settings_of(config)
+        self._given = dirpath, given
+        self.config = given or install.settings_of_this_process()
         if dirpath is not None and is_url(dirpath, "dirpath"):
             dirpath, self.config = spooled(str(dirpath), self.config, key="dirpath")
-        install.check_arguments(dirpath, config or CheckpointConfig(), resume, save_weights_only=save_weights_only)
+        install.check_arguments(dirpath, given or CheckpointConfig(), resume, save_weights_only=save_weights_only)
         self.every = every
         super().__init__(
             dirpath=dirpath,

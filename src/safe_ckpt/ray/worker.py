@@ -16,7 +16,7 @@ from ray.train.v2._internal.execution.context import get_train_context
 
 from safe_ckpt.adapters import CheckpointInfo
 from safe_ckpt.checkpointer import Checkpointer
-from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.config import CheckpointConfig, ConfigLike
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.ray.run_config import SafeRunConfig
 
@@ -58,7 +58,7 @@ class RayCheckpointer(Checkpointer):
         ```
     """
 
-    def __init__(self, config: CheckpointConfig | None = None, *, hooks: Iterable[Hook] = ()) -> None:
+    def __init__(self, config: ConfigLike | None = None, *, hooks: Iterable[Hook] = ()) -> None:
         self._storage = _storage()
         self._awaited: list[SaveHandle] = []
         self._going: set[str] = set()

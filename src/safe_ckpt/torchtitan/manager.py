@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 from safe_ckpt.adapters import OpenSave
 from safe_ckpt.adapters.extras import agree_on_settings, policy_of, refused_retention
-from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.config import CheckpointConfig, ConfigLike, settings_of
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.layouts.table import TORCHTITAN
 from safe_ckpt.torchtitan.saver import ManagerSaver
@@ -32,6 +33,9 @@ class SafeCheckpointManager(CheckpointManager):
     this manager has committed, and nothing is deleted before its successor is there.
 
     Every rank makes one, and calls every method, on the thread that trains. ``close`` frees the folder.
+
+    Attributes:
+        metrics: numbers that the next saves are to have, such as the loss: torchtitan's Trainer gives none.
 
     Args:
         config: see ``Config``.
@@ -58,22 +62,25 @@ class SafeCheckpointManager(CheckpointManager):
         returns, and a process of its own writes it.
         """
 
-        settings: Annotated[CheckpointConfig | None, tyro.conf.Suppress] = None
+        settings: Annotated[ConfigLike | None, tyro.conf.Suppress] = None
         """Settings of safe_ckpt, equal on all ranks; None takes what the environment says (``SAFE_CKPT_CONFIG``)."""
 
         def to_dict(self) -> dict[str, Any]:
             """For logs: the settings as they differ from the defaults, without what is secret."""
             plain: dict[str, Any] = CheckpointManager.Config.to_dict(replace(self, settings=None))
-            return plain | {"settings": self.settings.deviations() if self.settings is not None else None}
+            settings = settings_of(self.settings, "settings")
+            return plain | {"settings": settings.deviations() if settings is not None else None}
 
     def __init__(self, config: Config, *, base_folder: str = "", **stock: Any) -> None:
         # With these two torchtitan's own makes a process group and a thread, which nobody would use.
         without: dict[str, Any] = {"async_mode": "disabled", "keep_latest_k": 0}
         super().__init__(replace(config, **without), base_folder=base_folder, **stock)
+        self.metrics: Mapping[str, Any] = {}
+        self._of_this_save: Mapping[str, Any] = {}
         if not self.enable:
             return
         self.async_mode = AsyncMode.DISABLED if config.async_mode == "disabled" else AsyncMode.ASYNC
-        settings, _ = agree_on_settings(config.settings, functools.partial(_check, config, self.folder))
+        settings, _ = agree_on_settings(config.settings, functools.partial(_check, config, self.folder), key="settings")
         self._folder = Path(os.path.abspath(self.folder))
         self._saver = ManagerSaver(settings, self.states[MODEL].model, config.keep_latest_k)
         try:
@@ -83,6 +90,20 @@ class SafeCheckpointManager(CheckpointManager):
         except BaseException:
             self._saver.close(quiet=True)
             raise
+
+    def save(self, curr_step: int, last_step: bool = False, *, metrics: Mapping[str, Any] | None = None) -> bool:
+        """See ``CheckpointManager.save``: whether to save is torchtitan's decision.
+
+        Args:
+            curr_step: the step.
+            last_step: see there.
+            metrics: numbers for ``safe-ckpt list``; None for the attribute ``metrics``.
+
+        Raises:
+            SafeCheckpointError: it failed, or an earlier one did; the same on every rank.
+        """
+        self._of_this_save = self.metrics if metrics is None else metrics
+        return bool(super().save(curr_step, last_step))
 
     def dcp_save(
         self,
@@ -106,7 +127,7 @@ class SafeCheckpointManager(CheckpointManager):
             stock = functools.partial(super().dcp_save, state_dict, async_mode=AsyncMode.DISABLED, to_hf=True)
             handle = self._saver.save_others(path, lambda folder: stock(checkpoint_id=str(folder)), step)
         else:
-            handle = self._saver.save_states(path, state_dict, step)
+            handle = self._saver.save_states(path, state_dict, step, self._of_this_save)
         if async_mode == AsyncMode.DISABLED:
             self._saver.wait()
         if enable_garbage_collection:

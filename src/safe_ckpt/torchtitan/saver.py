@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_ckpt.adapters import Attempt, OnCommit, OpenSave, Planned
-from safe_ckpt.adapters.extras import Candidate, keep_newest, one_resume
+from safe_ckpt.adapters.extras import Candidate, checked_metrics, keep_newest, one_resume
 from safe_ckpt.adapters.planning import give_back, go_on, note_models, states_of
 from safe_ckpt.adapters.saver import Saver, candidates_in
 from safe_ckpt.adapters.strategy import Sharded, dcp_names_in
@@ -43,22 +43,31 @@ class ManagerSaver(Saver):
         self._sharded = Sharded(self.engine)
         self._trusted: Path | None = None
 
-    def save_states(self, path: Path, states: Mapping[str, Any], step: int) -> OpenSave:
+    def save_states(
+        self, path: Path, states: Mapping[str, Any], step: int, metrics: Mapping[str, Any] | None = None
+    ) -> OpenSave:
         """Save every rank's parts, in the layout of ``torch.distributed.checkpoint``. Returns when the copy is taken.
 
         Args:
             path: the final name.
             states: the model's tensors by their names, and what has a ``state_dict``.
             step: the training step.
+            metrics: numbers of it.
         """
         with self.engine.together("CheckpointManager.save"):
             attempt = Attempt()
             state: dict[str, Any] = {}
+            numbers: dict[str, float] = {}
             with attempt:
+                numbers = checked_metrics(metrics or {})
                 state = states_of(states)
             one_model = {"": self._models[0]} if len(self._models) == 1 else None
             return self._commit(
-                path, self._sharded.plan({"": state}, attempt, one_model), step, OPTIMIZER not in states
+                path,
+                self._sharded.plan({"": state}, attempt, one_model),
+                step,
+                weights_only=OPTIMIZER not in states,
+                metrics=numbers,
             )
 
     def save_others(self, path: Path, write: Callable[[Path], object], step: int) -> OpenSave:
@@ -77,7 +86,14 @@ class ManagerSaver(Saver):
                 return self._commit(path, Planned(error=attempt.error), step, weights_only=True, prefilled=folder)
 
     def _commit(
-        self, path: Path, planned: Planned, step: int, weights_only: bool, prefilled: Path | None = None
+        self,
+        path: Path,
+        planned: Planned,
+        step: int,
+        *,
+        weights_only: bool,
+        prefilled: Path | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> OpenSave:
         note_models(self.engine, lambda: self._models)
         return self.save(
@@ -86,6 +102,7 @@ class ManagerSaver(Saver):
             planned.payload(),
             step=step,
             notes={_WEIGHTS_NOTE: weights_only},
+            metrics=metrics,
             on_commit=OnCommit(prefilled=prefilled, retention=self._retention),
         )
 

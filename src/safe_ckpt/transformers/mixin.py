@@ -25,7 +25,7 @@ from safe_ckpt.adapters.extras import (
 )
 from safe_ckpt.adapters.planning import go_on
 from safe_ckpt.adapters.spool import refuse_url
-from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.config import CheckpointConfig, ConfigLike
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
 from safe_ckpt.transformers import at_load, missing, reference, strategies
@@ -40,6 +40,7 @@ else:
     _Base = object
 
 logger = logging.getLogger(__name__)
+AUTO = "auto"
 
 
 class SafeCheckpointMixin(_Base):
@@ -68,12 +69,11 @@ class SafeCheckpointMixin(_Base):
 
 
         trainer = SafeTrainer(model, args, train_dataset=data)
-        trainer.train()
-        trainer.train(resume_from_checkpoint=True)  # from the newest valid one
+        trainer.train(resume_from_checkpoint="auto")  # from the newest valid one, or from the start
         ```
     """
 
-    checkpoint_config: CheckpointConfig | None = None
+    checkpoint_config: ConfigLike | None = None
     checkpoint_hooks: Sequence[Hook] = ()
     checkpoint_every: Literal["auto"] | None = None
     stopped_by_signal = False
@@ -118,14 +118,20 @@ class SafeCheckpointMixin(_Base):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """See ``Trainer.train``. When it returns, everything that was saved is committed. See ``stopped_by_signal``.
 
+        Args:
+            resume_from_checkpoint: ``"auto"``: from the newest valid checkpoint, or from the start where there is none at all.
+                True: the same, but without one it raises. A path: that one (``"./auto"`` for a folder of this name).
+            args: as for the Trainer.
+            kwargs: the same.
+
         Raises:
             ConfigError: a setting is not allowed, or the kind of training is not covered.
-            NoValidCheckpointError: ``resume_from_checkpoint=True`` and there is no usable checkpoint.
+            NoValidCheckpointError: there are checkpoints and none is usable; with True also if there is none.
             CorruptCheckpointError: the one at the given path is damaged.
             SafeCheckpointError: a save failed, and its error was not raised yet.
         """
         check = functools.partial(_check, self, resume_from_checkpoint)
-        config, _ = agree_on_settings(self.checkpoint_config, check)
+        config, _ = agree_on_settings(self.checkpoint_config, check, key="checkpoint_config")
         with TransformersSaver(config, self.checkpoint_hooks) as saver, saver.sharing.loading(self):
             self._safe_saver = saver
             self._begun_in = os.getcwd()  # a relative output_dir means the place that it names now
@@ -136,8 +142,11 @@ class SafeCheckpointMixin(_Base):
                 self.add_callback(pace)
             try:
                 path: str | None = None
-                if resume_from_checkpoint is True:
-                    path = str(saver.resume_from(absolute(self.args.output_dir or ".")))
+                if resume_from_checkpoint is True or resume_from_checkpoint == AUTO:
+                    found = saver.resume_from(
+                        absolute(self.args.output_dir or "."), needs_one=resume_from_checkpoint is True
+                    )
+                    path = str(found) if found is not None else None
                 elif resume_from_checkpoint:
                     path, begun = str(absolute(resume_from_checkpoint)), time.monotonic()
                     if saver.verify_if_there(Path(path)):
@@ -297,7 +306,7 @@ class SafeCheckpointMixin(_Base):
 
 def _check(trainer: Any, resumed: str | bool | None, config: CheckpointConfig) -> None:
     refuse_url(trainer.args.output_dir or ".", "output_dir")
-    if resumed is not None and not isinstance(resumed, bool):
+    if resumed is not None and not isinstance(resumed, bool) and resumed != AUTO:
         refuse_url(resumed, "resume_from_checkpoint")
     strategies.check(trainer, config)
     if trainer.checkpoint_every not in (None, "auto"):

@@ -47,16 +47,19 @@ class TransformersSaver(Saver):
         self._handles: dict[int, OpenSave] = {}
         self._best: tuple[Any, Any, Any] = None, None, None
 
-    def resume_from(self, folder: Path) -> Path:
-        """The newest valid checkpoint in ``folder``, verified and agreed.
+    def resume_from(self, folder: Path, *, needs_one: bool) -> Path | None:
+        """The newest valid checkpoint in ``folder``, verified and agreed; None where there is none at all.
 
         Raises:
-            NoValidCheckpointError: there is none.
+            NoValidCheckpointError: none of them is usable; with ``needs_one`` also where there is none.
         """
         info = self.newest(self._home(folder))
-        if info is None:
-            raise NoValidCheckpointError(path=str(folder), message="there is no checkpoint to resume from")
-        return info.file_path
+        if info is None and needs_one:
+            message = (
+                'there is no checkpoint to resume from; train(resume_from_checkpoint="auto") begins a fresh run then'
+            )
+            raise NoValidCheckpointError(path=str(folder), message=message)
+        return info.file_path if info is not None else None
 
     def verify_if_there(self, path: Path) -> bool:
         """Verify the checkpoint at ``path``; one that a stock Trainer wrote is taken as it is. Returns whether there is one.

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import re
 import shutil
 import signal
 import stat
@@ -17,6 +18,7 @@ import safetensors.torch
 import torch
 from small_runs import QUICK, config, steps
 
+import safe_ckpt
 from kit import warm
 from kit.inside import once_written, writer_of
 from kit.patience import scaled, wait_until
@@ -270,14 +272,60 @@ def test_a_disk_that_fills_up_within_a_file_fails_the_save_by_name(tmp_path):
 
 
 def test_a_directory_in_use_is_refused_and_named(tmp_path):
-    """Two Checkpointers on one directory, in one process or two: the second is told who has it."""
+    """A second process on one directory is told who has it; so is another door of this process."""
     with Checkpointer(tmp_path, config()):
-        with pytest.raises(DirectoryInUseError, match="this process"):
-            Checkpointer(tmp_path, config())
+        with pytest.raises(DirectoryInUseError, match="this process"), safe_ckpt.publishing(tmp_path, 1):
+            pass
         code = f"from safe_ckpt import Checkpointer; Checkpointer({str(tmp_path)!r})"
         done = warm.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
         assert f"in use by process {os.getpid()}" in done.stderr
     Checkpointer(tmp_path, config()).close()
+
+
+def test_a_cell_that_is_run_again_takes_its_directory_over(tmp_path, caplog):
+    """The same process makes its Checkpointer again: what is in flight is finished first, and the earlier one has ended."""
+    first = Checkpointer(tmp_path, config(writer=WriterConfig(inline_bytes=0)))
+    begun = first.save(1, {"w": {"t": torch.ones(1_000_000)}})
+    second = Checkpointer(tmp_path, config())
+    assert begun.committed.step == 1
+    assert "the earlier Checkpointer" in caplog.text
+    state = {"w": {"t": torch.zeros(1_000_000)}}
+    assert second.resume(state).step == 1
+    for call in (lambda: first.save(2, state), lambda: first.resume(state)):
+        with pytest.raises(ClosedError, match="a later Checkpointer of this process took"):
+            call()
+    first.close()
+    second.save(2, state).result(timeout_s=20)
+    second.close()
+    assert steps(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_what_failed_in_the_earlier_one_is_raised_once_by_the_takeover(tmp_path):
+    """A save whose error nobody has seen is not lost with the Checkpointer that is taken over; the next one opens."""
+    first = Checkpointer(tmp_path, config())
+    (tmp_path / ".safe_ckpt/pending").rmdir()
+    (tmp_path / ".safe_ckpt/pending").write_text("in the way")
+    failed = first.save(1, {"a": 1})
+    wait_until(failed.done, 20, "the save that fails")
+    with pytest.raises(DirectoryError):
+        Checkpointer(tmp_path, config())
+    (tmp_path / ".safe_ckpt/pending").unlink()
+    with Checkpointer(tmp_path, config()) as ckpt:
+        assert ckpt.save(1, {"a": 1}).result(timeout_s=20).step == 1
+
+
+def test_a_handle_shows_how_its_save_stands(tmp_path):
+    """A notebook's cell that ends with a handle shows how long it is written, then how long that took, and how large it is."""
+    with Checkpointer(tmp_path, config(writer=WriterConfig(inline_bytes=0))) as ckpt:
+        ckpt.save(0, {"w": torch.ones(10)}).result(timeout_s=20)
+        os.kill(writer_of(ckpt).pid, signal.SIGSTOP)
+        handle = ckpt.save(1, {"w": torch.ones(1 << 20)})
+        assert re.fullmatch(r"<SaveHandle of step-00000001: being written for \S+ m?s>", repr(handle)), repr(handle)
+        os.kill(writer_of(ckpt).pid, signal.SIGCONT)
+        handle.result(timeout_s=20)
+        assert re.fullmatch(r"<SaveHandle of step-00000001: committed after \S+ m?s, 4\.0 MiB>", repr(handle)), repr(
+            handle
+        )
 
 
 def test_the_error_of_a_save_is_told_once(tmp_path):

@@ -158,4 +158,4 @@ def test_without_obstore_directories_work_and_addresses_say_what_to_install(tmp_
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "1"
     assert "ConfigError" in done.stdout
-    assert "pip install 'safe-ckpt[remote]'" in done.stdout
+    assert "pip install obstore" in done.stdout

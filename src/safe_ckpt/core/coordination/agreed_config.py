@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from safe_ckpt._version import __version__
-from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.config import CheckpointConfig, ConfigLike, settings_of
 from safe_ckpt.core.coordination import process_groups
 from safe_ckpt.core.coordination.coordinator import open_coordinator
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
@@ -45,11 +45,12 @@ def config_of_all(
 
 
 def agree_on_settings(
-    config: CheckpointConfig | None,
+    config: ConfigLike | None,
     more: Callable[[CheckpointConfig], T],
     group: ProcessGroup | None = None,
     *,
     barrier_s: float | None = None,
+    key: str = "config",
 ) -> tuple[CheckpointConfig, T]:
     """The settings as of ``config_of_all``, and what else a call looks at first. Every rank calls this, on the training thread.
 
@@ -58,6 +59,7 @@ def agree_on_settings(
         more: judges or opens what this rank was given, with no other rank; what it raises, every rank raises.
         group: see ``config_of_all``.
         barrier_s: the same.
+        key: how the door calls ``config``.
 
     Returns:
         The settings, and what ``more`` returned on this rank.
@@ -68,12 +70,12 @@ def agree_on_settings(
     """
     facts = process_groups.group_of(group)
     if facts.size == 1:
-        mine = CheckpointConfig.from_environment() if config is None else config
+        mine = settings_of(config, key) or CheckpointConfig.from_environment()
         return mine, more(mine)
     # Its own timeouts and network, if they are valid, hold for the first meeting too.
     problem: Exception | None = None
     try:
-        mine = CheckpointConfig.from_environment() if config is None else config
+        mine = settings_of(config, key) or CheckpointConfig.from_environment()
     except Exception as error:  # the other ranks wait for this one
         mine, problem = CheckpointConfig(), error
         if isinstance(error, ConfigError):

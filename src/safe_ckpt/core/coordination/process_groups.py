@@ -62,6 +62,9 @@ def group_of(group: ProcessGroup | None) -> Group:
     """
     pg = itself(group)
     if pg is None:
+        refused = group is not None and group is not ALONE and dist.is_available()
+        if refused and not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(key="group", message=f"expected a process group or None, got {type(group).__name__}")
         return Group(rank=0, size=1, meeting_store=None, name="single")
     if not isinstance(pg, dist.ProcessGroup):  # such as what new_group() gives to ranks outside
         message = f"expected a process group that this rank is in, or None, got {pg!r}: only its ranks make this call"

@@ -92,8 +92,12 @@ class Visit:
 
     def newest(self, *, verify: bool) -> CheckpointInfo | None:
         """The newest that is in order; see ``safe_ckpt.newest``."""
+        return self.first_if_any(lambda info: self._verify(info) if verify else None)
+
+    def first_if_any(self, use: Callable[[CheckpointInfo], dict[str, Any] | None]) -> CheckpointInfo | None:
+        """As ``first``; None where there is no checkpoint at all, on a fresh run."""
         try:
-            return self.first(lambda info: self._verify(info) if verify else None)
+            return self.first(use)
         except NoValidCheckpointError as error:
             if error.rejected or error.message != _NONE:
                 raise

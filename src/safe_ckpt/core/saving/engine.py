@@ -291,6 +291,11 @@ class Engine:
         """How many saves are not over."""
         return self._handles.in_flight
 
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called, or it was never opened."""
+        return self._closed
+
     def close(self, *, quiet: bool = False, within_s: float | None = None) -> None:
         """Finish what is in flight, end the writer process, free the memory, give the directories back.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 
 from safe_ckpt.core.formats.manifest import CheckpointInfo
 from safe_ckpt.core.home.home import Home
@@ -14,6 +15,7 @@ from safe_ckpt.errors import (
     SafeCheckpointError,
     SaveSkippedError,
 )
+from safe_ckpt.text import bytes_text, duration
 
 
 class SaveHandle:
@@ -134,6 +136,7 @@ class OpenSave:
         self._error: SafeCheckpointError | None = None
         self._reported = False
         self._pid = os.getpid()
+        self._begun = self._ended = time.monotonic()
 
     def done(self) -> bool:
         """Whether the outcome is known."""
@@ -202,7 +205,7 @@ class OpenSave:
         """Record the outcome; the first one counts."""
         if self._finished.is_set():
             return
-        self._info, self._error = info, error
+        self._info, self._error, self._ended = info, error, time.monotonic()
         self._snapshot_taken.set()
         self._finished.set()
 
@@ -224,8 +227,11 @@ class OpenSave:
     def standing(self) -> str:
         """How it stands, in words."""
         if not self.done():
-            return "under way"
-        return f"{type(self._error).__name__}: {self._error}" if self._error is not None else "committed"
+            doing = "being written" if self._snapshot_taken.is_set() else "being copied"
+            return f"{doing} for {duration(time.monotonic() - self._begun)}"
+        if self._info is None:
+            return f"{type(self._error).__name__}: {self._error}"
+        return f"committed after {duration(self._ended - self._begun)}, {bytes_text(self._info.size_bytes)}"
 
 
 def skipped(name: str) -> OpenSave:

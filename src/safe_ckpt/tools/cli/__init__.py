@@ -12,5 +12,5 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich", "click", "jinja2"):
             raise
-        sys.exit("safe-ckpt needs typer, rich and jinja2: pip install 'safe-ckpt[cli]'")
+        sys.exit("safe-ckpt needs typer, rich and jinja2: pip install typer rich jinja2")
     app()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SCHEMES = ("s3", "gs", "az")
 PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 """How the environment variables of each begin."""
-_EXTRA = "object stores need obstore: pip install 'safe-ckpt[remote]'"
+_EXTRA = "object stores need obstore: pip install obstore"
 
 
 @dataclass(frozen=True, kw_only=True)
