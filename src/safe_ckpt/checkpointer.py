@@ -48,8 +48,9 @@ from safe_ckpt.core.state.items import Restoring, expected_bytes, items_of, modu
 from safe_ckpt.core.state.planner import Plan, Planner
 from safe_ckpt.core.storage.objects.options import is_url
 from safe_ckpt.core.storage.objects.place import Place, place_of
-from safe_ckpt.errors import ClosedError, ConfigError
+from safe_ckpt.errors import ClosedError, ConfigError, RestoreError
 from safe_ckpt.extensions.assemble import assemble
+from safe_ckpt.ledger.pace import LEAST_S, MOST_S, Pace, pace_of
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +129,7 @@ class Checkpointer:
             extensions=assemble(self.config),
         )
         try:
-            self._home: Home = self._engine.hold(self.directory)
+            self._home: Home = self._engine.hold(self.directory, per_host=True)
             self._catalog = Catalog()
             # A plain loop may change its parameters between two steps, so "auto" is eager here.
             self._planner = Planner(
@@ -139,6 +140,7 @@ class Checkpointer:
             )
             self._shards: ShardPlanner | None = None
             self._exporter: Exporter | None = None
+            self._pace: Pace | None = None
             # A checkpoint that is not visible for a moment must still count in the order of commits.
             timeouts = self.config.timeouts
             self._engine.agree(
@@ -324,9 +326,8 @@ class Checkpointer:
 
         view = {"names": ", ".join(map(str, state)), "step": step}
         wanted = None if step is None else lambda one: is_of_step(one, step)
-        reader = StoredItems(state, self._engine.rank, self._engine.coordinator.size).reader(
-            self._engine, mounted=self._home.is_mounted
-        )
+        items = StoredItems(state, self._engine.rank, self._engine.coordinator.size)
+        reader = items.reader(self._engine, self._home)
         try:
             request = one_resume.ResumeRequest(
                 home=self._home,
@@ -339,6 +340,11 @@ class Checkpointer:
                 others=lambda: of_frameworks(self._home),
             )
             chosen = one_resume.choose(self._engine, request)
+            try:
+                return self._restore(chosen, state, step)
+            except RestoreError:  # of a shard that lies on another host, too
+                if chosen is None or not reader.rest(chosen.info.path):
+                    raise
             return self._restore(chosen, state, step)
         finally:
             reader.close()
@@ -448,6 +454,36 @@ class Checkpointer:
             ```
         """
         return self._engine.stop_requested()
+
+    def due(self, *, least_s: float = LEAST_S, most_s: float = MOST_S) -> bool:
+        """Whether it is time to save: Daly's interval, from what saves and crashes have cost in this directory so far.
+
+        Look once per step, on every rank, on the thread that trains; all ranks get the same answer at the same step. Rank 0
+        decides. The ranks meet for it at most every half minute, and a few times before a save is due. With few crashes of its
+        own one a day is taken for granted. See ``safe-ckpt report``, which says what the interval costs.
+
+        Args:
+            least_s: no more often than this. The first save comes then; it shows what a save costs. As of the first call.
+            most_s: no less often than this. As of the first call.
+
+        Raises:
+            ConfigError: ``least_s`` is above ``most_s``, or negative.
+            RendezvousTimeout: some ranks did not look within ``barrier_s``.
+            PeerLostError: a rank died or stopped.
+
+        Example:
+            ```python
+            with Checkpointer("runs/exp") as ckpt:
+                for step in range(101, 201):
+                    train_one_step(model, optimizer)
+                    if ckpt.due(least_s=30, most_s=1800):
+                        ckpt.save(step, {"model": model})
+            ```
+        """
+        self._engine.coordinator.refuse_fork("due")
+        if self._pace is None:
+            self._pace = pace_of(self._engine, self.directory, least_s=least_s, most_s=most_s)
+        return self._pace.due()
 
     def wait(self, *, mirrored: bool = False) -> None:
         """Wait until everything in flight is committed. Every rank calls this.

@@ -196,14 +196,17 @@ class Mirror(_Checked):
     """Retention deletes a local checkpoint only after it, or a newer one, was uploaded."""
     follow: bool = False
     """When retention deletes a local checkpoint, delete its copy too."""
+    near: Literal["shared", "per-host"] = "shared"
+    """``"per-host"``: the directory lies on each host's own disk, such as NVMe or ``/dev/shm``, and holds what its ranks have
+    written. For ``Checkpointer``. ``"shared"``: all ranks see one directory."""
     max_behind: int | None = field(default=None, metadata=limits(at_least=1))
     """A save that finds more committed ones than this with neither a copy nor a newer one there raises ``MirrorBehindError`` on
     every rank, and stays committed. Null: a mirror that is behind is no error."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("keep_last", "keep_every_steps", "required", "follow", "max_behind"):
-            given = self.url is None and getattr(self, name) not in (None, False)
+        for name in ("keep_last", "keep_every_steps", "required", "follow", "near", "max_behind"):
+            given = self.url is None and getattr(self, name) not in (None, False, "shared")
             _require(not given, name, "does nothing without mirror.url: set that, too")
 
 

@@ -38,11 +38,27 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreed(Event):
-    """All ranks agreed that this save begins, ``seconds`` after the call of ``save``. The copy is not taken yet."""
+    """All ranks agreed that this save begins, ``seconds`` after the call of ``save``. The copy is not taken yet.
+
+    ``optimizer_steps`` are those that torch's optimizers had made by then in this process; None where nobody counts them, such
+    as on other ranks than 0.
+    """
 
     name: str
     step: int
     seconds: float
+    optimizer_steps: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alive(Event):
+    """A sign of life of rank 0, every 30 s from the first step of an optimizer on.
+
+    ``optimizer_steps`` are those that torch's optimizers have made so far in this process. In ``events.jsonl`` it takes the
+    place of the sign before it where nothing else was recorded in between.
+    """
+
+    optimizer_steps: int
 
 
 @dataclass(frozen=True, kw_only=True)

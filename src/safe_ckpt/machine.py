@@ -10,6 +10,7 @@ import functools
 import os
 import resource
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,19 @@ def process_start(pid: int) -> int | None:
     """
     fields = _stat(pid).split()
     return None if len(fields) < 20 or fields[0] in ("Z", "X") else int(fields[19])
+
+
+def process_began() -> float | None:
+    """The time when this process began, in seconds since the epoch by the clock as it is now; None where that is not known."""
+    try:
+        ticks = process_start(os.getpid())
+        return (
+            None
+            if ticks is None
+            else time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+        )
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def process_state(pid: int) -> str:

@@ -1,6 +1,5 @@
 """A directory as mirror whose disk is full or gives no answer: saves go on, and what was missed goes there later."""
 
-import contextlib
 import dataclasses
 import os
 import random
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from kit import warm
+from kit.far import bindfs
 from kit.faults import small_disk
 from kit.limits import QUICK
 from kit.patience import scaled, wait_until
@@ -68,27 +68,6 @@ def test_a_mirror_that_is_full_fails_no_save(tmp_path):
         assert tried(seen, 4).error == ""
         assert steps(far) == [4]
         verify_files(far / "step-00000004", read_manifest(far / "step-00000004"))
-
-
-@contextlib.contextmanager
-def bindfs(behind, path):
-    """A file system that can be stopped: then every call into it waits."""
-    if None in map(shutil.which, ("bindfs", "setpriv")) or os.getuid() != 0:
-        pytest.skip("no bindfs here")
-    behind.mkdir()
-    path.mkdir()
-    # It ends with this process: who looks at what a stopped one serves would wait for ever.
-    command = ["setpriv", "--pdeathsig", "KILL", "bindfs", "-f", "-o", "attr_timeout=0,entry_timeout=0", behind, path]
-    server = subprocess.Popen(command)
-    try:
-        wait_until(lambda: os.path.ismount(path) or server.poll() is not None, 30)
-        if server.poll() is not None:
-            pytest.skip("no bindfs mount here")
-        yield server
-    finally:
-        server.send_signal(signal.SIGCONT)
-        subprocess.run(["umount", "-l", path], check=True)
-        server.wait(30)
 
 
 @pytest.mark.timeout(180)

@@ -22,7 +22,7 @@ SEEDS_OF_PLANTED = {
     "the others' reports are left out": 4,
     "the manifest is not synced": 26,
     "the new name is not synced": 83,
-    "files are not synced": 26,
+    "files are not synced": 32,
     "the clock alone decides the order": 81,
     "one read is believed": 15,
     "a late store is asked without a pause": 315,

@@ -17,10 +17,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safe_ckpt import machine
 from safe_ckpt._version import __version__
-from safe_ckpt.events import Event
+from safe_ckpt.events import Alive, Event
+from safe_ckpt.hooks import steps
 
 logger = logging.getLogger(__name__)
+SIGN_S = 30.0
+"""How often rank 0 says that it is alive, once its optimizers step."""
+_SIGN_BYTES = 160  # of its line, so that one fits over another
 _BESIDE = ("torch", "lightning", "pytorch_lightning", "accelerate", "transformers", "deepspeed", "torchtitan")
 
 
@@ -28,7 +33,8 @@ class JsonlHook:
     """Appends one line per event. Before its first one comes a line ``"event": "run"``, which separates runs.
 
     A line is written in one piece, so that no reader sees half of two. One that a killed job left torn stays a line of its own.
-    While the disk refuses, events are left out, and the log says so once.
+    While the disk refuses, events are left out, and the log says so once. A sign of life is written over the one before it
+    where that is the last line: they do not add up.
 
     Args:
         path: the file; made at the first event.
@@ -47,15 +53,42 @@ class JsonlHook:
         self._lock = threading.RLock()
         self._begun = False
         self._refused = False
+        self._sign: tuple[tuple[int, int], int] | None = None  # the file and the place of the last sign of life
 
     def __call__(self, event: Event) -> None:
         """Append the event."""
         line = _line(event.facts())
+        self._write(event.at, line.rstrip().ljust(_SIGN_BYTES - 1) + b"\n" if isinstance(event, Alive) else line)
+
+    def begin(self) -> None:
+        """Append the line that begins a run now, and not before the first event. Once."""
+        self._write(time.time())
+
+    def end(self, *, failed: bool) -> None:
+        """Append a line that says that the job ended in order, or by an exception: what is killed cannot.
+
+        Args:
+            failed: by an exception.
+        """
+        if self._begun:
+            facts = {
+                "event": "end",
+                "rank": 0,
+                "at": time.time(),
+                "optimizer_steps": steps.counted(),
+                "in_order": not failed,
+            }
+            self._write(time.time(), _line(facts))
+            self._begun = False  # what comes in spite of that is another run's
+
+    def _write(self, at: float, line: bytes = b"") -> None:
         with self._lock:
             try:
                 if not self._begun:
-                    self._append(_line(_run(self._world_size, event.at)))
+                    self._append(_line(_run(self._world_size, at)))
                     self._begun = True
+                if len(line) == _SIGN_BYTES and self._replace(line):
+                    return
                 self._append(line)
                 self._refused = False
             except OSError as error:
@@ -64,7 +97,19 @@ class JsonlHook:
                     logger.warning("%s: events are not recorded: %s", self._path, error)
                 self._refused = True
 
+    def _replace(self, sign: bytes) -> bool:
+        """Write a sign of life over the one before, if that is the last line. It is this object's own in any case."""
+        if self._sign is None:
+            return False
+        with self._opened(os.O_RDWR) as file:
+            status, (there, at) = os.fstat(file), self._sign
+            if (status.st_dev, status.st_ino) != there or status.st_size != at + len(sign):
+                return False
+            return os.pwrite(file, sign, at) == len(sign)
+
     def _append(self, line: bytes) -> None:
+        if not line:
+            return
         with contextlib.suppress(OSError):  # if it cannot be renamed, it grows, and no line is lost
             size = os.stat(self._path).st_size
             if size and size + len(line) > self._record_bytes:
@@ -73,13 +118,16 @@ class JsonlHook:
             size = os.fstat(file).st_size
             torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
             rest = b"\n" + line if torn else line
+            if len(line) == _SIGN_BYTES:
+                status = os.fstat(file)
+                self._sign = (status.st_dev, status.st_ino), status.st_size + torn
             while rest:  # a nearly full disk takes a part, and reports only with the next one that it is full
                 rest = rest[os.write(file, rest) :]
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[int]:
+    def _opened(self, how: int = os.O_RDWR | os.O_APPEND | os.O_CREAT) -> Iterator[int]:
         # Who may write to the folder may have put a link to another file there, or a pipe, which would block for ever.
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        flags = how | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         fd = os.open(self._path, flags, 0o666)
         try:
             status = os.fstat(fd)
@@ -113,6 +161,9 @@ def _run(world_size: int, first_at: float) -> dict[str, Any]:
         "event": "run",
         "rank": 0,
         "at": min(time.time(), first_at),  # an event of another thread may arrive late
+        "began": machine.process_began(),
+        "optimizer_steps": steps.counted(),
+        "sign_s": SIGN_S,
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "world_size": world_size,

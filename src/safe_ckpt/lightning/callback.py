@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from safe_ckpt.adapters.extras import HIDDEN, hugging_face, is_marked
+from safe_ckpt.adapters.patch import Patch
 from safe_ckpt.adapters.spool import is_url, refuse_url, spooled
 from safe_ckpt.config import CheckpointConfig, settings_of
+from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
+from safe_ckpt.ledger.pace import Pace, pace_of
 from safe_ckpt.lightning import dataloader, install, loop_state, signals
 from safe_ckpt.lightning import resume as resuming
 from safe_ckpt.lightning.callback_state import Counts, PendingActions, SavedCallbackState, known_paths, reconcile
@@ -23,7 +26,8 @@ from safe_ckpt.lightning.saver import TrainerSaver
 
 logger = logging.getLogger(__name__)
 # They belong to a running stage: our saver, and the logging methods that a Trainer attaches.
-_LIVE = ("_saver", "_pending", "_saved_state", "_counts", "log", "log_dict")
+_LIVE = ("_pace", "_paced_step", "_saver", "_pending", "_saved_state", "_counts", "log", "log_dict")
+_NEVER = 1 << 40  # steps
 _WAITS = "_defer_save_until_validation"
 _SAVED = "safe_ckpt.saved"
 _OF_SAVED = ("_last_global_step_saved", "_last_checkpoint_saved")
@@ -66,6 +70,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
             after a signal. See ``Checkpointer.export``.
         export_max_shard_size: bytes, or text such as ``"5GB"``.
         hooks: called with what happens; see ``safe_ckpt.events``. With ``ddp_spawn`` they must be picklable.
+        every: ``"auto"``: save when ``Checkpointer.due`` would say so, at the end of an optimizer's step, and not by
+            ``every_n_train_steps``, ``train_time_interval`` or ``every_n_epochs``.
 
     Raises:
         ConfigError: ``resume="auto"`` without ``dirpath`` or with ``save_weights_only``; a remote ``dirpath``; a setting that
@@ -107,7 +113,14 @@ class SafeCheckpointCallback(ModelCheckpoint):
         export_to: str | Path | None = None,
         export_max_shard_size: int | str = "5GB",
         hooks: Sequence[Hook] = (),
+        every: Literal["auto"] | None = None,
     ) -> None:
+        if every is not None:
+            if every != "auto" or every_n_train_steps or every_n_epochs or train_time_interval is not None:
+                others = "every_n_train_steps, every_n_epochs or train_time_interval"
+                message = f'is "auto" or None, and not given together with {others}'
+                raise ConfigError(key="every", message=message)
+            every_n_train_steps = _NEVER
         hugging_face.parse_size(export_max_shard_size, "export_max_shard_size")
         given = settings_of(config)
         self._given = dirpath, given
@@ -115,6 +128,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         if dirpath is not None and is_url(dirpath, "dirpath"):
             dirpath, self.config = spooled(str(dirpath), self.config, key="dirpath")
         install.check_arguments(dirpath, given or CheckpointConfig(), resume, save_weights_only=save_weights_only)
+        self.every = every
         super().__init__(
             dirpath=dirpath,
             filename=filename,
@@ -142,6 +156,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
     # ------------------------------------------------------------------ identity
 
     def _generate_state_key(self, **kwargs: Any) -> str:
+        if self.every is not None:
+            kwargs["every_n_train_steps"] = _NEVER  # also while a save is due
         return f"ModelCheckpoint{kwargs!r}"  # its own key: runs move between the two in both directions
 
     def __getstate__(self) -> dict[str, Any]:
@@ -158,6 +174,8 @@ class SafeCheckpointCallback(ModelCheckpoint):
         self._at_once = self._knows_saved = False
         self._due_saved: list[Any] = []
         self._counts = Counts()
+        self._pace: Pace | None = None
+        self._paced_step = -1
 
     # ------------------------------------------------------------------ the life of a stage
 
@@ -247,10 +265,20 @@ class SafeCheckpointCallback(ModelCheckpoint):
             self._saver.tracking.report(committed_only=True)  # does not wait
         # Such a module swaps in other weights during the save: the copy must be taken then.
         swaps = not pl_module.automatic_optimization and hasattr(pl_module, "saved_models")
-        with self._deciding(at_once=swaps):
+        due = self._is_due(trainer)
+        with self._deciding(at_once=swaps), Patch(self, {"_every_n_train_steps": 1} if due else {}):
             super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
         if self._saver is not None and self._saver.stopper is self and self._saver.engine.stop_requested():
             self._stop(trainer)
+
+    def _is_due(self, trainer: Any) -> bool:
+        """With ``every="auto"``: whether a save is due, once for each step of the optimizers."""
+        if self.every is None or self._saver is None or trainer.global_step == self._paced_step:
+            return False
+        if self._pace is None:
+            self._pace = pace_of(self._saver.engine, self._directory)
+        self._paced_step = trainer.global_step
+        return self._pace.due()
 
     def _stop(self, trainer: Any) -> None:
         """After a signal: save, wait until it is committed, and end ``fit``, at the same batch on every rank."""

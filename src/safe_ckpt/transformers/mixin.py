@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import TrainingArguments
 from transformers import trainer as upstream
@@ -30,6 +30,7 @@ from safe_ckpt.errors import ConfigError
 from safe_ckpt.events import Hook
 from safe_ckpt.transformers import at_load, missing, reference, strategies
 from safe_ckpt.transformers.data_place import TrainerDataPlace
+from safe_ckpt.transformers.due import SaveWhenDue
 from safe_ckpt.transformers.saver import BY_NAME, TransformersSaver
 from safe_ckpt.transformers.stopping import StopAtSignal, without_jit
 
@@ -57,6 +58,8 @@ class SafeCheckpointMixin(_Base):
             defaults. ``retention`` is the Trainer's own: rules in here are refused.
         checkpoint_hooks: called with what happens; see ``safe_ckpt.events``. Of the class, or set on the object before
             ``train()``.
+        checkpoint_every: ``"auto"``: save also when ``Checkpointer.due`` would say so, whatever ``save_strategy`` is ("no",
+            say), and behind the last step.
         stopped_by_signal: whether ``train()`` returned before its end, because a process got a signal of ``save_on_signals``.
 
     Example:
@@ -72,6 +75,7 @@ class SafeCheckpointMixin(_Base):
 
     checkpoint_config: ConfigLike | None = None
     checkpoint_hooks: Sequence[Hook] = ()
+    checkpoint_every: Literal["auto"] | None = None
     stopped_by_signal = False
     _safe_saver: TransformersSaver | None = None
     _stopper: StopAtSignal | None = None
@@ -132,6 +136,10 @@ class SafeCheckpointMixin(_Base):
             self._safe_saver = saver
             self._begun_in = os.getcwd()  # a relative output_dir means the place that it names now
             stopper = self._stopper = self._watch_signals(saver)
+            pace = None
+            if self.checkpoint_every is not None:
+                pace = SaveWhenDue(saver.engine, absolute(self.args.output_dir or "."))
+                self.add_callback(pace)
             try:
                 path: str | None = None
                 if resume_from_checkpoint is True or resume_from_checkpoint == AUTO:
@@ -153,8 +161,8 @@ class SafeCheckpointMixin(_Base):
                     return super().train(path, *args, **kwargs)
             finally:
                 self.stopped_by_signal = stopper is not None and stopper.stopped
-                if stopper is not None:
-                    self.remove_callback(stopper)
+                for own in filter(None, (stopper, pace)):
+                    self.remove_callback(own)
                 self._safe_saver = self._data_place = self._stopper = None
 
     def _watch_signals(self, saver: TransformersSaver) -> StopAtSignal | None:
@@ -301,6 +309,8 @@ def _check(trainer: Any, resumed: str | bool | None, config: CheckpointConfig) -
     if resumed is not None and not isinstance(resumed, bool) and resumed != AUTO:
         refuse_url(resumed, "resume_from_checkpoint")
     strategies.check(trainer, config)
+    if trainer.checkpoint_every not in (None, "auto"):
+        raise ConfigError(key="checkpoint_every", message='is "auto" or None')
     if trainer.args.save_on_each_node:
         message = "is not supported: safe_ckpt commits one checkpoint that all processes see. Leave it False"
         raise ConfigError(key="TrainingArguments.save_on_each_node", message=message)

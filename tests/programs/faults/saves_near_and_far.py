@@ -1,5 +1,6 @@
 """Goes on in NEAR, with a mirror in FAR: says where from, whether each number is that step's, and what is near and far."""
 
+import os
 import sys
 
 import torch
@@ -10,11 +11,16 @@ near, far = sys.argv[1], sys.argv[2]
 state = {"model": {"w": torch.zeros(200_000)}, "step": 0}
 
 
+def say(*words):
+    """One write a line: threads print, too, and a kill between two writes would leave half a line."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
 def tell(event):
     if isinstance(event, events.Mirrored) and not event.error:
-        print("far", int(event.path[-8:]), flush=True)
+        say("far", int(event.path[-8:]))
     if isinstance(event, events.Fetched):
-        print("fetched", int(event.path[-8:]), flush=True)
+        say("fetched", int(event.path[-8:]))
 
 
 config = CheckpointConfig(
@@ -25,9 +31,9 @@ config = CheckpointConfig(
 with Checkpointer(near, config, hooks=[tell]) as ckpt:
     ckpt.resume(state)
     exact = bool((state["model"]["w"] == state["step"]).all())
-    print("resumed", state["step"], exact, flush=True)
+    say("resumed", state["step"], exact)
     while state["step"] < 100_000:
         state["step"] += 1
         state["model"]["w"] += 1
         ckpt.save(state["step"], state).result()
-        print("near", state["step"], flush=True)
+        say("near", state["step"])

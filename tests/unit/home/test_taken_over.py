@@ -34,7 +34,14 @@ EXCUSED = {
     "core.home.file_home:FilePublication.prepare": "names in the folder of the save, as above",
     "core.home.file_home:FileHome._delete": "of what lies in the trash, or in a save's own folder",
 }
-_OF_OTHER_JOBS = ("core.home.holders", "core.home.objects.home", "core.home.objects.lock", "core.home.objects.head")
+# Those of directories on several hosts: tests/multirank/test_hosts_of_their_own.py.
+_OF_OTHER_JOBS = (
+    "core.home.host_home",
+    "core.home.holders",
+    "core.home.objects.home",
+    "core.home.objects.lock",
+    "core.home.objects.head",
+)
 
 
 def opened(path):

@@ -20,6 +20,7 @@ from safe_ckpt.core.saving import one_save, queue
 from safe_ckpt.core.saving.queue import SaveQueue
 from safe_ckpt.core.staging.snapshot import StagingCopy
 from safe_ckpt.core.storage import durable
+from safe_ckpt.core.writer import sink
 from safe_ckpt.errors import CommitOutcomeUnknown, SaveError
 
 
@@ -194,13 +195,22 @@ def test_an_end_in_a_hurry_waits_as_long_as_it_is_told(tmp_path, monkeypatch, ca
     ckpt.close()
 
 
-def test_a_save_for_which_a_signal_leaves_no_time_is_given_up_by_name(tmp_path):
+def test_a_save_for_which_a_signal_leaves_no_time_is_given_up_by_name(tmp_path, monkeypatch):
     """What is not written within signal_grace_s of the signal is no checkpoint, and the error names the setting."""
+    over, real = threading.Event(), os.fsync
+
+    def fsync(fd):
+        if threading.current_thread().name == "safe_ckpt-write":
+            over.wait(60)
+        real(fd)
+
+    monkeypatch.setattr(sink.os, "fsync", fsync)
     with Checkpointer(tmp_path, config(save_on_signals=("SIGUSR1",), signal_grace_s=1e-6)) as ckpt:
         signal.raise_signal(signal.SIGUSR1)
         assert ckpt.stop_requested
         with pytest.raises(SaveError, match="signal_grace_s") as caught:
-            ckpt.save(1, {"w": torch.ones(1_000_000)}).result(timeout_s=20)
+            ckpt.save(1, {"w": torch.ones(1_000)}).result(timeout_s=20)
+        over.set()
     assert (caught.value.phase, caught.value.rank) == ("shutdown", 0)
     assert steps(tmp_path) == []
 

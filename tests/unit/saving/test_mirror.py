@@ -128,6 +128,28 @@ def test_a_lost_disk_is_made_up_for(tmp_path, store):
         resumed(tmp_path / "a", settings, step=7)
 
 
+@pytest.mark.parametrize("damaged", [(3,), (3, 2)])
+def test_a_damaged_checkpoint_is_fetched_before_an_older_one_is_taken(tmp_path, store, damaged):
+    """Older ones are sound here, and the newest is sound in the mirror: the run goes on from the newest."""
+    settings = config(store)
+    run(tmp_path / "a", settings, [1, 2, 3])
+    for step in damaged:
+        flip_bit(tmp_path / f"a/step-0000000{step}/model.safetensors", 5000)
+    assert resumed(tmp_path / "a", settings) == 3
+    assert [path.name for path in (tmp_path / "a/.safe_ckpt/quarantine").iterdir()] == ["step-00000003"]
+
+
+def test_an_older_one_here_is_taken_before_what_is_older_still_in_the_mirror(tmp_path, store):
+    """The newest is damaged and has no copy: the next one here serves, and nothing is fetched."""
+    settings = config(store)
+    run(tmp_path / "a", settings, [1])
+    with Checkpointer(tmp_path / "a", CheckpointConfig(timeouts=TIMES)) as ckpt:
+        for step in (2, 3):
+            ckpt.save(step, state(step)).result()
+    flip_bit(tmp_path / "a/step-00000003/model.safetensors", 5000)
+    assert resumed(tmp_path / "a", settings) == 2
+
+
 def test_a_damaged_copy_is_passed_over(tmp_path, store):
     """Bytes that differ in the mirror are found while they are fetched; the one before it is taken."""
     settings = config(store)

@@ -184,7 +184,9 @@ def test_every_setting_is_among_the_deviations():
             cache_dir="/c",
             unfenced=True,
         ),
-        "mirror": Mirror(url="s3://b/c", keep_last=1, keep_every_steps=1, required=True, follow=True, max_behind=1),
+        "mirror": Mirror(
+            url="s3://b/c", keep_last=1, keep_every_steps=1, required=True, follow=True, near="per-host", max_behind=1
+        ),
         "health": Health(action="stop", norm_jump=10.0, ignore=("*.mask",)),
         "unchanged": Unchanged(share=False, full_every=1),
         "snapshot": "eager",
@@ -203,7 +205,15 @@ def test_every_setting_is_among_the_deviations():
 
 
 @pytest.mark.parametrize(
-    "rule", [{"keep_last": 3}, {"keep_every_steps": 5}, {"required": True}, {"follow": True}, {"max_behind": 1}]
+    "rule",
+    [
+        {"keep_last": 3},
+        {"keep_every_steps": 5},
+        {"required": True},
+        {"follow": True},
+        {"near": "per-host"},
+        {"max_behind": 1},
+    ],
 )
 def test_a_mirror_needs_an_address(rule):
     """What would do nothing without ``mirror.url`` is refused, and says so."""

@@ -291,7 +291,11 @@ class Coordinator:
 
     def progress(self) -> int:
         """A number that changes as long as bytes move, here or on a rank that this one waits for."""
-        return self._own_progress() + self._heartbeat.progress()
+        return self._own_progress() + self.progress_elsewhere()
+
+    def progress_elsewhere(self) -> int:
+        """The same of the ranks that this one waits for alone."""
+        return self._heartbeat.progress()
 
     def _own_progress(self) -> int:
         return sum(source() for source in list(self.progress_sources))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from safe_ckpt.config import Timeouts
-from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, read_manifest
+from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import is_marked, refuse_unreadable, verify_files
 from safe_ckpt.core.home import extra_files
 from safe_ckpt.core.home.candidates import list_directories
@@ -396,8 +396,12 @@ class FilePublication:
         self, entries: Sequence[FileEntry], sections: Mapping[str, Any], check_still_wanted: Callable[[], None]
     ) -> CheckpointInfo:
         """See ``Publication``. A single file without entries: names are only given to, or taken from, what is there already."""
-        new = self._new
         self._check_written(entries, check_still_wanted)
+        return self._publish(*self._seal(entries, sections))
+
+    def _seal(self, entries: Sequence[FileEntry], sections: Mapping[str, Any]) -> tuple[Manifest, Sequence[FileEntry]]:
+        """Complete what is to get its name: the manifest is durable behind this."""
+        new = self._new
         manifest = dataclasses.replace(new.manifest, **sections)
         if manifest.marked and os.path.lexists(self._final) and not is_marked(self._final):
             self._final = self._final.with_name(f"{_UNHEALTHY}{self._final.name}")
@@ -411,9 +415,28 @@ class FilePublication:
                 extra_files.keep_foreign(self._final, self._pending, new.additions.keep_foreign)
             manifest = dataclasses.replace(manifest, files=tuple(entries))
             durable.write_durably(self._pending / MANIFEST_NAME, manifest.to_bytes())
-            self._give_final_name()
         elif entries:
             refuse_unreadable(self._pending)
+        return manifest, entries
+
+    def seal_as(self, manifest: Manifest) -> None:
+        """Complete a part of what another host commits: all of it is durable behind this, but for its name."""
+        self._final = self._final.with_name(manifest.name)
+        durable.write_durably(self._pending / MANIFEST_NAME, manifest.to_bytes())
+        for folder in (*self.folders, str(self._own)):
+            durable.sync_directory(folder)
+
+    def give_name(self) -> None:
+        """Behind ``seal_as``: it is committed there."""
+        self._give_final_name()
+
+    def check_written(self, entries: Sequence[FileEntry]) -> None:
+        """Raise ``SaveError`` where a file that was reported is not there, or has another size."""
+        self._check_written(entries, lambda: None)
+
+    def _publish(self, manifest: Manifest, entries: Sequence[FileEntry]) -> CheckpointInfo:
+        """Give it its name, and what it gets besides."""
+        if self._new.kind == "directory" or entries:
             self._give_final_name()
         self._link(marked=manifest.marked)
         self._point(marked=manifest.marked)

@@ -141,6 +141,7 @@ class NewCheckpoint:
         op_id: unique to this attempt; "" for the manifest's.
         kind: whether ``path`` becomes a directory with a manifest in it or a single file.
         needed_bytes: what all ranks together will write; 0 where that is not known.
+        needed_by_rank: what each of them will; () where that is not known.
         folders: below the checkpoint's directory, for files that go into one.
         additions: what it gets besides.
     """
@@ -150,6 +151,7 @@ class NewCheckpoint:
     op_id: str = ""
     kind: Literal["directory", "file"] = "directory"
     needed_bytes: int = 0
+    needed_by_rank: Sequence[int] = ()
     folders: Sequence[str] = ()
     additions: Additions = field(default_factory=Additions)
 
@@ -226,11 +228,13 @@ class Home(Protocol):
         path: where it is.
         last_sequence: the last place in the order of commits that was given out.
         is_mounted: ranks read its files where they lie; from another one a host fetches them.
+        is_on_each_host: each host has one of its own, with what its ranks have written; every rank gives it back.
         unsupported: what a checkpoint cannot have here, by the names of the fields of ``Additions``; ``"file"`` is the
             kind.
     """
 
     is_mounted: ClassVar[bool]
+    is_on_each_host: ClassVar[bool]
     unsupported: ClassVar[frozenset[str]]
     last_sequence: int
 
@@ -310,6 +314,38 @@ class Home(Protocol):
     def begin(self, new: NewCheckpoint, timeouts: Timeouts) -> Publication:
         """Return the publication by which this becomes a checkpoint here. On every rank; it makes nothing yet."""
 
+    def serve(self, action: str, answer: Callable[[Mapping[str, Any]], Any]) -> None:
+        """On every rank: what a host does when rank 0 asks for ``action``, where each host has a directory of its own."""
+
+    def send_elsewhere(self, asked: Copies) -> Sequence[FileEntry]:
+        """Have files that are on other hosts alone copied from there. Returns them, as they were read; () where there are none.
+
+        Raises:
+            IncompleteCheckpointError: no host has one of them.
+        """
+
+    def fetch_elsewhere(self, publication: Publication, manifest: Manifest, source: Place) -> Sequence[FileEntry]:
+        """Have other hosts fetch what their ranks read, for ``publication``. Returns what is to be fetched to this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """Files that hosts send somewhere, each those that it has.
+
+    Attributes:
+        path: the checkpoint.
+        manifest: its manifest.
+        folder: where the files go.
+        folders: what is made durable behind them.
+        check: called while waiting; raises to give up.
+    """
+
+    path: Path
+    manifest: Manifest
+    folder: Place
+    folders: Sequence[str]
+    check: Callable[[], None]
+
 
 class HeldHome(Generic[SomePlace]):
     """The part that the homes of both storages share.
@@ -317,6 +353,8 @@ class HeldHome(Generic[SomePlace]):
     Attributes:
         last_sequence: see ``Home``.
     """
+
+    is_on_each_host: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.last_sequence = 0
@@ -330,6 +368,19 @@ class HeldHome(Generic[SomePlace]):
         """See ``Home``. Given out while it is held; a failed save leaves a gap."""
         self.last_sequence = sequence_after(self.last_sequence)
         return self.last_sequence
+
+    def serve(self, action: str, answer: Callable[[Mapping[str, Any]], Any]) -> None:
+        """See ``Home``. Nobody asks."""
+
+    def send_elsewhere(self, asked: Copies) -> Sequence[FileEntry]:
+        """See ``Home``. All is here."""
+        del asked
+        return ()
+
+    def fetch_elsewhere(self, publication: Publication, manifest: Manifest, source: Place) -> Sequence[FileEntry]:
+        """See ``Home``. All comes here."""
+        del publication, source
+        return manifest.files
 
     def _discard_each(self, places: Iterable[SomePlace], discard: Callable[[SomePlace], None]) -> list[SomePlace]:
         """Delete them one by one. Returns those that are gone; a failure is logged, once."""

@@ -141,6 +141,9 @@ class Reader(Protocol):
     def verified(self) -> Manifest | None:
         """The manifest of the last one, with the files that were verified; None where that is all of them."""
 
+    def rest(self, place: Place) -> bool:
+        """Bring files that lay elsewhere to where they are read from. Whether that was done: what failed may be tried again."""
+
     def close(self) -> None:
         """Delete what was fetched. On this rank alone."""
 
@@ -165,6 +168,11 @@ class FileReader:
     def verified(self) -> Manifest | None:
         """See ``Reader``. All of it."""
         return None
+
+    def rest(self, place: Place) -> bool:
+        """See ``Reader``. All ranks see all files."""
+        del place
+        return False
 
     def close(self) -> None:
         """See ``Reader``."""
@@ -351,6 +359,11 @@ class ObjectReader:
             return loaded, None
         logger.warning("%s: reading it once more", verdict["why"])
         return self._try_one(path.afresh())
+
+    def rest(self, place: Place) -> bool:
+        """See ``Reader``. All ranks see all files."""
+        del place
+        return False
 
     def close(self) -> None:
         """See ``Reader``."""

@@ -7,7 +7,7 @@ import json
 import logging
 import mmap
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from safe_ckpt.core.formats import file_plan, hugging_face, safetensors, torch_r
 from safe_ckpt.core.formats.dtypes import ORDER_KEY
 from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from safe_ckpt.core.formats.verify import verify_files
+from safe_ckpt.core.home.home import Home
+from safe_ckpt.core.home.host_home import HostHome
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Ranks, Reader
 from safe_ckpt.core.resuming.host_cache import Host
+from safe_ckpt.core.resuming.host_reader import HostReader
 from safe_ckpt.core.state.items import PerRank, Shards, StartsAnew, read_once, started_anew
 from safe_ckpt.core.state.planner import SHARDED
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
@@ -48,9 +51,11 @@ class StoredItems:
         self._whole = whole
         self.verified: Manifest | None = None
 
-    def reader(self, ranks: Ranks, *, mounted: bool, held: bool = True) -> Reader:
+    def reader(self, ranks: Ranks, home: Home, *, held: bool = True) -> Reader:
         """Make the reader of candidates: in a file system that is mounted, or in a store; see ``FileReader``."""
-        if mounted:
+        if isinstance(home, HostHome):
+            return HostReader(ranks, home, self.needed_on, self.load_here, lambda: self.verified)
+        if home.is_mounted:
             return FileReader(ranks, self.load, held=held)
         return ObjectReader(ranks, self.wanted, self.load_fetched, lambda: self.verified)
 
@@ -102,6 +107,37 @@ class StoredItems:
         self.verified = dataclasses.replace(manifest, files=tuple(one for one in manifest.files if one.path in read))
         if self._rank == 0:
             check_there(source, manifest.files)
+        return loaded
+
+    def needed_on(self, manifest: Manifest, ranks: Sequence[int]) -> set[str]:
+        """The files that these ranks read, where each host has a directory of its own: of sharded items what they wrote.
+
+        Where there are other ranks than at the save, each of them may need any shard.
+        """
+        needed: set[str] = set()
+        own = {entry.path for entry in manifest.files if entry.rank in ranks or self._world_size != manifest.world_size}
+        for rank in ranks:
+            files = files_for(manifest, self._state, rank=rank, path=manifest.name)
+            sharded = self._sharded(manifest, files)
+            needed.update(file for file in sharded if file in own or file.endswith(DCP_METADATA))
+            whole = [file for name, file in files.items() if manifest.items[name]["form"] != SHARDED]
+            needed.update(part for file in whole for part in files_of(file, manifest))
+        return needed
+
+    def load_here(self, path: Path, host: Host) -> dict[str, Any]:
+        """Read from this host's own directory, which has what its ranks need, verified.
+
+        Raises:
+            RestoreError: the checkpoint does not fit the state.
+            CorruptCheckpointError: bytes are not those that were written.
+            IncompleteCheckpointError: a file is not there.
+            OSError: one could not be read.
+        """
+        manifest = read_manifest(path)
+        here = self.needed_on(manifest, host.ranks)
+        part = dataclasses.replace(manifest, files=tuple(one for one in manifest.files if one.path in here))
+        loaded, _ = self._load(path, part, path, host, here)
+        self.verified = part
         return loaded
 
     def _load(

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def choose(engine: Engine, request: ResumeRequest) -> Chosen | None:
         rejected = Rejected(why=dict(seen["rejected"]), kinds=dict.fromkeys(seen["damaged"], "bad"))
 
         def found() -> Iterator[CheckpointInfo]:
-            for name, facts in offered.after(seen["infos"]):
+            for name, facts in offered.after(seen["infos"], known):
                 # If this one was fetched, ``fetch`` has already moved a damaged one of the same name into quarantine.
                 rejected.kinds.pop(name, None)
                 yield CheckpointInfo.from_json(facts, beside=home.path)
@@ -310,11 +311,32 @@ class Offered:
         """
         self._agree("fetch by name", self._fetch_next)
 
-    def after(self, infos: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Yield name and facts of what is here, then of what the mirror has besides: that is fetched when it is asked for."""
-        yield from infos.items()
+    def after(self, infos: Mapping[str, Any], known: Mapping[str, Candidate]) -> Iterator[tuple[str, Any]]:
+        """Yield name and facts of what is here and of what the mirror has: that is fetched when it is asked for.
+
+        Behind one that is here and cannot be used comes what the mirror has that is newer than the next one here: the same
+        checkpoint may be sound there.
+
+        Args:
+            infos: the facts of what is here, by name, the newest first.
+            known: on rank 0 what is here, by name.
+        """
+        for number, (name, facts) in enumerate(infos.items()):
+            while number and (found := self._agree("fetch what is newer", partial(self._sounder, known.get(name)))):
+                yield found["name"], found["info"]
+            yield name, facts
         while (found := self._agree("fetch what is older", self._fetch_next)) is not None:
             yield found["name"], found["info"]
+
+    def _sounder(self, next_here: Candidate | None, home: Home) -> dict[str, Any] | None:
+        """Fetch the newest that the mirror has, if it is newer than ``next_here``."""
+        if next_here is None or (manifest := next_here.manifest) is None:
+            return None
+        try:
+            return self._fetch_next(home, newer_than=manifest.sequence)
+        except (OSError, SafeCheckpointError) as error:
+            logger.warning("the mirror is not looked at: %s", error)
+            return None
 
     def _agree(self, kind: str, action: Callable[[Home], Any]) -> Any:
         if (home := self._home) is None:
@@ -342,9 +364,11 @@ class Offered:
                 raise
             logger.warning("the mirror is not looked at: %s", error)
 
-    def _fetch_next(self, home: Home) -> dict[str, Any] | None:
-        """Fetch the next one: nothing that is here can be used, and what is damaged here may be sound there."""
+    def _fetch_next(self, home: Home, newer_than: int = -1) -> dict[str, Any] | None:
+        """Fetch the next one whose sequence number is above ``newer_than``: what is damaged here may be sound there."""
         for extension, candidate in self._there(home):
+            if candidate.manifest is None or candidate.manifest.sequence <= newer_than:
+                continue
             info = self._fetch(extension, candidate, home)
             if info is not None:
                 return {"name": home.name_of(info.path), "info": info.to_json()}

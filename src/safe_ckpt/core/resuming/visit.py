@@ -184,7 +184,7 @@ class Visit:
     def _load(self, info: CheckpointInfo, state: Mapping[str, Any], *, verify: bool) -> dict[str, Any] | None:
         ranks = self.ranks
         items = StoredItems(state, ranks.rank, ranks.coordinator.size, whole=verify)
-        reader = items.reader(ranks, mounted=self._home.is_mounted, held=False)
+        reader = items.reader(ranks, self._home, held=False)
         try:
             loaded, verdict = reader.try_one(info.path, ours=info.verified)
             if verdict is not None:

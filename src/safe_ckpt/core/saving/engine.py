@@ -43,6 +43,7 @@ from safe_ckpt.errors import (
     SafeCheckpointError,
 )
 from safe_ckpt.hooks import asked_for
+from safe_ckpt.hooks.disk import DiskHook
 from safe_ckpt.hooks.emitter import Emitter
 from safe_ckpt.hooks.logging_hook import LoggingHook
 
@@ -103,10 +104,10 @@ class Engine:
         self.rank = self.coordinator.rank
         self._pid = os.getpid()
         self._inline = saves_inline()
-        self._held_homes = HeldHomes(self.coordinator, config, self.emit, owner)
+        self.extensions = Extensions(extensions)
+        self._held_homes = HeldHomes(self.coordinator, config, self.emit, owner, self.extensions.held)
         self.hold, self.release = self._held_homes.hold, self._held_homes.release
         self.list_held, self.tell = self._held_homes.list_held, self._held_homes.tell
-        self.extensions = Extensions(extensions)
         self._pipeline = pipeline = self._parts()
         self._stager, self._save_queue, self._handles = pipeline.stager, pipeline.queue, pipeline.handles
         self._closed = False
@@ -155,6 +156,7 @@ class Engine:
             extension.opened(run)
         if self.rank != 0:
             return
+        self.emit.add(DiskHook())
         try:
             for hook in asked_for(self.config.telemetry):
                 self.emit.add(hook)
@@ -301,7 +303,7 @@ class Engine:
 
         Args:
             quiet: log errors instead of raising, for when another exception is on its way or the interpreter ends.
-            within_s: wait this long at most, progress or not.
+            within_s: wait this long at most, progress or not, as an exception is on its way: the record says so.
 
         Raises:
             ForkedError: this process was forked from the one that opened this.
@@ -323,7 +325,7 @@ class Engine:
             if self.rank == 0:
                 self._pipeline.after_commit.delete_deferred()
             try:
-                self._end()
+                self._end(failed=within_s is not None)
             finally:
                 self.extensions.ask("the end of the job", lambda one: one.closed())
         try:
@@ -337,12 +339,12 @@ class Engine:
         if not getattr(self, "_closed", True):
             self.close(quiet=True, within_s=self.config.timeouts.shutdown_s)
 
-    def _end(self) -> None:
+    def _end(self, *, failed: bool = False) -> None:
         if self._preemption is not None:
             self._preemption.close()
         self._stager.close()
         self.emit.close()
-        self._held_homes.close()
+        self._held_homes.close(failed=failed)
         self.coordinator.release()
 
 

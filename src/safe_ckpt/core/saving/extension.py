@@ -103,6 +103,9 @@ class Extension:
     def opened(self, run: Run) -> None:
         """On every rank, on the caller's thread, when the job begins. What it raises ends the opening on every rank."""
 
+    def held(self, home: Home) -> None:
+        """On every rank, on the caller's thread: this directory was taken."""
+
     def models(self, models: Models) -> None:
         """On every rank, on the caller's thread: a save of these models is about to be asked for."""
 
@@ -248,6 +251,10 @@ class Extensions:
                 message = "%s: %s failed, and this goes on without it: %r"
                 logger.log(level, message, moment, one.name, error, exc_info=first)
         return answers
+
+    def held(self, home: Home) -> None:
+        """This directory was taken."""
+        self.ask("a directory", lambda one: one.held(home))
 
     def spared_bytes(self, request: SaveRequest) -> int:
         """How many bytes will probably not be written."""

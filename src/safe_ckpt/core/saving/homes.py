@@ -12,12 +12,15 @@ from typing import overload
 from safe_ckpt import events
 from safe_ckpt.config import CheckpointConfig
 from safe_ckpt.core.coordination.coordinator import Coordinator
+from safe_ckpt.core.coordination.host_calls import HostAgent, HostCalls
 from safe_ckpt.core.home.candidates import holds_weights_alone
 from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.home import EVENTS, Home, around, is_anything_at
+from safe_ckpt.core.home.host_home import HostHome, Meeting
 from safe_ckpt.core.home.places import candidate_at, home_at, is_one
 from safe_ckpt.core.saving import set_up as shared
 from safe_ckpt.core.saving.recent import Recent
+from safe_ckpt.core.saving.set_up import hosts_that_see
 from safe_ckpt.core.storage.objects.place import Place, place_of
 from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.core.writer.inline import saves_inline
@@ -39,52 +42,63 @@ class HeldHomes:
         config: settings.
         emit: gets a hook for each directory whose events are recorded.
         owner: what holds them within this process and how to free it, for messages.
+        held: called on every rank with each directory that was taken.
     """
 
-    def __init__(self, coordinator: Coordinator, config: CheckpointConfig, emit: Emitter, owner: str) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        config: CheckpointConfig,
+        emit: Emitter,
+        owner: str,
+        held: Callable[[Home], object] = lambda _: None,
+    ) -> None:
+        self._told_held = held
         self._coordinator = coordinator
         self._config = config
         self._emit = emit
         self._owner = owner
         self._held: list[Home] = []
-        self._recorders: dict[Home, events.Hook] = {}
+        self._recorders: dict[Home, JsonlHook] = {}
         self._unrecorded: list[events.Event] = []
-        self._records: Recent[Path, events.Hook] = Recent(lambda hook: hook in self._recorders.values())
+        self._records: Recent[Path, JsonlHook] = Recent(lambda hook: hook in self._recorders.values())
 
     @overload
-    def hold(self, place: Path, *, hidden: Path | None = None, recorded: bool | Path = True) -> FileHome: ...
+    def hold(
+        self, place: Path, *, hidden: Path | None = None, recorded: bool | Path = True, per_host: bool = False
+    ) -> FileHome: ...
     @overload
-    def hold(self, place: Place, *, hidden: Path | None = None, recorded: bool | Path = True) -> Home: ...
-    def hold(self, place: Place, *, hidden: Path | None = None, recorded: bool | Path = True) -> Home:
+    def hold(
+        self, place: Place, *, hidden: Path | None = None, recorded: bool | Path = True, per_host: bool = False
+    ) -> Home: ...
+    def hold(
+        self, place: Place, *, hidden: Path | None = None, recorded: bool | Path = True, per_host: bool = False
+    ) -> Home:
         """Take a directory: create it, lock it, clean up after an earlier job. Every rank calls this.
 
         Args:
             place: the directory.
             hidden: in a file system where the hidden folder lies; None for in it.
             recorded: whether events go to a file there, as ``record_events`` has it; or the folder in which.
+            per_host: whether it may lie on each host's own disk, where ``mirror.near`` says so.
 
         Raises:
-            ConfigError: it lies in its mirror, or that in it.
+            ConfigError: it lies in its mirror, or that in it; or it would lie on each host's own disk, and may not.
             DirectoryError: on every rank, naming path and rank.
             DirectoryInUseError: a live job holds it.
             DirectoryNotSharedError: some ranks do not see it.
         """
         config, timeouts = self._config, self._config.timeouts
         _refuse_its_mirror(place, config)
-        home = home_at(
-            place,
-            lease_s=config.lease_s,
-            owner=self._owner,
-            hidden=hidden,
-            unfenced=config.storage.unfenced,
-            answer_s=timeouts.barrier_s / 2,
-        )
-        seen_from = home.hidden  # held by then: what a killed job left of this is swept
+        home = self._home_of(place, hidden, per_host=per_host)
+        is_shared = home.is_mounted and self._coordinator.size > 1 and not home.is_on_each_host
+        # Held by then: what a killed job left of this is swept.
+        seen_from = in_files(home.hidden) if home.is_mounted else Path()
 
         def take(_: object) -> str:
             _open_through_blips(home, config)
             try:
-                return shared.leave_token(in_files(seen_from)) if home.is_mounted and self._coordinator.size > 1 else ""
+                return shared.leave_token(seen_from) if is_shared else ""
             except OSError:
                 home.close()
                 raise
@@ -97,13 +111,49 @@ class HeldHomes:
             self._held.append(home)
             try:
                 if token:  # there are others, who must see it
-                    shared.await_shared(self._coordinator, in_files(seen_from), token, timeouts.barrier_s)
+                    shared.await_shared(self._coordinator, seen_from, token, timeouts.barrier_s)
             except BaseException:
                 self.release(home)
                 raise
+        self._told_held(home)
         if home.is_mounted and self._coordinator.rank == 0 and config.record_events and recorded:
-            self._record(home, in_files(seen_from) if recorded is True else recorded)
+            self._record(home, seen_from if recorded is True else recorded)
         return home
+
+    def _home_of(self, place: Place, hidden: Path | None, *, per_host: bool) -> Home:
+        config = self._config
+        home = home_at(
+            place,
+            lease_s=config.lease_s,
+            owner=self._owner,
+            hidden=hidden,
+            unfenced=config.storage.unfenced,
+            answer_s=config.timeouts.barrier_s / 2,
+        )
+        if config.mirror.near != "per-host":
+            return home
+        if not (per_host and home.is_mounted):
+            message = '"per-host" is for the directory of a Checkpointer, on disks: elsewhere the ranks share what is mirrored'
+            raise ConfigError(key="mirror.near", message=message)
+        coordinator = self._coordinator
+        path = in_files(home.path)
+        hosts = hosts_that_see(coordinator, path, config.timeouts.barrier_s)
+        if len(hosts) == 1:
+            return home
+        meeting = Meeting(
+            rank=coordinator.rank,
+            hosts=hosts,
+            calls=lambda name: HostCalls(coordinator, name, [leader for leader in hosts if leader]),
+            answer=lambda name, actions, ended: HostAgent(coordinator, name, actions, ended),
+        )
+        return HostHome(
+            path,
+            lease_s=config.lease_s,
+            owner=self._owner,
+            meeting=meeting,
+            name=str(coordinator.call),
+            timeouts=config.timeouts,
+        )
 
     def tell(self, event: events.Event) -> None:
         """Tell hooks, and the record of a directory that is held now, or else, if it is the last, of the one held next."""
@@ -112,7 +162,7 @@ class HeldHomes:
         self._emit(event)
 
     def _record(self, home: Home, folder: Path) -> None:
-        def record() -> events.Hook:
+        def record() -> JsonlHook:
             return JsonlHook(
                 folder / EVENTS,
                 record_bytes=self._config.telemetry.record_bytes,
@@ -126,6 +176,7 @@ class HeldHomes:
         if hook not in self._recorders.values():
             self._emit.add(hook)
         self._recorders[home] = hook
+        hook.begin()
 
     def list_held(
         self,
@@ -162,12 +213,20 @@ class HeldHomes:
             hook = self._recorders.pop(home, None)
             if hook is not None and hook not in self._recorders.values():
                 self._emit.remove(hook)
-            if self._coordinator.rank == 0:
+            if self._coordinator.rank == 0 or home.is_on_each_host:
                 home.close()
 
-    def close(self) -> None:
-        """Give all of them back. What one refuses is logged."""
-        for home in self._held if self._coordinator.rank == 0 else ():
+    def close(self, *, failed: bool = False) -> None:
+        """Give all of them back. What one refuses is logged.
+
+        Args:
+            failed: the job ends by an exception.
+        """
+        for hook in {id(hook): hook for hook in self._recorders.values()}.values():
+            hook.end(failed=failed)
+        for home in self._held:
+            if self._coordinator.rank and not home.is_on_each_host:
+                continue
             try:
                 home.close()
             except Exception:  # the others are given back all the same

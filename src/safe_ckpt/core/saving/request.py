@@ -196,13 +196,14 @@ class SaveRequest:
         """The checkpoint's name."""
         return self.destination.path.name
 
-    def new(self, manifest: Manifest, needed_bytes: int) -> NewCheckpoint:
+    def new(self, manifest: Manifest, needed_by_rank: Sequence[int]) -> NewCheckpoint:
         """Return what a publication is told of this save."""
         return NewCheckpoint(
             path=self.destination.path,
             manifest=manifest,
             kind=self.destination.kind,
-            needed_bytes=needed_bytes,
+            needed_bytes=sum(needed_by_rank),
+            needed_by_rank=needed_by_rank,
             folders=self.payload.folders,
             additions=self.on_commit,
         )

@@ -76,7 +76,7 @@ def decide(
 
     Returns:
         ``earlier``: the failed save that every rank reports instead of starting this one. Or the ``manifest`` of the save that
-        may start, the ``writers``, and the ``needed_bytes`` of all of them. Nothing when the save is skipped.
+        may start, the ``writers``, and the ``needed_bytes`` of each rank. Nothing when the save is skipped.
 
     Raises:
         DesyncError: a rank holds something that would be lost; names it.
@@ -100,7 +100,7 @@ def decide(
     return {
         "manifest": manifest.to_json(),
         "writers": [rank for rank in ranks if answers[rank]["writes"]],
-        "needed_bytes": sum(answers[rank]["bytes"] for rank in ranks),
+        "needed_bytes": [answers[rank]["bytes"] for rank in ranks],
     }
 
 

@@ -134,6 +134,43 @@ def await_shared(coordinator: Coordinator, path: Path, token: str, timeout_s: fl
     coordinator.agree("directory seen", must_match={"path": path}, timeout_s=timeout_s, local=sees, decide=judge)
 
 
+def hosts_that_see(coordinator: Coordinator, path: Path, timeout_s: float) -> dict[int, list[int]]:
+    """Every rank: which ranks see the same directory at ``path``, by the first of them. It is made where it is missing.
+
+    Raises:
+        DirectoryError: it cannot be made.
+    """
+    token = ""
+
+    def leave() -> str:
+        nonlocal token
+        with naming(rank=coordinator.rank, phase="creating the checkpoint directory", path=path):
+            durable.make_directory(path / HIDDEN)
+            token = leave_token(path / HIDDEN)
+        return token
+
+    def grouped(answers: Mapping[int, Any]) -> dict[str, list[int]]:
+        groups: dict[str, list[int]] = {}
+        first: dict[str, int] = {}
+        for rank in sorted(answers):
+            groups.setdefault(str(first.setdefault(",".join(answers[rank]), rank)), []).append(rank)
+        return groups
+
+    def told(answers: Mapping[int, Any]) -> list[str]:
+        return [answers[rank] for rank in sorted(answers)]
+
+    view = {"path": path}
+    left = coordinator.agree("hosts", must_match=view, timeout_s=timeout_s, local=leave, decide=told)
+
+    def seen() -> list[str]:
+        return [one for one in left if presence.is_seen(path / HIDDEN / one)]
+
+    hosts = coordinator.agree("hosts seen", must_match=view, timeout_s=timeout_s, local=seen, decide=grouped)
+    with contextlib.suppress(OSError):
+        (path / HIDDEN / token).unlink()
+    return {int(leader): ranks for leader, ranks in hosts.items()}
+
+
 def _check_resumable(path: Path, _: float) -> str:
     if not presence.is_directory(path):
         # If it is only not visible at this moment, that is an error of the disk, raised here.

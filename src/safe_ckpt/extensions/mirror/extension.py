@@ -11,6 +11,7 @@ from safe_ckpt.core.saving.extension import Conclusion, Extension, Outcome, Run
 from safe_ckpt.core.saving.save import SaveJob
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import MirrorBehindError, SafeCheckpointError
+from safe_ckpt.extensions.mirror.host_copies import CopiesOfHost
 from safe_ckpt.extensions.mirror.mirror import MirrorUploads
 
 
@@ -26,6 +27,7 @@ class Mirroring(Extension):
 
     def __init__(self) -> None:
         self.mirror: MirrorUploads | None = None
+        self._copies: list[CopiesOfHost] = []
 
     def opened(self, run: Run) -> None:
         """See ``Extension``."""
@@ -33,6 +35,16 @@ class Mirroring(Extension):
         if run.rank == 0:
             self.mirror = MirrorUploads(run.config, run.emit, run.owner)
             run.coordinator.progress_sources.append(self.mirror.progress)
+            self.mirror.elsewhere = run.coordinator.progress_elsewhere
+
+    def held(self, home: Home) -> None:
+        """See ``Extension``. What this host has of a checkpoint it sends, and what it needs it fetches, when rank 0 asks."""
+        run, copies = self._run, CopiesOfHost(self._run, home)
+        home.serve("send", copies.send)
+        home.serve("fetch", copies.fetch)
+        self._copies.append(copies)
+        if run.rank:
+            run.coordinator.progress_sources.append(copies.progress)
 
     def concluding(self, job: SaveJob, reports: Mapping[int, Any]) -> Conclusion:
         """See ``Extension``. What rank 0 knows of copies that are late."""
@@ -103,5 +115,7 @@ class Mirroring(Extension):
 
     def closed(self) -> None:
         """See ``Extension``."""
+        for copies in self._copies:
+            copies.close()
         if self.mirror is not None:
             self.mirror.close()

@@ -134,7 +134,8 @@ def fetch_into(home: Home, source: Place, manifest: Manifest, *, timeouts: Timeo
     try:
         publication.prepare()
         folder = in_files(publication.folder)
-        fetch_verified(source, manifest.files, folder, limit_s=timeouts.lengthy_s)
+        here = home.fetch_elsewhere(publication, manifest, source)
+        fetch_verified(source, here, folder, limit_s=timeouts.lengthy_s)
         make_durable(folder)
         if os.path.lexists(final) and not _is_older(final, own):
             home.quarantine(final)

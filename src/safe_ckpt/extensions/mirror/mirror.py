@@ -53,6 +53,7 @@ class MirrorUploads:
     Attributes:
         stop_by: when the job must be over, on the monotonic clock; what is not uploaded by then is given up.
         error: why the newest is not uploaded; None where nothing is wrong.
+        elsewhere: a number that changes as long as bytes move on other hosts.
 
     Raises:
         ConfigError: the address is none, or obstore is not installed.
@@ -83,6 +84,7 @@ class MirrorUploads:
         self._closing = threading.Event()
         self._closed = False
         self._rate = 0.0
+        self.elsewhere: Callable[[], int] = lambda: 0
         self.stop_by: float | None = None
         self.error: SafeCheckpointError | None = None
 
@@ -249,7 +251,9 @@ class MirrorUploads:
         self._background.end()
         try:
             limit_s = self._config.timeouts.shutdown_s if within_s is None else within_s
-            self._background.drain(self.progress, limit_s, extend=within_s is None, is_over=self._is_late)
+            self._background.drain(
+                lambda: self.progress() + self.elsewhere(), limit_s, extend=within_s is None, is_over=self._is_late
+            )
         finally:
             self._closing.set()
             self._background.join(_LAST_WORDS_S)
@@ -285,7 +289,7 @@ class MirrorUploads:
                 self._queue.remove(one)
             begun = time.monotonic()
             try:
-                url = self._tier(one.root).upload(one, lambda job: self._writer.write(job, self._check))
+                url = self._tier(one.root).upload(one, lambda job: self._writer.write(job, self._check), self._check)
                 self._uploaded(one, url, time.monotonic() - begun)
             except Exception as error:
                 self._failed(one, error)

@@ -17,7 +17,7 @@ from safe_ckpt.core.formats.manifest import CheckpointInfo, FileEntry, Manifest,
 from safe_ckpt.core.formats.verify import verify_archive
 from safe_ckpt.core.home import retention
 from safe_ckpt.core.home.candidates import holds_weights_alone, newest_sequence
-from safe_ckpt.core.home.home import Home, NewCheckpoint, Publication
+from safe_ckpt.core.home.home import Copies, Home, NewCheckpoint
 from safe_ckpt.core.home.places import everything_in, home_at
 from safe_ckpt.core.home.standing import Catalog
 from safe_ckpt.core.storage.copier import FileCopy
@@ -97,12 +97,13 @@ class Tier:
         self._newest_before = newest_sequence(candidates)
         self._root.start_after(self._newest_before)
 
-    def upload(self, one: Waiting, send: Send) -> str | None:
+    def upload(self, one: Waiting, send: Send, check: Callable[[], None]) -> str | None:
         """Upload it, compared with what was written, and then delete what the rules do not keep.
 
         Args:
             one: what.
             send: uploads files.
+            check: called while waiting for other hosts; raises to give up.
 
         Returns:
             Where it is, "" if it was there already, None if nothing is to be uploaded.
@@ -123,7 +124,11 @@ class Tier:
         try:
             publication.prepare()
             earlier = self._earlier(manifest)
-            entries = _sent(manifest, path, publication, functools.partial(self._send, send), earlier)
+            copies = Copies(
+                path=path, manifest=manifest, folder=publication.folder, folders=publication.folders, check=check
+            )
+            elsewhere = one.home.send_elsewhere(copies)
+            entries = _sent(copies, functools.partial(self._send, send), earlier, elsewhere)
             info = publication.commit(entries, {}, lambda: None)
         except BaseException as error:
             told = publication.explain(error, rank=0, phase="mirror")
@@ -232,21 +237,20 @@ def _rules_of(config: CheckpointConfig) -> Retention | None:
     return replace(local, keep_last=mirror.keep_last, keep_every_steps=mirror.keep_every_steps)
 
 
-def _sent(
-    manifest: Manifest, path: Path, publication: Publication, send: Send, earlier: Mapping[str, str]
-) -> list[FileEntry]:
+def _sent(copies: Copies, send: Send, earlier: Mapping[str, str], elsewhere: Sequence[FileEntry]) -> list[FileEntry]:
     """Upload the files: the bytes that were written, and no others. Return their entries, as they are in the manifest.
 
     Args:
-        manifest: of the checkpoint.
-        path: where it is.
-        publication: how it gets there.
+        copies: what goes where.
         send: uploads.
         earlier: objects with the bytes of some of the files, which the store copies.
+        elsewhere: what other hosts have sent.
     """
-    single, folder = not path.is_dir(), publication.folder
+    manifest, path, folder = copies.manifest, copies.path, copies.folder
+    single = not path.is_dir()
     expected = {entry.path: entry for entry in manifest.files}
-    names, base = ([path.name], path.parent) if single else (list(expected), path)
+    there = {entry.path for entry in elsewhere}
+    names, base = ([path.name], path.parent) if single else ([name for name in expected if name not in there], path)
     files = {
         name: FileCopy(source=str(base / name), path=f"{folder}/{name}", stamp=Stamp.of(os.stat(base / name)))
         for name in names
@@ -260,22 +264,24 @@ def _sent(
             instead=files[name],
         )
         for name, source in ({} if single else earlier).items()
+        if name in files
     ]
-    copies = [copy for name, copy in files.items() if single or name not in earlier]
+    own = [copy for name, copy in files.items() if single or name not in earlier]
     written = send(
         WriteJob(
             name=folder.name,
             rank=0,
             folder=str(folder),
-            copies=copies,
+            copies=own,
             adoptions=adoptions,
-            directories=publication.folders,
+            directories=copies.folders,
         )
     )
     entries = [
         FileEntry(path=one.path.removeprefix(f"{folder}/"), size_bytes=one.size_bytes, xxh3_128=one.xxh3_128, rank=0)
         for one in written
     ]
+    entries += elsewhere
     if single:
         verify_archive(path, cached=True)  # it carries its own digest
         if Stamp.of(os.stat(path)) != files[path.name].stamp:

@@ -16,12 +16,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from safe_ckpt.ledger import event_log, words
+from safe_ckpt.ledger.account import account
+from safe_ckpt.ledger.history import History, Notice, SaveHistory, build_history
 from safe_ckpt.text import clean, clock, duration, rate
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, console, failing, local_directory, print_json, say, tell
 from safe_ckpt.tools.inspection.listing import list_existing
-from safe_ckpt.tools.report import event_log, page, summary
+from safe_ckpt.tools.report import page, restart, summary
 from safe_ckpt.tools.report.follow import Follower
-from safe_ckpt.tools.report.history import History, Notice, SaveHistory, build_history
 from safe_ckpt.tools.report.page import Subject
 
 AnyDirectory = Annotated[Path, typer.Argument(parser=local_directory, metavar="DIR")]
@@ -31,6 +33,7 @@ Output = Annotated[
 ]
 _SHOWN_SAVES = 10
 _SHOWN_NOTICES = 4
+_SHOWN_LOSSES = 5
 _STYLES = {
     "committed": "green",
     "failed": "bold red",
@@ -56,12 +59,15 @@ def report(directory: AnyDirectory, output: Output = Path("report.html"), as_jso
     if recording is None:
         say(nothing_in(directory))
         raise typer.Exit(DAMAGED)
-    history = build_history(recording)
+    history, now = build_history(recording), time.time()
     if as_json:
-        print_json(as_data(history))
+        there = restart.look(directory)
+        found = {"restart": dataclasses.asdict(there) if there is not None else None}
+        print_json({**found, "ledger": dataclasses.asdict(account(history, now)), **as_data(history)})
         return
     existing, problem = list_existing(directory)
-    subject = Subject(directory=str(directory), made_at=time.time(), existing=existing, problem=problem)
+    there = restart.look(directory)
+    subject = Subject(directory=str(directory), made_at=now, existing=existing, problem=problem, restart=there)
     text = page.render(history, subject)
     if str(output) == "-":
         sys.stdout.buffer.write(text.encode())  # the page says that it is UTF-8, whatever this terminal is
@@ -69,6 +75,10 @@ def report(directory: AnyDirectory, output: Output = Path("report.html"), as_jso
         return
     with failing(f"{output} could not be written: ", ". Give another place with --output"):
         _replace(output, text)
+    told = account(history, now)
+    head = [] if there is None else [restart.sentence(there, now), *(f"not {one}" for one in there.passed_over)]
+    for one in (*head, *words.sentences(told), *map(words.of_loss, told.losses[-_SHOWN_LOSSES:])):
+        tell(one)
     tell(f"{output}: {summary.verdict(summary.total(history))}")
 
 

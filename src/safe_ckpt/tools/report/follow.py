@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from safe_ckpt.tools.report import event_log
-from safe_ckpt.tools.report.history import History, build_history
+from safe_ckpt.ledger import event_log
+from safe_ckpt.ledger.history import History, build_history
 
 _State = tuple[tuple[int, int, int, int], ...]
 

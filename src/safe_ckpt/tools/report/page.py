@@ -20,10 +20,13 @@ from typing import Any, Literal
 import jinja2
 
 from safe_ckpt import text
+from safe_ckpt.ledger import words
+from safe_ckpt.ledger.account import Account, account
+from safe_ckpt.ledger.history import UNCOMMITTED, History, RunHistory, SaveHistory
 from safe_ckpt.text import bytes_text, counted, duration, rate
 from safe_ckpt.tools.inspection.listing import Row
-from safe_ckpt.tools.report import summary
-from safe_ckpt.tools.report.history import UNCOMMITTED, History, RunHistory, SaveHistory
+from safe_ckpt.tools.report import restart, summary
+from safe_ckpt.tools.report.restart import Restart
 
 CSS = resources.files("safe_ckpt.tools.report").joinpath("page.css").read_text(encoding="utf-8")
 _MOST_FAILURES, _MOST_NOTICES, _MOST_SAVES, _MOST_EXISTING = 30, 60, 200, 100
@@ -55,6 +58,7 @@ class Subject:
         existing: the checkpoints that are there now.
         problem: what kept some from being listed; "" for nothing.
         zone: of the times on the page; None for that of this machine.
+        restart: what a restart would take; None where nobody looked.
     """
 
     directory: str
@@ -62,6 +66,7 @@ class Subject:
     existing: Sequence[Row] = ()
     problem: str = ""
     zone: tzinfo | None = None
+    restart: Restart | None = None
 
 
 def _harmless(value: object) -> object:
@@ -88,7 +93,6 @@ TEMPLATES.filters.update(
     percent=text.percent,
     rate=rate,
     unbroken=text.unbroken,
-    verdict=summary.verdict,
 )
 
 
@@ -100,6 +104,8 @@ def render(history: History, subject: Subject) -> str:
     made = datetime.fromtimestamp(subject.made_at, tz=subject.zone).astimezone(subject.zone)
     others = ((figures.unknown, "unknown"), (figures.interrupted, "cut short"), (figures.in_flight, "in flight"))
     unfinished = [f"{figures.failed} failed", *(f"{count} {what}" for count, what in others if count)]
+    told, there = account(history, subject.made_at), subject.restart
+    uncommitted = figures.failed + figures.unknown + figures.interrupted
     versions = next((run.versions for run in reversed(history.runs) if run.versions), {})
     return TEMPLATES.get_template("page.html").render(
         history=history,
@@ -108,9 +114,17 @@ def render(history: History, subject: Subject) -> str:
         css=CSS,
         digest=base64.b64encode(hashlib.sha256(CSS.encode()).digest()).decode(),
         zone=made.strftime("UTC%z"),
-        sentences=summary.sentences(figures, subject.made_at),
+        headline=restart.sentence(there, subject.made_at) if there is not None else summary.verdict(figures),
+        passed_over=there.passed_over if there is not None else (),
+        is_well=not uncommitted and (there.well if there is not None else figures.committed > 0),
+        sentences=[
+            *([summary.verdict(figures)] if there is not None else []),
+            *summary.sentences(figures, subject.made_at),
+        ],
+        ledger=words.sentences(told),
+        **_losses(told, subject),
         unfinished=", ".join(unfinished),
-        strips=[_strip(run, history, longest_s, subject.zone) for run in runs],
+        strips=[_strip(run, history, longest_s, subject.zone, told) for run in runs],
         hidden_runs=len(history.runs) - len(runs),
         longest_s=longest_s,
         versions=", ".join(f"{name} {number}" for name, number in versions.items()),
@@ -155,7 +169,7 @@ def _existing(subject: Subject) -> dict[str, Any]:
     rows = []
     for row in subject.existing[:_MOST_EXISTING]:
         step = "" if row.step is None else str(row.step)
-        created = f"{row.created_at[:19].replace('T', ' ')} UTC" if row.created_at else ""
+        created = _moment(row.created_at, subject.zone)
         shown = {key: f"{one:.4g}" if isinstance(one, int | float) else str(one) for key, one in row.metrics.items()}
         metrics = ", ".join(f"{key} {one}" for key, one in shown.items())
         state = f"{row.state}: {row.reason}" if row.reason else row.state
@@ -163,6 +177,22 @@ def _existing(subject: Subject) -> dict[str, Any]:
             [text.clean(cell) for cell in (row.name, step, created, bytes_text(row.size_bytes), metrics, state)]
         )
     return _listing(("name", "step", "created", "size", "metrics", "state"), rows)
+
+
+def _moment(written: str | None, zone: tzinfo | None) -> str:
+    """A manifest's moment in the zone of the page; as it stands there where it is none."""
+    try:
+        return text.clock(datetime.fromisoformat(written or "").timestamp(), zone)
+    except (ValueError, OverflowError):
+        return written or ""
+
+
+def _losses(told: Account, subject: Subject) -> dict[str, Any]:
+    """What the ends of runs cost."""
+    shown = told.losses[: -_MOST_FAILURES - 1 : -1]
+    rows = [(text.clock(one.at.least, subject.zone), *words.cells(one)) for one in shown]
+    columns = ("when", "run", "how", "training lost", "steps lost", "after the last commit", "resumed after")
+    return {"losses": _listing(columns, rows), "losses_intro": f"{_some(shown, told.losses, 'interruption')}."}
 
 
 def _notices(history: History, subject: Subject) -> dict[str, Any]:
@@ -318,7 +348,7 @@ def _series(history: History, value: str, *, committed: bool = False) -> list[Ba
     return bars
 
 
-def _strip(run: RunHistory, history: History, longest_s: float, zone: tzinfo | None) -> dict[str, Any]:
+def _strip(run: RunHistory, history: History, longest_s: float, zone: tzinfo | None, told: Account) -> dict[str, Any]:
     """A run on the timeline, on one scale of elapsed time with the others, with a mark for every event."""
     saves = [save for save in history.saves if save.run == run.number]
     notices = [notice for notice in history.notices if notice.run == run.number]
@@ -333,11 +363,13 @@ def _strip(run: RunHistory, history: History, longest_s: float, zone: tzinfo | N
         facts.append(counted(run.world_size, "rank"))
     if run.host:
         facts.append(f"host {run.host}")
+    cost = [words.of_loss(loss).partition(" ")[2].partition(" ")[2] for loss in told.losses if loss.run == run.number]
     places = sorted({round(_place(run, save.ended) * _PLACES) for save in committed})
     kinds = Counter(notice.kind for notice in notices)
     return {
         "number": run.number,
         "facts": facts,
+        "cost": cost[0] if cost else "",
         "width": f"{max(2.0, 100 * run.seconds / longest_s):.4g}%",
         "ticks": "".join(f"M{place} 0V20" for place in places),
         "failures": [(_x(run, save.ended), f"{save.name}: {save.outcome}") for save in bad[-_MOST_MARKS:]],

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 from safe_ckpt import text
-from safe_ckpt.tools.report.history import History, SaveHistory
+from safe_ckpt.ledger.history import History, SaveHistory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from kit.inside import lock_in
 from safe_ckpt import Checkpointer
 from safe_ckpt.core.home.holders import holder_of
+from safe_ckpt.ledger import event_log
 from safe_ckpt.tools.cli.app import app
 from safe_ckpt.tools.doctor import durability
 from safe_ckpt.tools.doctor.check import CheckOptions, Examined, known_size
 from safe_ckpt.tools.inspection.listing import list_existing, read_listing
-from safe_ckpt.tools.report import event_log
 from support import holding_lock
 
 

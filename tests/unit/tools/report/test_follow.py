@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from safe_ckpt.ledger import event_log, history
+from safe_ckpt.ledger.history import History
 from safe_ckpt.tools.cli import report
 from safe_ckpt.tools.cli.app import app
-from safe_ckpt.tools.report import event_log, history
 from safe_ckpt.tools.report.follow import Follower
-from safe_ckpt.tools.report.history import History
 
 START = 1_800_000_000.0
 WATCH = [sys.executable, "-c", "from safe_ckpt.tools.cli import main; main()", "watch"]

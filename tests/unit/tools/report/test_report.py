@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from safe_ckpt import CheckpointConfig, Checkpointer, Retention
+from safe_ckpt.ledger import event_log, history
 from safe_ckpt.text import age, bytes_from, bytes_text, clean, counted, duration, percent, rate
 from safe_ckpt.tools.cli.app import app
 from safe_ckpt.tools.inspection.listing import list_existing
-from safe_ckpt.tools.report import event_log, history, page, summary
+from safe_ckpt.tools.report import page, summary
 from safe_ckpt.tools.report.page import Bar, Subject
 from support import flip_bit
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from safe_ckpt.tools.report.event_log import Recorded, Recording
+from safe_ckpt.ledger.event_log import Recorded, Recording
 
 Outcome = Literal["committed", "failed", "outcome unknown", "in flight", "interrupted"]
 UNCOMMITTED: tuple[Outcome, ...] = ("failed", "outcome unknown", "interrupted")
@@ -43,6 +43,8 @@ class SaveHistory:
         weights_only: it holds a model's weights alone: nothing to resume from.
         error: why it failed, or why its outcome is unknown.
         phase: in which phase it failed.
+        healthy: whether no bad numbers were found in it.
+        optimizer_steps: those that torch's optimizers had made in this process when it was asked for.
     """
 
     name: str
@@ -62,6 +64,8 @@ class SaveHistory:
     weights_only: bool = False
     error: str = ""
     phase: str = ""
+    healthy: bool = True
+    optimizer_steps: int | None = None
 
     @property
     def gbps(self) -> float | None:
@@ -105,11 +109,27 @@ class MirrorHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """One run: from the start of a process (or its resume) to the last thing that it recorded."""
+    """One run: from the start of a process (or its resume) to the last thing that it recorded.
+
+    Attributes:
+        opened: when its directory was taken, or its first event.
+        steps_before: the steps of its process's optimizers by then; None where nobody counted.
+        sign_s: a sign of life was due this often once optimizers stepped; None where there are none, or nobody says.
+        sign: the last moment for which the steps are known, and those.
+        resumed: what it went on from, and when it had it; None where it recorded none.
+        over: whether it recorded its end; ``failed``: by an exception.
+    """
 
     number: int
     begun: float
     ended: float
+    opened: float = 0.0
+    steps_before: int | None = None
+    sign_s: float | None = None
+    sign: tuple[float, int] | None = None
+    resumed: tuple[float, str] | None = None
+    over: bool = False
+    failed: bool = False
     host: str = ""
     pid: int | None = None
     world_size: int | None = None
@@ -199,15 +219,41 @@ class _Builder:
         self._open.clear()
         # The records of a save come at its end; a run that did not say when it began did so no later than its first call.
         begun = event.at - (event.number("seconds") or 0.0)
-        self._runs.append(RunHistory(number=len(self._runs) + 1, begun=begun, ended=event.at))
+        self._runs.append(RunHistory(number=len(self._runs) + 1, begun=begun, ended=event.at, opened=event.at))
         self._safe_since = None
         self._announced = event.kind == "run"
         self._saving = False
 
     def _on_run(self, event: Recorded) -> None:
         host, pid, world_size = event.text("host"), event.count("pid"), event.count("world_size")
-        versions = event.texts("versions")
-        self._runs[-1] = replace(self._runs[-1], host=host, pid=pid, world_size=world_size, versions=versions)
+        versions, made = event.texts("versions"), event.count("optimizer_steps")
+        began, run = event.number("began"), self._runs[-1]
+        before = self._runs[-2] if len(self._runs) > 1 else None
+        again = before is not None and (before.host, before.pid) == (host, pid) and (began or 0.0) < before.ended
+        self._runs[-1] = replace(
+            run,
+            host=host,
+            pid=pid,
+            world_size=world_size,
+            versions=versions,
+            # A process may open a directory more than once: it began one run.
+            begun=run.begun if began is None or again else min(run.begun, began),
+            steps_before=None if made is None else made if again else 0,
+            sign_s=event.number("sign_s"),
+            sign=None if made is None else (event.at, made),
+        )
+
+    def _on_alive(self, event: Recorded) -> None:
+        self._count(event.at, event.count("optimizer_steps"))
+
+    def _on_end(self, event: Recorded) -> None:
+        self._count(event.at, event.count("optimizer_steps"))
+        self._runs[-1] = replace(self._runs[-1], over=True, failed=event.facts.get("in_order") is False)
+
+    def _count(self, at: float, made: int | None) -> None:
+        """The optimizers of the run had made so many steps by then."""
+        if made is not None and made >= 0:
+            self._runs[-1] = replace(self._runs[-1], sign=(at, made))
 
     def _opened(self, event: Recorded) -> SaveHistory:
         self._saving = True
@@ -224,7 +270,13 @@ class _Builder:
         self._open[save.name, save.step] = replace(save, **facts)  # type: ignore[arg-type]
 
     def _on_agreed(self, event: Recorded) -> None:
-        self._go_on(event, begun=event.at - (event.number("seconds") or 0.0))
+        begun, made = event.at - (event.number("seconds") or 0.0), event.count("optimizer_steps")
+        self._go_on(event, begun=begun, optimizer_steps=made)
+        sign = self._runs[-1].sign
+        if sign is None or (
+            made is not None and made >= sign[1]
+        ):  # it is told late, and a sign may have come meanwhile
+            self._count(begun, made)
 
     def _on_snapshotted(self, event: Recorded) -> None:
         self._go_on(event, stall_s=event.number("stall_s"))
@@ -267,13 +319,18 @@ class _Builder:
         beside = f"; {passed_over} passed over as unusable" if passed_over else ""
         self._notice(event, f"{event.text('path')}{beside}", event.count("step"))
         self._safe_since = event.at
+        self._runs[-1] = replace(self._runs[-1], resumed=(event.at, event.text("path")))
 
     def _on_quarantined(self, event: Recorded) -> None:
         self._disk.take(event.text("path"))
         self._notice(event, f"{event.text('path')}: {event.text('reason')}")
 
     def _on_unhealthy(self, event: Recorded) -> None:
-        counts = "unhealthy" if event.facts.get("marked") is True else "counts like any other"
+        marked, name, path = event.facts.get("marked") is True, event.text("name"), event.text("path")
+        counts = "unhealthy" if marked else "counts like any other"
+        for place, save in enumerate(self._saves):
+            if marked and save.run == len(self._runs) and (save.name == name or save.path == path):
+                self._saves[place] = replace(save, healthy=False)
         self._notice(event, f"{event.text('path')} ({counts}): {event.text('what')}", event.count("step"))
 
     def _on_mirrored(self, event: Recorded) -> None:
