@@ -91,7 +91,7 @@ class MlflowHook(_ReferenceHook):
 
 
 def facts_of(event: events.Committed) -> dict[str, Any]:
-    """What a reference says: JSON-able. ``digest`` is None where the manifest lies elsewhere, such as in an object store."""
+    """The content of a reference: JSON-able. ``digest`` is None where the manifest lies elsewhere (an object store)."""
     facts: dict[str, Any] = {"path": event.path, "step": event.step, "size_bytes": event.size_bytes}
     data, told = b"", {}
     with contextlib.suppress(OSError, ValueError), (Path(event.path) / _MANIFEST).open("rb") as file:

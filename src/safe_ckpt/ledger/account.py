@@ -1,4 +1,4 @@
-"""What crashes and saves have cost a directory over all its runs: what is known, and "between a and b" for the rest. Pure.
+"""The cost of crashes and saves for a directory over all its runs: what is known, and "between a and b" for the rest. Pure.
 
 A killed process records no end. It was alive at its last record, and a sign of life that was due later did not come: the crash
 lies in between. Training is what lies between a resume and a call of ``save``, without the stalls.
@@ -18,7 +18,7 @@ _LATE = 1.1  # a sign may come so much later than it is due
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class Between:
     """A figure that lies between two others, which are the same where it is known."""
 
     least: float
@@ -29,14 +29,14 @@ class Span:
         """Whether it is known."""
         return self.least == self.most
 
-    def less(self, other: float) -> Span:
+    def less(self, other: float) -> Between:
         """The span, lower by ``other``; not below zero."""
-        return Span(least=max(0.0, self.least - other), most=max(0.0, self.most - other))
+        return Between(least=max(0.0, self.least - other), most=max(0.0, self.most - other))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What the end of one run cost.
+    """The cost of the end of one run.
 
     Attributes:
         run: its number.
@@ -50,11 +50,11 @@ class Loss:
 
     run: int
     killed: bool
-    at: Span
-    since_commit_s: Span | None
-    lost_s: Span
-    lost_steps: Span | None
-    resume_s: Span | None
+    at: Between
+    since_commit_s: Between | None
+    lost_s: Between
+    lost_steps: Between | None
+    resume_s: Between | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +79,9 @@ class Account:
     """
 
     losses: tuple[Loss, ...] = ()
-    goodput: Span | None = None
+    goodput: Between | None = None
     kept_s: float = 0.0
-    wall_s: Span = field(default_factory=lambda: Span(least=0.0, most=0.0))
+    wall_s: Between = field(default_factory=lambda: Between(least=0.0, most=0.0))
     stall_s: float = 0.0
     written_bytes: int = 0
     kept_bytes: int | None = None
@@ -147,16 +147,16 @@ def account(history: History, now: float | None = None) -> Account:
             break
         end = _end_of(part.run, following.run.begun if following is not None else now)
         before_s, before_steps = _sum(line[:-1])
-        work_s = Span(least=before_s + part.trained_s(end.least), most=before_s + part.trained_s(end.most))
+        work_s = Between(least=before_s + part.trained_s(end.least), most=before_s + part.trained_s(end.most))
         made = _made(part, end)
         line = _resumed(line, following)
         kept_s, kept_steps = _sum(line)
         lost_steps = None
         if made is not None and before_steps is not None and kept_steps is not None:
-            lost_steps = Span(least=before_steps + made.least, most=before_steps + made.most).less(kept_steps)
+            lost_steps = Between(least=before_steps + made.least, most=before_steps + made.most).less(kept_steps)
         committed = [one.ended for one in part.saves if _counts(one)]
         resumed = following.run.resumed if following is not None else None
-        back = None if resumed is None else Span(least=max(0.0, resumed[0] - end.most), most=resumed[0] - end.least)
+        back = None if resumed is None else Between(least=max(0.0, resumed[0] - end.most), most=resumed[0] - end.least)
         lost_s, killed = work_s.less(kept_s), not part.run.over
         is_lost = lost_s.most > 0 and (lost_steps is None or lost_steps.most > 0)
         if killed or part.run.failed or is_lost:
@@ -177,18 +177,18 @@ def _counts(save: SaveHistory) -> bool:
     return save.outcome == "committed" and not save.weights_only and save.healthy
 
 
-def _end_of(run: RunHistory, limit: float | None) -> Span:
+def _end_of(run: RunHistory, limit: float | None) -> Between:
     """When a run ended."""
     if run.over:
-        return Span(least=run.ended, most=run.ended)
+        return Between(least=run.ended, most=run.ended)
     due = math.inf
     if run.sign_s is not None and run.sign is not None and run.sign[1] > (run.steps_before or 0):
         due = max(run.ended, run.sign[0] + _LATE * run.sign_s)
     latest = min(due, limit if limit is not None else due)
-    return Span(least=run.ended, most=max(run.ended, latest if math.isfinite(latest) else run.ended))
+    return Between(least=run.ended, most=max(run.ended, latest if math.isfinite(latest) else run.ended))
 
 
-def _made(part: _Part, end: Span) -> Span | None:
+def _made(part: _Part, end: Between) -> Between | None:
     """The steps of a run's optimizers up to its end."""
     run = part.run
     if run.sign is None or run.steps_before is None:
@@ -201,7 +201,7 @@ def _made(part: _Part, end: Span) -> Span | None:
     if not run.over and not rates and end.most > run.sign[0]:
         return None  # it was killed before its first sign of life
     further = 0 if run.over else math.ceil(max(rates, default=0.0) * max(0.0, end.most - run.sign[0]))
-    return Span(least=made, most=made + further)
+    return Between(least=made, most=made + further)
 
 
 def _resumed(line: list[_Part], following: _Part | None) -> list[_Part]:
@@ -233,7 +233,7 @@ def _summed(
     kept_s, _ = _sum(line)
     if live:
         until = last.cut.begun if last.cut is not None else last.ready
-        end = Span(least=until, most=until)
+        end = Between(least=until, most=until)
     else:
         end = _end_of(last.run, now)
     wall_s = end.less(first.begun)
@@ -253,7 +253,7 @@ def _summed(
             found["share"] = interval.share_lost(max(every_s - cost_s, 1e-9), cost_s, between_s)
     return Account(
         losses=tuple(losses),
-        goodput=Span(least=kept_s / wall_s.most, most=min(1.0, kept_s / wall_s.least)) if wall_s.least > 0 else None,
+        goodput=Between(least=kept_s / wall_s.most, most=min(1.0, kept_s / wall_s.least)) if wall_s.least > 0 else None,
         kept_s=kept_s,
         wall_s=wall_s,
         stall_s=sum(stalls),

@@ -10,10 +10,11 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safe_ckpt import events
+from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.source import in_files
 from safe_ckpt.errors import ConfigError
 from safe_ckpt.ledger import event_log, interval
 from safe_ckpt.ledger.account import Account, account
@@ -47,7 +48,7 @@ class Pace:
     def __init__(
         self,
         engine: Engine,
-        directory: Path | None,
+        directory: Place | None,
         *,
         least_s: float = LEAST_S,
         most_s: float = MOST_S,
@@ -119,8 +120,10 @@ class Pace:
     def _read(self) -> Account:
         """The ledger of the runs before. What cannot be read is not known."""
         try:
-            files = event_log.find_events(self._directory) if self._directory is not None else ()
+            files = event_log.find_events(in_files(self._directory)) if self._directory is not None else ()
             return account(build_history(event_log.read_events(files))) if files else Account()
+        except TypeError:  # it is in an object store, which has no record
+            return Account()
         except OSError as error:
             logger.warning(
                 "%s: earlier runs are not known, and do not count for the interval: %s", self._directory, error
@@ -128,6 +131,6 @@ class Pace:
             return Account()
 
 
-def pace_of(engine: Engine, directory: Any, *, least_s: float = LEAST_S, most_s: float = MOST_S) -> Pace:
+def pace_of(engine: Engine, directory: Place, *, least_s: float = LEAST_S, most_s: float = MOST_S) -> Pace:
     """The pace of saves to a directory; one in an object store has no record."""
-    return Pace(engine, directory if isinstance(directory, Path) else None, least_s=least_s, most_s=most_s)
+    return Pace(engine, directory, least_s=least_s, most_s=most_s)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from safe_ckpt.ledger.account import Account, Loss, Span
+from safe_ckpt.ledger.account import Account, Between, Loss
 from safe_ckpt.text import bytes_text, counted, duration, grouped, percent
 
 
-def sentences(told: Account) -> list[str]:
-    """What a reader wants first: what was kept, what crashes and saves cost, and how often to save."""
+def summed_up(told: Account) -> list[str]:
+    """The sentences that a reader wants first: what was kept, what crashes and saves cost, and how often to save."""
     lines = []
     if told.goodput is not None:
         kept = _span(told.goodput, percent)
@@ -38,7 +38,7 @@ def sentences(told: Account) -> list[str]:
 
 
 def of_loss(loss: Loss) -> str:
-    """What the end of one run cost."""
+    """The cost of the end of one run."""
     how = "killed" if loss.killed else "ended with work that was not saved"
     facts = [f"{_span(loss.lost_s, duration)} of training lost"]
     if loss.lost_steps is not None:
@@ -53,7 +53,7 @@ def of_loss(loss: Loss) -> str:
 def cells(loss: Loss) -> tuple[str, ...]:
     """The same as the cells of a table: the run, how it ended, and the figures."""
 
-    def cell(span: Span | None, say: Callable[[float], str]) -> str:
+    def cell(span: Between | None, say: Callable[[float], str]) -> str:
         return "" if span is None else _span(span, say, "{} to {}")
 
     times = (cell(one, duration) for one in (loss.since_commit_s, loss.resume_s))
@@ -61,11 +61,11 @@ def cells(loss: Loss) -> tuple[str, ...]:
     return str(loss.run), how, cell(loss.lost_s, duration), cell(loss.lost_steps, _steps), *times
 
 
-def _total(spans: list[Span]) -> Span:
-    return Span(least=sum(one.least for one in spans), most=sum(one.most for one in spans))
+def _total(spans: list[Between]) -> Between:
+    return Between(least=sum(one.least for one in spans), most=sum(one.most for one in spans))
 
 
-def _span(span: Span, say: Callable[[float], str], words: str = "between {} and {}") -> str:
+def _span(span: Between, say: Callable[[float], str], words: str = "between {} and {}") -> str:
     least, most = say(span.least), say(span.most)
     if least == most:
         return least

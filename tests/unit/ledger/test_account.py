@@ -173,16 +173,16 @@ def test_what_a_kill_cost_is_said():
     ]
     account = ledger.account(told(events), now=START + 1000)
     (loss,) = account.losses
-    assert (loss.run, loss.killed, loss.at) == (1, True, ledger.Span(least=START + 130, most=START + 163))
-    assert loss.since_commit_s == ledger.Span(least=28, most=61)
-    assert loss.lost_s == ledger.Span(least=29, most=62)
+    assert (loss.run, loss.killed, loss.at) == (1, True, ledger.Between(least=START + 130, most=START + 163))
+    assert loss.since_commit_s == ledger.Between(least=28, most=61)
+    assert loss.lost_s == ledger.Between(least=29, most=62)
     assert (loss.lost_steps.least, loss.lost_steps.most) == (29, 62)
-    assert loss.resume_s == ledger.Span(least=47, most=80)
-    assert account.goodput == ledger.Span(least=(95 + 90) / 310, most=(95 + 90) / 310)
+    assert loss.resume_s == ledger.Between(least=47, most=80)
+    assert account.goodput == ledger.Between(least=(95 + 90) / 310, most=(95 + 90) / 310)
     assert words.of_loss(loss).startswith(
         "run 1 killed: between 29 and 62 s of training lost, between 29 and 62 steps lost"
     )
-    text = " ".join(words.sentences(account))
+    text = " ".join(words.summed_up(account))
     assert "Goodput 60 %" in text
     assert "1 interruption cost between 29 and 62 s" in text
 

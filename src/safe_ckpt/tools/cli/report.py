@@ -77,7 +77,7 @@ def report(directory: AnyDirectory, output: Output = Path("report.html"), as_jso
         _replace(output, text)
     told = account(history, now)
     head = [] if there is None else [restart.sentence(there, now), *(f"not {one}" for one in there.passed_over)]
-    for one in (*head, *words.sentences(told), *map(words.of_loss, told.losses[-_SHOWN_LOSSES:])):
+    for one in (*head, *words.summed_up(told), *map(words.of_loss, told.losses[-_SHOWN_LOSSES:])):
         tell(one)
     tell(f"{output}: {summary.verdict(summary.total(history))}")
 

@@ -121,7 +121,7 @@ def render(history: History, subject: Subject) -> str:
             *([summary.verdict(figures)] if there is not None else []),
             *summary.sentences(figures, subject.made_at),
         ],
-        ledger=words.sentences(told),
+        ledger=words.summed_up(told),
         **_losses(told, subject),
         unfinished=", ".join(unfinished),
         strips=[_strip(run, history, longest_s, subject.zone, told) for run in runs],
@@ -188,7 +188,7 @@ def _moment(written: str | None, zone: tzinfo | None) -> str:
 
 
 def _losses(told: Account, subject: Subject) -> dict[str, Any]:
-    """What the ends of runs cost."""
+    """The costs of the ends of runs."""
     shown = told.losses[: -_MOST_FAILURES - 1 : -1]
     rows = [(text.clock(one.at.least, subject.zone), *words.cells(one)) for one in shown]
     columns = ("when", "run", "how", "training lost", "steps lost", "after the last commit", "resumed after")

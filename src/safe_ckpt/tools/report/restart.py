@@ -1,4 +1,4 @@
-"""What a restart would take now, going by manifests and sizes: its age, its health, and what is passed over for it."""
+"""The checkpoint that a restart would take now, by manifests and sizes: its age, its health, and what is passed over for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_PASSED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """What it would go on from.
+    """The checkpoint that it would go on from.
 
     Attributes:
         name: of the checkpoint; "" for none: it would start afresh, or find nothing usable.
@@ -40,7 +40,7 @@ class Restart:
 
 
 def look(directory: Path) -> Restart | None:
-    """What a restart would take of ``directory``; None where that cannot be read. No payload is read."""
+    """The one that a restart would take of ``directory``; None where that cannot be read. No payload is read."""
     try:
         listing = read_listing(directory)
     except OSError:
@@ -102,8 +102,7 @@ def _said(passed: list[tuple[str, str, int]]) -> tuple[str, ...]:
 
 def _cut(candidate: Candidate) -> str:
     """The first file that is missing or of another size; "" for none."""
-    path = candidate.path
-    if candidate.manifest is None or not isinstance(path, Path) or not presence.is_directory(path):
+    if candidate.manifest is None or not presence.is_directory(path := candidate.file_path):
         return ""
     for entry in candidate.manifest.files:
         try:
