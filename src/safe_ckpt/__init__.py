@@ -1,4 +1,4 @@
-"""Checkpoints that cannot hang, race, tear or vanish.
+"""Safe checkpoints: whole or not at all, within deadlines.
 
 The everyday names; importing this imports neither torch nor any framework, the names are loaded when they are first used.
 """

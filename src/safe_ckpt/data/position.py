@@ -165,6 +165,11 @@ class Position:
             if now == then or (name == "samples" and name not in self.facts):  # earlier versions did not note it
                 continue
             message = f"its place was saved with {name} {then!r}, and now it is {now!r}: it cannot be found again"
+            if name in ("samples", "indices"):  # such as of a data set that has grown
+                message += (
+                    ". Go on from a save behind the loop of an epoch, or resume without the loader: leave its name out of "
+                    "the state, and the epoch begins anew"
+                )
             if name == "rank" and then is not None and now is not None:
                 message = (
                     f"each rank has an order of its own, and this is the place of rank {then}: save PerRank(loader), and "

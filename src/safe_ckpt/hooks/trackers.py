@@ -39,7 +39,7 @@ class WandbHook(_ReferenceHook):
     """Logs each committed checkpoint as a reference artifact of type ``checkpoint``, once it is committed.
 
     Its metadata are the path, the digest of the manifest (which has those of all files), the metrics and the step. One with bad
-    numbers has the alias ``unhealthy``. Needs ``wandb`` (``safe-ckpt[wandb]``).
+    numbers has the alias ``unhealthy``. Needs ``wandb``.
 
     Args:
         run: what ``wandb.init`` returned; None takes the run that is active at a commit, and does nothing without one.
@@ -65,7 +65,7 @@ class WandbHook(_ReferenceHook):
 class MlflowHook(_ReferenceHook):
     """Logs for each committed checkpoint a small file ``checkpoints/<name>.json`` to a run: path, digest, metrics, health.
 
-    The tag ``safe_ckpt.checkpoint`` is the path of the newest that is healthy. Needs ``mlflow`` (``safe-ckpt[mlflow]``).
+    The tag ``safe_ckpt.checkpoint`` is the path of the newest that is healthy. Needs ``mlflow``.
 
     Args:
         run_id: of the run; None takes the run that is active when this is made.

@@ -25,7 +25,7 @@ from safe_ckpt.torchtitan.saver import ManagerSaver
 
 
 class SafeCheckpointManager(CheckpointManager):
-    """torchtitan's ``CheckpointManager`` whose checkpoints cannot hang, race, tear or vanish.
+    """torchtitan's ``CheckpointManager`` whose checkpoints are whole or absent, within deadlines.
 
     What is saved when, under which name, and what a start loads, is decided by torchtitan's own code and options. ``step-N``
     appears in one step, when all of it is durable, with checksums. torchtitan's own manager reads it, and this one reads

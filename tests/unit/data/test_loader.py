@@ -503,6 +503,10 @@ def test_a_place_in_another_order_of_the_data_is_refused():
     ):
         with pytest.raises(RestoreError, match="over Ids"):
             resumable(other).load_state_dict(state)
+    with pytest.raises(
+        RestoreError, match=r"indices.*from a save behind the loop of an epoch, or resume without the loader"
+    ):
+        resumable(DataLoader(Ids(size=SIZE + 1), batch_size=4, shuffle=True)).load_state_dict(state)
     with pytest.raises(RestoreError, match="it cannot be found again"):
         resumable(made("shuffle, generator")).load_state_dict(state)
     batches = resumable(made("subclass of batches"))

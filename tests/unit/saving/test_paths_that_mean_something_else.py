@@ -202,7 +202,7 @@ def test_bad_numbers_alone_say_how_to_go_on(tmp_path):
         ckpt.save(1, state(float("nan"))).result()
         with pytest.raises(NoValidCheckpointError) as caught:
             ckpt.resume(state())
-        assert "it has bad numbers: t.safetensors" in str(caught.value)
+        assert "it is unhealthy: t.safetensors" in str(caught.value)
         assert "name it: resume(state, step=...)" in str(caught.value)
         assert "health.ignore" in str(caught.value)
         assert ckpt.resume(state(), step=1).step == 1

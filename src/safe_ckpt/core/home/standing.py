@@ -89,7 +89,7 @@ def standing_of(candidates: Iterable[Candidate], judges: Sequence[Judge] = (), *
     first = {note.path for note in notes if note.says == "first"}
     behind = {note.path: note.why for note in notes if note.says == "by name"}
     marked = {
-        c.path: f"it has bad numbers: {describe_unhealthy(c.manifest.health)}"
+        c.path: f"it is unhealthy: {describe_unhealthy(c.manifest.health)}"
         for c in usable
         if not named and c.manifest is not None and c.manifest.marked and c.path not in first
     }

@@ -204,7 +204,7 @@ def _none_usable(path: Place, rejected: Mapping[str, str], seen: Mapping[str, An
     message = "there are checkpoints, but none is usable. Repair one, or move them all elsewhere to start afresh"
     if seen["passed"]:
         message += (
-            f". To go on from one with bad numbers all the same, name it: {by_name}. Numbers that are meant to be infinite are "
+            f". To go on from an unhealthy one all the same, name it: {by_name}. Numbers that are meant to be infinite are "
             "left out by health.ignore"
         )
     return NoValidCheckpointError(path=str(path), message=message, rejected=named)

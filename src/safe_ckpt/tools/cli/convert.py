@@ -101,6 +101,17 @@ def _quietly() -> Iterator[None]:
 
 def _form(to: str, destination: Path) -> str:
     form = to or {".pt": "torch", ".pth": "torch"}.get(destination.suffix, "")
+    if not form:
+        message = (
+            f"is missing: the ending of {destination.name!r} does not say the format. Give one of {', '.join(_FORMS)}"
+        )
+        raise ConfigError(key="--to", message=message)
+    if form == "safetensors" and destination.suffix == ".safetensors":
+        message = (
+            f"{destination.name!r} would be a directory, in which model.safetensors lies. Name it so, "
+            f"such as {destination.stem!r}"
+        )
+        raise ConfigError(key="DST", message=message)
     if form not in _FORMS:
         raise ConfigError(key="--to", message=f"expected one of {', '.join(_FORMS)}, got {form!r}")
     return form

@@ -7,26 +7,29 @@ from datetime import datetime, timezone
 import typer
 
 from safe_ckpt.core.home.holders import runs_below
-from safe_ckpt.text import bytes_text, duration, metrics_text
+from safe_ckpt.text import age, bytes_text, metrics_text
 from safe_ckpt.text import listed as names_listed
-from safe_ckpt.tools.cli.output import DAMAGED, AsJson, Directory, failing, print_json, print_table, say
+from safe_ckpt.tools.cli.output import DAMAGED, AsJson, Directory, failing, print_json, print_table, say, waiting
 from safe_ckpt.tools.inspection.files import place_given
-from safe_ckpt.tools.inspection.listing import Row, read_listing, rows
+from safe_ckpt.tools.inspection.listing import Row, listing_of, rows
 
+RUNS_BELOW = "not shown, because each is a run of its own: {}. Name one"
 _MOST_METRICS = 4  # a Trainer gives a dozen, and a line has to fit a terminal
 
 
 def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
-    """List the checkpoints in DIR in the order in which a resume tries them, then what cannot be used, and why.
+    """List the checkpoints in DIR, or the one that it is.
+
+    They come in the order in which a resume tries them, then what cannot be used, and why.
 
     Their manifests are read, their payloads are not (``safe-ckpt verify`` does). The states: valid (committed, and its manifest
     is in order), unverified (another tool wrote it), damaged, partial (a save that is under way, or was when its job died),
     quarantined (found damaged by a resume and moved away), unreadable (no permission, a newer format, a failing disk: a resume
     stops there). Exit status: 0, or 1 where something is unreadable.
     """
-    with failing():
+    with failing(), waiting(f"reading the manifests in {directory}"):
         place = place_given(directory)
-        listing = read_listing(place)
+        listing = listing_of(place)
         listed, below = list(rows(listing)), [name for name in runs_below(place) if place / name != listing.folder]
     if as_json:
         print_json([vars(row) for row in listed])
@@ -37,7 +40,7 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
         if not listed:
             say(f"no checkpoints in {place}")
         if below:
-            say(f"not shown, because each is a run of its own: {names_listed(below)}. Name one")
+            say(RUNS_BELOW.format(names_listed(below)))
     if any(row.state == "unreadable" for row in listed):
         raise typer.Exit(DAMAGED)
 
@@ -55,7 +58,7 @@ def _age_of(row: Row, now: datetime) -> str:
         seconds = (now - datetime.fromisoformat(row.created_at or "")).total_seconds()
     except (TypeError, ValueError):
         return ""
-    return duration(max(0, round(seconds)))
+    return age(max(0.0, seconds))
 
 
 def _writer(row: Row) -> str:

@@ -48,8 +48,12 @@ def _existing(what: str, *, files: bool = True, readable: bool = True) -> Callab
         except ConfigError as error:
             raise typer.BadParameter(error.message) from None
         shown = f"{what} {text!r}"
-        if not os.path.exists(text):
-            raise typer.BadParameter(f"{shown} does not exist.")
+        try:
+            os.stat(text)
+        except PermissionError as error:
+            raise typer.BadParameter(f"{shown} cannot be looked at: {error.strerror}.") from None
+        except (OSError, ValueError):
+            raise typer.BadParameter(f"{shown} does not exist.") from None
         if not files and not os.path.isdir(text):
             raise typer.BadParameter(f"{shown} is a file.")
         if readable and not os.access(text, os.R_OK):
@@ -137,6 +141,17 @@ def _jsonable(value: object) -> object:
     return [_jsonable(part) for part in value] if isinstance(value, list | tuple) else value
 
 
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say on a terminal what is done meanwhile, where that may take long. Elsewhere nothing is written."""
+    shown = console(error=True).status(what) if sys.stderr.isatty() else contextlib.nullcontext()
+    with shown:
+        yield
+
+
+_WIDEST = 80
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table on a terminal; elsewhere one line per row, columns padded with spaces."""
     cells = [["" if cell is None else _visible(str(cell)) for cell in row] for row in rows]
@@ -147,7 +162,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
         console().print(table, markup=False)
         return
     lines = [list(columns), *cells]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    # What is longer stands out of its column, and the others are not pushed away by it.
+    widths = [
+        max((len(cell) for cell in column if len(cell) <= _WIDEST), default=_WIDEST)
+        for column in zip(*lines, strict=True)
+    ]
     for line in lines:
         tell("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 

@@ -11,9 +11,12 @@ from typing import Annotated
 
 import typer
 
+from safe_ckpt.core.home.holders import runs_below
 from safe_ckpt.core.home.standing import passed_over
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import CorruptCheckpointError, DirectoryError
+from safe_ckpt.text import listed
+from safe_ckpt.tools.cli.list import RUNS_BELOW
 from safe_ckpt.tools.cli.output import (
     CANNOT_TELL,
     DAMAGED,
@@ -27,7 +30,7 @@ from safe_ckpt.tools.cli.output import (
 from safe_ckpt.tools.inspection.check import plan_tasks, verify_tasks
 from safe_ckpt.tools.inspection.fetch import fetch
 from safe_ckpt.tools.inspection.files import place_given
-from safe_ckpt.tools.inspection.listing import Listing, read_listing
+from safe_ckpt.tools.inspection.listing import Listing, listing_of
 
 _ATTEMPTS = 5
 
@@ -72,8 +75,12 @@ def resume_path(
     written by another tool and cannot be verified.
     """
     with failing(), ending_on_signals():
-        choice = _chosen(place_given(directory), quick=quick, fetch_to=fetch_to)
+        place = place_given(directory)
+        choice = _chosen(place, quick=quick, fetch_to=fetch_to)
+        below = runs_below(place) if choice.path is None else []
     _report(choice, directory, as_json=as_json)
+    if below:
+        say(RUNS_BELOW.format(listed(below)))
     if choice.path is None:
         raise typer.Exit(DAMAGED)
     if choice.foreign and not choice.verified and not quick:
@@ -90,6 +97,8 @@ def _report(choice: _Choice, directory: str, *, as_json: bool) -> None:
     else:
         for rejected, reason in choice.rejected:
             say(f"not {rejected}: {reason}")
+        if any(reason.startswith("it is unhealthy") for _, reason in choice.rejected):
+            say("to go on from an unhealthy one, name it (step=..., or its path); health.ignore leaves numbers out")
         for quarantined in choice.quarantined:
             say(f"not {quarantined}: in quarantine, since a resume found it damaged")
         if choice.path is not None:
@@ -102,7 +111,7 @@ def _report(choice: _Choice, directory: str, *, as_json: bool) -> None:
 
 def _chosen(place: Place, *, quick: bool, fetch_to: Path | None) -> _Choice:
     for _ in range(_ATTEMPTS):
-        listing = read_listing(place)
+        listing = listing_of(place)
         for path, why in listing.unreadable.items():
             raise DirectoryError(path=str(path), message=f"cannot be read, and a resume would stop there: {why}")
         with contextlib.suppress(FileNotFoundError):  # a live job has just deleted one: look again

@@ -17,7 +17,7 @@ from safe_ckpt.core.home.places import checkpoint_is_gone, is_one
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.core.storage.reader import ReadProgress
 from safe_ckpt.errors import SafeCheckpointError, UnsupportedFormatError
-from safe_ckpt.text import bytes_text, listed
+from safe_ckpt.text import bytes_text, counted, listed
 from safe_ckpt.tools.cli.output import (
     CANNOT_TELL,
     CHECKPOINT,
@@ -166,7 +166,8 @@ def _print(verdict: Verdict) -> None:
         tell(f"{_DELETED:<11} {verdict.path} (by its job, while this was running: it says nothing about the others)")
         return
     size, shown = verdict.size_bytes, verdict.damaged
-    line = f"{verdict.state:<11} {verdict.path} ({verdict.kind}, {len(verdict.files)} files, {bytes_text(size)}"
+    held = counted(len(verdict.files), "file")
+    line = f"{verdict.state:<11} {verdict.path} ({verdict.kind}, {held}, {bytes_text(size)}"
     if verdict.state == "unreadable":
         shown = tuple(judgement for judgement in verdict.files if judgement.state == "unreadable")
     elif verdict.state == "cannot tell":

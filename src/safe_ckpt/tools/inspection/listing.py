@@ -16,7 +16,7 @@ from safe_ckpt.core.home.candidates import guarded, list_directories, list_files
 from safe_ckpt.core.home.holders import Held, hidden_folders, holders
 from safe_ckpt.core.home.home import HIDDEN, NAMES, Candidate, OnError, name_below
 from safe_ckpt.core.home.objects.head import Head, folders_of, in_parallel, list_objects, object_candidate, read_head
-from safe_ckpt.core.home.places import is_one
+from safe_ckpt.core.home.places import candidate_at, is_one
 from safe_ckpt.core.home.standing import Standing, named_by, standing_of
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.source import shared_bytes
@@ -279,6 +279,27 @@ def one_of(place: _P) -> _P:
     advice = f"name one of them: {listed(names)}" if names else "there is none in it"
     raise UnsupportedFormatError(
         path=str(place), message=f"is a directory for checkpoints, and no checkpoint; {advice}"
+    )
+
+
+def listing_of(place: Place) -> Listing:
+    """What lies at a place, as ``read_listing``; of one checkpoint, that one alone, named in the directory that it is in.
+
+    Raises:
+        OSError: it could not be listed.
+    """
+    if not isinstance(place, Path) or not is_one(place):
+        return read_listing(place)
+    whole = Path(os.path.abspath(place))
+    one = candidate_at(whole)
+    found = [one] if one is not None else []
+    return Listing(
+        folder=whole.parent,
+        is_ours=True,
+        standing=standing_of(found, named=True),
+        unreadable={},
+        under_way=(),
+        quarantined=(),
     )
 
 

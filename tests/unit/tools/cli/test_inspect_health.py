@@ -33,7 +33,7 @@ def test_a_marked_checkpoint_is_listed_as_it_is(directory):
     code, told = run("resume-path", directory)
     assert code == 0
     assert told.splitlines()[-1] == str(directory / "step-00000001")
-    assert "it has bad numbers: t.safetensors: w has 1 NaN among 4 numbers" in told
+    assert "it is unhealthy: t.safetensors: w has 1 NaN among 4 numbers" in told
 
 
 def test_inspect_shows_the_worst_tensors(directory):
