@@ -60,7 +60,7 @@ def load(
     _go_on_counting(saver, path)
 
 
-def resume(
+def resume_into(
     saver: AcceleratorSaver,
     directory: str | os.PathLike[str] | None,
     restore: Callable[[str], None],

@@ -82,7 +82,7 @@ class JsonlHook:
                 "event": "end",
                 "rank": 0,
                 "at": time.time(),
-                "optimizer_steps": steps.counted(),
+                "optimizer_steps": steps.taken(),
                 "in_order": not failed,
             }
             self._write(time.time(), _line(facts))
@@ -171,7 +171,7 @@ def _run(world_size: int, first_at: float) -> dict[str, Any]:
         "rank": 0,
         "at": min(time.time(), first_at),  # an event of another thread may arrive late
         "began": machine.process_began(),
-        "optimizer_steps": steps.counted(),
+        "optimizer_steps": steps.taken(),
         "sign_s": SIGN_S,
         "pid": os.getpid(),
         "host": socket.gethostname(),

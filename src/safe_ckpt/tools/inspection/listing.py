@@ -19,7 +19,7 @@ from safe_ckpt.core.home.objects.head import Head, folders_of, in_parallel, list
 from safe_ckpt.core.home.places import candidate_at, is_one
 from safe_ckpt.core.home.standing import Standing, named_by, standing_of
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
-from safe_ckpt.core.storage.source import shared_bytes
+from safe_ckpt.core.storage.source import by_storage, shared_bytes
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.layouts import table as layouts
 from safe_ckpt.layouts.judges import is_tag, judges_of
@@ -283,14 +283,18 @@ def one_of(place: _P) -> _P:
 
 
 def listing_of(place: Place) -> Listing:
-    """What lies at a place, as ``read_listing``; of one checkpoint, that one alone, named in the directory that it is in.
+    """List a place as ``read_listing`` does; of one checkpoint, that one alone, named in the directory that it is in.
 
     Raises:
         OSError: it could not be listed.
     """
-    if not isinstance(place, Path) or not is_one(place):
-        return read_listing(place)
-    whole = Path(os.path.abspath(place))
+    return by_storage(place, _in_files, read_listing)
+
+
+def _in_files(path: Path) -> Listing:
+    if not is_one(path):
+        return read_listing(path)
+    whole = Path(os.path.abspath(path))
     one = candidate_at(whole)
     found = [one] if one is not None else []
     return Listing(
