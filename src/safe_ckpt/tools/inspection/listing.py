@@ -13,6 +13,8 @@ from safe_ckpt.core.formats.manifest import DCP_METADATA, describe_unhealthy
 from safe_ckpt.core.home.holders import Held, hidden_folders, holders
 from safe_ckpt.core.home.home import NAMES, Candidate, name_below
 from safe_ckpt.core.home.objects.head import Head, folders_of, in_parallel, list_objects, object_candidate, read_head
+from safe_ckpt.core.home.pins.observer import held_in
+from safe_ckpt.core.home.pins.shelf import shelves_of
 from safe_ckpt.core.home.places import is_one
 from safe_ckpt.core.home.standing import Standing, standing_of
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
@@ -63,6 +65,7 @@ class Listing:
         under_way: folders of saves that are not committed: of a job that saves now, or left by one that was killed.
         unknown: in an object store: folders without a manifest of which no job says that they are its own.
         quarantined: what was found damaged, and moved away in a file system.
+        held: what readers keep from being deleted, and who.
     """
 
     folder: Place
@@ -74,6 +77,7 @@ class Listing:
     under_way: tuple[Place, ...]
     unknown: tuple[Place, ...] = ()
     quarantined: tuple[Place, ...]
+    held: Mapping[Place, str] = field(default_factory=dict)
 
     @property
     def places_of_all(self) -> list[Place]:
@@ -98,6 +102,7 @@ class Row:
         state: "valid" (its manifest is in order), "unhealthy" (and its numbers are not), "unverified", "damaged", "unreadable",
             "partial" or "quarantined".
         reason: why it cannot be used; "" where nothing is wrong so far.
+        held_by: the reader that keeps it from being deleted; "" for none.
     """
 
     name: str
@@ -111,6 +116,7 @@ class Row:
     written_by: Mapping[str, Any] | None = None
     state: str
     reason: str = ""
+    held_by: str = ""
 
 
 @functools.singledispatch
@@ -157,6 +163,7 @@ def _(place: ObjectPath, *, tags_below: bool = True) -> Listing:
         under_way=tuple(path for path in bare if path.name in facts.pending),
         unknown=unknown,
         quarantined=tuple(path for path in aside if path in there or is_one(path)),
+        held=held_in(shelves_of(place, ()), candidates),
     )
 
 
@@ -176,6 +183,7 @@ def _(place: Path, *, tags_below: bool = True) -> Listing:
         unreadable=unreadable,
         under_way=(*_listed(places, "pending", unreadable), *_listed(places, "staging", unreadable)),
         quarantined=_listed(places, "quarantine", unreadable),
+        held=held_in(shelves_of(place, places), found.candidates),
     )
 
 
@@ -193,7 +201,8 @@ def rows(listing: Listing) -> Iterator[Row]:
     for candidate in listing.standing.usable:
         with contextlib.suppress(FileNotFoundError):  # a live job has just deleted it
             row = row_of(_name(listing, candidate.path), candidate, "unverified" if candidate.foreign else "valid")
-            yield replace(row, reason=row.reason or listing.standing.by_name_only.get(candidate.path, ""))
+            reason = row.reason or listing.standing.by_name_only.get(candidate.path, "")
+            yield replace(row, reason=reason, held_by=listing.held.get(candidate.path, ""))
     for candidate in listing.standing.unusable:
         yield row_of(_name(listing, candidate.path), candidate, "damaged")
     left: list[tuple[str, Mapping[Place, str]]] = [

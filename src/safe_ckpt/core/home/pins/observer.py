@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.home.home import Candidate
 from safe_ckpt.core.home.pins.record import Due, Pin, Silence, decide, silent_after
 from safe_ckpt.core.home.pins.shelf import MISSED, SUFFIX, Shelf, to_tell, told_of
 from safe_ckpt.core.storage.objects.place import Place
@@ -98,3 +99,23 @@ def _due(place: Place, name: str, *, look: bool) -> Due:
         except (OSError, SafeCheckpointError) as error:
             logger.debug("%s: its place in the order of commits is not known: %s", place, error)
     return Due(name=name)
+
+
+def held_in(shelves: Sequence[Shelf], found: Sequence[Candidate]) -> dict[Place, str]:
+    """Return which of ``found`` readers keep from being deleted, and who. One look cannot tell which readers are silent.
+
+    Raises:
+        OSError: the pins cannot be read.
+    """
+    held: dict[Place, str] = {}
+    for shelf in shelves:
+        pins = [pin for data in shelf.read().values() if (pin := Pin.from_bytes(data)) is not None]
+        names = {shelf.name_of(one.path): one for one in found} if pins else {}
+        due = [
+            Due(name=name, sequence=one.manifest.sequence, marked=one.manifest.marked)
+            if one.manifest is not None
+            else Due(name=name)
+            for name, one in names.items()
+        ]
+        held |= {names[name].path: why for name, why in decide(pins, due).kept.items()}
+    return held

@@ -216,6 +216,16 @@ def shelf_of(checkpoint: Place, *, ours: bool) -> Shelf | None:
     return FileShelf(checkpoint.parent / HIDDEN)
 
 
+def shelves_of(run: Place, hidden: Sequence[Path]) -> list[Shelf]:
+    """Where readers of a directory may have their pins.
+
+    Args:
+        run: the directory.
+        hidden: in a file system its hidden folders.
+    """
+    return [FileShelf(one) for one in hidden] if isinstance(run, Path) else [ObjectShelf(run)]
+
+
 def told_of(data: bytes) -> list[dict[str, object]]:
     """Parse what the side that deletes has told a reader; nothing where it is torn."""
     try:
