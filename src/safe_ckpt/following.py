@@ -57,6 +57,7 @@ class Followed(CheckpointInfo):
         ```
 
         ```text
+        10 True ()
         20 True ()
         ```
     """
@@ -116,6 +117,7 @@ def follow(
         ```
 
         ```text
+        evaluates step 10
         evaluates step 20
         ```
     """
@@ -153,11 +155,11 @@ def pin(path: str | os.PathLike[str], *, reader: str = "", ttl_s: float = DEFAUL
     Example:
         ```python
         with safe_ckpt.pin("runs/exp/step-00000020") as checkpoint:
-            print(sorted(os.listdir(checkpoint.path)))
+            print(checkpoint.step, (checkpoint.path / "model.safetensors").exists())
         ```
 
         ```text
-        ['manifest.json', 'model.safetensors', 'opt.pt']
+        20 True
         ```
     """
     _check(_SHORTEST_TTL_S <= ttl_s <= _LONGEST_TTL_S, "ttl_s", ttl_s, f"{_SHORTEST_TTL_S} to {_LONGEST_TTL_S} seconds")
@@ -206,6 +208,7 @@ def checkpoints(directory: str | os.PathLike[str] | Place) -> list[CheckpointInf
         ```
 
         ```text
+        step-00000010 10 {'loss': 1.0} True True
         step-00000020 20 {'loss': 0.5} True True
         ```
     """
