@@ -15,7 +15,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest, read_manifest
@@ -24,6 +24,8 @@ from safe_ckpt.core.home import extra_files
 from safe_ckpt.core.home.candidates import list_directories
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.home import HIDDEN, PINS, Candidate, HeldHome, NewCheckpoint, OnError
+from safe_ckpt.core.home.pins.observer import PinObserver
+from safe_ckpt.core.home.pins.shelf import FileShelf
 from safe_ckpt.core.home.visibility import Patience, await_visible
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.place import Place
@@ -40,9 +42,6 @@ from safe_ckpt.errors import (
     UnsupportedFormatError,
     naming,
 )
-
-if TYPE_CHECKING:
-    from safe_ckpt.core.home.pins.observer import PinObserver
 
 logger = logging.getLogger(__name__)
 
@@ -224,10 +223,7 @@ class FileHome(HeldHome[Path]):
         top = self.hidden.parents[1] if self.is_single_name else self.hidden
         if self._pins is None and not entries_in(top / PINS):
             return None
-        if self._pins is None:  # imported here: most runs have no readers
-            from safe_ckpt.core.home.pins.observer import PinObserver
-            from safe_ckpt.core.home.pins.shelf import FileShelf
-
+        if self._pins is None:
             self._pins = PinObserver(FileShelf(self.hidden))
         return self._pins
 

@@ -22,6 +22,7 @@ from safe_ckpt.core.formats.verify import verify_archive, verify_entry
 from safe_ckpt.core.home.candidates import by_commit, is_of_step, step_name
 from safe_ckpt.core.home.home import Candidate, Home, is_anything_at, name_below
 from safe_ckpt.core.home.places import candidate_at, home_at, is_one
+from safe_ckpt.core.home.retention import best_first
 from safe_ckpt.core.home.standing import Judge, standing_of
 from safe_ckpt.core.home.visibility import list_patiently
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Reader, Rejected, first_usable, verdict_of

@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
@@ -40,6 +40,8 @@ from safe_ckpt.core.home.objects.head import (
     missing_condition,
 )
 from safe_ckpt.core.home.objects.lock import ObjectOwner
+from safe_ckpt.core.home.pins.observer import PinObserver
+from safe_ckpt.core.home.pins.shelf import ObjectShelf
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.clients import ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
@@ -54,9 +56,6 @@ from safe_ckpt.errors import (
     naming,
 )
 from safe_ckpt.text import listed
-
-if TYPE_CHECKING:
-    from safe_ckpt.core.home.pins.observer import PinObserver
 
 logger = logging.getLogger(__name__)
 _PROBE = "probe"
@@ -249,9 +248,6 @@ class ObjectHome(HeldHome[ObjectPath]):
     def _spared(self, folders: Sequence[ObjectPath]) -> Collection[Place]:
         """Return those that readers hold, of folders which the head says are deleted; and take that back."""
         if self._pins is None:
-            from safe_ckpt.core.home.pins.observer import PinObserver
-            from safe_ckpt.core.home.pins.shelf import ObjectShelf
-
             self._pins = PinObserver(ObjectShelf(self.path))
         held: Mapping[Place, str] = dict.fromkeys(folders, "it is not known whether a reader holds it")
         try:
