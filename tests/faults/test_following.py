@@ -29,7 +29,7 @@ def start(program, *args):
 
 
 def left_out(lines):
-    """Of the steps between the first and the last of a pass: those that nobody told it of, those it was told of, and its own."""
+    """Of the steps between the first and the last of a pass: those untold, those it was told of, and its own."""
     taken = [int(line.split()[1]) for line in lines if line.startswith("TAKEN")]
     missed = {int(line.split()[1]) for line in lines if line.startswith("MISSED")}
     between = set(range(min(taken), max(taken) + 1)) if taken else set()

@@ -22,8 +22,10 @@ from safe_ckpt.errors import SafeCheckpointError
 # What gives a name and need not outlast a power cut, with the reason.
 EXCUSED = {
     "core.home.file_home:FileHome._delete": "where it renames, that goes to a folder of scratch, to be deleted beside training",
+    "core.home.file_home:FileHome._bring_back_if_held": "a reader holds it, and no rule keeps it: nobody resumes from it",
     "core.home.file_lock:_put_back": "a lock that another job makes at that moment: tests/unit/home/test_lock.py",
     "core.home.file_lock:JobLock._waited_s": "a record of how long somebody has waited: without it he waits again",
+    "core.home.pins.shelf:FileShelf.write": "a reader's word, which counts for a minute",
     "core.storage.durable:_exchange_back": "it undoes what the disk did not confirm: tests/faults/test_other_disks.py",
     "hooks.event_log:JsonlHook._rotate": "a record for people; what is torn in it is read over",
     "hooks.prometheus:PrometheusHook._write": "a page of numbers, written anew with the next event",
