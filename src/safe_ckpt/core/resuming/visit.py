@@ -172,7 +172,7 @@ class Visit:
     def _nothing(self, rejected: Mapping[str, str], others: Sequence[str]) -> NoValidCheckpointError:
         path = str(self.place)
         if rejected:
-            message = "there are checkpoints, but none can be used. One that is only unhealthy is taken by step=..., or by its path"
+            message = "there are checkpoints, but none can be used. One that is only unhealthy is taken by step=... or its path"
         elif others:
             message = (
                 f"there is none of Checkpointer; a framework saved {', '.join(others)}: load them with it, by path"

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, describe_unhealthy, read_manifest
-from safe_ckpt.core.home.candidates import guarded, list_directories, list_files, looks_like_checkpoint
+from safe_ckpt.core.home.candidates import guarded, list_directories, list_files, look_at, looks_like_checkpoint
 from safe_ckpt.core.home.holders import Held, hidden_folders, holders
 from safe_ckpt.core.home.home import HIDDEN, NAMES, Candidate, OnError, name_below
 from safe_ckpt.core.home.objects.head import Head, folders_of, in_parallel, list_objects, object_candidate, read_head
-from safe_ckpt.core.home.places import candidate_at, is_one
+from safe_ckpt.core.home.places import is_one
 from safe_ckpt.core.home.standing import Standing, named_by, standing_of
+from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.source import shared_bytes
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
@@ -167,6 +168,10 @@ def _(place: ObjectPath, *, tags_below: bool = True) -> Listing:
 
 @read_listing.register
 def _(place: Path, *, tags_below: bool = True) -> Listing:
+    if presence.is_there(place / MANIFEST_NAME):  # it is one checkpoint
+        whole = Path(os.path.abspath(place))
+        alone = standing_of([look_at(whole)], named=True)
+        return Listing(folder=whole.parent, is_ours=True, standing=alone, unreadable={}, under_way=(), quarantined=())
     unreadable: dict[Place, str] = {}
 
     def note(path: Path, error: Exception) -> None:
@@ -279,27 +284,6 @@ def one_of(place: _P) -> _P:
     advice = f"name one of them: {listed(names)}" if names else "there is none in it"
     raise UnsupportedFormatError(
         path=str(place), message=f"is a directory for checkpoints, and no checkpoint; {advice}"
-    )
-
-
-def listing_of(place: Place) -> Listing:
-    """What lies at a place, as ``read_listing``; of one checkpoint, that one alone, named in the directory that it is in.
-
-    Raises:
-        OSError: it could not be listed.
-    """
-    if not isinstance(place, Path) or not is_one(place):
-        return read_listing(place)
-    whole = Path(os.path.abspath(place))
-    one = candidate_at(whole)
-    found = [one] if one is not None else []
-    return Listing(
-        folder=whole.parent,
-        is_ours=True,
-        standing=standing_of(found, named=True),
-        unreadable={},
-        under_way=(),
-        quarantined=(),
     )
 
 
