@@ -395,7 +395,7 @@ class CheckpointConfig(_Checked):
 
 
 ConfigLike: TypeAlias = CheckpointConfig | Mapping[str, Any] | str | os.PathLike[str]
-"""Settings as every door takes them: these, a mapping of their keys, or the path of a YAML file."""
+"""Settings as a door takes them: these, a mapping of their keys, or the path of a YAML file."""
 
 
 def settings_of(given: ConfigLike | None, key: str = "config") -> CheckpointConfig | None:

@@ -253,7 +253,7 @@ def candidates(folder: Path) -> list[Candidate]:
     return candidates_in(folder, ADAPTER, ACCELERATE)
 
 
-def look(path: Path) -> tuple[Sequence[Candidate], bool]:
+def found_at(path: Path) -> tuple[Sequence[Candidate], bool]:
     """The checkpoints in a directory, whatever their names, those of stock Accelerate too; and whether it is one itself.
 
     On rank 0.

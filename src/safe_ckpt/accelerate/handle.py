@@ -235,7 +235,7 @@ class Handle(AttachedHandle):
 
         with self._call("resume"):
             self.saver.land()
-            info = load.resume_into(self.saver, directory, restore, load_model_func_kwargs)
+            info = load.load_if_any(self.saver, directory, restore, load_model_func_kwargs)
         self.prepare()
         return info
 

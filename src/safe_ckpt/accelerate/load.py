@@ -13,7 +13,7 @@ from accelerate import utils
 
 from safe_ckpt.accelerate import contents
 from safe_ckpt.accelerate.dataloaders import KEY
-from safe_ckpt.accelerate.directories import BY_NAME, AcceleratorSaver, look, names_below, next_number
+from safe_ckpt.accelerate.directories import BY_NAME, AcceleratorSaver, found_at, names_below, next_number
 from safe_ckpt.accelerate.strategies import plain_optimizers, scaler_apart
 from safe_ckpt.adapters.extras import absolute, keeping_types, names_in, not_found, one_resume, presence
 from safe_ckpt.adapters.planning import go_on
@@ -60,7 +60,7 @@ def load(
     _go_on_counting(saver, path)
 
 
-def resume_into(
+def load_if_any(
     saver: AcceleratorSaver,
     directory: str | os.PathLike[str] | None,
     restore: Callable[[str], None],
@@ -150,7 +150,7 @@ def _newest_in(saver: AcceleratorSaver, directory: Path) -> CheckpointInfo | Non
             "a directory of checkpoints that you name yourself is not looked for in the mirror: load_state(path) is"
         )
         raise ConfigError(key="resume: directory", message=message)
-    return saver.newest_beside(directory, lambda: look(directory))
+    return saver.newest_beside(directory, lambda: found_at(directory))
 
 
 def _expect(path: Path) -> None:

@@ -183,9 +183,7 @@ class Visit:
         if self.best is not None and not rejected:
             message = f"there is no checkpoint that has the metric {self.best.metric!r}"
         elif rejected:
-            message = (
-                "there are checkpoints, but none can be used. An unhealthy one is taken by step=..., or by its path"
-            )
+            message = "there are checkpoints, but none can be used. One that is only unhealthy is taken by step=... or its path"
         elif others:
             message = (
                 f"there is none of Checkpointer; a framework saved {', '.join(others)}: load them with it, by path"

@@ -11,7 +11,7 @@ from safe_ckpt.text import age, bytes_text, metrics_text
 from safe_ckpt.text import listed as names_listed
 from safe_ckpt.tools.cli.output import DAMAGED, AsJson, Directory, failing, print_json, print_table, say, waiting
 from safe_ckpt.tools.inspection.files import place_given
-from safe_ckpt.tools.inspection.listing import Row, listing_of, rows
+from safe_ckpt.tools.inspection.listing import Row, read_listing, rows
 
 RUNS_BELOW = "not shown, because each is a run of its own: {}. Name one"
 _MOST_METRICS = 4  # a Trainer gives a dozen, and a line has to fit a terminal
@@ -29,7 +29,7 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
     """
     with failing(), waiting(f"reading the manifests in {directory}"):
         place = place_given(directory)
-        listing = listing_of(place)
+        listing = read_listing(place)
         listed, below = list(rows(listing)), [name for name in runs_below(place) if place / name != listing.folder]
     if as_json:
         print_json([vars(row) for row in listed])

@@ -30,7 +30,7 @@ from safe_ckpt.tools.cli.output import (
 from safe_ckpt.tools.inspection.check import plan_tasks, verify_tasks
 from safe_ckpt.tools.inspection.fetch import fetch
 from safe_ckpt.tools.inspection.files import place_given
-from safe_ckpt.tools.inspection.listing import Listing, listing_of
+from safe_ckpt.tools.inspection.listing import Listing, read_listing
 
 _ATTEMPTS = 5
 
@@ -111,7 +111,7 @@ def _report(choice: _Choice, directory: str, *, as_json: bool) -> None:
 
 def _chosen(place: Place, *, quick: bool, fetch_to: Path | None) -> _Choice:
     for _ in range(_ATTEMPTS):
-        listing = listing_of(place)
+        listing = read_listing(place)
         for path, why in listing.unreadable.items():
             raise DirectoryError(path=str(path), message=f"cannot be read, and a resume would stop there: {why}")
         with contextlib.suppress(FileNotFoundError):  # a live job has just deleted one: look again

@@ -10,16 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safe_ckpt.core.formats.manifest import DCP_METADATA, describe_unhealthy
+from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, describe_unhealthy
+from safe_ckpt.core.home.candidates import look_at
 from safe_ckpt.core.home.holders import Held, hidden_folders, holders
 from safe_ckpt.core.home.home import NAMES, Candidate, name_below
 from safe_ckpt.core.home.objects.head import Head, folders_of, in_parallel, list_objects, object_candidate, read_head
 from safe_ckpt.core.home.pins.observer import held_in
 from safe_ckpt.core.home.pins.shelf import shelves_of
-from safe_ckpt.core.home.places import candidate_at, is_one
+from safe_ckpt.core.home.places import is_one
 from safe_ckpt.core.home.standing import Standing, standing_of
+from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
-from safe_ckpt.core.storage.source import by_storage, shared_bytes
+from safe_ckpt.core.storage.source import shared_bytes
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.layouts import table as layouts
 from safe_ckpt.layouts.survey import survey
@@ -170,6 +172,10 @@ def _(place: ObjectPath, *, tags_below: bool = True) -> Listing:
 
 @read_listing.register
 def _(place: Path, *, tags_below: bool = True) -> Listing:
+    if presence.is_there(place / MANIFEST_NAME):  # it is one checkpoint
+        whole = Path(os.path.abspath(place))
+        alone = standing_of([look_at(whole)], named=True)
+        return Listing(folder=whole.parent, is_ours=True, standing=alone, unreadable={}, under_way=(), quarantined=())
     found = survey(place, bounded_layout, tags_below=tags_below)
     places = hidden_folders(place)
     if found.folder != place:  # a project of Accelerate's
@@ -233,31 +239,6 @@ def one_of(place: _P) -> _P:
     advice = f"name one of them: {listed(names)}" if names else "there is none in it"
     raise UnsupportedFormatError(
         path=str(place), message=f"is a directory for checkpoints, and no checkpoint; {advice}"
-    )
-
-
-def listing_of(place: Place) -> Listing:
-    """List a place as ``read_listing`` does; of one checkpoint, that one alone, named in the directory that it is in.
-
-    Raises:
-        OSError: it could not be listed.
-    """
-    return by_storage(place, _in_files, read_listing)
-
-
-def _in_files(path: Path) -> Listing:
-    if not is_one(path):
-        return read_listing(path)
-    whole = Path(os.path.abspath(path))
-    one = candidate_at(whole)
-    found = [one] if one is not None else []
-    return Listing(
-        folder=whole.parent,
-        is_ours=True,
-        standing=standing_of(found, named=True),
-        unreadable={},
-        under_way=(),
-        quarantined=(),
     )
 
 
