@@ -79,7 +79,8 @@ def test_every_state_of_a_checkpoint_is_listed(tmp_path):
     }
     best = rows["step-00000002"]
     assert set(best) == {
-        "name", "step", "sequence", "created_at", "size_bytes", "shared_bytes", "world_size", "metrics", "written_by", "reason", "held_by",
+        "name", "step", "sequence", "created_at", "size_bytes", "shared_bytes", "world_size", "metrics", "written_by", "reason",
+        "held_by",
         "state",
     }  # fmt: skip
     assert (best["step"], best["metrics"], best["world_size"]) == (2, {"loss": 2}, 1)
