@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from safe_ckpt.core.state.items import PerRank
     from safe_ckpt.core.state.rng import RngState
     from safe_ckpt.errors import SafeCheckpointError
+    from safe_ckpt.following import Followed, best, checkpoints, follow, pin
     from safe_ckpt.offload.consolidate import consolidate_offloaded
     from safe_ckpt.offload.restore import restore_offloaded
     from safe_ckpt.publishing import publishing
@@ -56,11 +57,16 @@ _HOMES = {
     "Telemetry": "safe_ckpt.config",
     "Timeouts": "safe_ckpt.config",
     "WriterConfig": "safe_ckpt.config",
+    "Followed": "safe_ckpt.following",
+    "best": "safe_ckpt.following",
+    "checkpoints": "safe_ckpt.following",
     "consolidate_offloaded": "safe_ckpt.offload.consolidate",
+    "follow": "safe_ckpt.following",
     "iter_full_tensors": "safe_ckpt.core.sharding.gather",
     "lengthy_timeouts": "safe_ckpt.core.sharding.timeouts",
     "load": "safe_ckpt.reading",
     "newest": "safe_ckpt.reading",
+    "pin": "safe_ckpt.following",
     "publishing": "safe_ckpt.publishing",
     "restore_offloaded": "safe_ckpt.offload.restore",
     "set_up_directory": "safe_ckpt.core.saving.set_up",
@@ -70,6 +76,7 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointInfo",
     "Checkpointer",
+    "Followed",
     "Health",
     "Mirror",
     "Network",
@@ -84,11 +91,15 @@ __all__ = [
     "Unchanged",
     "WriterConfig",
     "__version__",
+    "best",
+    "checkpoints",
     "consolidate_offloaded",
+    "follow",
     "iter_full_tensors",
     "lengthy_timeouts",
     "load",
     "newest",
+    "pin",
     "publishing",
     "restore_offloaded",
     "set_up_directory",

@@ -11,6 +11,7 @@ import obstore
 import pytest
 from typer.testing import CliRunner
 
+import safe_ckpt
 from corpus import of_accelerate, of_doors, of_lightning, of_transformers, plain, ranks
 from corpus.make import CHECKPOINTS
 from kit.ranks import spawn_ranks, values
@@ -115,3 +116,17 @@ def test_two_ranks_resume_what_dcp_and_other_savers_saved_earlier(saved):
 def test_one_process_reads_what_two_ranks_saved_by_dcp(saved):
     """Whole tensors of both ranks' parts, the newest and one by its name."""
     of_doors.resume_dcp(0, saved / "dcp")
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_every_door_of_ours_saved_is_found_from_python(saved, name):
+    """The newest is the first that ``list`` names, and a follower takes all of them, the oldest first."""
+    folder = saved / name
+    steps = [step for step, state in HELD[name] if state == "valid"]
+    one = safe_ckpt.newest(folder)
+    assert (one.step, one.verified, one.healthy) == (steps[0], True, True)
+    assert sorted(one.step for one in safe_ckpt.checkpoints(folder)) == sorted(step for step, _ in HELD[name])
+    taken = list(safe_ckpt.follow(folder, timeout_s=0))
+    assert [one.step for one in taken] == steps[::-1]
+    assert all(one.pinned and one.path.exists() for one in taken)
+    assert not list(folder.rglob("pins"))

@@ -7,6 +7,8 @@ import torch
 from accelerate import utils
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+import safe_ckpt
+from safe_ckpt.errors import NoValidCheckpointError
 from safe_ckpt.layouts import table as layouts
 from safe_ckpt.layouts.table import layout_of
 
@@ -130,3 +132,45 @@ def test_file_names_in_the_table_are_those_of_the_frameworks():
     from lightning.pytorch.strategies.model_parallel import _METADATA_FILENAME
 
     assert _METADATA_FILENAME == layouts.META
+
+
+# A pickle without Lightning's own parts is no checkpoint of its, and a step in no name is not known.
+STEPS = {name: MADE[name][2] for name in MADE if not name.startswith("Lightning")}
+
+
+def placed(folder, name):
+    """One checkpoint as a stock tool leaves it."""
+    made = make(folder, name)
+    if name == "DeepSpeed tag":
+        (folder / "latest").write_text(made.name)
+    return made if name != "torch.distributed.checkpoint directory" else made.rename(folder / "step_3")
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_what_a_stock_tool_saved_is_found(tmp_path, name):
+    """Its path and its step; nobody has written down what its bytes should be."""
+    path, step = placed(tmp_path, name), 3 if name.startswith("torch") else STEPS[name]
+    one = safe_ckpt.newest(tmp_path)
+    assert (one.path, one.step, one.verified, one.whole) == (path, step, False, True)
+    assert [(one.path, one.step) for one in safe_ckpt.checkpoints(tmp_path)] == [(path, step)]
+    assert [(one.path, one.pinned) for one in safe_ckpt.follow(tmp_path, timeout_s=0)] == [(path, False)]
+    assert safe_ckpt.newest(path).path == path
+    with safe_ckpt.pin(path) as held:
+        assert held.path == path
+
+
+@pytest.mark.parametrize("name", ["Accelerate checkpoint", "Transformers checkpoint"])
+def test_what_a_stock_tool_has_not_finished_is_not_taken(tmp_path, name):
+    """Without the file that comes last it is not whole, and a follower waits for that."""
+    path = make(tmp_path, name)
+    last = path / MADE[name][1][-1]
+    moved = last.rename(tmp_path.parent / f"{tmp_path.name}-last")
+    with pytest.raises(NoValidCheckpointError, match="not complete"):
+        safe_ckpt.newest(tmp_path)
+    (one,) = safe_ckpt.checkpoints(tmp_path)
+    assert not one.whole
+    assert "not complete" in one.problem
+    follower = safe_ckpt.follow(tmp_path, timeout_s=0)
+    assert next(follower, None) is None
+    moved.rename(last)
+    assert [one.path for one in safe_ckpt.follow(tmp_path, timeout_s=0)] == [path]

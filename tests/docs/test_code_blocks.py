@@ -33,6 +33,7 @@ NOT_RUN = {
     ("docs/object-stores.md", '{\n  "Version"'),
     ("docs/object-stores.md", "from safe_ckpt import CheckpointConfig"),
     ("docs/cli.md", "safe-ckpt list s3://bucket/run"),
+    ("docs/follow.md", "safe-ckpt follow runs/exp"),
     # tests/schedulers run these.
     ("docs/clusters.md", "#!/bin/bash\n#SBATCH"),
     ("docs/clusters.md", "$ sbatch job.sbatch python train.py"),

@@ -37,7 +37,7 @@ CORPUS = Path(__file__).with_name("corpus")
 MODULES = (
     "errors", "core.formats.manifest", "tools.inspection.check", "tools.inspection.content", "tools.inspection.dcp_reader",
     "tools.inspection.files", "tools.inspection.pickle_reader", "tools.inspection.safetensors_reader",
-    "tools.inspection.values", "tools.inspection.tensors", "tools.inspection.torch_reader", "tools.report.event_log",
+    "tools.inspection.values", "tools.inspection.tensors", "tools.inspection.torch_reader", "ledger.event_log",
 )  # fmt: skip
 m = {}  # the modules, imported under instrumentation when that is wanted
 

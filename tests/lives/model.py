@@ -185,19 +185,26 @@ class Model:
         # Without a manifest that can be read only the name of a folder says that it is a checkpoint, and of which step.
         names = {f"step-{number:08d}" for number in ([step] if step is not None else range(100))}
         tried = [one for one in self.here.values() if one.damage == "manifest" and one.folder in names]
-        for one in self.order(step, named=step is not None):
+        for number, one in enumerate(self.order(step, named=step is not None)):
+            if number and (sounder := self._sound_there(step, one.order)) is not None:
+                return "taken", self._fetch_and_take(sounder, tried)
             if not one.damage:
                 return "taken", self._take(one, tried)
             tried.append(one)
-        for one in self.offered(step):
-            if not one.damage:
-                self.fetch(one)
-                return "taken", self._take(one, [old for old in tried if old.folder != one.folder])
+        if (sound := self._sound_there(step, -1)) is not None:
+            return "taken", self._fetch_and_take(sound, tried)
         passed = step is None and any(one.marked and one.damage != "manifest" for one in self.here.values())
         aside = [one for one in self.quarantine if one.folder in names] if step is not None else self.quarantine
         if tried or passed or aside:
             return "no valid", None
         return ("fresh" if step is None else "not found"), None
+
+    def _sound_there(self, step: int | None, newer_than: int) -> Saved | None:
+        return next((one for one in self.offered(step) if not one.damage and one.order > newer_than), None)
+
+    def _fetch_and_take(self, one: Saved, tried: list[Saved]) -> Saved:
+        self.fetch(one)
+        return self._take(one, [old for old in tried if old.folder != one.folder])
 
     def _take(self, one: Saved, damaged: list[Saved]) -> Saved:
         for bad in damaged:

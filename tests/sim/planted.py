@@ -39,8 +39,8 @@ _DURABLE, _COMMIT = "safe_ckpt.core.storage.durable", "safe_ckpt.core.saving.one
 _NAME = """        with _undone_by(lambda: os.rename(final, staged), final, staged):
             sync_directory(str(final.parent))
 """
-_NAMED = "            self._give_final_name()\n"
-_WRITE = "            durable.write_durably(self._pending / MANIFEST_NAME, manifest.to_bytes())\n" + _NAMED
+_WRITE = "            durable.write_durably(self._pending / MANIFEST_NAME, manifest.to_bytes())\n        elif entries"
+_NAMED = '        if self._new.kind == "directory" or entries:\n            self._give_final_name()\n'
 _LATE = _NAMED + "            durable.write_durably(self._final / MANIFEST_NAME, manifest.to_bytes())\n"
 _ONE_WAY = _swap("            for name in names:\n", "            for name in ():\n")
 _SWEPT = _swap("if folder == self.pending and left.is_dir()", "if False and left.is_dir()")
@@ -70,7 +70,7 @@ PLANTED: dict[str, dict[str, Patch]] = {
         )
     },
     "the new name is not synced": {_DURABLE: _swap(_NAME, "")},
-    "the name comes before the manifest": {_HOME: _swap(_WRITE, _LATE)},
+    "the name comes before the manifest": {_HOME: _both(_swap(_WRITE, "        elif entries"), _swap(_NAMED, _LATE))},
     "the lease runs on during an outage": {
         _LEASE: _both(
             _swap("outage=overslept or seen.was_out", "outage=False"),
@@ -260,15 +260,16 @@ IN_MIRRORS: dict[str, dict[str, Patch]] = {
                 "        usable = by_commit(self._list())\n        return\n",
             ),
             _swap(
-                '        """Fetch the next one: nothing that is here',
-                '        return None\n        """Fetch the next one: nothing that is here',
+                '        """Fetch the next one whose',
+                '        return None\n        """Fetch the next one whose',
             ),
         )
     },
     "the end does not wait for uploads": {
         _MIRROR: _both(
             _swap(
-                "            self._background.drain(self.progress, limit_s, extend=within_s is None, is_over=self._is_late)\n",
+                "            self._background.drain(\n                lambda: self.progress() + self.elsewhere(), limit_s, "
+                "extend=within_s is None, is_over=self._is_late\n            )\n",
                 "            pass\n",
             ),
             _swap("        if left:\n            logger.warning", "        if False:\n            logger.warning"),

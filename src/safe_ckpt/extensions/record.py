@@ -35,12 +35,12 @@ class RecordExtension(Extension):
         self._run = run
         if run.rank == 0:
             self._signs = SignsOfLife(run.emit)
-            steps.watch(self._signs.start)
+            steps.begin_counting(self._signs.start)
 
     def planning(self, request: SaveRequest) -> int:
         """See ``Extension``."""
         if self._signs is not None:
-            self._steps[id(request)] = steps.counted()
+            self._steps[id(request)] = steps.taken()
             for one in list(self._steps)[:-_MOST_WAITING]:  # of saves that were not begun
                 self._steps.pop(one, None)
         return 0
@@ -89,7 +89,7 @@ class SignsOfLife:
 
     def _run(self) -> None:
         while not self._over.wait(self._every_s):
-            self._emit(events.Alive(rank=0, optimizer_steps=steps.counted()))
+            self._emit(events.Alive(rank=0, optimizer_steps=steps.taken()))
 
 
 def _outcome(job: SaveJob, outcome: Outcome, rank: int) -> Iterator[events.Event]:

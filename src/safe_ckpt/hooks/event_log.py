@@ -52,6 +52,8 @@ class JsonlHook:
         self._world_size = world_size
         self._lock = threading.RLock()
         self._begun = False
+        self._lines = 0
+        self._is_first = False
         self._refused = False
         self._sign: tuple[tuple[int, int], int] | None = None  # the file and the place of the last sign of life
 
@@ -67,15 +69,20 @@ class JsonlHook:
     def end(self, *, failed: bool) -> None:
         """Append a line that says that the job ended in order, or by an exception: what is killed cannot.
 
+        Where nothing happened in the file's first run the file goes: what is empty at the end was never there.
+
         Args:
             failed: by an exception.
         """
-        if self._begun:
+        if self._begun and self._lines == 1 and self._is_first:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+        elif self._begun:
             facts = {
                 "event": "end",
                 "rank": 0,
                 "at": time.time(),
-                "optimizer_steps": steps.counted(),
+                "optimizer_steps": steps.taken(),
                 "in_order": not failed,
             }
             self._write(time.time(), _line(facts))
@@ -85,6 +92,7 @@ class JsonlHook:
         with self._lock:
             try:
                 if not self._begun:
+                    self._is_first = not os.path.lexists(self._path)
                     self._append(_line(_run(self._world_size, at)))
                     self._begun = True
                 if len(line) == _SIGN_BYTES and self._replace(line):
@@ -110,6 +118,7 @@ class JsonlHook:
     def _append(self, line: bytes) -> None:
         if not line:
             return
+        self._lines += 1
         with contextlib.suppress(OSError):  # if it cannot be renamed, it grows, and no line is lost
             size = os.stat(self._path).st_size
             if size and size + len(line) > self._record_bytes:
@@ -162,7 +171,7 @@ def _run(world_size: int, first_at: float) -> dict[str, Any]:
         "rank": 0,
         "at": min(time.time(), first_at),  # an event of another thread may arrive late
         "began": machine.process_began(),
-        "optimizer_steps": steps.counted(),
+        "optimizer_steps": steps.taken(),
         "sign_s": SIGN_S,
         "pid": os.getpid(),
         "host": socket.gethostname(),

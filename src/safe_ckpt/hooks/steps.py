@@ -13,7 +13,7 @@ _stepped: set[int] = set()
 _waiting: tuple[Callable[[], None], ...] = ()
 
 
-def watch(at_a_step: Callable[[], None]) -> None:
+def begin_counting(at_a_step: Callable[[], None]) -> None:
     """Count from now on, for good, and call this once, on the thread that trains, behind the next step."""
     global _hooked, _waiting  # noqa: PLW0603 - the hook is the process's
     from torch.optim.optimizer import register_optimizer_step_post_hook  # takes a while to import
@@ -32,7 +32,7 @@ def forget(at_a_step: Callable[[], None]) -> None:
         _waiting = tuple(one for one in _waiting if one != at_a_step)
 
 
-def counted() -> int:
+def taken() -> int:
     """The steps so far. Optimizers that take turns, such as those of a GAN, make one step together."""
     return _count
 

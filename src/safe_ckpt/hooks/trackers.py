@@ -25,7 +25,7 @@ class _ReferenceHook:
         if not isinstance(event, events.Committed) or event.weights_only or event.rank != 0:
             return
         try:
-            self.refer(event, facts_of(event))
+            self.refer(event, facts_of_commit(event))
         except Exception as error:  # a tracker without an answer is no reason to have none of the later ones
             logger.warning(
                 "%s has no reference to %s: %s: %s", type(self).__name__, event.path, type(error).__name__, error
@@ -90,7 +90,7 @@ class MlflowHook(_ReferenceHook):
             self._client.set_tag(self._run_id, "safe_ckpt.checkpoint", event.path)
 
 
-def facts_of(event: events.Committed) -> dict[str, Any]:
+def facts_of_commit(event: events.Committed) -> dict[str, Any]:
     """The content of a reference: JSON-able. ``digest`` is None where the manifest lies elsewhere (an object store)."""
     facts: dict[str, Any] = {"path": event.path, "step": event.step, "size_bytes": event.size_bytes}
     data, told = b"", {}

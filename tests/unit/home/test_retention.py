@@ -11,7 +11,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, CheckpointInfo, Retention
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, Manifest
 from safe_ckpt.core.home.retention import (
     Unjudged,
-    best,
+    best_first,
     decide_deletions,
     delete_listed,
     keep_newest,
@@ -53,7 +53,7 @@ def test_retention_keeps_the_newest_and_what_any_rule_keeps(found, last, top, mo
     gone = {i.sequence for i in to_delete(found, policy)}
     by_commit = sorted(found, key=lambda i: -i.sequence)
     kept = {i.sequence for i in by_commit[: last or 1]}
-    kept |= {i.sequence for i in best(found, policy)[: top or 0]}
+    kept |= {i.sequence for i in best_first(found, policy)[: top or 0]}
     kept |= {i.sequence for i in found if every and i.step % every == 0}
     without = all(not math.isfinite(i.metrics.get("loss", math.nan)) for i in found)
     if last is top is every is None or (top and without):
@@ -64,9 +64,9 @@ def test_retention_keeps_the_newest_and_what_any_rule_keeps(found, last, top, mo
 def test_best_prefers_the_newer_of_equals_and_nan_comes_last():
     """Ranking by metric is total: NaN is worse than anything, ties go to the newer."""
     found = [info(1, 1, loss=0.5), info(2, 2, loss=math.nan), info(3, 3, loss=0.5), info(4, 4, loss=0.9), info(5, 5)]
-    order = [i.sequence for i in best(found, Retention(keep_best=1, metric="loss"))]
+    order = [i.sequence for i in best_first(found, Retention(keep_best=1, metric="loss"))]
     assert order == [3, 1, 4, 2]
-    order = [i.sequence for i in best(found, Retention(keep_best=1, metric="loss", mode="max"))]
+    order = [i.sequence for i in best_first(found, Retention(keep_best=1, metric="loss", mode="max"))]
     assert order == [4, 3, 1, 2]
 
 

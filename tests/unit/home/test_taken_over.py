@@ -31,6 +31,8 @@ EXCUSED = {
     "core.home.file_lock:JobLock._waited_s": "a record of how long somebody has waited",
     "core.home.extra_files:keep_foreign": "names in the folder of the save, which a job that takes over moves away: commit",
     "core.home.file_lock:JobLock._sweep": "what is left of locks: tests/unit/home/test_lock.py",
+    "core.home.pins.shelf:FileShelf.write": "the word of a reader, which is no job",
+    "core.home.pins.shelf:FileShelf.remove": "likewise",
     "core.home.file_home:FilePublication.prepare": "names in the folder of the save, as above",
     "core.home.file_home:FileHome._delete": "of what lies in the trash, or in a save's own folder",
 }
@@ -100,6 +102,21 @@ def discards(path, name):
     return home, lambda: home.discard([path / name])
 
 
+def discards_what_a_reader_holds_late(path):
+    """The pin is not seen before it is moved aside, as on a network file system."""
+    home = opened(path)
+    home._refuse_held = held_late(home)
+    return home, lambda: home.discard([path / "step-1"])
+
+
+def held_late(home):
+    def refuse(path):
+        if not path.exists():
+            raise OSError(errno.EBUSY, "a reader holds it", str(path))
+
+    return refuse
+
+
 def aborted(path):
     home, _ = published(path)
     return home, lambda: home.drop_pending("op")
@@ -147,6 +164,7 @@ ROWS = {
     "a deletion": lambda path: discards(path, "step-1"),
     "a deletion of a file": lambda path: discards(path, "one.ckpt"),
     "a deletion on a full disk": lambda path: discards(path, "one.ckpt"),
+    "a deletion that is taken back": discards_what_a_reader_holds_late,
     "a quarantine": lambda path: (home := opened(path), lambda: home.quarantine(path / "step-1")),
     "a save that is given up": aborted,
     "the end of a job": closed,

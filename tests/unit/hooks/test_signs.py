@@ -25,17 +25,17 @@ def lines(path):
 
 def test_optimizers_that_take_turns_make_one_step_together():
     """The two of a GAN count once a round; one alone counts each step."""
-    steps.watch(lambda: None)
+    steps.begin_counting(lambda: None)
     one, two = optimizer(), optimizer()
-    before = steps.counted()
+    before = steps.taken()
     for _ in range(3):
         one.step()
         two.step()
-    assert steps.counted() - before in (2, 3)  # whether the first of them begins a round hangs on who stepped before
-    before = steps.counted()
+    assert steps.taken() - before in (2, 3)  # whether the first of them begins a round hangs on who stepped before
+    before = steps.taken()
     for _ in range(4):
         two.step()
-    assert steps.counted() == before + 4
+    assert steps.taken() == before + 4
 
 
 def test_signs_begin_with_the_first_step_and_end_with_the_job():
@@ -43,11 +43,11 @@ def test_signs_begin_with_the_first_step_and_end_with_the_job():
     seen = []
     emit = Emitter([seen.append])
     signs = SignsOfLife(emit, every_s=0.01)
-    steps.watch(signs.start)
+    steps.begin_counting(signs.start)
     assert not seen
     optimizer().step()
     wait_until(lambda: len(seen) > 1, 20)
-    assert seen[-1].optimizer_steps == steps.counted()
+    assert seen[-1].optimizer_steps == steps.taken()
     signs.stop()
     emit.close()
 
@@ -67,11 +67,13 @@ def test_a_sign_takes_the_place_of_the_one_before(tmp_path):
 
 def test_a_job_records_its_opening_its_steps_and_its_end(tmp_path):
     """Also one that saves nothing; the line of a run says when its process began."""
+    (tmp_path / ".safe_ckpt").mkdir()
+    (tmp_path / ".safe_ckpt/events.jsonl").touch()  # where there is none, one that saves nothing leaves none
     with Checkpointer(tmp_path):
         first = lines(tmp_path / ".safe_ckpt/events.jsonl")
     assert [one["event"] for one in first] == ["run"]
     assert first[0]["began"] <= first[0]["at"]
-    before = steps.counted()
+    before = steps.taken()
     with Checkpointer(tmp_path) as ckpt:
         optimizer().step()
         ckpt.save(1, {"a": 1}).result(timeout_s=20)
@@ -79,7 +81,7 @@ def test_a_job_records_its_opening_its_steps_and_its_end(tmp_path):
     assert [one["event"] for one in found] == [
         *("run", "end", "run", "agreed", "snapshotted", "written", "committed", "end")
     ]
-    assert [one["optimizer_steps"] - before for one in (found[3], found[-1])] == [steps.counted() - before] * 2
+    assert [one["optimizer_steps"] - before for one in (found[3], found[-1])] == [steps.taken() - before] * 2
     assert found[-1]["in_order"]
     try:
         with Checkpointer(tmp_path):

@@ -1,6 +1,7 @@
 """A directory as the mirror of another one: what differs from an object store in its place."""
 
 import dataclasses
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +16,9 @@ from kit.patience import wait_until
 from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import ConfigError, DirectoryInUseError, MirrorBehindError
+from safe_ckpt.events import Fetched
 from safe_ckpt.extensions.mirror import fetching
+from safe_ckpt.extensions.mirror.mirror import MirrorUploads
 from safe_ckpt.testing import inline_saves
 
 
@@ -147,6 +150,46 @@ def test_a_mirror_that_cannot_be_listed_is_no_empty_one(tmp_path, here, caplog):
         else:
             with pytest.raises(OSError, match="Not a directory"):
                 ckpt.resume(state(0))
+
+
+@pytest.mark.parametrize(
+    ("harm", "step", "said"),
+    [
+        ("near", 3, "cannot be used"),
+        ("near and far", 2, "fetched by mirror, cannot be used"),
+        ("near, and far gives no answer", 2, "the mirror is not looked at"),
+        ("near twice", 3, "cannot be used"),
+        ("near twice and far once", 2, "fetched by mirror, cannot be used"),
+    ],
+)
+def test_a_sound_copy_comes_before_an_older_checkpoint_that_is_near(tmp_path, harm, step, said, caplog, monkeypatch):
+    """What is damaged near is taken from far if it is sound there; only then the one before it, and nothing else is fetched."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    save(near, config(far), 1, 2, 3)
+    for number in (3, 2) if "twice" in harm else (3,):
+        damage(near / f"step-{number:08d}" / "model.safetensors")
+    if "and far" in harm and "answer" not in harm:
+        damage(far / "step-00000003" / "model.safetensors")
+    if "answer" in harm:
+        looks = []
+
+        def looked(self, home, found=MirrorUploads.candidates):
+            looks.append(home)
+            if len(looks) > 1:
+                raise OSError(errno.ETIMEDOUT, "no answer")
+            return found(self, home)
+
+        monkeypatch.setattr(MirrorUploads, "candidates", looked)
+    fetched = []
+    with Checkpointer(
+        near, config(far), hooks=[lambda e: fetched.append(e) if isinstance(e, Fetched) else None]
+    ) as ckpt:
+        target = state(-1)
+        assert ckpt.resume(target).step == step
+    assert torch.equal(target["model"]["w"], state(step)["model"]["w"])
+    assert said in caplog.text
+    assert len(fetched) == (1 if step == 3 or "twice" in harm else 0)
+    assert resumed(near) == step
 
 
 def test_one_can_wait_until_the_newest_is_far(tmp_path):

@@ -209,6 +209,7 @@ class CheckpointInfo:
         verified: whether it carries our manifest; False for what other tools wrote.
         op_id: unique to the save.
         marked: whether its numbers are not healthy, so that nothing resumes from it unless it is named.
+        problem: why it cannot be used, as far as a look without reading its payload tells; "" when nothing is wrong so far.
 
     Example:
         ```python
@@ -232,6 +233,17 @@ class CheckpointInfo:
     verified: bool = True
     op_id: str = ""
     marked: bool = False
+    problem: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing of it is missing or damaged, as far as a look without reading its payload tells."""
+        return not self.problem
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no bad numbers were found in it. Nobody has looked into what other tools wrote."""
+        return not self.marked
 
     @classmethod
     def of(cls, manifest: Manifest, path: Place, size_bytes: int) -> CheckpointInfo:

@@ -23,7 +23,9 @@ from safe_ckpt.core.formats.verify import is_marked, refuse_unreadable, verify_f
 from safe_ckpt.core.home import extra_files
 from safe_ckpt.core.home.candidates import list_directories
 from safe_ckpt.core.home.file_lock import JobLock
-from safe_ckpt.core.home.home import HIDDEN, Candidate, HeldHome, NewCheckpoint, OnError
+from safe_ckpt.core.home.home import HIDDEN, PINS, Candidate, HeldHome, NewCheckpoint, OnError
+from safe_ckpt.core.home.pins.observer import PinObserver
+from safe_ckpt.core.home.pins.shelf import FileShelf
 from safe_ckpt.core.home.visibility import Patience, await_visible
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.place import Place
@@ -81,6 +83,7 @@ class FileHome(HeldHome[Path]):
         self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s, owner=owner)
         self._swept = swept
         self._made: list[Path] = []
+        self._pins: PinObserver | None = None
 
     @property
     def is_single_name(self) -> bool:
@@ -210,6 +213,24 @@ class FileHome(HeldHome[Path]):
             return  # that job has committed it, or deleted it itself
         self._delete(target)
 
+    def pinned(self, places: Sequence[Place]) -> Mapping[Place, str]:
+        """See ``Home``. A reader whose pin is silent for its time holds nothing any more."""
+        pins = self._observed() if places else None
+        return {} if pins is None else pins.kept(places)
+
+    def _observed(self) -> PinObserver | None:
+        """The pins of readers; None where there are none, as one look at the hidden folder says."""
+        top = self.hidden.parents[1] if self.is_single_name else self.hidden
+        if self._pins is None and not entries_in(top / PINS):
+            return None
+        if self._pins is None:
+            self._pins = PinObserver(FileShelf(self.hidden))
+        return self._pins
+
+    def _refuse_held(self, path: Path) -> None:
+        if (pins := self._observed()) is not None and (why := pins.held([path])):
+            raise OSError(errno.EBUSY, why[path], str(path))
+
     def discard(self, places: Iterable[Place]) -> list[Path]:
         """See ``Home``. Directories go by way of the trash."""
         return self._discard_each(map(in_files, places), self._discard)
@@ -222,18 +243,32 @@ class FileHome(HeldHome[Path]):
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not whole:
                 raise
+            self._refuse_held(path)
             self.confirm()
             path.unlink()  # on a full disk no folder can be made, and space must be freed
             return
         try:
-            self.confirm()  # behind the making, as in ``aside``
+            # Behind the making, as in ``aside``; and a reader that finds an empty folder there waits for what comes of it.
+            self._refuse_held(path)
+            self.confirm()
             os.rename(path, bin_ / path.name)
+            self._bring_back_if_held(bin_ / path.name, path)
         except OSError as error:
             if error.errno != errno.EXDEV or not whole:
                 raise
             path.unlink()  # in one step, wherever it lies
         finally:
             self._delete(bin_)
+
+    def _bring_back_if_held(self, aside: Path, path: Path) -> None:
+        """Look at the pins again: on a network file system the first look may have been at an old state."""
+        try:
+            self._refuse_held(path)
+        except OSError:
+            if not os.path.lexists(path):
+                self.confirm()
+                os.rename(aside, path)
+            raise
 
     def look(self, on_error: OnError | None = None) -> list[Candidate]:
         """See ``Home``."""

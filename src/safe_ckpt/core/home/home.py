@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
@@ -26,6 +26,8 @@ HIDDEN_TOO = "_safe_ckpt"
 """For the Transformers Trainer, which would push what begins with a dot."""
 NAMES = "names"
 """In the hidden folder: those of checkpoints that jobs hold by their names, each with a lock of its own."""
+PINS = "pins"
+"""In the hidden folder: what readers hold, see ``safe_ckpt.core.home.pins``."""
 EVENTS = "events.jsonl"
 
 OnError = Callable[[Any, Exception], None]
@@ -87,10 +89,18 @@ class Candidate:
     def summary(self) -> CheckpointInfo:
         """The ``info``; of another tool's checkpoint the little that can be told."""
         if (info := self.info) is not None:
-            return info
+            return replace(info, problem=self.problem) if self.problem else info
         facts: dict[str, Any] = {"metrics": {}, "created_at": "", "world_size": 0, "verified": False}
         size = self.path.stat().st_size if isinstance(self.path, Path) else 0
-        return CheckpointInfo(path=self.path, name=self.path.name, step=-1, sequence=0, size_bytes=size, **facts)
+        return CheckpointInfo(
+            path=self.path,
+            name=self.path.name,
+            step=self.step,
+            sequence=0,
+            size_bytes=size,
+            problem=self.problem,
+            **facts,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,8 +300,15 @@ class Home(Protocol):
             UnsupportedFormatError: one is of a newer format version.
         """
 
+    def pinned(self, places: Sequence[Place]) -> Mapping[Place, str]:
+        """Return those of ``places``, all that is due to be deleted, that readers hold, and who does.
+
+        Raises:
+            OSError: that is not known.
+        """
+
     def discard(self, places: Iterable[Place]) -> Sequence[Place]:
-        """Delete checkpoints. Returns those that are gone; a failure is logged, once.
+        """Delete checkpoints. Returns those that are gone; a failure is logged, once. One that a reader holds stays.
 
         Raises:
             DirectoryInUseError: another job has taken the directory over.

@@ -14,21 +14,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from safe_ckpt.config import CheckpointConfig
+from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
-from safe_ckpt.core.formats.verify import verify_entry
+from safe_ckpt.core.formats.verify import verify_archive, verify_entry
 from safe_ckpt.core.home.candidates import by_commit, is_of_step, step_name
 from safe_ckpt.core.home.home import Candidate, Home, is_anything_at, name_below
 from safe_ckpt.core.home.places import candidate_at, home_at, is_one
-from safe_ckpt.core.home.standing import standing_of
+from safe_ckpt.core.home.retention import best_first
+from safe_ckpt.core.home.standing import Judge, standing_of
 from safe_ckpt.core.home.visibility import list_patiently
 from safe_ckpt.core.resuming.candidate import FileReader, ObjectReader, Reader, Rejected, first_usable, verdict_of
 from safe_ckpt.core.resuming.items import StoredItems, warn_of_other_ranks
 from safe_ckpt.core.resuming.named import not_found, of_frameworks, refuse_missing
 from safe_ckpt.core.state.items import Restoring
 from safe_ckpt.core.storage.objects.place import Place
+from safe_ckpt.core.storage.source import has_folder, in_files
 from safe_ckpt.errors import NoValidCheckpointError, RestoreError, SafeCheckpointError, naming
 
 logger = logging.getLogger(__name__)
@@ -79,12 +81,16 @@ class Visit:
         step: only the one of this step; None for any.
         look: on rank 0 lists what there is at ``place``, and says whether that is one checkpoint; None for those with a
             manifest. It may raise ``OSError``.
+        judges: on rank 0, behind ``look``: what frameworks know besides.
+        best: only those that have its metric, the best first; None for the newest first.
     """
 
     ranks: Visitors
     place: Place
     step: int | None = None
     look: Callable[[], tuple[Sequence[Candidate], bool]] | None = None
+    judges: Callable[[], Sequence[Judge]] = tuple
+    best: Retention | None = None
 
     def load(self, state: Mapping[str, Any], *, verify: bool) -> CheckpointInfo:
         """Restore the newest into ``state``; see ``safe_ckpt.load``."""
@@ -116,7 +122,7 @@ class Visit:
         before: object = None
         seen: Mapping[str, Any] = {}
         while goes_on:
-            must_match = {"directory": self.place, "step": self.step}
+            must_match = {"directory": self.place, "step": self.step, "best": self.best}
             seen = self.ranks.agree("look", must_match=must_match, decide=lambda _: self._survey(until))
             now = [(facts["path"], facts["op_id"]) for facts in seen["order"]]
             changes, before = now != before, now
@@ -137,10 +143,13 @@ class Visit:
         others = [] if found or self.look else of_frameworks(self._home)
         there = [c.summary.name for c in by_commit(found)]
         found = [c for c in found if self.step is None or is_of_step(c, self.step)]
-        standing = standing_of(found, named=alone or self.step is not None)
+        standing = standing_of(found, self.judges(), named=alone or self.step is not None)
+        order = [c.summary for c in standing.order]
+        if self.best is not None:
+            order = best_first(order, self.best)
         why = {self._name(c): standing.by_name_only[c.path] for c in found if c.path in standing.by_name_only}
         return {
-            "order": [c.summary.to_json() for c in standing.order],
+            "order": [info.to_json() for info in order],
             "rejected": {self._name(c): c.problem for c in standing.unusable} | why,
             "others": others,
             "there": there if self.step is not None else [],
@@ -171,7 +180,9 @@ class Visit:
 
     def _nothing(self, rejected: Mapping[str, str], others: Sequence[str]) -> NoValidCheckpointError:
         path = str(self.place)
-        if rejected:
+        if self.best is not None and not rejected:
+            message = f"there is no checkpoint that has the metric {self.best.metric!r}"
+        elif rejected:
             message = "there are checkpoints, but none can be used. One that is only unhealthy is taken by step=... or its path"
         elif others:
             message = (
@@ -242,6 +253,12 @@ class Visit:
         rank, size = self.ranks.rank, self.ranks.coordinator.size
 
         def share(place: Place) -> None:
+            if not info.verified:  # another tool's: there is nothing to compare it with
+                return
+            if not has_folder(place):
+                if rank == 0:
+                    verify_archive(in_files(place), cached=True)
+                return
             files = sorted(read_manifest(place).files, key=lambda entry: (-entry.size_bytes, entry.path))
             for entry in files[rank::size]:
                 verify_entry(place, entry, cached=True)
@@ -250,6 +267,6 @@ class Visit:
         if not self._home.is_mounted:
             reader = ObjectReader(self.ranks, lambda *_: [], lambda place, *_: share(place), lambda: None)
         try:
-            return reader.try_one(info.path, ours=True)[1]
+            return reader.try_one(info.path, ours=info.verified)[1]
         finally:
             reader.close()

@@ -99,22 +99,29 @@ class AfterCommit:
         self._has_kept |= bool(held)
         others = [one for one in self._deferred if one[0] is not root]
         self._deferred = [*others, *((root, path, stamp) for path, stamp in asked.items())]
-        return [path for path in asked if path not in held and not self._is_held_below(path)]
+        pinned = root.pinned([path for path in asked if path not in held])
+        for path, why in pinned.items():
+            self._tell_kept(path, why, logging.INFO)  # readers are no trouble
+        return [path for path in asked if path not in held and path not in pinned and not self._is_held_below(path)]
+
+    def _tell_kept(self, path: Place, why: object, level: int = logging.WARNING) -> None:
+        if path not in self._told:
+            logger.log(level, "%s is not deleted: %s", path, why)
+        self._told.add(path)
 
     def _is_held_below(self, path: Place) -> bool:
         """Whether another job saves into a checkpoint that is to be deleted: it waits until that is over."""
         try:
             refuse_held_below(path)
         except (SafeCheckpointError, OSError) as error:
-            if path not in self._told:
-                logger.warning("%s is not deleted: %s", path, error)
-            self._told.add(path)
+            self._tell_kept(path, error)
             return True
         return False
 
     def _discard(self, root: Home, paths: Sequence[Place]) -> Sequence[Place]:
         gone = root.discard(paths)
         self._deferred = [one for one in self._deferred if one[1] not in gone]
+        self._told.difference_update(gone)
         if gone:
             self._extensions.ask("a deletion", lambda one: one.deleted(root, gone))
         return gone

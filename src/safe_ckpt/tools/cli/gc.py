@@ -82,7 +82,8 @@ class _Selection:
                 besides = f"; damaged, and not counted: {names}" if names else ""
                 raise ConfigError(key="--metric", message=f"{missing}{besides}. Correct the name, or omit --keep-best")
             chosen = [*replaced, *to_delete(counted, policy)]
-            self.protected = {i.path: standing.protected[i.path] for i in chosen if i.path in standing.protected}
+            spared = {**listing.held, **standing.protected}
+            self.protected = {i.path: spared[i.path] for i in chosen if i.path in spared}
             self.to_delete: list[CheckpointInfo] = [info for info in chosen if info.path not in self.protected]
             kept = {info.path for info in left} - {info.path for info in self.to_delete} - sound
             verdicts = verify_tasks(map(plan_tasks, sorted(kept, key=str))) if verify and self.to_delete else []

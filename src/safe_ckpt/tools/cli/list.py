@@ -46,7 +46,7 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
 
 
 def _cells(row: Row, now: datetime) -> tuple[object, ...]:
-    state = f"{row.state}: {row.reason}" if row.reason else row.state
+    state = "; ".join([f"{row.state}: {row.reason}" if row.reason else row.state, *filter(None, [row.held_by])])
     metrics, size = metrics_text(row.metrics, _MOST_METRICS), bytes_text(row.size_bytes)
     if row.shared_bytes:
         size += f", {bytes_text(row.shared_bytes)} shared"

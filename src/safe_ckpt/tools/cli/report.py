@@ -61,12 +61,12 @@ def report(directory: AnyDirectory, output: Output = Path("report.html"), as_jso
         raise typer.Exit(DAMAGED)
     history, now = build_history(recording), time.time()
     if as_json:
-        there = restart.look(directory)
+        there = restart.look_at_restart(directory)
         found = {"restart": dataclasses.asdict(there) if there is not None else None}
         print_json({**found, "ledger": dataclasses.asdict(account(history, now)), **as_data(history)})
         return
     existing, problem = list_existing(directory)
-    there = restart.look(directory)
+    there = restart.look_at_restart(directory)
     subject = Subject(directory=str(directory), made_at=now, existing=existing, problem=problem, restart=there)
     text = page.render(history, subject)
     if str(output) == "-":

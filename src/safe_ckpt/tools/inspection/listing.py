@@ -5,27 +5,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, describe_unhealthy, read_manifest
-from safe_ckpt.core.home.candidates import guarded, list_directories, list_files, look_at, looks_like_checkpoint
+from safe_ckpt.core.formats.manifest import DCP_METADATA, MANIFEST_NAME, describe_unhealthy
+from safe_ckpt.core.home.candidates import look_at
 from safe_ckpt.core.home.holders import Held, hidden_folders, holders
-from safe_ckpt.core.home.home import HIDDEN, NAMES, Candidate, OnError, name_below
+from safe_ckpt.core.home.home import NAMES, Candidate, name_below
 from safe_ckpt.core.home.objects.head import Head, folders_of, in_parallel, list_objects, object_candidate, read_head
+from safe_ckpt.core.home.pins.observer import held_in
+from safe_ckpt.core.home.pins.shelf import shelves_of
 from safe_ckpt.core.home.places import is_one
-from safe_ckpt.core.home.standing import Standing, named_by, standing_of
+from safe_ckpt.core.home.standing import Standing, standing_of
 from safe_ckpt.core.storage import presence
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
 from safe_ckpt.core.storage.source import shared_bytes
 from safe_ckpt.errors import CorruptCheckpointError, HostileCheckpointError, UnsupportedFormatError
 from safe_ckpt.layouts import table as layouts
-from safe_ckpt.layouts.judges import is_tag, judges_of
+from safe_ckpt.layouts.survey import survey
 from safe_ckpt.layouts.table import Layout
-from safe_ckpt.layouts.top_level import look_inside
 from safe_ckpt.text import listed
 from safe_ckpt.tools.inspection.files import CheckpointFile, Window
 from safe_ckpt.tools.inspection.torch_reader import root_of
@@ -34,7 +34,6 @@ NOT_COMMITTED = "not committed"
 FOUND_DAMAGED = "found damaged by a resume"
 _UNKNOWN = f"{NOT_COMMITTED}, and no job says that it is its own"
 _P = TypeVar("_P", Path, ObjectPath, Place)
-_NAME = re.compile(r"^(?:step-|epoch_|step_)([0-9]{1,18})\Z")  # ours, and those of Accelerate's examples
 _DIRECTORIES: Sequence[tuple[str, Callable[[str], bool]]] = (
     ("DeepSpeed directory", lambda name: name.startswith(("zero_pp_rank_", "mp_rank_"))),
     ("DCP directory", lambda name: name == DCP_METADATA),
@@ -69,6 +68,7 @@ class Listing:
         under_way: folders of saves that are not committed: of a job that saves now, or left by one that was killed.
         unknown: in an object store: folders without a manifest of which no job says that they are its own.
         quarantined: what was found damaged, and moved away in a file system.
+        held: what readers keep from being deleted, and who.
     """
 
     folder: Place
@@ -80,6 +80,7 @@ class Listing:
     under_way: tuple[Place, ...]
     unknown: tuple[Place, ...] = ()
     quarantined: tuple[Place, ...]
+    held: Mapping[Place, str] = field(default_factory=dict)
 
     @property
     def places_of_all(self) -> list[Place]:
@@ -104,6 +105,7 @@ class Row:
         state: "valid" (its manifest is in order), "unhealthy" (and its numbers are not), "unverified", "damaged", "unreadable",
             "partial" or "quarantined".
         reason: why it cannot be used; "" where nothing is wrong so far.
+        held_by: the reader that keeps it from being deleted; "" for none.
     """
 
     name: str
@@ -117,6 +119,7 @@ class Row:
     written_by: Mapping[str, Any] | None = None
     state: str
     reason: str = ""
+    held_by: str = ""
 
 
 @functools.singledispatch
@@ -163,6 +166,7 @@ def _(place: ObjectPath, *, tags_below: bool = True) -> Listing:
         under_way=tuple(path for path in bare if path.name in facts.pending),
         unknown=unknown,
         quarantined=tuple(path for path in aside if path in there or is_one(path)),
+        held=held_in(shelves_of(place, ()), candidates),
     )
 
 
@@ -172,72 +176,22 @@ def _(place: Path, *, tags_below: bool = True) -> Listing:
         whole = Path(os.path.abspath(place))
         alone = standing_of([look_at(whole)], named=True)
         return Listing(folder=whole.parent, is_ours=True, standing=alone, unreadable={}, under_way=(), quarantined=())
-    unreadable: dict[Place, str] = {}
-
-    def note(path: Path, error: Exception) -> None:
-        if os.path.lexists(path) or isinstance(error, PermissionError):  # else a live job has just deleted it
-            unreadable[path] = str(error)
-
-    folder, places = place, hidden_folders(place)
-    candidates = list_directories(folder, _number_of, _problem_of, note)
-    files = list_files(folder, ".ckpt", layouts.is_lightning_directory, note)
-    with guarded(folder / layouts.LATEST, note):
-        candidates += _tags_below(folder, note) if tags_below else ()
-        candidates += _named_and_damaged(folder, candidates)
-    twice = {file.path for file in files}  # a directory of Lightning's with a manifest of ours was found by both
-    candidates = [candidate for candidate in candidates if candidate.path not in twice]
-    for file in files:
-        with guarded(file.file_path, note):
-            # As a resume of Lightning does, but bounded: the step in another tool's file, and whether it has only weights.
-            weights = file.manifest is not None and file.manifest.notes.get("weights_only")
-            found = replace(file, problem=layouts.WEIGHTS_ONLY) if weights else look_inside(file, bounded_layout)
-            candidates.append(found)
-    below = place / "checkpoints"
-    if not candidates and not unreadable and below.is_dir() and not below.is_symlink():  # a project of Accelerate's
-        folder = below
-        candidates = list_directories(folder, _number_of, _problem_of, note)
-        places = list({one.resolve(): one for one in (*hidden_folders(folder), *places)}.values())
-    standing = standing_of(candidates)
-    with guarded(folder / layouts.LATEST, note):
-        standing = standing_of(candidates, judges_of(folder))
+    found = survey(place, bounded_layout, tags_below=tags_below)
+    places = hidden_folders(place)
+    if found.folder != place:  # a project of Accelerate's
+        places = list({one.resolve(): one for one in (*hidden_folders(found.folder), *places)}.values())
+    unreadable: dict[Place, str] = dict(found.unreadable)
     return Listing(
-        folder=folder,
+        folder=found.folder,
         places=tuple(places),
         is_ours=bool(places),
         may_be_one=not places and any(place.iterdir()),
-        standing=standing,
+        standing=found.standing,
         unreadable=unreadable,
         under_way=(*_listed(places, "pending", unreadable), *_listed(places, "staging", unreadable)),
         quarantined=_listed(places, "quarantine", unreadable),
+        held=held_in(shelves_of(place, places), found.candidates),
     )
-
-
-def _named_and_damaged(top: Path, listed: Sequence[Candidate]) -> list[Candidate]:
-    """The tag that ``latest`` names where its manifest is damaged: of a name of one's own nothing else tells that it is one."""
-    named = named_by(top / layouts.LATEST)
-    if named is None or any(candidate.path == named for candidate in listed) or not (named / MANIFEST_NAME).is_file():
-        return []
-    try:
-        read_manifest(named)
-    except CorruptCheckpointError as error:
-        return [Candidate(path=named, problem=f"{error.file} {error.message}", damaged=True)]
-    except UnsupportedFormatError:
-        return []
-    return []
-
-
-def _tags_below(top: Path, note: OnError) -> list[Candidate]:
-    """DeepSpeed's tags in folders below, such as "warmup/step10": beside the one that ``latest`` names, or all without it."""
-    named = named_by(top / layouts.LATEST)
-    if named is not None:
-        folders = [named.parent] if named.parent != top and named.parent.is_dir() else []
-    else:
-        folders = [path for path in sorted(top.iterdir()) if not path.is_symlink() and (path / HIDDEN).is_dir()]
-    found = []
-    for folder in folders:
-        with guarded(folder, note):
-            found += [tag for tag in list_directories(folder, _number_of, _problem_of, note) if is_tag(tag)]
-    return found if named is not None else [tag for tag in found if tag.manifest is not None]
 
 
 def holders_of(place: Place) -> list[Held]:
@@ -254,7 +208,8 @@ def rows(listing: Listing) -> Iterator[Row]:
     for candidate in listing.standing.usable:
         with contextlib.suppress(FileNotFoundError):  # a live job has just deleted it
             row = row_of(_name(listing, candidate.path), candidate, "unverified" if candidate.foreign else "valid")
-            yield replace(row, reason=row.reason or listing.standing.by_name_only.get(candidate.path, ""))
+            reason = row.reason or listing.standing.by_name_only.get(candidate.path, "")
+            yield replace(row, reason=reason, held_by=listing.held.get(candidate.path, ""))
     for candidate in listing.standing.unusable:
         yield row_of(_name(listing, candidate.path), candidate, "damaged")
     left: list[tuple[str, Mapping[Place, str]]] = [
@@ -319,23 +274,6 @@ def bounded_layout(path: Path) -> Layout:
         return layout.with_content(None)
     except UnsupportedFormatError:  # too long to be read
         return layout
-
-
-def _number_of(name: str) -> int | None:
-    number = next((number for kind in layouts.KINDS if (number := kind.number_of(name)) is not None), None)
-    match = _NAME.match(name)
-    return int(match.group(1)) if number is None and match else number
-
-
-def _problem_of(path: Path) -> str:
-    """The reason why a directory without a manifest cannot be used; "" if another tool may have written it to its end."""
-    named_by_other = layouts.TORCHTITAN.number_of(path.name) is not None and layouts.TORCHTITAN.is_one(path)
-    if path.name.startswith("step-") and not named_by_other:
-        return "has no manifest.json: never committed, or altered"
-    layout = layouts.layout_of(path)
-    if layout is not None:
-        return layout.problem
-    return "" if looks_like_checkpoint(path) else "holds no checkpoint: empty, or cut off"
 
 
 def row_of(name: str, candidate: Candidate, state: str) -> Row:

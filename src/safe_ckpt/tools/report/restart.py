@@ -39,7 +39,7 @@ class Restart:
         return bool(self.name) and not self.passed_over
 
 
-def look(directory: Path) -> Restart | None:
+def look_at_restart(directory: Path) -> Restart | None:
     """The one that a restart would take of ``directory``; None where that cannot be read. No payload is read."""
     try:
         listing = read_listing(directory)
@@ -48,9 +48,12 @@ def look(directory: Path) -> Restart | None:
     unusable = [(one.path.name, one.problem, one.number) for one in listing.standing.unusable]
     passed = [(one.name, "found damaged by a resume", -1) for one in listing.quarantined]
     passed += [(path.name, why, -1) for path, why in listing.unreadable.items()]
-    for place, why in listing.standing.by_name_only.items():
+    for place, rule in listing.standing.by_name_only.items():
         among = [one for one in listing.standing.usable if one.path == place]
-        passed.append((place.name, _why(among, why), max((one.number for one in among), default=-1)))
+        manifest = among[0].manifest if among else None
+        bad = manifest is not None and manifest.health.get("healthy") is False
+        why = describe_unhealthy(manifest.health) if manifest is not None and bad else rule
+        passed.append((place.name, why, max((one.number for one in among), default=-1)))
     for candidate in listing.standing.order:
         if candidate.manifest is not None and candidate.manifest.health.get("healthy") is False:
             passed.append((candidate.path.name, describe_unhealthy(candidate.manifest.health), candidate.number))
@@ -69,12 +72,6 @@ def sentence(restart: Restart, now: float) -> str:
     age = "" if restart.saved_at is None else f", {text.age(max(0.0, now - restart.saved_at))} old"
     health = "healthy" if restart.verifiable else "without checksums"
     return f"A restart goes on from {which}{age}, {health}."
-
-
-def _why(among: list[Candidate], why: str) -> str:
-    manifest = among[0].manifest if among else None
-    bad = manifest is not None and manifest.health.get("healthy") is False
-    return describe_unhealthy(manifest.health) if manifest is not None and bad else why
 
 
 def _taken(candidate: Candidate, passed: list[tuple[str, str, int]]) -> Restart:

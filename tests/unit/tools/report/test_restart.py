@@ -28,7 +28,7 @@ def page_of(directory):
 
 def test_the_headline_is_what_a_restart_would_take(saved):
     """The newest with its step, age and health, on the page, in the text and in the JSON."""
-    there = restart.look(saved)
+    there = restart.look_at_restart(saved)
     assert (there.name, there.step, there.verifiable, there.passed_over) == ("step-00000002", 2, True, ())
     assert restart.sentence(there, there.saved_at + 7300) == "A restart goes on from step 2, 2 hours old, healthy."
     text = page_of(saved)
@@ -44,7 +44,7 @@ def test_the_headline_is_what_a_restart_would_take(saved):
 def test_a_damaged_newest_is_no_good_news(saved):
     """One that was cut short: the one before is named, and why; the page has no check mark."""
     (saved / "step-00000002/w.safetensors").write_bytes(b"short")
-    there = restart.look(saved)
+    there = restart.look_at_restart(saved)
     assert there.step == 1
     assert "step-00000002: w.safetensors has 5 bytes" in there.passed_over[0]
     assert "not all is well" in page_of(saved)
@@ -60,7 +60,7 @@ def test_a_run_of_unhealthy_checkpoints_is_no_good_news(tmp_path):
         bad.weight.data.fill_(float("nan"))
         for step in (2, 3):
             ckpt.save(step, {"model": bad, "n": 1}).result(timeout_s=20)
-    there = restart.look(tmp_path)
+    there = restart.look_at_restart(tmp_path)
     assert there.step == 1
     assert any("NaN" in one for one in there.passed_over)
     assert "not all is well" in page_of(tmp_path)
@@ -70,5 +70,5 @@ def test_without_any_checkpoint_a_restart_starts_afresh(tmp_path):
     """That is said; a directory that cannot be read says nothing."""
     with Checkpointer(tmp_path):
         pass
-    assert restart.sentence(restart.look(tmp_path), 0.0) == "A restart would start afresh."
-    assert restart.look(tmp_path / "nowhere") is None
+    assert restart.sentence(restart.look_at_restart(tmp_path), 0.0) == "A restart would start afresh."
+    assert restart.look_at_restart(tmp_path / "nowhere") is None

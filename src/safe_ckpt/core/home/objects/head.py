@@ -164,6 +164,10 @@ class Head:
             committed=self._committed_without(folders),
         )
 
+    def sparing(self, folders: Collection[str]) -> Head:
+        """Note that these stay: ``deleting`` was said before it was known that readers hold them."""
+        return self._next(trash=tuple(folder for folder in self.trash if folder not in folders))
+
     def quarantining(self, folder: str) -> Head:
         """Note that this checkpoint is damaged."""
         besides = (one for one in self.quarantined if one != folder)

@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,6 +40,8 @@ from safe_ckpt.core.home.objects.head import (
     missing_condition,
 )
 from safe_ckpt.core.home.objects.lock import ObjectOwner
+from safe_ckpt.core.home.pins.observer import PinObserver
+from safe_ckpt.core.home.pins.shelf import ObjectShelf
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.clients import ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
@@ -93,6 +95,7 @@ class ObjectHome(HeldHome[ObjectPath]):
         self._unfenced = unfenced
         self._owner = ObjectOwner(path, lease_s=lease_s, owner=owner, unfenced=unfenced)
         self._closed = threading.Event()
+        self._pins: PinObserver | None = None
         self._tried: set[str] = set()  # folders whose manifest was sent
         self._dropped: set[str] = set()  # of saves that failed: another rank may still have sent something
 
@@ -234,8 +237,30 @@ class ObjectHome(HeldHome[ObjectPath]):
         for at in range(0, len(chosen), _AT_ONCE):
             some = chosen[at : at + _AT_ONCE]
             self._owner.update(lambda head: head.deleting([folder.name for folder in some]))  # noqa: B023 - called at once
-            gone += self._discard_each(some, discard_one)
+            spared = self._spared(some)
+            gone += self._discard_each([one for one in some if one not in spared], discard_one)
         return gone
+
+    def pinned(self, places: Sequence[Place]) -> Mapping[Place, str]:
+        """See ``Home``. Where the last deletion met no reader it costs nothing: it will look again, behind its word."""
+        return self._pins.kept(places) if places and self._pins is not None and self._pins.any_seen else {}
+
+    def _spared(self, folders: Sequence[ObjectPath]) -> Collection[Place]:
+        """Return those that readers hold, of folders which the head says are deleted; and take that back."""
+        if self._pins is None:
+            self._pins = PinObserver(ObjectShelf(self.path))
+        held: Mapping[Place, str] = dict.fromkeys(folders, "it is not known whether a reader holds it")
+        try:
+            held = self._pins.held(folders)
+        finally:
+            for folder in folders:
+                if folder in held and folder not in self._told:
+                    logger.info("%s is not deleted: %s", folder, held[folder])
+                    self._told.add(folder)
+            if held:
+                names = [folder.name for folder in folders if folder in held]
+                self._owner.update(lambda head: head.sparing(names))
+        return held
 
     def delete(self, infos: Sequence[CheckpointInfo]) -> list[Place]:
         """See ``Whole``. A folder has one save in its life."""
@@ -271,9 +296,12 @@ class ObjectHome(HeldHome[ObjectPath]):
         kept = [name for name in head.pending if self._set_tombstone(self.path / name, self.path.bucket)]
         over = [name for name in head.pending if name not in kept]
         there = {folder.name for folder in folders_of(self.path)} if over or head.trash else set()
-        for name in head.trash:
-            if name in there:
-                self._delete_folder(self.path / name)
+        left = [self.path / name for name in head.trash if name in there]
+        whole = [folder for folder in left if has_manifest(folder)]  # it was not begun: a reader may hold it
+        spared = self._spared(whole) if whole else ()
+        for folder in left:
+            if folder not in spared:
+                self._delete_folder(folder)
         for name in over:
             logger.info("removing what an earlier job left: %s", self.path / name)
             self._delete_folder(self.path / name, spare=MANIFEST_NAME)

@@ -1,0 +1,1 @@
+"""Commands that go on beside a live job."""
