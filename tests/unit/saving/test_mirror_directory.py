@@ -5,6 +5,7 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Mirror, Retention
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.errors import ConfigError, DirectoryInUseError, MirrorBehindError
 from safe_ckpt.events import Fetched
-from safe_ckpt.extensions.mirror import fetching
+from safe_ckpt.extensions.mirror import fetching, mirror
 from safe_ckpt.extensions.mirror.mirror import MirrorUploads
 from safe_ckpt.testing import inline_saves
 
@@ -217,6 +218,20 @@ def test_waiting_for_a_mirror_that_cannot_be_used_ends_with_its_error(tmp_path):
         far.unlink()
         ckpt.wait(mirrored=True)
         assert steps(far) == ["step-00000002"]
+
+
+def test_a_wait_for_a_mirror_that_cannot_be_used_tries_ever_more_seldom(tmp_path, monkeypatch):
+    """Each try that fails is a warning and an event: an hour of waiting brings some hundred of them, not thousands."""
+    tries, clock = [], iter(range(10**6))
+    monkeypatch.setattr(mirror, "time", SimpleNamespace(monotonic=lambda: float(next(clock)), sleep=lambda _: None))
+    uploads = MirrorUploads(config(tmp_path / "far"), lambda _: None, "a test")
+    uploads._behind = {tmp_path / "far": {1: "step-00000001"}}
+    monkeypatch.setattr(uploads._background, "put", tries.append)
+    with pytest.raises(MirrorBehindError, match="took longer than 3600 s"):
+        uploads.await_copies(3600)
+    uploads.drain(0)
+    uploads.close()
+    assert 10 < len(tries) < 200
 
 
 @pytest.mark.parametrize("way", ["the same", "mirror in it", "it in the mirror", "through a parent"])

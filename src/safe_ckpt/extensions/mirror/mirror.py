@@ -40,6 +40,7 @@ _NICENESS = 19
 _LAST_WORDS_S = 5.0
 _LETTERS = 8
 _LOOK_S = 0.2
+_MOST_PAUSE_S = 30.0  # each try that fails is a warning and an event
 
 
 class MirrorUploads:
@@ -145,15 +146,16 @@ class MirrorUploads:
         Raises:
             MirrorBehindError: it has none after ``limit_s``, or the job is over.
         """
-        deadline = time.monotonic() + limit_s
+        deadline, again_at, pause_s = time.monotonic() + limit_s, 0.0, _LOOK_S
         for root in list(self._behind):
             while late := self._late(root):
                 if time.monotonic() > deadline or self._is_late():
                     cause = f"it took longer than {limit_s:.0f} s" if self.error is None else str(self.error)
                     raise MirrorBehindError(path=late[-1], url=str(root), behind=len(late), limit=0, cause=cause)
-                if self._current is None:
+                if self._current is None and time.monotonic() >= again_at:
                     with contextlib.suppress(Refused):
                         self._background.put("once more")  # what has failed
+                    again_at, pause_s = time.monotonic() + pause_s, min(2 * pause_s, _MOST_PAUSE_S)
                 time.sleep(_LOOK_S)
 
     def _late(self, root: Place) -> list[str]:
