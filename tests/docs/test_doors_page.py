@@ -70,6 +70,13 @@ def test_a_call_on_the_page_has_the_arguments_of_its_signature(door):
     assert seen >= 1
 
 
+def test_the_wishes_name_calls_that_there_are():
+    """``load`` and ``best`` of the first table take what the page gives them."""
+    assert {"path", "state", "best", "step"} <= parameters_of(package()["reading.load"])
+    assert {"directory", "metric"} <= parameters_of(package()["following.best"])
+    assert 'load(path, state, best="loss")' in PAGE
+
+
 def test_every_door_has_a_row_in_every_table():
     """No door is left out of a table that compares them."""
     counts = [sum(name == door for name, _ in rows()) for door in DOORS]

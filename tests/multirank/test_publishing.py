@@ -148,7 +148,7 @@ def test_background_publications_are_committed_in_their_order(tmp_path):
 def _groups(rank, path):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine, name = groups[rank // 2], "ab"[rank // 2]
-    with safe_ckpt.publishing(path / name, 1, mine) as folder:
+    with safe_ckpt.publishing(path / name, 1, group=mine) as folder:
         (folder / f"{rank}").write_text("x")
     found = sorted(os.listdir(safe_ckpt.newest(path / name, mine).path))
     dist.barrier()  # of all: rank 0 hosts the store of the process group
