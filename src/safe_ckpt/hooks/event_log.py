@@ -69,15 +69,11 @@ class JsonlHook:
     def end(self, *, failed: bool) -> None:
         """Append a line that says that the job ended in order, or by an exception: what is killed cannot.
 
-        Where nothing happened in the file's first run the file goes: what is empty at the end was never there.
-
         Args:
             failed: by an exception.
         """
-        if self._begun and self._lines == 1 and self._is_first:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
-        elif self._begun:
+        self.leave_nothing()
+        if self._begun:
             facts = {
                 "event": "end",
                 "rank": 0,
@@ -88,11 +84,18 @@ class JsonlHook:
             self._write(time.time(), _line(facts))
             self._begun = False  # what comes in spite of that is another run's
 
+    def leave_nothing(self) -> None:
+        """Delete the file where nothing happened in its first run: what is empty at the end was never there."""
+        if self._begun and self._lines == 1 and self._is_first:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            self._begun = False
+
     def _write(self, at: float, line: bytes = b"") -> None:
         with self._lock:
             try:
                 if not self._begun:
-                    self._is_first = not os.path.lexists(self._path)
+                    self._is_first, self._lines = not os.path.lexists(self._path), 0
                     self._append(_line(_run(self._world_size, at)))
                     self._begun = True
                 if len(line) == _SIGN_BYTES and self._replace(line):

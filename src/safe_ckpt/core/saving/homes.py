@@ -213,6 +213,7 @@ class HeldHomes:
             hook = self._recorders.pop(home, None)
             if hook is not None and hook not in self._recorders.values():
                 self._emit.remove(hook)
+                hook.leave_nothing()
             if self._coordinator.rank == 0 or home.is_on_each_host:
                 home.close()
 
