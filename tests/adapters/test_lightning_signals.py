@@ -4,7 +4,9 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from lightning_runs import fingerprint, module_class, names, package, trainer
+from torch.utils.data import DataLoader, TensorDataset
 
 from kit.limits import QUICK
 from safe_ckpt import CheckpointConfig
@@ -127,3 +129,45 @@ def test_a_signal_ends_fit_before_what_it_is_to_train_at_least(tmp_path, limits)
     assert made.global_step == 2
     # Without min_epochs Lightning's is 1.
     assert (made.min_epochs, made.min_steps) == (limits.get("min_epochs", 1), limits.get("min_steps"))
+
+
+@pytest.mark.parametrize("case", VALIDATIONS)
+@pytest.mark.quick
+def test_a_signal_within_a_validation_saves_before_that_is_over(tmp_path, case):
+    """On one process: a validation may take longer than the grace. The resume makes it whole, as a run without a stop does."""
+    pl, (_, settings) = package("lightning.pytorch"), VALIDATIONS[case]
+
+    class Module(module_class(pl)):
+        def val_dataloader(self):
+            return DataLoader(TensorDataset(torch.ones(12, 4)), batch_size=4)
+
+    class Signal(pl.Callback):
+        """SIGTERM in the second validation's first batch; notes what is there in the last one."""
+
+        begun, there = 0, None
+
+        def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+            self.begun += 1
+            if self.begun == 4:
+                signal.raise_signal(signal.SIGTERM)
+            if self.begun == 6:
+                self.there = {name: (tmp_path / "broken" / name).read_bytes() for name in names(tmp_path / "broken")}
+
+    def run(folder, *more, seed=1):
+        saves = SafeCheckpointCallback(
+            folder, "{step}-{val_loss:.6f}", monitor="val_loss", save_top_k=-1, resume="auto", config=STOPS
+        )
+        pl.seed_everything(seed, verbose=False)
+        module, made = Module(loader=resumable), trainer(pl, [saves, *more], folder, **settings)
+        made.fit(module)
+        return names(folder), Path(saves.best_model_path).name, str(saves.best_model_score), fingerprint(module), made
+
+    *expected, made = run(tmp_path / "straight")
+    comes = Signal()
+    files, *_, stopped = run(tmp_path / "broken", comes)
+    assert stopped.global_step < made.global_step
+    assert (comes.begun, list(comes.there)) == (6, files)
+    assert comes.there["stopped.ckpt"] == (tmp_path / "broken" / "stopped.ckpt").read_bytes()
+    files, *found, made = run(tmp_path / "broken", seed=77)
+    assert made.ckpt_path.endswith("stopped.ckpt")
+    assert [[name for name in files if name != "stopped.ckpt"], *found] == expected

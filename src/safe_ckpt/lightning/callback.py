@@ -319,6 +319,16 @@ class SafeCheckpointCallback(ModelCheckpoint):
             super().on_train_epoch_end(trainer, pl_module)
         loop_state.let_schedulers_step(trainer)
 
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """After a signal, on one process: save at once. A validation may take longer than the grace, and a resume makes it anew."""
+        super().on_validation_batch_end(trainer, pl_module, *args, **kwargs)
+        saver = self._saver  # several processes ask at their training steps, of which all have as many
+        watches = (
+            saver is not None and saver.stopper is self and trainer.world_size == 1 and not trainer.sanity_checking
+        )
+        if saver is not None and watches and saver.engine.stop_requested():
+            self._stop(trainer)
+
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Save if it is time to."""
         with self._deciding():
