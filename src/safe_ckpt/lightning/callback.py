@@ -320,7 +320,7 @@ class SafeCheckpointCallback(ModelCheckpoint):
         loop_state.let_schedulers_step(trainer)
 
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """After a signal, on one process: save at once. A validation may take longer than the grace, and a resume makes it anew."""
+        """After a signal, on one process: save at once. A validation may outlast the grace, and a resume makes it anew."""
         super().on_validation_batch_end(trainer, pl_module, *args, **kwargs)
         saver = self._saver  # several processes ask at their training steps, of which all have as many
         watches = (
