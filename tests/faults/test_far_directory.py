@@ -105,6 +105,29 @@ def test_a_mirror_that_gives_no_answer_holds_up_nothing(tmp_path, caplog):
         assert steps(tmp_path / "behind" / "run")[-1] == 5
 
 
+@pytest.mark.timeout(120)
+def test_a_mirror_that_gives_no_answer_is_left_when_the_grace_is_over(tmp_path):
+    """After a signal ``shutdown_s`` counts no more: a scheduler kills what stays, and what comes behind the block is lost."""
+    near, far, before = tmp_path / "near", tmp_path / "disk" / "run", signal.getsignal(signal.SIGTERM)
+    times = dataclasses.replace(TIMES, shutdown_s=90)
+    settings = dataclasses.replace(config(far), timeouts=times, save_on_signals=("SIGTERM",), signal_grace_s=scaled(3))
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with bindfs(tmp_path / "behind", tmp_path / "disk") as server:
+            with Checkpointer(near, settings) as ckpt:
+                ckpt.save(1, state(1))
+                ckpt.wait(mirrored=True)
+                server.send_signal(signal.SIGSTOP)
+                signal.raise_signal(signal.SIGTERM)
+                begun = time.monotonic()
+                assert ckpt.stop_requested
+                ckpt.save(2, state(2))
+            assert time.monotonic() - begun < scaled(8)
+            assert steps(near) == [1, 2]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _goes_on_until_killed(near, far, after_s):
     """What a job says before it is killed: (word, step) each, and whether its numbers are those of the step it resumed."""
     command = [sys.executable, str(program_path("saves_near_and_far")), str(near), str(far)]

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 NAMED = "named"
 _NICENESS = 19
 _LAST_WORDS_S = 5.0
+_GIVING_BACK_S = 1.0
 _LETTERS = 8
 _LOOK_S = 0.2
 _MOST_PAUSE_S = 30.0  # each try that fails is a warning and an event
@@ -258,7 +259,7 @@ class MirrorUploads:
             )
         finally:
             self._closing.set()
-            self._background.join(_LAST_WORDS_S)
+            self._background.join(self._within_grace(_LAST_WORDS_S))
         with self._turn:
             left = [str(one.info.path) for one in self._known()]
         if left:
@@ -274,7 +275,8 @@ class MirrorUploads:
         for place, tier in tiers.items():
             deleted = self._deleted_from(place) if self.error is None else ()
             try:
-                bounded(functools.partial(tier.close, deleted), self._config.timeouts.shutdown_s)
+                limit_s = self._within_grace(self._config.timeouts.shutdown_s)
+                bounded(functools.partial(tier.close, deleted), limit_s)
             except StuckError as error:
                 logger.warning("%s: %s: its lock is given up when its lease runs out", place, error)
 
@@ -348,6 +350,10 @@ class MirrorUploads:
 
     def _is_late(self) -> bool:
         return self.stop_by is not None and time.monotonic() > self.stop_by
+
+    def _within_grace(self, limit_s: float) -> float:
+        """This long, or as long as the grace of a signal lasts; behind it as long as giving a place back takes."""
+        return limit_s if self.stop_by is None else min(limit_s, max(_GIVING_BACK_S, self.stop_by - time.monotonic()))
 
     def _check(self) -> None:
         if self._is_late() or self._closing.is_set():
