@@ -18,7 +18,7 @@ from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
 from safe_ckpt.core.home import retention
 from safe_ckpt.core.home.home import is_anything_at
-from safe_ckpt.core.home.pins.book import Book, identity, order
+from safe_ckpt.core.home.pins.book import Book, commit_order, identity
 from safe_ckpt.core.home.pins.hold import Hold
 from safe_ckpt.core.home.pins.record import DEFAULT_TTL_S
 from safe_ckpt.core.storage.objects.place import place_of
@@ -174,12 +174,12 @@ def pin(path: str | os.PathLike[str], *, reader: str = "", ttl_s: float = DEFAUL
 def _held(place: Place, hold: Hold) -> CheckpointInfo:
     one = one_at(place) if is_anything_at(place) else None
     if one is not None:
-        if not one.problem and hold.take(place, lambda: is_still(one.summary), ours=_is_ours(one.summary)):
+        if not one.problem and hold.take(place, lambda: _is_still(one.summary), ours=_is_ours(one.summary)):
             return one.summary
         raise CheckpointNotFoundError(path=str(place), message=one.problem or "was deleted")
     found = [info for info in checkpoints(place) if info.whole and info.healthy]
     for info in reversed(found):
-        if hold.take(info.path, lambda info=info: is_still(info), ours=_is_ours(info)):  # type: ignore[misc]
+        if hold.take(info.path, lambda info=info: _is_still(info), ours=_is_ours(info)):  # type: ignore[misc]
             return info
     raise CheckpointNotFoundError(path=str(place), message="there is no such checkpoint, and none in it")
 
@@ -213,7 +213,7 @@ def checkpoints(directory: str | os.PathLike[str] | Place) -> list[CheckpointInf
         ```
     """
     place = directory if not isinstance(directory, str | os.PathLike) else _place(directory)
-    return sorted(_infos(place), key=order)
+    return sorted(_infos(place), key=commit_order)
 
 
 def best(directory: str | os.PathLike[str], metric: str, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
@@ -245,10 +245,10 @@ def best(directory: str | os.PathLike[str], metric: str, mode: Literal["min", "m
     _check(mode in ("min", "max"), "mode", mode, "'min' or 'max'")
     found = [one for one in checkpoints(directory) if one.whole and one.healthy and metric in one.metrics]
     finite = [one for one in found if math.isfinite(one.metrics[metric])]
-    return next(iter(retention.best(finite, Retention(keep_best=1, metric=metric, mode=mode))), None)
+    return next(iter(retention.best_first(finite, Retention(keep_best=1, metric=metric, mode=mode))), None)
 
 
-def is_still(info: CheckpointInfo) -> bool:
+def _is_still(info: CheckpointInfo) -> bool:
     """Whether a checkpoint is still there, and no other one of its name. Another tool's says nothing but that it is there.
 
     Raises:
@@ -297,7 +297,7 @@ class _Follower:
         while True:
             self._look()
             while (info := self._first()) is not None:
-                if self._hold.take(info.path, lambda info=info: is_still(info), ours=_is_ours(info)):  # type: ignore[misc]
+                if self._hold.take(info.path, lambda info=info: _is_still(info), ours=_is_ours(info)):  # type: ignore[misc]
                     return self._followed(info)
                 self._look(anew=True)  # if it is gone it was missed, unless this step was saved again
                 if self._first() is info:

@@ -42,7 +42,7 @@ from safe_ckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from safe_ckpt.core.home.pins.observer import Observer
+    from safe_ckpt.core.home.pins.observer import PinWatch
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class FileHome(HeldHome[Path]):
         self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s, owner=owner)
         self._swept = swept
         self._made: list[Path] = []
-        self._pins: Observer | None = None
+        self._pins: PinWatch | None = None
 
     @property
     def is_single_name(self) -> bool:
@@ -219,16 +219,16 @@ class FileHome(HeldHome[Path]):
         pins = self._observed() if places else None
         return {} if pins is None else pins.kept(places)
 
-    def _observed(self) -> Observer | None:
+    def _observed(self) -> PinWatch | None:
         """The pins of readers; None where there are none, as one look at the hidden folder says."""
         top = self.hidden.parents[1] if self.is_single_name else self.hidden
         if self._pins is None and not entries_in(top / PINS):
             return None
         if self._pins is None:  # imported here: most runs have no readers
-            from safe_ckpt.core.home.pins.observer import Observer
+            from safe_ckpt.core.home.pins.observer import PinWatch
             from safe_ckpt.core.home.pins.shelf import FileShelf
 
-            self._pins = Observer(FileShelf(self.hidden))
+            self._pins = PinWatch(FileShelf(self.hidden))
         return self._pins
 
     def _refuse_held(self, path: Path) -> None:

@@ -154,7 +154,7 @@ def to_delete(infos: Sequence[CheckpointInfo], policy: Retention) -> list[Checkp
     by_age = sorted((info for info in infos if is_under_its_name(info)), key=lambda info: info.sequence)
     kept = {info.sequence for info in by_age[-(policy.keep_last or 1) :]}
     if policy.keep_best is not None and policy.metric is not None:
-        kept |= {info.sequence for info in best(by_age, policy)[: policy.keep_best]}
+        kept |= {info.sequence for info in best_first(by_age, policy)[: policy.keep_best]}
     if policy.keep_every_steps is not None:
         kept |= {info.sequence for info in by_age if info.step % policy.keep_every_steps == 0}
     return [info for info in by_age if info.sequence not in kept]
@@ -174,7 +174,7 @@ def has_rules(policy: Retention) -> bool:
     return not (policy.keep_last is None and policy.keep_best is None and policy.keep_every_steps is None)
 
 
-def best(infos: Sequence[CheckpointInfo], policy: Retention) -> list[CheckpointInfo]:
+def best_first(infos: Sequence[CheckpointInfo], policy: Retention) -> list[CheckpointInfo]:
     """Sort those that have the policy's metric, best first; of equals the newer first. NaN is worse than anything."""
     sign = 1 if policy.mode == "min" else -1
     rated = [info for info in infos if policy.metric in info.metrics]

@@ -11,9 +11,9 @@ import typer
 
 from safe_ckpt.tools.audit.command import audit
 from safe_ckpt.tools.cli import config
+from safe_ckpt.tools.cli.beside.follow import follow_run
 from safe_ckpt.tools.cli.convert import convert
 from safe_ckpt.tools.cli.doctor import doctor
-from safe_ckpt.tools.cli.beside.follow import follow
 from safe_ckpt.tools.cli.gc import gc
 from safe_ckpt.tools.cli.inspect import inspect
 from safe_ckpt.tools.cli.list import list_checkpoints
@@ -25,6 +25,7 @@ from safe_ckpt.tools.cli.verify import verify
 # One file per command; ``watch`` lives beside ``report``.
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode=None)
 app.command("list")(list_checkpoints)
-for command in (verify, inspect, resume_path, gc, convert, follow, unlock, doctor, audit, report, watch):
+app.command("follow")(follow_run)
+for command in (verify, inspect, resume_path, gc, convert, unlock, doctor, audit, report, watch):
     app.command()(command)  # its name is that of the function
 app.add_typer(config.app, name="config")

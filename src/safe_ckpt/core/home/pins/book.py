@@ -10,7 +10,7 @@ from safe_ckpt.core.formats.manifest import CheckpointInfo
 
 @dataclass(kw_only=True)
 class Book:
-    """What one reader has seen of the commits of one run, in their order.
+    """The account of one reader of the commits of one run, in their order.
 
     Attributes:
         every: it takes each n-th.
@@ -37,7 +37,7 @@ class Book:
         """Take note of what is there now, in no order. Returns whether anything is new."""
         there = {identity(info) for info in found}
         new = [info for info in found if identity(info) not in self._known]
-        for info in sorted(new, key=order):
+        for info in sorted(new, key=commit_order):
             self._known.add(identity(info))
             self.seen = max(self.seen, info.sequence if info.verified else -1)
             if info.marked and self.healthy:
@@ -78,6 +78,6 @@ def identity(info: CheckpointInfo) -> str:
     return f"{info.path}\n{info.op_id}"
 
 
-def order(info: CheckpointInfo) -> tuple[int, str, int, str]:
+def commit_order(info: CheckpointInfo) -> tuple[int, str, int, str]:
     """The order of commits; those of other tools before ours, by their steps."""
     return (info.sequence, info.created_at if info.verified else "", info.step, str(info.path))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def follow(
+def follow_run(
     directory: Annotated[str, typer.Argument(help="A directory of checkpoints, or an address.", metavar="DIR")],
     command: Annotated[
         str,
