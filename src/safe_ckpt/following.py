@@ -174,12 +174,12 @@ def pin(path: str | os.PathLike[str], *, reader: str = "", ttl_s: float = DEFAUL
 def _held(place: Place, hold: Hold) -> CheckpointInfo:
     one = one_at(place) if is_anything_at(place) else None
     if one is not None:
-        if not one.problem and hold.take(place, lambda: is_unchanged(one.summary), ours=_is_ours(one.summary)):
+        if not one.problem and hold.take(place, lambda: _is_still(one.summary), ours=_is_ours(one.summary)):
             return one.summary
         raise CheckpointNotFoundError(path=str(place), message=one.problem or "was deleted")
     found = [info for info in checkpoints(place) if info.whole and info.healthy]
     for info in reversed(found):
-        if hold.take(info.path, lambda info=info: is_unchanged(info), ours=_is_ours(info)):  # type: ignore[misc]
+        if hold.take(info.path, lambda info=info: _is_still(info), ours=_is_ours(info)):  # type: ignore[misc]
             return info
     raise CheckpointNotFoundError(path=str(place), message="there is no such checkpoint, and none in it")
 
@@ -248,7 +248,7 @@ def best(directory: str | os.PathLike[str], metric: str, mode: Literal["min", "m
     return next(iter(retention.best_first(finite, Retention(keep_best=1, metric=metric, mode=mode))), None)
 
 
-def is_unchanged(info: CheckpointInfo) -> bool:
+def _is_still(info: CheckpointInfo) -> bool:
     """Whether a checkpoint is still there, and no other one of its name. Another tool's says nothing but that it is there.
 
     Raises:
@@ -297,7 +297,7 @@ class _Follower:
         while True:
             self._look()
             while (info := self._first()) is not None:
-                if self._hold.take(info.path, lambda info=info: is_unchanged(info), ours=_is_ours(info)):  # type: ignore[misc]
+                if self._hold.take(info.path, lambda info=info: _is_still(info), ours=_is_ours(info)):  # type: ignore[misc]
                     return self._followed(info)
                 self._look(anew=True)  # if it is gone it was missed, unless this step was saved again
                 if self._first() is info:

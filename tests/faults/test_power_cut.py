@@ -36,6 +36,7 @@ EXCUSED = {
     "hooks.prometheus:PrometheusHook._write": "a page of numbers, written anew with the next event",
     "ray.run_config:mend": "Ray's own list, for which a resume does not ask: it looks into the folder",
     "tools.cli.report:_replace": "a page for people, made from the record",
+    "tools.convert.swap:export": "a folder for a server, made anew from its checkpoint",
     "tools.doctor.disk:renaming": "it asks a disk what it can, in a folder of scratch",
 }
 TABLE = {**SCENARIOS, **ROWS}

@@ -168,7 +168,7 @@ class Slot:
         for one in fromlist:
             if one != "*" and not hasattr(module, one) and hasattr(module, "__path__"):
                 try:
-                    self.load(f"{name}.{one}")
+                    setattr(module, one, self.load(f"{name}.{one}"))  # also if it was loaded before a renewal
                 except FileNotFoundError as error:
                     raise ImportError(f"cannot import {one} from {name}") from error
         return module

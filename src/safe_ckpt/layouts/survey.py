@@ -25,7 +25,7 @@ _BELOW = "checkpoints"  # where a project of Accelerate's has them
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """All that is there.
+    """All that there is.
 
     Attributes:
         folder: which directory they are in: the one that was given, or the ``checkpoints`` of an Accelerate project.

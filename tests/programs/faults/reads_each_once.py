@@ -26,6 +26,8 @@ def whole(one):
 with open(out, "a", encoding="utf-8", buffering=1) as said:
     follower = safe_ckpt.follow(directory, every=1, limit=int(limit), ttl_s=float(ttl_s), timeout_s=30)
     for taken, one in enumerate(follower, 1):
+        if taken == 1:  # what was gone before it began is nobody's loss: its place is there by now
+            said.write(f"FROM {max(found.step for found in safe_ckpt.checkpoints(directory))}\n")
         said.writelines(f"MISSED {int(name.removeprefix('step-'))}\n" for name in one.missed)
         try:
             good = one.pinned and whole(one)

@@ -12,8 +12,8 @@ from safe_ckpt.core.home.file_home import FileHome
 from safe_ckpt.core.home.home import HIDDEN
 from safe_ckpt.core.home.pins.book import Book
 from safe_ckpt.core.home.pins.hold import Hold
-from safe_ckpt.core.home.pins.observer import PinObserver
-from safe_ckpt.core.home.pins.record import Due, Pin, Silence, decide_kept
+from safe_ckpt.core.home.pins.observer import PinWatch
+from safe_ckpt.core.home.pins.record import Due, Pin, Silence, ruling_on
 from safe_ckpt.core.home.pins.shelf import FileShelf, ObjectShelf
 from safe_ckpt.core.storage.objects.options import StorageOptions
 from safe_ckpt.core.storage.objects.place import open_place
@@ -69,7 +69,7 @@ def test_a_pin_with_nonsense_is_none(facts):
 
 def test_what_a_reader_holds_stays_and_what_it_wants():
     """Held and wanted ones are kept for their reader, those before its place are not."""
-    verdict = decide_kept([pin(holds="s3", wants=("s5",), seen=6, limit=10)], due(1, 2, 3, 4, 5))
+    verdict = ruling_on([pin(holds="s3", wants=("s5",), seen=6, limit=10)], due(1, 2, 3, 4, 5))
     assert set(verdict.kept) == {"s3", "s5"}
     assert "eval (process 7 on h)" in verdict.kept["s3"]
     assert not verdict.missed
@@ -77,26 +77,26 @@ def test_what_a_reader_holds_stays_and_what_it_wants():
 
 def test_behind_a_place_the_newest_are_kept_up_to_the_limit_and_the_rest_is_told():
     """A reader that stands still costs at most its limit, and is told what it misses."""
-    verdict = decide_kept([pin(seen=0, limit=2)], due(1, 2, 3, 4))
+    verdict = ruling_on([pin(seen=0, limit=2)], due(1, 2, 3, 4))
     assert set(verdict.kept) == {"s3", "s4"}
     assert [one.name for one in verdict.missed["r"]] == ["s1", "s2"]
 
 
 def test_a_reader_of_each_third_costs_a_third_of_its_limit_for_what_it_has_not_seen():
     """Which of the unseen ones it will take is not known: three of them count as one."""
-    verdict = decide_kept([pin(seen=0, every=3, limit=2)], due(*range(1, 9)))
+    verdict = ruling_on([pin(seen=0, every=3, limit=2)], due(*range(1, 9)))
     assert set(verdict.kept) == {f"s{number}" for number in range(3, 9)}
 
 
 def test_bad_numbers_are_not_kept_for_a_reader_of_healthy_ones():
     """What a reader leaves out anyway is deleted."""
-    assert set(decide_kept([pin(seen=0, limit=9)], due(1, 2, marked=[1])).kept) == {"s2"}
-    assert set(decide_kept([pin(seen=0, limit=9, healthy=False)], due(1, 2, marked=[1])).kept) == {"s1", "s2"}
+    assert set(ruling_on([pin(seen=0, limit=9)], due(1, 2, marked=[1])).kept) == {"s2"}
+    assert set(ruling_on([pin(seen=0, limit=9, healthy=False)], due(1, 2, marked=[1])).kept) == {"s1", "s2"}
 
 
 def test_a_reader_without_a_place_keeps_what_it_holds_alone():
     """Without ``every`` nothing is kept behind a reader."""
-    assert set(decide_kept([pin(holds="s2", limit=5)], due(1, 2, 3)).kept) == {"s2"}
+    assert set(ruling_on([pin(holds="s2", limit=5)], due(1, 2, 3)).kept) == {"s2"}
 
 
 def test_silence_is_measured_by_whoever_looks():
@@ -168,7 +168,7 @@ def test_a_silent_pin_is_taken_away(tmp_path):
     shelf = FileShelf(tmp_path / HIDDEN)
     (tmp_path / HIDDEN).mkdir()
     shelf.write("r.pin", pin(holds="s1").to_bytes())
-    observer = PinObserver(shelf, clock=lambda: now[0])
+    observer = PinWatch(shelf, clock=lambda: now[0])
     assert observer.kept([tmp_path / "s1"]) == {tmp_path / "s1": "reader eval (process 7 on h) holds it"}
     now[0] = 59.0
     assert observer.kept([tmp_path / "s1"])

@@ -43,6 +43,9 @@ from safe_ckpt.errors import (
     naming,
 )
 
+if TYPE_CHECKING:
+    from safe_ckpt.core.home.pins.observer import PinWatch
+
 logger = logging.getLogger(__name__)
 
 _VISIBLE_S = 60.0
@@ -83,7 +86,7 @@ class FileHome(HeldHome[Path]):
         self._lock = JobLock(self.hidden, subject=path, lease_s=lease_s, owner=owner)
         self._swept = swept
         self._made: list[Path] = []
-        self._pins: PinObserver | None = None
+        self._pins: PinWatch | None = None
 
     @property
     def is_single_name(self) -> bool:
@@ -218,13 +221,16 @@ class FileHome(HeldHome[Path]):
         pins = self._observed() if places else None
         return {} if pins is None else pins.kept(places)
 
-    def _observed(self) -> PinObserver | None:
+    def _observed(self) -> PinWatch | None:
         """The pins of readers; None where there are none, as one look at the hidden folder says."""
         top = self.hidden.parents[1] if self.is_single_name else self.hidden
         if self._pins is None and not entries_in(top / PINS):
             return None
-        if self._pins is None:
-            self._pins = PinObserver(FileShelf(self.hidden))
+        if self._pins is None:  # imported here: most runs have no readers
+            from safe_ckpt.core.home.pins.observer import PinWatch
+            from safe_ckpt.core.home.pins.shelf import FileShelf
+
+            self._pins = PinWatch(FileShelf(self.hidden))
         return self._pins
 
     def _refuse_held(self, path: Path) -> None:

@@ -12,13 +12,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from safe_ckpt.config import CheckpointConfig, Retention
 from safe_ckpt.core.coordination.coordinator import Coordinator, open_coordinator
 from safe_ckpt.core.coordination.process_groups import ProcessGroup
 from safe_ckpt.core.formats.manifest import CheckpointInfo, read_manifest
-from safe_ckpt.core.formats.verify import verify_archive, verify_entry
+from safe_ckpt.core.formats.verify import verify_entry, verify_files
 from safe_ckpt.core.home.candidates import by_commit, is_of_step, step_name
 from safe_ckpt.core.home.home import Candidate, Home, is_anything_at, name_below
 from safe_ckpt.core.home.places import candidate_at, home_at, is_one
@@ -30,7 +31,6 @@ from safe_ckpt.core.resuming.items import StoredItems, warn_of_other_ranks
 from safe_ckpt.core.resuming.named import not_found, of_frameworks, refuse_missing
 from safe_ckpt.core.state.items import Restoring
 from safe_ckpt.core.storage.objects.place import Place
-from safe_ckpt.core.storage.source import has_folder, in_files
 from safe_ckpt.errors import NoValidCheckpointError, RestoreError, SafeCheckpointError, naming
 
 logger = logging.getLogger(__name__)
@@ -253,17 +253,17 @@ class Visit:
         rank, size = self.ranks.rank, self.ranks.coordinator.size
 
         def share(place: Place) -> None:
-            if not info.verified:  # another tool's: there is nothing to compare it with
-                return
-            if not has_folder(place):
-                if rank == 0:
-                    verify_archive(in_files(place), cached=True)
-                return
             files = sorted(read_manifest(place).files, key=lambda entry: (-entry.size_bytes, entry.path))
             for entry in files[rank::size]:
                 verify_entry(place, entry, cached=True)
 
-        reader: Reader = FileReader(self.ranks, share, held=False)
+        def share_of_files(path: Path) -> None:
+            if info.verified:  # with another tool's there is nothing to compare
+                manifest = read_manifest(path)
+                by_size = sorted(manifest.files, key=lambda entry: (-entry.size_bytes, entry.path))
+                verify_files(path, manifest, only={entry.path for entry in by_size[rank::size]}, cached=True)
+
+        reader: Reader = FileReader(self.ranks, share_of_files, held=False)
         if not self._home.is_mounted:
             reader = ObjectReader(self.ranks, lambda *_: [], lambda place, *_: share(place), lambda: None)
         try:

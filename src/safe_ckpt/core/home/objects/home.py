@@ -57,6 +57,9 @@ from safe_ckpt.errors import (
 )
 from safe_ckpt.text import listed
 
+if TYPE_CHECKING:
+    from safe_ckpt.core.home.pins.observer import PinWatch
+
 logger = logging.getLogger(__name__)
 _PROBE = "probe"
 _LAST_WORD_S = 5.0
@@ -95,7 +98,7 @@ class ObjectHome(HeldHome[ObjectPath]):
         self._unfenced = unfenced
         self._owner = ObjectOwner(path, lease_s=lease_s, owner=owner, unfenced=unfenced)
         self._closed = threading.Event()
-        self._pins: PinObserver | None = None
+        self._pins: PinWatch | None = None
         self._tried: set[str] = set()  # folders whose manifest was sent
         self._dropped: set[str] = set()  # of saves that failed: another rank may still have sent something
 
@@ -248,7 +251,10 @@ class ObjectHome(HeldHome[ObjectPath]):
     def _spared(self, folders: Sequence[ObjectPath]) -> Collection[Place]:
         """Return those that readers hold, of folders which the head says are deleted; and take that back."""
         if self._pins is None:
-            self._pins = PinObserver(ObjectShelf(self.path))
+            from safe_ckpt.core.home.pins.observer import PinWatch
+            from safe_ckpt.core.home.pins.shelf import ObjectShelf
+
+            self._pins = PinWatch(ObjectShelf(self.path))
         held: Mapping[Place, str] = dict.fromkeys(folders, "it is not known whether a reader holds it")
         try:
             held = self._pins.held(folders)

@@ -10,7 +10,7 @@ from safe_ckpt.core.formats.manifest import CheckpointInfo
 
 @dataclass(kw_only=True)
 class Book:
-    """The checkpoints that one reader has seen of the commits of one run, in their order.
+    """The account of one reader of the commits of one run, in their order.
 
     Attributes:
         every: it takes each n-th.

@@ -35,7 +35,7 @@ class Hold:
     Args:
         title: what the reader calls itself.
         ttl_s: for how long the pin counts after its last sign of life.
-        tick: called in the background between signs of life; it may change the pin. None for nothing.
+        tick: called in the background; it may change the pin. None for nothing.
         tick_s: how often.
     """
 
@@ -51,7 +51,7 @@ class Hold:
         self._stale: set[str] = set()  # what killed deletions left
         self._lock = threading.RLock()
         self._stop = threading.Event()
-        self._keeper: threading.Thread | None = None
+        self._keepers: list[threading.Thread] = []
         self._written = 0.0
 
     @property
@@ -83,7 +83,7 @@ class Hold:
         """Change the pin. Returns whether that is written. What the storage refuses is said once, and tried again later."""
         with self._lock:
             self._pin = self._pin.next(**changes)
-            return self._write()
+            return self._write(alike=not changes)
 
     def name_of(self, place: Place) -> str:
         """Return the name of a checkpoint as the pin has it; "" without one."""
@@ -133,12 +133,13 @@ class Hold:
                 self._start()
         return self.name_of(checkpoint)
 
-    def _write(self, *, first: bool = False) -> bool:
+    def _write(self, *, first: bool = False, alike: bool = False) -> bool:
         shelf = self._shelf
         if shelf is None or self._pin.pid != os.getpid():
             return False
         try:
-            shelf.write(f"{self._pin.reader}{SUFFIX}", self._pin.to_bytes())
+            put = shelf.renew if alike else shelf.write
+            put(f"{self._pin.reader}{SUFFIX}", self._pin.to_bytes())
         except (OSError, SafeCheckpointError) as error:
             if first and isinstance(error, OSError) and not isinstance(error, TimeoutError):
                 self._refuse(shelf.place, error)
@@ -148,7 +149,13 @@ class Hold:
                 level = logging.WARNING if silent_s > self._pin.ttl_s else logging.DEBUG
                 logger.log(level, "the pin of %s was not renewed for %.0f s: %s", self._pin, silent_s, error)
             return False
-        self._written = time.monotonic()
+        now = time.monotonic()
+        if self._written and now - self._written > self._pin.ttl_s:
+            message = (
+                "reader %s stood still for %.0f s: what was deleted meanwhile was not held, nor will it be told of"
+            )
+            logger.warning(message, self._pin, now - self._written)
+        self._written = now
         return True
 
     def _refuse(self, place: Place, error: OSError) -> None:
@@ -157,22 +164,27 @@ class Hold:
         self._refused.add(place)
 
     def _start(self) -> None:
-        if self._keeper is None:
-            self._keeper = threading.Thread(target=self._keep, name="safe_ckpt-pin", daemon=True)
-            self._keeper.start()
+        if not self._keepers:
+            # One of its own for the signs of life: to look at a run may take long.
+            self._keepers = [threading.Thread(target=self._keep, name="safe_ckpt-pin", daemon=True)]
+            if self._tick is not None:
+                self._keepers.append(threading.Thread(target=self._look, name="safe_ckpt-follow", daemon=True))
+            for keeper in self._keepers:
+                keeper.start()
 
     def _keep(self) -> None:
         period_s = self._pin.ttl_s / _PER_TTL
-        pause_s = period_s if self._tick is None else min(period_s, self._tick_s)
-        while not self._stop.wait(pause_s):
+        while not self._stop.wait(period_s):
+            with self._lock:
+                if not self._stop.is_set():
+                    self.change()
+
+    def _look(self) -> None:
+        while self._tick is not None and not self._stop.wait(self._tick_s):
             try:
-                if self._tick is not None:
-                    self._tick()
+                self._tick()
             except (OSError, SafeCheckpointError) as error:
                 logger.debug("the run could not be looked at: %s", error)
-            with self._lock:
-                if not self._stop.is_set() and time.monotonic() - self._written >= period_s - pause_s / 2:
-                    self.change()
 
     def _waited_for_deletions(self, name: str) -> bool:
         """Wait for deletions under way. Returns False for one of this very checkpoint that does not come to its end."""

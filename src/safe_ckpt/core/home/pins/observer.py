@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.home.home import Candidate
-from safe_ckpt.core.home.pins.record import Due, Pin, Silence, decide_kept, silent_after
+from safe_ckpt.core.home.pins.record import Due, Pin, Silence, ruling_on, silent_after
 from safe_ckpt.core.home.pins.shelf import MISSED, SUFFIX, Shelf, to_tell, told_of
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import SafeCheckpointError
@@ -16,7 +16,7 @@ from safe_ckpt.errors import SafeCheckpointError
 logger = logging.getLogger(__name__)
 
 
-class PinObserver:
+class PinWatch:
     """One run's pins, as the job that deletes there sees them. Used on one thread at a time.
 
     Args:
@@ -56,7 +56,7 @@ class PinObserver:
         names = {place: self._shelf.name_of(place) for place in places} if pins else {}
         by_place = any(pin.seen is not None for pin in pins)
         due = [_due(place, name, look=by_place) for place, name in names.items() if name]
-        verdict = decide_kept(pins, due)
+        verdict = ruling_on(pins, due)
         for reader, missed in verdict.missed.items():
             if lost := [one for one in missed if one.name not in verdict.kept]:
                 self._tell(reader, lost)
@@ -117,5 +117,5 @@ def held_in(shelves: Sequence[Shelf], found: Sequence[Candidate]) -> dict[Place,
             else Due(name=name)
             for name, one in names.items()
         ]
-        held |= {names[name].path: why for name, why in decide_kept(pins, due).kept.items()}
+        held |= {names[name].path: why for name, why in ruling_on(pins, due).kept.items()}
     return held

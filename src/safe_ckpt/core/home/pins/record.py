@@ -1,4 +1,4 @@
-"""Pins: their words, which of them count, and what they keep: pure decisions.
+"""The word of a pin, which of them count, and what they keep: pure decisions.
 
 A reader changes its pin all the time, as a job does with its lease. Whoever deletes measures by its own clock for how long a
 pin has not changed. After ``ttl_s`` of silence it counts no more.
@@ -16,11 +16,12 @@ from safe_ckpt.text import clean
 
 _LONGEST_S = 24 * 3600.0
 _MOST_NAMES = 10_000
+_BEATS = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
-    """The checkpoint that one reader holds, and those that it waits for.
+    """The word of one reader: which checkpoints it holds.
 
     Attributes:
         reader: unique to it; its file is named after it.
@@ -60,15 +61,16 @@ class Pin:
         return replace(self, beat=self.beat + 1, **changes)
 
     def to_bytes(self) -> bytes:
-        """The content of its file."""
-        return (json.dumps(asdict(self)) + "\n").encode()
+        """The content of its file. Of two that differ in their signs of life alone it is equally long."""
+        return (json.dumps({**asdict(self), "beat": f"{self.beat % _BEATS:09d}"}) + "\n").encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Pin | None:
         """From a file; None where it is torn, or none of ours. What a later version says besides is passed over."""
         try:
             facts: dict[str, Any] = {key: value for key, value in json.loads(data).items() if key in _FIELDS}
-            pin = cls(**{**facts, "wants": tuple(facts.get("wants", ())[-_MOST_NAMES:])})
+            wants = tuple(facts.get("wants", ())[-_MOST_NAMES:])
+            pin = cls(**{**facts, "wants": wants, "beat": int(facts.get("beat", 0))})
             texts = (pin.reader, pin.title, pin.host, pin.since, pin.holds, *pin.wants)
             numbers = (pin.pid, pin.every, pin.limit, pin.beat, 0 if pin.seen is None else pin.seen)
             right = all(isinstance(text, str) for text in texts) and all(isinstance(one, int) for one in numbers)
@@ -96,7 +98,7 @@ class Due:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PinVerdict:
+class Ruling:
     """The decision about those that are due.
 
     Attributes:
@@ -108,7 +110,7 @@ class PinVerdict:
     missed: Mapping[str, tuple[Due, ...]] = field(default_factory=dict)
 
 
-def decide_kept(pins: Iterable[Pin], due: Sequence[Due]) -> PinVerdict:
+def ruling_on(pins: Iterable[Pin], due: Sequence[Due]) -> Ruling:
     """Return which of ``due`` must stay, for which reader, and what readers miss because their limit is reached."""
     kept: dict[str, str] = {}
     missed: dict[str, tuple[Due, ...]] = {}
@@ -128,7 +130,7 @@ def decide_kept(pins: Iterable[Pin], due: Sequence[Due]) -> PinVerdict:
                     lost.append(one)
         if lost:
             missed[pin.reader] = tuple(reversed(lost))
-    return PinVerdict(kept=kept, missed={reader: lost for reader, lost in missed.items() if lost})
+    return Ruling(kept=kept, missed={reader: lost for reader, lost in missed.items() if lost})
 
 
 class Silence:
