@@ -15,7 +15,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry, Manifest, read_manifest
@@ -24,8 +24,6 @@ from safe_ckpt.core.home import extra_files
 from safe_ckpt.core.home.candidates import list_directories
 from safe_ckpt.core.home.file_lock import JobLock
 from safe_ckpt.core.home.home import HIDDEN, PINS, Candidate, HeldHome, NewCheckpoint, OnError
-from safe_ckpt.core.home.pins.observer import PinObserver
-from safe_ckpt.core.home.pins.shelf import FileShelf
 from safe_ckpt.core.home.visibility import Patience, await_visible
 from safe_ckpt.core.storage import durable
 from safe_ckpt.core.storage.objects.place import Place

@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from safe_ckpt.config import Timeouts
 from safe_ckpt.core.formats.manifest import MANIFEST_NAME, CheckpointInfo, FileEntry
@@ -40,8 +40,6 @@ from safe_ckpt.core.home.objects.head import (
     missing_condition,
 )
 from safe_ckpt.core.home.objects.lock import ObjectOwner
-from safe_ckpt.core.home.pins.observer import PinObserver
-from safe_ckpt.core.home.pins.shelf import ObjectShelf
 from safe_ckpt.core.storage.objects.bucket import Bucket
 from safe_ckpt.core.storage.objects.clients import ExistsError
 from safe_ckpt.core.storage.objects.place import ObjectPath, Place
