@@ -325,9 +325,13 @@ def test_each_listed_private_part_exists_and_takes_our_arguments(part):
     part.check()
 
 
+# Parts of classes of our own that another file of the same room derives from: nobody else's release changes these.
+OF_OUR_HOMES = {"_check_written", "_new", "_publish", "_repair", "_seal", "_told"}
+
+
 def test_no_private_part_is_used_without_a_contract():
     """Every private API that any of our files uses or overrides must be listed here with the reason."""
-    known = {part.name for part in [*TORCH, *ACCELERATE, *TRANSFORMERS, *LIGHTNING]} | set(ELSEWHERE)
+    known = {part.name for part in [*TORCH, *ACCELERATE, *TRANSFORMERS, *LIGHTNING]} | set(ELSEWHERE) | OF_OUR_HOMES
     folders = [
         path.name
         for path in SOURCES.iterdir()

@@ -51,7 +51,16 @@ def test_every_argument_of_model_checkpoint_is_ours_too(name):
 
     theirs = list(inspect.signature(package(name).callbacks.ModelCheckpoint.__init__).parameters)
     ours = inspect.signature(SafeCheckpointCallback.__init__).parameters
-    assert list(ours) == [*theirs, "config", "resume", "async_save", "export_to", "export_max_shard_size", "hooks"]
+    assert list(ours) == [
+        *theirs,
+        "config",
+        "resume",
+        "async_save",
+        "export_to",
+        "export_max_shard_size",
+        "hooks",
+        "every",
+    ]
     for argument in theirs[1:]:
         assert (
             ours[argument].default

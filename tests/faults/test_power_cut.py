@@ -19,7 +19,7 @@ from safe_ckpt.core.home import file_lock
 from safe_ckpt.core.writer.supervisor import WriterSupervisor
 from safe_ckpt.errors import SafeCheckpointError
 
-_ON_HOSTS = "a directory on each host: kills are in tests/faults/test_hosts_of_their_own.py, power cuts were not run"
+_ON_HOSTS = "a directory on each host: kills are in tests/faults/test_kills_of_hosts.py, power cuts were not run"
 # What gives a name and need not outlast a power cut, with the reason; or was not run.
 EXCUSED = {
     "core.home.host_home:HostHome._repair": _ON_HOSTS,
