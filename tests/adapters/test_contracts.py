@@ -313,7 +313,7 @@ ELSEWHERE = {
     "_LoggerConnector": "test_audit.py",
     "_loader": "tests/unit/tools/audit/test_recorder.py",  # ours, of ``safe_ckpt.data``
     **dict.fromkeys(["_tr_loss", "_globalstep_last_logged"], "test_transformers_data.py"),
-    **dict.fromkeys(["_current_fx_name"], "test_lightning_hooks.py"),
+    "_current_fx_name": "test_lightning_hooks.py",
     **dict.fromkeys(["_log_artifacts", "_log_checkpoints", "_log_model"], "test_transformers_callbacks.py"),
 }
 """Names that can only be checked on an object -> the test that checks them."""
@@ -332,11 +332,8 @@ OF_OUR_HOMES = {"_check_written", "_new", "_publish", "_repair", "_seal", "_told
 def test_no_private_part_is_used_without_a_contract():
     """Every private API that any of our files uses or overrides must be listed here with the reason."""
     known = {part.name for part in [*TORCH, *ACCELERATE, *TRANSFORMERS, *LIGHTNING]} | set(ELSEWHERE) | OF_OUR_HOMES
-    folders = [
-        path.name
-        for path in SOURCES.iterdir()
-        if path.is_dir() and path.name not in ("deepspeed", "torchtitan", "ray", "__pycache__")
-    ]
+    elsewhere = ("deepspeed", "torchtitan", "ray", "__pycache__")
+    folders = [path.name for path in SOURCES.iterdir() if path.is_dir() and path.name not in elsewhere]
     found = private_names(".", but=("deepspeed", "torchtitan", "ray")) | overridden(*folders)
     assert {name: where for name, where in found.items() if name not in known} == {}
     assert set(ELSEWHERE) <= set(found), "no longer used"

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -30,10 +31,8 @@ pytestmark = pytest.mark.skipif(bool(why_no_mounts()), reason=f"mounts of one's 
 def _run_until_killed(folder, number, chance):
     """What both ranks say, by rank, before they are killed at random moments, perhaps one a little earlier."""
     command = [sys.executable, str(program_path("saves_on_hosts")), str(folder)]
-    jobs = [
-        warm.Popen([*command, str(rank), str(folder / f"meeting{number}")], stdout=subprocess.PIPE, text=True)
-        for rank in (0, 1)
-    ]
+    more = [str(folder / f"meeting{number}"), str(Path(__file__).parents[1])]
+    jobs = [warm.Popen([*command, str(rank), *more], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
     said = [[], []]
 
     def listen(rank):

@@ -116,11 +116,11 @@ def test_what_vanished_before_its_upload_protects_nothing(tmp_path, bucket, monk
     """
     real, begun, vanished, tries = Tier.upload, threading.Event(), threading.Event(), []
 
-    def upload(self, one, send):
+    def upload(self, one, send, check):
         if one.info.step == 2:
             begun.set()
             assert vanished.wait(scaled(60))
-            return real(self, one, send)
+            return real(self, one, send, check)
         tries.append(one.info.step)
         raise TimeoutError(110, "no answer", one.info.name)
 
