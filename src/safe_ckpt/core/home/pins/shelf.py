@@ -101,16 +101,14 @@ class FileShelf:
             name = name_below(Path(os.path.realpath(self._top)), Path(os.path.realpath(place.parent), place.name))
         return name or ""
 
-    def read(self) -> dict[str, bytes]:
-        """See ``Shelf``."""
-        found = {}
-        for path in sorted(presence.entries_in(self.place)):
+    def read(self) -> tuple[dict[str, bytes], list[str]]:
+        """See ``Shelf``. A file that nobody may read holds nothing."""
+        found, there = {}, sorted(presence.entries_in(self.place))
+        for path in there:
             if path.suffix == SUFFIX:
-                with contextlib.suppress(
-                    FileNotFoundError, PermissionError
-                ):  # a file that nobody may read holds nothing
+                with contextlib.suppress(FileNotFoundError, PermissionError):
                     found[path.name] = path.read_bytes()
-        return found
+        return found, [path.name for path in there if path.suffix != SUFFIX]
 
     def write(self, name: str, data: bytes) -> None:
         """See ``Shelf``."""
