@@ -29,6 +29,7 @@ class PinWatch:
         self._shelf = shelf
         self._clock = clock
         self._silence, self._left = Silence(), Silence()
+        self._read: dict[str, tuple[bytes, Pin | None]] = {}
         self._known: set[str] = set()  # readers, when all that was due was looked at
         self._told: set[str] = set()  # which files were logged
         self.any_seen = False
@@ -65,7 +66,14 @@ class PinWatch:
 
     def _living(self) -> list[Pin]:
         pins, besides = self._shelf.read()
-        found = {name: (data, Pin.from_bytes(data)) for name, data in pins.items()}
+        read = self._read  # most say what they said a moment ago
+        found = {
+            name: before
+            if (before := read.get(name)) is not None and before[0] == data
+            else (data, Pin.from_bytes(data))
+            for name, data in pins.items()
+        }
+        self._read = found
         over = self._silence.over(
             {name: (data, silent_after(pin)) for name, (data, pin) in found.items()}, self._clock()
         )

@@ -103,12 +103,16 @@ class FileShelf:
 
     def read(self) -> tuple[dict[str, bytes], list[str]]:
         """See ``Shelf``. A file that nobody may read holds nothing."""
-        found, there = {}, sorted(presence.entries_in(self.place))
-        for path in there:
-            if path.suffix == SUFFIX:
-                with contextlib.suppress(FileNotFoundError, PermissionError):
-                    found[path.name] = path.read_bytes()
-        return found, [path.name for path in there if path.suffix != SUFFIX]
+        try:
+            there = sorted(os.listdir(self.place))
+        except FileNotFoundError:
+            return {}, []
+        found, folder = {}, f"{self.place}/"
+        for name in there:
+            if name.endswith(SUFFIX):
+                with contextlib.suppress(FileNotFoundError, PermissionError), open(folder + name, "rb", 0) as file:
+                    found[name] = file.read()
+        return found, [name for name in there if not name.endswith(SUFFIX)]
 
     def write(self, name: str, data: bytes) -> None:
         """See ``Shelf``."""
