@@ -298,6 +298,9 @@ BESIDE_READERS: dict[str, dict[str, Patch]] = {
     "a pin has ended at the second look": {
         _RECORD: _swap("if now - self._heard[name][1] > ttl_s", "if now - self._heard[name][1] > 0")
     },
+    "a reader's signs of life are ignored": {
+        _RECORD: _swap("is not None and before[0] == data else (data, now)", "is not None else (data, now)")
+    },
     "what a reader wants later is not written down": {
         _FOLLOW: _swap(
             "self._hold.change(wants=wants, seen=self._book.seen)", "self._hold.change(seen=self._book.seen)"
