@@ -91,7 +91,7 @@ class PinWatch:
         return [pin for name, (_, pin) in found.items() if pin is not None and name not in over]
 
     def _remove_left(self, names: Sequence[str]) -> None:
-        """What was killed in the middle of a word, and words to readers that are gone: when they have lain there for long."""
+        """Take away half-written words and words to readers that are gone, when they have lain there for long."""
         over = self._left.over(dict.fromkeys(names, (b"", DEFAULT_TTL_S)), self._clock())
         if over:
             with contextlib.suppress(OSError):  # the next look tries again
