@@ -1,7 +1,7 @@
 """What readers cost a save: one run, in turns, of a directory without readers, with one, and with many that hold what is due.
 
-The readers' pins are renewed by a process of their own, as readers do. A figure is the median of a save from the call until its
-handle has the result, with the deletion that follows it, and its ratio to that without pins; and of the deletion alone::
+The readers' pins are renewed by a process of their own, as readers do. A figure is a median: of the call that
+training waits for, of the time until the handle has its result, with the deletion, and of the deletion alone::
 
     python benchmarks/readers.py --rounds 40 --mib 8
     python benchmarks/readers.py --rounds 40 --mib 8 --before OTHER_CHECKOUT/src   # the same saves by another version
@@ -36,10 +36,11 @@ with Checkpointer(folder, config, hooks=[note]) as ckpt:
         step += 1
         state["step"] = step
         begun = time.perf_counter()
-        ckpt.save(step, state).result(timeout_s=60)
+        handle = ckpt.save(step, state)
+        called = time.perf_counter() - begun
+        handle.result(timeout_s=60)
         took = time.perf_counter() - begun
-        ckpt.wait()
-        print(json.dumps([took, time.perf_counter() - begun, deleting[-1] if deleting else 0.0]), flush=True)
+        print(json.dumps([called, took, deleting[-1] if deleting else 0.0]), flush=True)
 """
 READERS = """
 import sys, time
@@ -125,7 +126,7 @@ def main() -> None:
             saver.close()
     base = [statistics.median(column) for column in zip(*found["without readers"], strict=True)]
     print(f"{args.mib} MiB, {args.rounds} rounds, medians; in brackets the ratio to the first line")
-    print("| | save | save and deletion | deletion as the event has it |\n|---|---|---|---|")
+    print("| | the call | until it has its result | deletion alone |\n|---|---|---|---|")
     for name, rows in found.items():
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
         cells = [f"{one * 1e3:.2f} ms ({one / was:.2f})" for one, was in zip(medians, base, strict=True)]

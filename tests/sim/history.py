@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sim import mirror_plans, object_plans, plans
+from sim import mirror_plans, object_plans, plans, readers
 from sim.disk import Disk
 from sim.faults import Mounts
 from sim.job import Job
@@ -125,7 +125,13 @@ class History:
                 self.add_job(job)
             for fault in plan.faults:
                 fault.arm(self)
-            world.run(plan.horizon_s)
+            if readers.has_readers(self.seed):
+                beside = readers.Readers(self)
+                beside.begin()
+                world.run(plan.horizon_s)
+                beside.end()
+            else:
+                world.run(plan.horizon_s)
             self.heal()
             world.run(plan.horizon_s + 900.0)
             self._refuse_living("does not end")
@@ -186,7 +192,7 @@ class History:
             world.violate("left behind", key)
         for path in world.disk.tree():
             hidden = path.removeprefix(f"{DIRECTORY}/.safe_ckpt")
-            stays = hidden == "" or hidden.startswith(("/events.jsonl", "/quarantine"))
+            stays = hidden == "" or hidden.startswith(("/events.jsonl", "/quarantine", "/pins"))
             if hidden != path and not stays:
                 world.violate("left behind", path)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from sim.mirror_plans import has_mirror, mirrored, with_writer_faults
 from sim.object_plans import in_a_store, moved
+from sim.readers import has_readers, with_readers
 from sim.strikes import AT_PHASES, KINDS, PHASES, Fault
 
 _TIMEOUTS = {"lengthy_s": 40.0, "barrier_s": 20.0, "writer_stall_s": 8.0, "fsync_stall_s": 10.0}
@@ -113,6 +114,8 @@ def plan_of(seed: int) -> Plan:
         horizon_s=rng.choice((60.0, 90.0, 120.0)),
         faults=faults,
     )
+    if has_readers(seed):
+        return with_readers(plan)
     plan = moved(plan, seed) if in_a_store(seed) else mirrored(plan, seed) if has_mirror(seed) else plan
     return with_writer_faults(plan, seed)
 

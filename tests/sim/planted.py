@@ -14,6 +14,7 @@ from typing import Any
 
 from sim.mirror_plans import has_mirror
 from sim.object_plans import in_a_store
+from sim.readers import FIRST, has_readers
 
 Patch = Callable[[str], str]
 
@@ -277,10 +278,53 @@ IN_MIRRORS: dict[str, dict[str, Patch]] = {
     },
 }
 """Those of a mirror."""
-PLANTED |= IN_STORES | IN_MIRRORS
+
+_HOLD, _RECORD, _FOLLOW = (
+    "safe_ckpt.core.home.pins.hold",
+    "safe_ckpt.core.home.pins.record",
+    "safe_ckpt.following",
+)
+BESIDE_READERS: dict[str, dict[str, Patch]] = {
+    "retention does not heed what a reader holds": {
+        _RECORD: _swap("            if one.name == pin.holds:\n", "            if False:\n")
+    },
+    "a reader gives no signs of life": {
+        _HOLD: _swap(
+            "                if not self._stop.is_set():\n                    self.change()\n", "                pass\n"
+        )
+    },
+    "what a reader has not seen is not kept": {
+        _RECORD: _swap("unseen = pin.seen is not None and", "unseen = False and")
+    },
+    "a pin has ended at the second look": {
+        _RECORD: _swap("if now - self._heard[name][1] > ttl_s", "if now - self._heard[name][1] > 0")
+    },
+    "a reader's signs of life are ignored": {
+        _RECORD: _swap("is not None and before[0] == data else (data, now)", "is not None else (data, now)")
+    },
+    "what a reader wants later is not written down": {
+        _FOLLOW: _swap(
+            "self._hold.change(wants=wants, seen=self._book.seen)", "self._hold.change(seen=self._book.seen)"
+        )
+    },
+    "a reader takes its pin for the checkpoint": {
+        _HOLD: _swap(
+            "if (not is_written or self._waited_for_deletions(name)) and is_there():", "if is_written or is_there():"
+        )
+    },
+    "the pins are looked at once": {
+        _HOME: _swap(
+            "        if (pins := self._observed()) is not None and (why", "        if False and (pins := None) and (why"
+        )
+    },
+}
+"""Those of histories with readers."""
+PLANTED |= IN_STORES | IN_MIRRORS | BESIDE_READERS
 
 
 def _may_meet(name: str, seed: int) -> bool:
+    if name in BESIDE_READERS:
+        return has_readers(seed)
     if name in IN_STORES:
         return in_a_store(seed)
     return has_mirror(seed) if name in IN_MIRRORS else True
@@ -294,6 +338,7 @@ def first_seed(
     from sim.loader import Slots
 
     slots, began = Slots(PLANTED[name]), time.process_time()
+    first += FIRST if name in BESIDE_READERS else 0
     for number, seed in enumerate(range(first, first + most)):
         if not _may_meet(name, seed):
             continue

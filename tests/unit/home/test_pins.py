@@ -177,6 +177,21 @@ def test_a_silent_pin_is_taken_away(tmp_path):
     assert not (tmp_path / HIDDEN / "pins" / "r.pin").exists()
 
 
+def test_what_a_killed_reader_left_is_taken_away(tmp_path):
+    """Half of a word, and what it was told; not what belongs to a reader that is there."""
+    now = [0.0]
+    shelf = FileShelf(tmp_path / HIDDEN)
+    (tmp_path / HIDDEN).mkdir()
+    for name in ("r.pin", "r.missed", "gone.missed", ".gone.pin.1234"):
+        shelf.write(name, pin(holds="s1").to_bytes())
+    watch = PinWatch(shelf, clock=lambda: now[0])
+    for seconds in (0.0, 50.0, 61.0):
+        now[0] = seconds
+        shelf.write("r.pin", pin(holds="s1", beat=int(seconds)).to_bytes())
+        watch.kept([tmp_path / "s1"])
+    assert {path.name for path in shelf.place.iterdir()} == {"r.pin", "r.missed"}
+
+
 @pytest.fixture
 def home(tmp_path):
     home = FileHome(tmp_path / "run", lease_s=60)

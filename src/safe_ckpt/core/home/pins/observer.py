@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.home.home import Candidate
-from safe_ckpt.core.home.pins.record import Due, Pin, Silence, ruling_on, silent_after
+from safe_ckpt.core.home.pins.record import DEFAULT_TTL_S, Due, Pin, Silence, ruling_on, silent_after
 from safe_ckpt.core.home.pins.shelf import MISSED, SUFFIX, Shelf, to_tell, told_of
 from safe_ckpt.core.storage.objects.place import Place
 from safe_ckpt.errors import SafeCheckpointError
@@ -27,7 +28,8 @@ class PinWatch:
     def __init__(self, shelf: Shelf, clock: Callable[[], float] = time.monotonic) -> None:
         self._shelf = shelf
         self._clock = clock
-        self._silence = Silence()
+        self._silence, self._left = Silence(), Silence()
+        self._read: dict[str, tuple[bytes, Pin | None]] = {}
         self._known: set[str] = set()  # readers, when all that was due was looked at
         self._told: set[str] = set()  # which files were logged
         self.any_seen = False
@@ -63,10 +65,19 @@ class PinWatch:
         return {place: verdict.kept[name] for place, name in names.items() if name in verdict.kept}
 
     def _living(self) -> list[Pin]:
-        found = {name: (data, Pin.from_bytes(data)) for name, data in self._shelf.read().items()}
+        pins, besides = self._shelf.read()
+        read = self._read  # most say what they said a moment ago
+        found = {
+            name: before
+            if (before := read.get(name)) is not None and before[0] == data
+            else (data, Pin.from_bytes(data))
+            for name, data in pins.items()
+        }
+        self._read = found
         over = self._silence.over(
             {name: (data, silent_after(pin)) for name, (data, pin) in found.items()}, self._clock()
         )
+        self._remove_left([name for name in besides if f"{name.lstrip('.').partition('.')[0]}{SUFFIX}" not in pins])
         for name in sorted(over):
             pin = found[name][1]
             logger.info("the pin of reader %s has ended: no sign of life", pin if pin is not None else name)
@@ -78,6 +89,13 @@ class PinWatch:
                 self._told.add(name)
         self.any_seen = len(found) > len(over)
         return [pin for name, (_, pin) in found.items() if pin is not None and name not in over]
+
+    def _remove_left(self, names: Sequence[str]) -> None:
+        """Take away half-written words and words to readers that are gone, when they have lain there for long."""
+        over = self._left.over(dict.fromkeys(names, (b"", DEFAULT_TTL_S)), self._clock())
+        if over:
+            with contextlib.suppress(OSError):  # the next look tries again
+                self._shelf.remove(sorted(over))
 
     def _tell(self, reader: str, missed: Sequence[Due]) -> None:
         """Tell a reader, before they are deleted, which ones it will not find."""
@@ -109,7 +127,7 @@ def held_in(shelves: Sequence[Shelf], found: Sequence[Candidate]) -> dict[Place,
     """
     held: dict[Place, str] = {}
     for shelf in shelves:
-        pins = [pin for data in shelf.read().values() if (pin := Pin.from_bytes(data)) is not None]
+        pins = [pin for data in shelf.read()[0].values() if (pin := Pin.from_bytes(data)) is not None]
         names = {shelf.name_of(one.path): one for one in found} if pins else {}
         due = [
             Due(name=name, sequence=one.manifest.sequence, marked=one.manifest.marked)

@@ -39,8 +39,8 @@ class Shelf(Protocol):
     def name_of(self, place: Place) -> str:
         """Return the name of a checkpoint as pins have it; "" for one that lies elsewhere."""
 
-    def read(self) -> dict[str, bytes]:
-        """Return all pins that are there, by the names of their files.
+    def read(self) -> tuple[dict[str, bytes], list[str]]:
+        """Return all pins that are there, by the names of their files; and the names of other files.
 
         Raises:
             OSError: they could not be read.
@@ -101,16 +101,18 @@ class FileShelf:
             name = name_below(Path(os.path.realpath(self._top)), Path(os.path.realpath(place.parent), place.name))
         return name or ""
 
-    def read(self) -> dict[str, bytes]:
-        """See ``Shelf``."""
-        found = {}
-        for path in sorted(presence.entries_in(self.place)):
-            if path.suffix == SUFFIX:
-                with contextlib.suppress(
-                    FileNotFoundError, PermissionError
-                ):  # a file that nobody may read holds nothing
-                    found[path.name] = path.read_bytes()
-        return found
+    def read(self) -> tuple[dict[str, bytes], list[str]]:
+        """See ``Shelf``. A file that nobody may read holds nothing."""
+        try:
+            there = sorted(os.listdir(self.place))
+        except FileNotFoundError:
+            return {}, []
+        found, folder = {}, f"{self.place}/"
+        for name in there:
+            if name.endswith(SUFFIX):
+                with contextlib.suppress(FileNotFoundError, PermissionError), open(folder + name, "rb", 0) as file:
+                    found[name] = file.read()
+        return found, [name for name in there if not name.endswith(SUFFIX)]
 
     def write(self, name: str, data: bytes) -> None:
         """See ``Shelf``."""
@@ -181,11 +183,12 @@ class ObjectShelf:
         """See ``Shelf``."""
         return name_below(self._run, place) or ""
 
-    def read(self) -> dict[str, bytes]:
+    def read(self) -> tuple[dict[str, bytes], list[str]]:
         """See ``Shelf``."""
-        names = [entry.key.rpartition("/")[2] for entry in self._bucket.entries(self.place.key)]
-        names = [name for name in names if name.endswith(SUFFIX)]
-        return {name: data for name, data in zip(names, in_parallel(self.told, names), strict=True) if data}
+        there = [entry.key.rpartition("/")[2] for entry in self._bucket.entries(self.place.key)]
+        names = [name for name in there if name.endswith(SUFFIX)]
+        found = {name: data for name, data in zip(names, in_parallel(self.told, names), strict=True) if data}
+        return found, [name for name in there if not name.endswith(SUFFIX)]
 
     def write(self, name: str, data: bytes) -> None:
         """See ``Shelf``."""
