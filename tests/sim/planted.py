@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sim.hosts import FIRST as FIRST_OF_HOSTS
+from sim.hosts import has_hosts
 from sim.mirror_plans import has_mirror
 from sim.object_plans import in_a_store
 from sim.readers import FIRST, has_readers
@@ -319,12 +321,99 @@ BESIDE_READERS: dict[str, dict[str, Patch]] = {
     },
 }
 """Those of histories with readers."""
-PLANTED |= IN_STORES | IN_MIRRORS | BESIDE_READERS
+
+_HOSTS, _FILES = "safe_ckpt.core.home.host_home", "safe_ckpt.core.resuming.host_reader"
+ON_HOSTS: dict[str, dict[str, Patch]] = {
+    "hosts are not asked what they have committed": {
+        _HOSTS: _swap(
+            "self._committed = {op_id for op_ids in told.values() for op_id in op_ids}", "self._committed = set()"
+        )
+    },
+    "a sealed part is swept": {
+        _HOSTS: _swap("if manifest is None or manifest.op_id not in self._committed:", "if True:")
+    },
+    "every sealed part gets its name": {
+        _HOSTS: _swap("if manifest is None or manifest.op_id not in self._committed:", "if manifest is None:")
+    },
+    "other hosts give the name first": {
+        _HOSTS: _swap(
+            "        info = self._publish(manifest, entries)\n",
+            '        self._home.call("finish", {"attempt": self._new.attempt})\n'
+            "        info = self._publish(manifest, entries)\n",
+        )
+    },
+    "no part is sealed elsewhere": {
+        _HOSTS: _swap("        publication.seal_as(manifest)\n", ""),
+    },
+    "a part is sealed without a sync": {
+        _HOME: _swap(
+            "        for folder in (*self.folders, str(self._own)):\n            durable.sync_directory(folder)\n", ""
+        )
+    },
+    "a name that is late elsewhere is a failure": {
+        _HOSTS: _swap(
+            '            logger.warning("%s is committed, and has not',
+            '            raise\n            logger.warning("%s is committed, and has not',
+        )
+    },
+    "a disk that refuses after the commit is a failure": {
+        _HOSTS: _swap(
+            "        with contextlib.suppress(SafeCheckpointError, OSError):\n            names",
+            "        with contextlib.suppress(SafeCheckpointError):\n            names",
+        )
+    },
+    "what a host has is not compared": {
+        _HOSTS: _swap(
+            "                verify_entry(path, entry, cached=True)\n                good.append",
+            "                os.stat(path / entry.path)\n                good.append",
+        )
+    },
+    "files are not spread": {
+        _HOSTS: _swap(
+            "        for file, leaders in lacking.items():\n            source",
+            "        for file, leaders in ():\n            source",
+        )
+    },
+    "what no host has is passed over in silence": {
+        _HOSTS: _swap("                return _lost(path, manifest, file, found)\n", "                return None\n")
+    },
+    "what lies elsewhere is not copied": {
+        "safe_ckpt.extensions.mirror.tier": _both(
+            _swap("elsewhere = one.home.send_elsewhere(copies)", "elsewhere: Sequence[FileEntry] = []"),
+            _swap(
+                "[name for name in expected if name not in there]",
+                "[name for name in expected if (base_ := path / name).exists()]",
+            ),
+        )
+    },
+    "other hosts keep what rank 0 deleted": {
+        _HOSTS: _swap(
+            '        if gone:\n            self.call("discard"', '        if False:\n            self.call("discard"'
+        )
+    },
+    "a host deletes all that is older": {
+        _HOSTS: _swap("one.manifest is not None and one.path.name not in kept]", "one.manifest is not None]")
+    },
+    "rank 0 alone fetches": {
+        _HOSTS: _swap('        self.call("fetch", asked, limit_s=self._timeouts.lengthy_s)\n', "")
+    },
+    "hosts delete before the commit": {
+        _HOSTS: _swap(
+            "        info = self._publish(manifest, entries)\n",
+            '        self._home.call("clean up", {"attempt": "", "names": [], "sequence": manifest.sequence})\n'
+            "        info = self._publish(manifest, entries)\n",
+        )
+    },
+}
+"""Those of directories on each host's own disk."""
+PLANTED |= IN_STORES | IN_MIRRORS | BESIDE_READERS | ON_HOSTS
 
 
 def _may_meet(name: str, seed: int) -> bool:
     if name in BESIDE_READERS:
         return has_readers(seed)
+    if name in ON_HOSTS:
+        return has_hosts(seed)
     if name in IN_STORES:
         return in_a_store(seed)
     return has_mirror(seed) if name in IN_MIRRORS else True
@@ -338,7 +427,7 @@ def first_seed(
     from sim.loader import Slots
 
     slots, began = Slots(PLANTED[name]), time.process_time()
-    first += FIRST if name in BESIDE_READERS else 0
+    first += FIRST if name in BESIDE_READERS else FIRST_OF_HOSTS if name in ON_HOSTS else 0
     for number, seed in enumerate(range(first, first + most)):
         if not _may_meet(name, seed):
             continue

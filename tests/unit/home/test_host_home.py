@@ -20,7 +20,7 @@ class Nobody:
 
 
 def test_a_disk_that_refuses_behind_the_commit_makes_no_failure_of_it(tmp_path, monkeypatch):
-    """The checkpoint has its name on rank 0's host: a list of the directory that fails then does not end the save by an error."""
+    """The checkpoint has its name on rank 0's host: a list of the directory that fails then ends no save by an error."""
     meeting = Meeting(rank=0, hosts={0: (0,), 1: (1,)}, calls=lambda _: Nobody(), answer=None)
     home = HostHome(tmp_path, lease_s=60, owner="", meeting=meeting, name="1", timeouts=QUICK)
     home.open()
