@@ -362,28 +362,10 @@ ON_HOSTS: dict[str, dict[str, Patch]] = {
             "        with contextlib.suppress(SafeCheckpointError):\n            names",
         )
     },
-    "what a host has is not compared": {
-        _HOSTS: _swap(
-            "                verify_entry(path, entry, cached=True)\n                good.append",
-            "                os.stat(path / entry.path)\n                good.append",
-        )
-    },
     "files are not spread": {
         _HOSTS: _swap(
             "        for file, leaders in lacking.items():\n            source",
             "        for file, leaders in ():\n            source",
-        )
-    },
-    "what no host has is passed over in silence": {
-        _HOSTS: _swap("                return _lost(path, manifest, file, found)\n", "                return None\n")
-    },
-    "what lies elsewhere is not copied": {
-        "safe_ckpt.extensions.mirror.tier": _both(
-            _swap("elsewhere = one.home.send_elsewhere(copies)", "elsewhere: Sequence[FileEntry] = []"),
-            _swap(
-                "[name for name in expected if name not in there]",
-                "[name for name in expected if (base_ := path / name).exists()]",
-            ),
         )
     },
     "other hosts keep what rank 0 deleted": {
@@ -400,9 +382,27 @@ ON_HOSTS: dict[str, dict[str, Patch]] = {
     "hosts delete before the commit": {
         _HOSTS: _swap(
             "        info = self._publish(manifest, entries)\n",
-            '        self._home.call("clean up", {"attempt": "", "names": [], "sequence": manifest.sequence})\n'
+            '        self._home.call("clean up", {"attempt": "none", "names": [], "sequence": manifest.sequence})\n'
             "        info = self._publish(manifest, entries)\n",
         )
+    },
+    "a new host gets no folder": {_HOSTS: _swap("        if new:\n", "        if False:\n")},
+    "what is spread gets no name": {_HOSTS: _swap("        durable.publish_file(staged, target)\n", "")},
+    "other hosts are not looked at": {
+        _HOSTS: _swap(
+            "found = {0: self.verified_here(name, manifest.op_id), **told}",
+            "found = {rank: self.verified_here(name, manifest.op_id) for rank in (0, *told)}",
+        )
+    },
+    "other hosts delete all": {
+        _HOSTS: _swap(
+            'FileHome.discard(self, self._there(args["names"]))',
+            "FileHome.discard(self, [one.path for one in self.look()])",
+        )
+    },
+    "nothing is prepared elsewhere": {_HOSTS: _swap('        self._home.call("prepare", asked)\n', "")},
+    "all hosts fetch what rank 0 needs": {
+        _HOSTS: _swap("sorted(needed.get(leader, entries))", "sorted(needed.get(0, entries))")
     },
 }
 """Those of directories on each host's own disk."""
