@@ -256,6 +256,8 @@ class HostOracle(Oracle):
 
     def resumed(self, attempt: Any, rank: int, floor: int, info: Any, values: Any) -> None:
         """See ``Oracle``. A far end that gave no answer is not looked at, if something is near."""
+        # A disk may have been damaged meanwhile.
+        floor = min(floor, self._near_floor(attempt.hosts) or self.far.newest_told())
         since = self._from_far.get(hub.task.proc)
         spans = [*self.far.troubles, *(one for host in attempt.hosts for one in self._troubles(host))]
         if (
