@@ -27,7 +27,11 @@ import safe_ckpt
 from safe_ckpt import *
 from safe_ckpt.data import resumable
 from safe_ckpt.errors import SafeCheckpointError, SaveError
+import pytest
+from safe_ckpt.core.home.file_home import FileHome
+from safe_ckpt.extensions.record import RecordExtension
 from safe_ckpt.testing import FaultyStorage, Kills, kills
+from safe_ckpt.testing.contracts import *
 
 torch.manual_seed(0)
 rank = 0
