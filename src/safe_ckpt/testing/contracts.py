@@ -38,16 +38,19 @@ TIMEOUTS = Timeouts(barrier_s=1.0)  # that is how long a file is awaited that an
 DATA = bytes(range(256)) * 5000
 
 
-def _options() -> WriteOptions:
-    storage = StorageOptions(give_up_after_s=5, request_timeout_s=2)
-    return WriteOptions(direct=False, chunk_bytes=1 << 20, flush_every_bytes=1 << 26, storage=storage)
+_OPTIONS = WriteOptions(
+    direct=False,
+    chunk_bytes=1 << 20,
+    flush_every_bytes=1 << 26,
+    storage=StorageOptions(give_up_after_s=5, request_timeout_s=2),
+)
 
 
 def _written(folder: Place | str, names: Iterable[str], data: bytes = DATA) -> Sequence[WrittenFile]:
     """Write these files below a publication's folder, through its sink. Returns the results."""
     tasks = tuple(WriteTask(path=f"{folder}/{name}", offset=PAGE, length=len(data)) for name in names)
     job = WriteJob(name="contract", rank=0, folder=str(folder), files=tasks)
-    return write_job(job, _options(), Unwatched(), contents=None, memory=_filled(data))
+    return write_job(job, _OPTIONS, Unwatched(), contents=None, memory=_filled(data))
 
 
 def _filled(data: bytes) -> memoryview:
@@ -59,7 +62,7 @@ def _filled(data: bytes) -> memoryview:
 
 
 class HomeContract:
-    """What every home promises, whatever storage it lies in.
+    """The promises of every home, whatever storage it lies in.
 
     A subclass has ``new_home``, which returns a home of one directory, each time another object; nothing is in it at first.
     It has ``take_away``, and the fixture ``place``.
@@ -105,7 +108,7 @@ class HomeContract:
         return info
 
     def entries(self, publication: Publication, results: Iterable[WrittenFile]) -> tuple[FileEntry, ...]:
-        """What is reported of these files."""
+        """The entries that report these files."""
         folder = f"{publication.folder}/"
         return tuple(
             FileEntry(path=one.path.removeprefix(folder), size_bytes=one.size_bytes, xxh3_128=one.xxh3_128, rank=0)
@@ -153,7 +156,7 @@ class HomeContract:
         home.open()
 
     def test_a_file_of_another_size_is_not_committed(self, home: Home) -> None:
-        """What is there must be what was reported."""
+        """That which is there must be what was reported."""
         publication = self.begun(home, 1)
         publication.prepare()
         (result,) = _written(publication.folder, ["a.bin"])
@@ -228,7 +231,7 @@ class HomeContract:
 
 
 class SourceContract:
-    """What reading promises of the files of a checkpoint, whatever storage they lie in.
+    """The promises of reading: of the files of a checkpoint, whatever storage they lie in.
 
     A subclass has the fixture ``run``: where a ``Checkpointer`` saves; and ``put``, which changes a file behind our back.
 
@@ -317,7 +320,7 @@ class SourceContract:
 
 
 class ExtensionContract:
-    """What every extension promises to the saves that it stands beside.
+    """The promises of every extension to the saves that it stands beside.
 
     A subclass has ``new_extension``, and ``config`` if it needs settings.
 
@@ -332,7 +335,7 @@ class ExtensionContract:
     config = CheckpointConfig()
 
     def new_extension(self) -> Extension:
-        """What is tested, in its first state."""
+        """The one that is tested, in its first state."""
         raise NotImplementedError
 
     def run(
@@ -405,7 +408,7 @@ class Training(Protocol):
 
 
 class AdapterContract:
-    """What every adapter promises to the programs of its framework.
+    """The promises of every adapter to the programs of its framework.
 
     A subclass has ``start``, which returns a fresh program that saves below a folder, with the same seed each time. Each
     checkpoint of it must have a manifest.

@@ -60,7 +60,7 @@ class FaultyStorage:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a job needs in its environment to be watched."""
+        """The environment of a job that is watched."""
         return {"LD_PRELOAD": str(self._library), "SAFE_CKPT_SHIM": str(self._state)}
 
     @property
