@@ -63,11 +63,11 @@ def test_what_is_found_is_raised_and_says_after_which_kill(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_checkpointer_goes_on_after_a_kill_at_each_operation(tmp_path):
-    """At every fifth one of two saves, and at three random moments; the writer process and the lock included."""
-    for more in ({"every": 5}, {"times": 3, "seed": 1}):
+    """At every fifteenth one of two saves, and at two random moments; the writer process and the lock included."""
+    for more in ({"every": 15}, {"times": 2, "seed": 1}):
         found = kills([sys.executable, "-c", SAFE], result=end, folder=tmp_path / str(len(more)), **more)
         found.check()
-        assert found.count >= 3
+        assert found.count >= 2
 
 
 @pytest.mark.parametrize(
