@@ -530,6 +530,21 @@ def test_folders_of_others_are_left_alone(tmp_path, content):
     assert (tmp_path / "app").is_dir()
 
 
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_what_another_tool_has_saved_under_the_name_of_a_step_is_kept(tmp_path, caplog, is_folder):
+    """A folder without a manifest, or a file: it is in the quarantine when the step has been saved, and a warning says so."""
+    place = tmp_path / "step-00000002"
+    file = place / ".metadata" if is_folder else place
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"of a DCP checkpoint")
+    with Checkpointer(tmp_path, config()) as ckpt:
+        ckpt.save(2, {"x": 2}).result()
+    assert f"{place} has no manifest: it is kept as" in caplog.text
+    kept = tmp_path / ".safe_ckpt/quarantine/step-00000002"
+    assert (kept / ".metadata" if is_folder else kept).read_bytes() == b"of a DCP checkpoint"
+    assert steps(tmp_path) == ["step-00000002"]
+
+
 def test_nothing_in_the_working_directory_stands_in_for_the_standard_library(tmp_path):
     """A queue.py where the job was started does not kill the writer."""
     (tmp_path / "cwd").mkdir()
