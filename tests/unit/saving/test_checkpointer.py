@@ -461,8 +461,8 @@ def test_every_error_is_catchable_as_one(tmp_path):
 def test_a_save_that_moves_bytes_is_not_given_up_at_the_end(tmp_path, how, where):
     """It takes longer than shutdown_s, in the writer process and in this one: committed, but after an exception given up."""
     failed = how == "raises"
-    # Four thousand flushes take longer than either; a busy machine may let none through for 0.05 s.
-    shutdown_s = "0.05" if failed else str(scaled(1.0))
+    # Two thousand flushes take longer than either; a busy machine may let none through for 0.05 s.
+    shutdown_s = "0.05" if failed else str(scaled(0.5))
     done = run_program("ends_while_bytes_move", str(tmp_path / "exp"), shutdown_s, where, how, finalize=True)
     assert done.returncode == int(failed), done.stderr
     assert steps(tmp_path / "exp") == ([] if failed else ["step-00000001"]), done.stderr
