@@ -135,6 +135,7 @@ def kill_one(storage, chance, process):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray about pydantic
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.thorough)])
 def test_a_run_whose_workers_and_driver_are_killed_ends_as_one_that_was_not(tmp_path, kills):
     """SIGKILL to a worker, then to the driver and what it started, at random moments: weights and draws are those of a training
