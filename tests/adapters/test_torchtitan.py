@@ -71,7 +71,7 @@ def uninterrupted(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_training_that_is_killed_again_and_again_ends_as_an_uninterrupted_one(tmp_path, uninterrupted):
-    """SIGKILL to all ranks at random moments, two or three times: weights, optimizer, schedule and data are equal, bit for bit."""
+    """SIGKILL to all ranks at random moments, again and again: weights, optimizer, schedule and data are equal to the bit."""
     options = {"interval": 1, "async_mode": "async"}
     folder = tmp_path / "killed"
     events = folder / "checkpoint/.safe_ckpt/events.jsonl"
