@@ -52,7 +52,7 @@ def block(code, language="python", **more):
 @pytest.mark.parametrize("page", RUN)
 def test_every_block_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_path):
     """Pasted in order into an empty folder, the blocks of a page work, and their output is the output shown."""
-    done = run_page(ROOT / page, tmp_path)
+    done = run_page(ROOT / page, tmp_path, warm=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
