@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import time
 
 import pytest
@@ -32,7 +33,7 @@ def saved(tmp_path):
 def page_of(directory):
     found = CliRunner().invoke(app, ["report", str(directory), "-o", "-"])
     assert found.exit_code == 0, found.output
-    return found.stdout
+    return found.stdout.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def test_the_headline_is_what_a_restart_would_take(saved):
@@ -72,7 +73,10 @@ def test_a_run_of_unhealthy_checkpoints_is_no_good_news(tmp_path):
     there = restart.look_at_restart(tmp_path)
     assert there.step == 1
     assert any("NaN" in one for one in there.passed_over)
-    assert "not all is well" in page_of(tmp_path)
+    page = page_of(tmp_path)
+    assert "not all is well" in page
+    assert len(re.findall(r'class="bad"><span>unhealthy: ', page)) == 2
+    assert 'class="short"><span>valid<' in page  # in the colour of what is good
 
 
 def test_without_any_checkpoint_a_restart_starts_afresh(tmp_path):
