@@ -259,6 +259,30 @@ def test_what_is_held_is_not_deleted(home):
     assert not (home.hidden / "pins").exists()
 
 
+def test_a_reader_that_ends_leaves_no_word_to_it(home):
+    """What it was told goes with its pin: nobody else reads it."""
+    hold = Hold(title="eval", ttl_s=60)
+    hold.take(home.path / "a", lambda: True, ours=False)
+    (file,) = (home.hidden / "pins").iterdir()
+    file.with_suffix(".missed").write_bytes(to_tell([], [{"name": "b", "sequence": 1}]))
+    assert hold.told() == ["b"]
+    hold.close()
+    assert not (home.hidden / "pins").exists()
+
+
+def test_a_forked_child_leaves_the_pin_of_its_parent(home):
+    """A data loader's worker that ends closes what it inherited; its parent still reads."""
+    hold = Hold(title="eval", ttl_s=60)
+    hold.take(home.path / "a", lambda: True, ours=False)
+    child = os.fork()
+    if child == 0:
+        hold.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert home.discard([home.path / "a"]) == []
+    hold.close()
+
+
 def test_a_pin_that_comes_before_the_rename_is_heeded(home, monkeypatch):
     """A reader that writes its pin while a deletion begins waits for it, and keeps what it sees then."""
     hold = Hold(title="eval", ttl_s=60)
