@@ -16,7 +16,6 @@ import pytest
 import torch.distributed as dist
 from trials import SWEEP
 
-from kit.faults import FaultyStorage
 from kit.patience import wait_until
 from kit.ranks import spawn_ranks, values
 from kit.thorough import THOROUGH
@@ -24,6 +23,7 @@ from safe_ckpt import consolidate_offloaded, restore_offloaded
 from safe_ckpt.core.formats.manifest import read_manifest
 from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import CommitOutcomeUnknown, CoordinationError, RendezvousTimeout, SafeCheckpointError, SaveError
+from safe_ckpt.testing import FaultyStorage
 from support import processes_of_this_test, program_path, writers_of
 
 MANY = 8

@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from kit.faults import FaultyStorage, small_disk
+from kit.disks import small_disk
 from kit.inside import forget_refusals_of_direct_io
 from kit.writing import write_file
 from safe_ckpt import Checkpointer
@@ -19,6 +19,7 @@ from safe_ckpt.core.formats.file_plan import WriteTask
 from safe_ckpt.core.storage import direct_io, durable, reader
 from safe_ckpt.core.storage.direct_io import WriteOptions
 from safe_ckpt.errors import DirectoryError
+from safe_ckpt.testing import FaultyStorage
 from support import Quiet, names_in, program_path
 
 
