@@ -14,6 +14,7 @@ pytest.importorskip("torchtitan")
 import titan_runs
 import torch.distributed.checkpoint as dcp
 
+from kit import warm
 from kit.patience import scaled
 from kit.ranks import spawn_ranks, values
 from safe_ckpt.core.formats.manifest import read_manifest
@@ -28,7 +29,7 @@ RUNS = Path(__file__).with_name("titan_runs.py")
 def launch(folder, steps, **options):
     """torchrun with two ranks, as a user starts torchtitan."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(RUNS)]
-    return subprocess.Popen(
+    return warm.Popen(
         [*command, str(folder), str(steps), json.dumps(options)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip

@@ -172,7 +172,9 @@ def told_of(job, step):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", ["ext4", "bindfs", pytest.param("glusterfs", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "kind", ["ext4", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("bindfs", "glusterfs"))]
+)
 def test_a_job_that_was_taken_over_leaves_no_trace(tmp_path, matrix, kind):
     """A job is stopped at a random moment, one on another host takes its directory over, then the first one goes on: nothing of
     it appears after the first commit of the second, it is told who has the directory, and all that is there verifies.

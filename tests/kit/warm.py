@@ -44,6 +44,7 @@ _MODULES = (
     # Programs of these kinds.
     ("accelerate_", (*_BASE, "safe_ckpt.accelerate", "safe_ckpt.data", "torchdata.stateful_dataloader")),
     ("trainers", (*_BASE, "safe_ckpt.transformers", "transformers.models.llama", "peft")),
+    ("titan_runs.py", (*_BASE, "titan_ready")),
     ("deepspeed", (*_BASE, "deepspeed")),
     ("pytorch_lightning", (*_BASE, "pytorch_lightning")),
     ("lightning", (*_BASE, "lightning.pytorch")),
