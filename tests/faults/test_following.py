@@ -18,8 +18,8 @@ from safe_ckpt import CheckpointConfig, Checkpointer, Retention
 from safe_ckpt.testing import inline_saves
 from support import program_path
 
-SAVES, PASSES, AT_A_TIME, TTL_S = (5000, 200, 8, 3.0) if THOROUGH else (150, 8, 4, 2.0)
-MOST_KILLS = 40 if THOROUGH else 2
+SAVES, PASSES, AT_A_TIME, TTL_S = (5000, 200, 8, 3.0) if THOROUGH else (90, 5, 3, 2.0)
+MOST_KILLS = 40 if THOROUGH else 1
 
 
 def start(program, *args):
