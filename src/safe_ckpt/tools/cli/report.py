@@ -23,7 +23,7 @@ from safe_ckpt.tools.cli.output import DAMAGED, AsJson, console, failing, local_
 from safe_ckpt.tools.inspection.listing import list_existing
 from safe_ckpt.tools.report import page, summary
 from safe_ckpt.tools.report.follow import Follower
-from safe_ckpt.tools.report.head import Head, Heads, head_of
+from safe_ckpt.tools.report.opening import Opening, Openings, opening_of
 from safe_ckpt.tools.report.page import Subject
 
 AnyDirectory = Annotated[Path, typer.Argument(parser=local_directory, metavar="DIR")]
@@ -61,7 +61,7 @@ def report(directory: AnyDirectory, output: Output = Path("report.html"), as_jso
         say(nothing_in(directory))
         raise typer.Exit(DAMAGED)
     history, now = build_history(recording), time.time()
-    head = head_of(directory, history, now)
+    head = opening_of(directory, history, now)
     if as_json:
         print_json({**head.as_data(), **as_data(history)})
         return
@@ -111,11 +111,11 @@ def watch(directory: AnyDirectory, once: Once = False, every_s: Every = 1.0, as_
     First comes what a restart would take now, then how the saves go and what crashes and saves have cost.
     Where stdout is no terminal, one line is printed per save. --json prints the present state as JSON and ends.
     """
-    follower, heads = Follower(directory), Heads(directory)
+    follower, heads = Follower(directory), Openings(directory)
     with contextlib.suppress(KeyboardInterrupt), _reading(directory):
         if as_json:
             told = follower.look() or History()
-            print_json({**head_of(directory, told, time.time()).as_data(), **as_data(told)})
+            print_json({**opening_of(directory, told, time.time()).as_data(), **as_data(told)})
         elif once:
             history, now = follower.look(), time.time()
             for line in lines(history, heads.look(history, now), directory, now):
@@ -130,7 +130,7 @@ def watch(directory: AnyDirectory, once: Once = False, every_s: Every = 1.0, as_
             _stream(follower, heads, every_s)
 
 
-def _stream(follower: Follower, heads: Heads, every_s: float) -> None:
+def _stream(follower: Follower, heads: Openings, every_s: float) -> None:
     printed: list[str] | None = None
     while True:
         history, now = follower.look(), time.time()
@@ -148,7 +148,7 @@ def _stream(follower: Follower, heads: Heads, every_s: float) -> None:
         time.sleep(every_s)
 
 
-def view(history: History | None, head: Head | None, directory: Path, now: float) -> RenderableType:
+def view(history: History | None, head: Opening | None, directory: Path, now: float) -> RenderableType:
     """The view of the terminal at ``now``, seconds since the epoch."""
     if history is None or head is None:
         return Text(f"{clean(str(directory))}: nothing recorded yet, waiting. Ctrl-C ends this.")
@@ -176,7 +176,7 @@ def view(history: History | None, head: Head | None, directory: Path, now: float
     return Group(*parts)
 
 
-def lines(history: History | None, head: Head | None, directory: Path, now: float) -> list[str]:
+def lines(history: History | None, head: Opening | None, directory: Path, now: float) -> list[str]:
     """The same in plain lines."""
     if history is None or head is None:
         return [nothing_in(directory)]

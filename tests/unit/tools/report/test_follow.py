@@ -17,7 +17,7 @@ from safe_ckpt.ledger.history import History
 from safe_ckpt.tools.cli import report
 from safe_ckpt.tools.cli.app import app
 from safe_ckpt.tools.report.follow import Follower
-from safe_ckpt.tools.report.head import Heads
+from safe_ckpt.tools.report.opening import Openings
 
 START = 1_800_000_000.0
 WATCH = [sys.executable, "-c", "from safe_ckpt.tools.cli import main; main()", "watch"]
@@ -44,7 +44,7 @@ def record(directory, text):
 
 def seen(directory, now):
     history = Follower(directory).look()
-    return report.view(history, Heads(directory).look(history, now), directory, now)
+    return report.view(history, Openings(directory).look(history, now), directory, now)
 
 
 def once(directory, *options):

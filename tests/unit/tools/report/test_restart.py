@@ -18,7 +18,7 @@ from safe_ckpt.tools.cli import report
 from safe_ckpt.tools.cli.app import app
 from safe_ckpt.tools.report import restart
 from safe_ckpt.tools.report.follow import Follower
-from safe_ckpt.tools.report.head import Heads
+from safe_ckpt.tools.report.opening import Openings
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def crashed(tmp_path):
 
 def screen_of(directory, width=120):
     screen, history, now = Console(file=io.StringIO(), width=width), Follower(directory).look(), time.time()
-    screen.print(report.view(history, Heads(directory).look(history, now), directory, now))
+    screen.print(report.view(history, Openings(directory).look(history, now), directory, now))
     return screen.file.getvalue()
 
 
@@ -149,7 +149,7 @@ def test_watch_opens_with_the_headline_and_the_ledger_of_the_report(crashed):
 def test_watch_looks_again_when_something_was_recorded_or_some_seconds_are_over(crashed):
     """Not at each drawing: a directory of thousands is not listed each second. A file that is damaged meanwhile is seen."""
     seconds = [0.0]
-    follower, heads = Follower(crashed), Heads(crashed, clock=lambda: seconds[0])
+    follower, heads = Follower(crashed), Openings(crashed, clock=lambda: seconds[0])
     first = heads.look(follower.look(), time.time())
     assert first.restart.step == 2
     os.truncate(next((crashed / "step-00000002").glob("model*")), 3)

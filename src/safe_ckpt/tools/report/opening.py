@@ -1,4 +1,4 @@
-"""What every view of a run opens with: what a restart would take now, and what crashes and saves have cost so far."""
+"""The opening of every view of a run: what a restart would take now, and what crashes and saves have cost so far."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOOKS_AGAIN_S = 10.0  # also when nothing was recorded: a file may be damaged o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
+class Opening:
     """The headline and the ledger.
 
     Attributes:
@@ -36,7 +36,7 @@ class Head:
         return self.restart is not None and self.restart.well
 
     def headline(self, now: float) -> list[str]:
-        """What a restart would take at ``now``, seconds since the epoch, and what it would pass over."""
+        """Say what a restart would take at ``now``, seconds since the epoch, and what it would pass over."""
         if self.restart is None:
             return []
         return [restart.sentence(self.restart, now), *(f"not {one}" for one in self.restart.passed_over)]
@@ -51,28 +51,28 @@ class Head:
         return {"restart": there, "ledger": dataclasses.asdict(self.told)}
 
 
-def head_of(directory: Path, history: History, now: float) -> Head:
+def opening_of(directory: Path, history: History, now: float) -> Opening:
     """The head of a view of ``directory`` at ``now``, seconds since the epoch. No payload is read."""
-    return Head(restart=restart.look_at_restart(directory), told=account(history, now))
+    return Opening(restart=restart.look_at_restart(directory), told=account(history, now))
 
 
-class Heads:
+class Openings:
     """The heads of a view that is drawn again and again: each is made when something was recorded, or is some seconds old.
 
     Args:
-        directory: see ``head_of``.
+        directory: see ``opening_of``.
         clock: seconds, monotonic.
     """
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory, self._clock = directory, clock
-        self._made: tuple[History, float, Head] | None = None
+        self._made: tuple[History, float, Opening] | None = None
 
-    def look(self, history: History | None, now: float) -> Head | None:
+    def look(self, history: History | None, now: float) -> Opening | None:
         """The head for a history, of which the same object says the same; None where nothing is recorded."""
         if history is None:
             return None
         made = self._made
         if made is None or made[0] is not history or self._clock() - made[1] >= _LOOKS_AGAIN_S:
-            made = self._made = (history, self._clock(), head_of(self._directory, history, now))
+            made = self._made = (history, self._clock(), opening_of(self._directory, history, now))
         return made[2]
