@@ -305,9 +305,7 @@ BESIDE_READERS: dict[str, dict[str, Patch]] = {
         _RECORD: _swap("is not None and before[0] == data else (data, now)", "is not None else (data, now)")
     },
     "what a reader wants later is not written down": {
-        _FOLLOW: _swap(
-            "self._hold.change(wants=wants, seen=self._book.seen)", "self._hold.change(seen=self._book.seen)"
-        )
+        _FOLLOW: _swap("return tuple(name for one in self._book.waiting if", "return tuple(name for one in [] if")
     },
     "a reader takes its pin for the checkpoint": {
         _HOLD: _swap(

@@ -13,8 +13,8 @@ SEEDS_OF_PLANTED = {
     "retention does not heed what a reader holds": FIRST + 4,
     "a reader gives no signs of life": FIRST + 6,
     "a pin has ended at the second look": FIRST + 1,
-    "what a reader has not seen is not kept": FIRST + 21,
-    "a reader's signs of life are ignored": FIRST + 4,
+    "what a reader has not seen is not kept": FIRST + 31,
+    "a reader's signs of life are ignored": FIRST + 1,
 }
 """A seed that finds a planted bug; ``python -m sim --planted`` prints the first ones. Other plans have other seeds.
 
