@@ -4,8 +4,8 @@ import json
 import shutil
 
 import pytest
-from host_runs import config, empty, move_to_host, same, same_shards, shards_of, state_of, why_no_mounts
 
+from host_runs import config, empty, move_to_host, same, same_shards, shards_of, state_of, why_no_mounts
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import Checkpointer
 

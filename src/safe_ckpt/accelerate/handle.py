@@ -391,13 +391,29 @@ def check(accelerator: Any, config: CheckpointConfig) -> None:
             raise ConfigError(key="fsdp_plugin.state_dict_type", message=message)
         _refuse_hybrid(accelerator.state.fsdp_plugin, form)
     project = accelerator.project_configuration
-    if project.save_on_each_node:
-        message = "is not supported: all ranks commit one checkpoint. Use a file system that they share"
-        raise ConfigError(key="ProjectConfiguration.save_on_each_node", message=message)
+    _refuse_near(accelerator, config)
     if project.automatic_checkpoint_naming and accelerator.project_dir is None:
         message = "is missing: automatic_checkpoint_naming puts the checkpoints there. Give one"
         raise ConfigError(key="ProjectConfiguration.project_dir", message=message)
     retention(accelerator, config)
+
+
+def _refuse_near(accelerator: Any, config: CheckpointConfig) -> None:
+    """Refuse what cannot be on each host's own disk, and a disk of each host's own without a mirror."""
+    project, per_host = accelerator.project_configuration, config.mirror.near == "per-host"
+    if project.save_on_each_node and not per_host:
+        message = (
+            "is not supported by itself: all ranks commit one checkpoint. Use a file system that they share; or, for a "
+            'directory on each host\'s own disk, mirror.near = "per-host" and mirror.url'
+        )
+        raise ConfigError(key="ProjectConfiguration.save_on_each_node", message=message)
+    why = ""
+    if per_host and not project.automatic_checkpoint_naming:
+        why = "Accelerate must name the checkpoints: use ProjectConfiguration(automatic_checkpoint_naming=True)"
+    elif per_host and accelerator.distributed_type == DistributedType.DEEPSPEED:
+        why = 'with DeepSpeed it is not supported: give "shared", and a project_dir that all ranks see'
+    if why:
+        raise ConfigError(key="mirror.near", message=f'"per-host": {why}')
 
 
 def _refuse_hybrid(plugin: Any, form: str) -> None:

@@ -102,6 +102,7 @@ class HostHome(FileHome):
         meeting: how the hosts reach each other.
         name: unique to this directory in this session.
         timeouts: how long to wait.
+        hidden: the hidden folder, if it is not to lie in ``path``.
 
     Attributes:
         hosts: the ranks of each host, by its first one.
@@ -120,8 +121,9 @@ class HostHome(FileHome):
         meeting: Meeting,
         name: str,
         timeouts: Timeouts,
+        hidden: Path | None = None,
     ) -> None:
-        super().__init__(path, lease_s=lease_s, owner=owner)
+        super().__init__(path, lease_s=lease_s, hidden=hidden, owner=owner)
         self.hosts = {leader: tuple(ranks) for leader, ranks in meeting.hosts.items()}
         self._timeouts = timeouts
         self._rank = meeting.rank
