@@ -4,16 +4,21 @@ import json
 import os
 import shutil
 import signal
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate import DistributedDataParallelKwargs
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import DistributedType, ProjectConfiguration
 
 from accelerate_runs import Training, make, stateful
 from host_runs import config, move_to_host, why_no_mounts
 from kit.ranks import spawn_ranks, values
 from safe_ckpt import CheckpointConfig
 from safe_ckpt.accelerate import register
+from safe_ckpt.accelerate.handle import check
+from safe_ckpt.core.formats.manifest import read_manifest
+from safe_ckpt.core.formats.verify import verify_files
 from safe_ckpt.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(bool(why_no_mounts()), reason=f"mounts of one's own: {why_no_mounts()}")
@@ -101,18 +106,27 @@ def _loads_by_path(rank, folder):
         training = Training(accelerator, batch_size=1)
         accelerator.load_state(near / "exp/checkpoints/checkpoint_4")
         count = training.counter.count
-        accelerator.register_save_state_pre_hook(lambda *_: None)
-        with pytest.raises(ConfigError, match="hooks of register_save_state_pre_hook"):
-            accelerator.save_state()
-        handle.wait()
+        accelerator.register_save_state_pre_hook(
+            lambda _models, _weights, to: Path(to, f"of_rank_{rank}.txt").write_text(f"{rank}")
+        )
+        accelerator.save_state()
+        handle.wait(mirrored=True)
     return count
 
 
 @pytest.mark.timeout(240)
-def test_a_path_on_the_disks_is_loaded_and_hooks_are_refused_by_name(tmp_path):
-    """``load_state(path)`` of one in parts on two hosts gives it whole to each; a hook that writes files is refused."""
+def test_a_path_on_the_disks_is_loaded_and_what_hooks_write_goes_along(tmp_path):
+    """``load_state(path)`` of one in parts on two hosts gives it whole to each. Hooks' files stay where they were written."""
     values(_run(tmp_path))
     assert values(spawn_ranks(_loads_by_path, len(HOSTS), tmp_path)) == [5] * 4
+    saved = [_newest(tmp_path, host) for host in (0, 1)]
+    assert [sorted(one.name for one in folder.glob("of_*")) for folder in saved] == [
+        ["of_rank_0.txt", "of_rank_1.txt"],
+        ["of_rank_2.txt", "of_rank_3.txt"],
+    ]
+    assert all(read_manifest(folder) == read_manifest(saved[0]) for folder in saved)
+    verify_files(tmp_path / "far" / saved[0].name, read_manifest(saved[0]))
+    assert {f"of_rank_{rank}.txt" for rank in range(4)} <= {one.path for one in read_manifest(saved[0]).files}
 
 
 def test_what_each_host_cannot_have_says_what_to_use(tmp_path):
@@ -126,3 +140,8 @@ def test_what_each_host_cannot_have_says_what_to_use(tmp_path):
     by_hand = make(tmp_path / "by-hand", automatic=False)
     with pytest.raises(ConfigError, match="automatic_checkpoint_naming=True"):
         register(by_hand, config(tmp_path))
+    deepspeed = SimpleNamespace(
+        distributed_type=DistributedType.DEEPSPEED, project_configuration=ProjectConfiguration()
+    )
+    with pytest.raises(ConfigError, match="not supported with DeepSpeed"):
+        check(deepspeed, config(tmp_path))

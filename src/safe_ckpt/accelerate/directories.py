@@ -58,7 +58,7 @@ class Target:
         number: Accelerate's ``iteration``.
         step: the number in a name of the user's, or else ``number``.
         hooks: whether some rank has hooks that write files.
-        keep_foreign: which files that are there already are kept; None where there are none.
+        keep_foreign: which files that are there already are kept.
     """
 
     home: OpenHome
@@ -66,7 +66,7 @@ class Target:
     number: int
     step: int
     hooks: bool
-    keep_foreign: Callable[[str], bool] | None
+    keep_foreign: Callable[[str], bool]
 
 
 class AcceleratorSaver(Saver):
@@ -225,15 +225,7 @@ class AcceleratorSaver(Saver):
             path = self._last = _named(output_dir)
             found = _STEP.search(path.name)
             home, step = self._hold_named(path), int(found[1]) if found else number
-        keep_foreign: Callable[[str], bool] | None = _is_users if agreed["stock"] else lambda _: True
-        if home.held.is_on_each_host:
-            keep_foreign = None  # the name is new
-            if agreed["hooks"]:
-                message = (
-                    '"per-host": hooks of register_save_state_pre_hook write files in one folder for all ranks. Give "shared", '
-                    "or remove the hooks"
-                )
-                raise ConfigError(key="mirror.near", message=message)
+        keep_foreign = _is_users if agreed["stock"] else lambda _: True
         return Target(home=home, path=path, number=number, step=step, hooks=agreed["hooks"], keep_foreign=keep_foreign)
 
     def _hold_named(self, path: Path) -> OpenHome:

@@ -331,7 +331,7 @@ class Saver:
             yield folder
         except BaseException:
             if engine.rank == 0:
-                home.held.drop_pending(key)
+                home.held.abandon(folder)
             raise
 
     def save(

@@ -134,8 +134,8 @@ class HeldHomes:
             return home
         if not (per_host and home.is_mounted):
             message = (
-                '"per-host" is for the directories of a Checkpointer and of an Accelerator that names its checkpoints itself, '
-                f'on disks, and not for {place}: give "shared", and a directory that all ranks see'
+                '"per-host" is for the directories of a Checkpointer, of an Accelerator that names its checkpoints itself, and '
+                f'of a Transformers Trainer, on disks, and not for {place}: give "shared", and a directory that all ranks see'
             )
             raise ConfigError(key="mirror.near", message=message)
         coordinator = self._coordinator
