@@ -165,6 +165,7 @@ class HostHome(FileHome):
             "have": self._have_here,
             "verify": lambda args: self.verified_here(args["name"], args["op_id"]),
             "read": lambda args: self._read_here(args["name"], args["file"], args["start"], args["length"]),
+            "room": lambda args: self._room_here(args["needed"].get(str(self._rank), 0)),
             "make": self._make_here,
             "fill": lambda args: self._fill_here(**args),
         }
@@ -399,6 +400,11 @@ class HostHome(FileHome):
             if not any(file in found[leader]["good"] for leader in self.hosts):
                 return _lost(path, manifest, file, found)
         entries = {entry.path: entry for entry in manifest.files}
+        needed = {
+            leader: sum(entries[one].size_bytes for one in lacking if leader in lacking[one]) for leader in self.hosts
+        }
+        self._room_here(needed[0])
+        self.call("room", {"needed": {str(leader): size for leader, size in needed.items()}})
         new = {leader for leaders in lacking.values() for leader in leaders if not found[leader]["there"]}
         if new:
             self.call("make", {"name": name, "manifest": manifest.to_json()}, only=sorted(new))
@@ -453,6 +459,11 @@ class HostHome(FileHome):
             except CorruptCheckpointError as error:
                 bad[entry.path] = str(error)
         return {"there": True, "good": good, "bad": bad}
+
+    def _room_here(self, needed_bytes: int) -> None:
+        """Refuse files of other hosts that do not fit here, before any of them comes."""
+        why = "What the ranks of this host read comes from other hosts, and stays here as long as the checkpoint does."
+        durable.require_space(self.path, needed_bytes, why)
 
     def _read_here(self, name: str, file: str, start: int, length: int) -> str:
         with open(really_inside(really_inside(self.path, name), file), "rb") as stream:
